@@ -1,0 +1,58 @@
+"""Out of memory, at the operation of your choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtune_adaptive.memory import SimulatedMemory
+
+
+class OutOfMemoryAt(TorchDispatchMode):
+    """Raises ``torch.OutOfMemoryError`` at the n-th operation (never, if 0), and counts them all.
+
+    A collective itself is not counted: its buffers exist before it, and what makes them is counted.
+    """
+
+    def __init__(self, operation: int) -> None:
+        super().__init__()
+        self.operation = operation
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented
+        if func.namespace != "c10d":
+            self.seen += 1
+            if self.seen == self.operation:
+                raise torch.OutOfMemoryError(f"injected at operation {self.seen}, {func}")
+        return func(*args, **(kwargs or {}))
+
+
+class FailingMemory(SimulatedMemory):
+    """A device that runs out of memory at the operation that ``fail_at`` says, and never else.
+
+    It does not count, which makes a step twice as fast; there are thousands of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(limit=None)
+        self.fault: OutOfMemoryAt | None = None
+
+    @contextmanager
+    def fail_at(self, operation: int) -> Iterator[OutOfMemoryAt]:
+        self.fault = OutOfMemoryAt(operation)
+        try:
+            yield self.fault
+        finally:
+            self.fault = None
+
+    def capped(self, limit: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def running(self) -> AbstractContextManager[object]:
+        return self.fault or nullcontext()

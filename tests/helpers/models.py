@@ -1,0 +1,114 @@
+"""Models, batches and steps as small as they can be while being the real thing."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune import modules, training
+from torchtune.models.llama2 import llama2, lora_llama2
+from torchtune.modules.loss import CEWithChunkedOutputLoss
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
+
+from torchtune_adaptive.consensus import Ranks
+from torchtune_adaptive.memory import DeviceMemory, SimulatedMemory
+from torchtune_adaptive.step import TrainStep
+
+VOCABULARY = 16
+
+
+def tiny_llama(
+    *,
+    lora: bool = False,
+    checkpointing: bool = False,
+    sharded: bool = True,
+    layers: int = 1,
+    reshard: bool = True,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> nn.Module:
+    """A Llama with random weights, as the recipes build one: the same on every rank, then sharded."""
+    torch.manual_seed(seed)
+    size = {
+        "vocab_size": VOCABULARY,
+        "num_layers": layers,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "embed_dim": 8,
+        "intermediate_dim": 12,
+        "max_seq_len": 32,
+    }
+    if lora:
+        model = lora_llama2(
+            lora_attn_modules=["q_proj", "v_proj"],
+            lora_rank=2,
+            lora_alpha=4,
+            lora_dropout=dropout,
+            **size,
+        )
+        set_trainable_params(model, get_adapter_params(model))
+    else:
+        model = llama2(attn_dropout=dropout, **size)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    if checkpointing:
+        training.set_activation_checkpointing(
+            model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
+        )
+    if sharded:
+        training.shard_model(
+            model,
+            [partial(training.get_shard_conditions, names_to_match=None)],
+            cpu_offload=False,
+            reshard_after_forward=reshard,
+        )
+    model.set_num_output_chunks(2)
+    return model
+
+
+def batch(rows: int = 2, length: int = 8, seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+    labels = tokens.clone()
+    labels[:, : length // 3] = -100
+    return {"tokens": tokens, "labels": labels}
+
+
+def train_step(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    memory: DeviceMemory | None = None,
+    ranks: Ranks | None = None,
+    **settings: Any,
+) -> TrainStep:
+    return TrainStep(
+        model=model,
+        optimizers=optimizers,
+        loss_fn=CEWithChunkedOutputLoss(num_output_chunks=2),
+        device=torch.device("cpu"),
+        memory=memory or SimulatedMemory(None),
+        ranks=ranks or Ranks(timeout=20),
+        **{"survive": True, **settings},
+    )
+
+
+def adamw(model: nn.Module, **settings: Any) -> torch.optim.AdamW:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, **{"lr": 1e-2, **settings})
+
+
+def local_values(model: nn.Module) -> list[torch.Tensor]:
+    """This rank's part of every parameter, copied."""
+    return [
+        (p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in model.parameters()
+    ]
+
+
+def same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.dtype == b.dtype else False
+        for a, b in zip(left, right, strict=True)
+    )

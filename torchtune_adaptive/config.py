@@ -1,0 +1,354 @@
+"""From a torchtune config to settings that cannot be wrong.
+
+``AdaptiveSettings.from_config`` reads the three places where this package adds keys: ``use_maximum_batch_size`` and
+``batch_increase_function`` at top level, and the block ``adaptive_batching``. Inside the block every key
+is known and typed; an unknown one is an error, so a misspelt setting is never silently its default.
+
+``check_recipe_config`` looks at the keys that the recipes share with torchtune: what cannot work
+together stops here, before any model is built.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.errors import ConfigError
+
+BLOCK = "adaptive_batching"
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+_UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+
+# --- readers: a raw value and its key in, a typed value or a ConfigError out ----------------------
+
+
+def _boolean(key: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(key, value, "is not a boolean", "Use True or False")
+
+
+def _whole_number(minimum: int) -> Callable[[str, object], int]:
+    def read(key: str, value: object) -> int:
+        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
+            return value
+        raise ConfigError(
+            key, value, f"is not a whole number of at least {minimum}", f"Use {minimum} or more"
+        )
+
+    return read
+
+
+def _number(low: float, high: float, advice: str) -> Callable[[str, object], float]:
+    def read(key: str, value: object) -> float:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and low <= float(value) < high:  # type: ignore[arg-type]
+            return float(value)  # type: ignore[arg-type]
+        raise ConfigError(key, value, f"is not a number from {low:g} to below {high:g}", advice)
+
+    return read
+
+
+def _one_of(*choices: str) -> Callable[[str, object], str]:
+    def read(key: str, value: object) -> str:
+        if isinstance(value, str) and value in choices:
+            return value
+        raise ConfigError(key, value, "is not a choice", f"Use one of {', '.join(choices)}")
+
+    return read
+
+
+def _optional(read: Callable[[str, object], Any]) -> Callable[[str, object], Any]:
+    return lambda key, value: None if value is None else read(key, value)
+
+
+def _bytes(key: str, value: object) -> int:
+    """``24GiB``, ``512 MB`` or a plain number of bytes."""
+    if isinstance(value, (str, int)) and not isinstance(value, bool):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+        if match and match[2] in _UNITS and (size := int(float(match[1]) * _UNITS[match[2]])) > 0:
+            return size
+    units = ", ".join(unit for unit in _UNITS if unit)
+    raise ConfigError(
+        key, value, "is not an amount of memory", f"Write it as 24GiB, or in bytes (units: {units})"
+    )
+
+
+def _cache(key: str, value: object) -> bool | str:
+    if isinstance(value, bool) or (isinstance(value, str) and value):
+        return value
+    raise ConfigError(
+        key, value, "is neither a boolean nor a folder", "Use True, False, or a folder's path"
+    )
+
+
+def _rounding(key: str, value: object) -> str:
+    # On torchtune's command line ``None`` becomes null, and whoever types it means "do not round".
+    if value is None:
+        return "none"
+    return _one_of("power_of_two", "divisor", "none")(key, value)
+
+
+def _setting(default: Any, read: Callable[[str, object], Any]) -> Any:
+    return field(default=default, metadata={"read": read})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptiveSettings:
+    """What the user asked for. Field by field, with its default:"""
+
+    use_maximum_batch_size: bool = False
+    """Search for the largest micro-batch that fits, then train with it."""
+
+    search: str = _setting("extrapolate", _one_of("extrapolate", "bisect", "halve"))
+    """How to search; all three find the same size."""
+
+    rounding: str = _setting("power_of_two", _rounding)
+    """Which sizes may be found: powers of two, divisors of the rows per rank in a step, or any."""
+
+    ceiling: int | None = _setting(None, _optional(_whole_number(1)))
+    """Never go above this micro-batch (the data bound it as well: one step per epoch must remain)."""
+
+    headroom: float = _setting(0.05, _number(0, 1, "Use the share of memory to keep free, as 0.05"))
+    """The share of memory that a trial must leave free."""
+
+    memory_limit: int | None = _setting(None, _optional(_bytes))
+    """Behave as a device with this much memory; on CPU, simulate one."""
+
+    probe_length: int | None = _setting(None, _optional(_whole_number(2)))
+    """Row length of the trials, in tokens; by default the longest row that the data can produce."""
+
+    keep_global_batch: bool = _setting(False, _boolean)
+    """Keep micro-batch x accumulation x ranks exactly as configured; only the split changes."""
+
+    cache: bool | str = _setting(True, _cache)
+    """Remember found sizes: in the user's cache folder (True), in a folder of your own, or not."""
+
+    rank_timeout: float = _setting(45.0, _number(1, 86400, "Use a number of seconds, as 45"))
+    """Seconds after which a rank that does not answer is given up, and the run with it."""
+
+    search_only: bool = _setting(False, _boolean)
+    """Stop after the search (what ``tune-adaptive find`` sets)."""
+
+    @classmethod
+    def from_config(cls, cfg: DictConfig) -> AdaptiveSettings:
+        """Read and check everything that this package adds to a torchtune config."""
+        block = cfg.get(BLOCK)
+        if block is None:
+            block = {}
+        elif not isinstance(block, DictConfig):
+            raise ConfigError(BLOCK, block, "is not a block of settings", "Write `key: value` in it")
+        readers = {f.name: f.metadata["read"] for f in fields(cls) if f.metadata}
+        for key in block:
+            if key not in readers:
+                raise ConfigError(
+                    f"{BLOCK}.{key}", block[key], "is not a setting", _did_you_mean(key, readers)
+                )
+        values = {key: readers[key](f"{BLOCK}.{key}", block[key]) for key in block}
+        for switch in ("use_maximum_batch_size",):
+            values[switch] = _boolean(switch, cfg.get(switch, False))
+        return cls(**values)
+
+
+# --- the keys that the recipes share with torchtune ------------------------------------------------
+
+_COMMON_KEYS = frozenset(
+    """
+    output_dir log_every_n_steps log_peak_memory_stats metric_logger profiler
+    device dtype seed cudnn_deterministic_mode
+    model tokenizer checkpointer resume_from_checkpoint
+    dataset shuffle batch_size collate_fn
+    optimizer lr_scheduler loss epochs max_steps_per_epoch gradient_accumulation_steps clip_grad_norm
+    compile enable_activation_checkpointing enable_activation_offloading
+    custom_sharded_layers fsdp_cpu_offload fsdp_reshard_after_forward
+    use_maximum_batch_size batch_increase_function adaptive_batching
+    """.split()
+)
+_RECIPE_KEYS = {
+    "full": _COMMON_KEYS
+    | {"optimizer_in_bwd", "ac_mode", "ac_option", "enable_async_checkpointing"}
+    | {"tensor_parallel_dim", "tensor_parallel_plan"},
+    "lora": _COMMON_KEYS | {"save_adapter_weights_only"},
+}
+
+
+def unused_keys(cfg: DictConfig, recipe: str) -> list[str]:
+    """Top-level keys that the recipe would ignore; raises if one looks like a misspelt key.
+
+    A key that other values refer to (``${max_seq_len}``) is a variable and is never reported.
+    """
+    known = _RECIPE_KEYS[recipe]
+    every_known = frozenset().union(*_RECIPE_KEYS.values())
+    text = OmegaConf.to_yaml(cfg, resolve=False)
+    unused = []
+    for key in map(str, cfg):
+        if key in known or re.search(r"\$\{" + re.escape(key) + r"[}.\[]", text):
+            continue
+        if key not in every_known and (close := get_close_matches(key, known, n=1, cutoff=0.87)):
+            raise ConfigError(
+                key,
+                _plain(cfg, key),
+                f"is not a key of this recipe, and looks like {close[0]}",
+                f"Write {close[0]}, or remove it (~{key} on the command line)",
+            )
+        unused.append(key)
+    return unused
+
+
+def check_recipe_config(cfg: DictConfig, recipe: str) -> None:
+    """Stop at what cannot work, whatever the machine; ``recipe`` is ``full`` or ``lora``."""
+    for key, minimum in (("batch_size", 1), ("gradient_accumulation_steps", 1), ("epochs", 0)):
+        _whole_number(minimum)(key, cfg.get(key))
+    _optional(_whole_number(1))("max_steps_per_epoch", cfg.get("max_steps_per_epoch"))
+    _check_dtype(cfg)
+    _check_activation_memory(cfg)
+    _check_collate(cfg)
+    if cfg.get("fsdp_cpu_offload", False) and cfg.device == "cpu":
+        raise ConfigError(
+            "fsdp_cpu_offload",
+            True,
+            "moves parameters between an accelerator and the CPU, and device is cpu",
+            "Set fsdp_cpu_offload=False, or train on an accelerator",
+        )
+    if recipe == "full":
+        _check_optimizer_in_backward(cfg)
+        _check_tensor_parallel(cfg)
+    elif cfg.get("optimizer_in_bwd", False):
+        raise ConfigError(
+            "optimizer_in_bwd",
+            True,
+            "is not available in the LoRA recipe",
+            "Remove it: adapters have little optimizer state to save",
+        )
+
+
+def check_adaptive_config(cfg: DictConfig, settings: AdaptiveSettings) -> None:
+    """Stop at what cannot work together with adaptive batching."""
+    if cfg.get("batch_increase_function") is not None:
+        raise ConfigError(
+            "batch_increase_function",
+            _plain(cfg, "batch_increase_function"),
+            "cannot be used yet: this release does not grow the batch during training",
+            "Set it to null",
+        )
+    if settings.search_only and not settings.use_maximum_batch_size:
+        raise ConfigError(
+            f"{BLOCK}.search_only",
+            True,
+            "has nothing to search for",
+            "Set use_maximum_batch_size=True as well",
+        )
+    if not settings.use_maximum_batch_size:
+        return
+    if cfg.get("tensor_parallel_dim", 1) > 1:
+        raise ConfigError(
+            "tensor_parallel_dim",
+            cfg.tensor_parallel_dim,
+            "cannot be combined with use_maximum_batch_size: a rank that runs out of memory finishes the "
+            "step's collectives in the others' place, and can do so for FSDP's collectives only",
+            "Set tensor_parallel_dim=1, or use_maximum_batch_size=False and choose batch_size yourself",
+        )
+    if settings.keep_global_batch and cfg.get("optimizer_in_bwd", False):
+        raise ConfigError(
+            f"{BLOCK}.keep_global_batch",
+            True,
+            "needs gradient accumulation, and with optimizer_in_bwd there is none",
+            "Set one of the two to False",
+        )
+
+
+def _check_dtype(cfg: DictConfig) -> None:
+    if cfg.dtype not in ("bf16", "fp32", "fp64"):
+        raise ConfigError(
+            "dtype",
+            cfg.dtype,
+            "cannot be trained in: fp16 needs loss scaling, which these recipes do not have",
+            "Use bf16 or fp32",
+        )
+
+
+def _check_activation_memory(cfg: DictConfig) -> None:
+    if not cfg.get("enable_activation_offloading", False):
+        return
+    if cfg.device != "cuda":
+        raise ConfigError(
+            "enable_activation_offloading",
+            True,
+            f"needs a CUDA device, and device is {cfg.device}",
+            "Set enable_activation_offloading=False",
+        )
+    if not cfg.get("enable_activation_checkpointing", False):
+        raise ConfigError(
+            "enable_activation_offloading",
+            True,
+            "works only together with activation checkpointing",
+            "Set enable_activation_checkpointing=True as well",
+        )
+
+
+def _check_collate(cfg: DictConfig) -> None:
+    if "left_pad_sequence" in (cfg.get("collate_fn") or ""):
+        raise ConfigError(
+            "collate_fn",
+            cfg.collate_fn,
+            "pads on the left, which is for generation only",
+            "Use torchtune.data.padded_collate_sft",
+        )
+
+
+def _check_optimizer_in_backward(cfg: DictConfig) -> None:
+    if not cfg.get("optimizer_in_bwd", False):
+        return
+    if cfg.get("clip_grad_norm") is not None:
+        raise ConfigError(
+            "clip_grad_norm",
+            cfg.clip_grad_norm,
+            "needs all gradients at once, and with optimizer_in_bwd they never exist together",
+            "Set clip_grad_norm=None, or optimizer_in_bwd=False",
+        )
+    if cfg.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            "gradient_accumulation_steps",
+            cfg.gradient_accumulation_steps,
+            "cannot accumulate: with optimizer_in_bwd every backward pass is an optimizer step",
+            "Set gradient_accumulation_steps=1, or optimizer_in_bwd=False",
+        )
+
+
+def _check_tensor_parallel(cfg: DictConfig) -> None:
+    dim = cfg.get("tensor_parallel_dim", 1)
+    _whole_number(1)("tensor_parallel_dim", dim)
+    if dim == 1:
+        return
+    if cfg.get("tensor_parallel_plan") is None:
+        raise ConfigError(
+            "tensor_parallel_dim",
+            dim,
+            "needs to know how to split the model",
+            "Set tensor_parallel_plan, or tensor_parallel_dim=1",
+        )
+    if cfg.optimizer.get("fused", False):
+        raise ConfigError(
+            "optimizer.fused",
+            True,
+            "does not work with tensor parallelism",
+            "Set optimizer.fused=False",
+        )
+
+
+def _did_you_mean(key: object, known: Iterable[str] | Mapping[str, object]) -> str:
+    names = sorted(known)
+    close = get_close_matches(str(key), names, n=1)
+    return f"Did you mean {close[0]}?" if close else f"The settings are {', '.join(names)}"
+
+
+def _plain(cfg: DictConfig, key: str) -> object:
+    value = cfg[key]
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value

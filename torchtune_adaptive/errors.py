@@ -1,0 +1,48 @@
+"""Everything this package raises on purpose.
+
+    AdaptiveBatchingError
+    |-- ConfigError            a setting that cannot work, found before any model is built
+    |-- UnsupportedVersion     a library version that this release was not made for
+    |-- NothingFits            not even one row fits on the device
+    |-- EmptyTrial             a trial that trained nothing, so its verdict would be worthless
+    |-- TrainingOutOfMemory    memory ran out in training and the step cannot be redone
+    `-- RankLost               another rank died, hung, or stopped answering
+
+Every message gives the value, the reason and the remedy.
+"""
+
+from __future__ import annotations
+
+
+class AdaptiveBatchingError(Exception):
+    """Base class: catch this to catch everything this package raises on purpose."""
+
+
+class ConfigError(AdaptiveBatchingError, ValueError):
+    """A setting that cannot work."""
+
+    def __init__(self, key: str, value: object, reason: str, remedy: str) -> None:
+        self.key = key
+        self.value = value
+        end = "" if remedy.endswith("?") else "."
+        super().__init__(f"{key}: {value!r} {reason}. {remedy}{end}")
+
+
+class UnsupportedVersion(AdaptiveBatchingError):
+    """A library version that this release was not made for."""
+
+
+class NothingFits(AdaptiveBatchingError):
+    """Not even one row fits on the device."""
+
+
+class EmptyTrial(AdaptiveBatchingError):
+    """A trial that trained nothing."""
+
+
+class TrainingOutOfMemory(AdaptiveBatchingError):
+    """Memory ran out in training and the step cannot be redone."""
+
+
+class RankLost(AdaptiveBatchingError):
+    """Another rank died, hung, or stopped answering."""

@@ -1,0 +1,178 @@
+"""One trial: run the real step on the worst case, measure, agree, and leave no trace.
+
+A trial is the step of a run that has been going for a while: the optimizer's state is there, the
+gradients of an earlier micro-batch are there if gradients accumulate, every row is as long as a row can
+be, and the optimizer steps. What it changes is put back; what it allocated is given back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.consensus import Ranks
+from torchtune_adaptive.errors import EmptyTrial
+from torchtune_adaptive.memory import DeviceMemory
+from torchtune_adaptive.snapshot import Snapshot
+from torchtune_adaptive.step import StepHalfApplied, TrainStep
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank saw in a trial."""
+
+    failed_in: str | None
+    """The phase in which this rank ran out of memory."""
+    peak_bytes: int
+    peak_allocated_bytes: int
+    retries: int
+    usable_bytes: int
+    """What this rank may use: its capacity, less the headroom."""
+
+    @property
+    def free_bytes(self) -> int:
+        return self.usable_bytes - self.peak_bytes
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the size does not fit on this rank."""
+        if self.failed_in is not None:
+            return f"out of memory in {self.failed_in}"
+        if self.retries:
+            return f"{self.retries} allocation retries"
+        return None
+
+
+@dataclass(frozen=True)
+class SizeTrial:
+    """What trying one size has shown, on all ranks."""
+
+    size: int
+    seconds: float
+    reports: tuple[RankReport, ...]
+
+    @property
+    def fits(self) -> bool:
+        return all(report.trouble is None for report in self.reports)
+
+    @property
+    def deciding_rank(self) -> int:
+        """The rank that had trouble, or else the one with the least memory left."""
+        ranks = range(len(self.reports))
+        return min(ranks, key=lambda r: (self.reports[r].trouble is None, self.reports[r].free_bytes))
+
+    @property
+    def deciding(self) -> RankReport:
+        return self.reports[self.deciding_rank]
+
+    @property
+    def free_bytes(self) -> int:
+        return self.deciding.free_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "fits": self.fits, "deciding_rank": self.deciding_rank}
+
+
+class Probe:
+    """Tries sizes on the run itself; a context, which ends with the run as it was at its beginning.
+
+    Args:
+        step: the step that training will use.
+        batch: makes the worst-case batch of so many rows.
+        accumulation: the micro-batches in a step, for a given size.
+        headroom: the share of memory that must stay free.
+        ranks: the ranks of the run.
+        entering: told about each phase.
+        compiled: whether the model is compiled, and forgets what it compiled between sizes.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: TrainStep,
+        batch: Callable[[int], dict[str, Any]],
+        accumulation: Callable[[int], int],
+        headroom: float,
+        ranks: Ranks,
+        entering: Callable[[str], None],
+        compiled: bool = False,
+    ) -> None:
+        self._step = step
+        self._memory: DeviceMemory = step.memory
+        self._batch = batch
+        self._accumulation = accumulation
+        self._headroom = headroom
+        self._ranks = ranks
+        self._entering = entering
+        self._compiled = compiled
+
+    def __enter__(self) -> Probe:
+        self._snapshot = Snapshot(self._step.model, self._step.optimizers, self._step.device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._snapshot.close()
+        self._step.forget()
+        if self._compiled:
+            torch.compiler.reset()
+
+    def prime(self) -> SizeTrial:
+        """Two steps of one row: the optimizer makes its state, the device its workspaces, and the sequence
+        of collectives is recorded and seen to repeat. Only now is what is left the room for rows."""
+        self._entering("first steps of the search, of 1 row")
+        capacity = self._memory.capacity()
+        with self._memory.capped(capacity):
+            trial = self._try(1, capacity)
+            return self._try(1, capacity) if trial.fits else trial
+
+    def trial(self, size: int) -> SizeTrial:
+        """Try one size."""
+        self._entering(f"trial of {size} rows")
+        if self._compiled:
+            # Compile for this size alone, as training will: dynamo would go on to dynamic shapes.
+            torch.compiler.reset()
+        self._memory.release()
+        usable = int(self._memory.capacity() * (1 - self._headroom))
+        with self._memory.capped(usable):
+            return self._try(size, usable)
+
+    def _try(self, size: int, usable: int) -> SizeTrial:
+        started = time.perf_counter()
+        self._memory.watch()
+        failed_in = self._take_step(size)
+        usage = self._memory.usage()
+        self._snapshot.restore()
+        report = RankReport(
+            failed_in=failed_in,
+            peak_bytes=usage.peak_bytes,
+            peak_allocated_bytes=usage.peak_allocated_bytes,
+            retries=usage.retries,
+            usable_bytes=usable,
+        )
+        reports = tuple(self._ranks.gather(report))
+        return SizeTrial(size, time.perf_counter() - started, reports)
+
+    def _take_step(self, size: int) -> str | None:
+        """The phase in which this rank ran out of memory, if it did."""
+        batch = self._batch(size)
+        # From the second micro-batch on, gradients are there; more of them make no new peak.
+        micro_batches = min(self._accumulation(size), 2)
+        try:
+            for _ in range(micro_batches):
+                self._step.forward_backward(batch)
+            outcome = self._step.apply()
+        except StepHalfApplied as half_applied:
+            self._step.forget()
+            return half_applied.phase
+        if outcome.lost:
+            return outcome.failures[self._ranks.rank]
+        if outcome.tokens == 0:
+            raise EmptyTrial(
+                f"A trial of {size} rows trained no token, so it says nothing about memory. Check that the "
+                "dataset's rows have tokens, and that collate_fn keeps their labels."
+            )
+        return None

@@ -1,0 +1,361 @@
+"""One optimizer step: the same object wherever one is needed, so that what is probed is what is trained.
+
+    for batch in micro_batches:
+        step.forward_backward(batch)
+    outcome = step.apply()
+
+Running out of memory does not raise while the step can still be thrown away. The rank that ran out drops
+everything the step made, stands in for itself in the collectives that are left (see ``consensus``), and
+says so in the one all-reduce that a step has. Then ``outcome.lost`` is true on every rank, nothing has
+changed on any, and the caller decides what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torchtune import utils
+from torchtune.training import OffloadActivations
+
+from torchtune_adaptive import fsdp
+from torchtune_adaptive.consensus import AnotherRankFailed, Collectives, Ranks
+from torchtune_adaptive.memory import DeviceMemory, is_out_of_memory
+
+Batch = dict[str, Any]
+
+
+class StepHalfApplied(Exception):
+    """Memory ran out where parameters may have changed already; ``phase`` says where."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+        super().__init__(f"out of memory in the {phase}")
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step did, equal on every rank."""
+
+    lost: bool
+    """A rank ran out of memory, and the step left no trace."""
+
+    failures: tuple[str | None, ...] = ()
+    """Of a lost step: the phase in which each rank ran out of memory, or None for those that did not."""
+
+    tokens: int = 0
+    """Tokens that were trained on, over all ranks."""
+
+    loss: float = 0.0
+    """Mean loss of those tokens, before the step."""
+
+    gradient_norm: float | None = None
+    """Where gradients are clipped: their norm before clipping."""
+
+
+class _Total(IntEnum):
+    """What the ranks sum up in a step's one all-reduce."""
+
+    TOKENS = 0
+    LOSS = 1
+    SQUARED_GRADIENT_NORM = 2
+    FAILED = 3
+
+
+class TrainStep:
+    """Forward, backward, and the optimizer step of a model.
+
+    Args:
+        model: the model, sharded by FSDP2 or not.
+        optimizers: the optimizer, or one for each parameter if they step in backward.
+        loss_fn: gives the mean loss of the tokens that count.
+        device: where the model runs.
+        memory: that device's memory.
+        ranks: the ranks of the run.
+        survive: throw a step away when memory runs out in it; otherwise the error is raised as it is.
+        activations: what the forward pass runs in (torchtune's activation offloading, or nothing).
+        clip_grad_norm: the norm above which gradients are scaled down.
+        optimizer_in_backward: whether the optimizers step in backward, by hooks that they come with.
+        launched: called after every collective that FSDP launches.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        loss_fn: nn.Module,
+        device: torch.device,
+        memory: DeviceMemory,
+        ranks: Ranks,
+        survive: bool,
+        activations: AbstractContextManager[Any] | None = None,
+        clip_grad_norm: float | None = None,
+        optimizer_in_backward: bool = False,
+        launched: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.loss_fn = loss_fn
+        self.device = device
+        self.memory = memory
+        self.ranks = ranks
+        self.optimizer_in_backward = optimizer_in_backward
+        self.phase = "forward"
+        self._activations = activations or nullcontext()
+        self._clip_grad_norm = clip_grad_norm
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._collectives = Collectives(model, ranks, device, launched) if survive else None
+        self._totals = torch.zeros(len(_Total), dtype=torch.float64, device=device)
+        memory.adopt([*model.parameters(), *model.buffers(), *_optimizer_state(optimizers)])
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tokens = 0
+        self._loss: torch.Tensor | None = None
+        self._failed_in: str | None = None  # what this rank knows of itself
+        self._lost = False  # what all ranks know
+        self._result: StepOutcome | None = None
+
+    # --- forward and backward -------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch) -> None:
+        """Add one micro-batch to the step."""
+        if self._lost:
+            return
+        if self._collectives is None:
+            with self.memory.running():
+                self._forward_backward(batch)
+            return
+        self._collectives.begin_pass()
+        if self._failed_in is None:
+            self._attempt(self._forward_backward, batch)
+        if self._failed_in is not None and not self._lost:
+            self._stand_in(self._collectives)
+
+    def _forward_backward(self, batch: Batch) -> None:
+        self.phase = "forward"
+        inputs = dict(batch)
+        labels = inputs["labels"]
+        ignored = self.loss_fn.ignore_index
+        tokens = int((labels != ignored).sum())
+        nothing_to_learn = not bool((labels[..., 1:] != ignored).any())
+        utils.batch_to_device(inputs, self.device)
+        self.memory.adopt(tree_leaves(inputs))
+        labels = inputs.pop("labels")
+        with self._segment("forward"), self._activations:
+            logits = self.model(**inputs)
+
+        # Predict each next token; the last position has none.
+        labels = F.pad(labels[..., 1:], (0, 1), value=ignored)
+        if nothing_to_learn:  # the mean over no tokens would be NaN, and spoil the whole step
+            loss = sum(chunk.sum() for chunk in _as_list(logits)) * 0.0
+        elif isinstance(logits, list):
+            loss = self.loss_fn(logits, labels) * tokens
+        else:
+            loss = self.loss_fn(logits.reshape(-1, logits.size(-1)), labels.reshape(-1)) * tokens
+        del logits  # or it would be there, for nothing, when backward is at its peak
+        self._tokens += tokens
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+
+        if self.optimizer_in_backward:
+            if self._collectives is not None:
+                self._collectives.agree_to_go_on()
+            result = self._exchange()
+            if self._lost:
+                return
+            self._result = result
+            loss = loss * (self.ranks.size / max(result.tokens, 1))
+        self.phase = "backward"
+        with self._segment("backward"):
+            loss.backward()
+        if self._collectives is not None:
+            self._collectives.end_pass()
+
+    def _segment(self, name: str) -> AbstractContextManager[None]:
+        return self._collectives.segment(name) if self._collectives else nullcontext()
+
+    # --- what follows all micro-batches -----------------------------------------------------------
+
+    def apply(self) -> StepOutcome:
+        """End the step: take it, or, if memory ran out on any rank, leave no trace of it.
+
+        Raises:
+            StepHalfApplied: memory ran out after parameters may have changed on some rank.
+        """
+        try:
+            if self.optimizer_in_backward:
+                return self._applied_in_backward()
+            return self._apply()
+        finally:
+            self._begin()
+
+    def _apply(self) -> StepOutcome:
+        squared_norm = None
+        if self._clip_grad_norm is not None and not self._lost and self._failed_in is None:
+            self.phase = "gradient norm"
+            squared_norm = self._attempt(self._squared_gradient_norm)
+        if not self._lost:
+            outcome = self._exchange(squared_norm)
+        if self._lost:
+            return self._lose()
+        try:
+            with self.memory.running():
+                self._scale_gradients(outcome)
+                self.phase = "optimizer step"
+                for optimizer in self.optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+        except Exception as error:
+            if self._collectives is None or not is_out_of_memory(error):
+                raise
+            raise StepHalfApplied(self.phase) from None
+        return outcome
+
+    def _applied_in_backward(self) -> StepOutcome:
+        if self._lost and self._result is None:
+            return self._lose()
+        if self._lost or self._failed_in is not None:
+            raise StepHalfApplied("backward")
+        assert self._result is not None
+        return self._result
+
+    def _exchange(self, squared_norm: torch.Tensor | None = None) -> StepOutcome:
+        """The step's one all-reduce, and the one time that the host waits for the device."""
+        totals = self._totals.zero_()
+        if self._failed_in is not None:
+            totals[_Total.FAILED].fill_(1.0)
+        else:
+            totals[_Total.TOKENS].fill_(float(self._tokens))
+            totals[_Total.LOSS].copy_(self._loss)
+            if squared_norm is not None:
+                totals[_Total.SQUARED_GRADIENT_NORM].copy_(squared_norm)
+        if self.ranks.size > 1:
+            dist.all_reduce(totals)
+        tokens, loss, squared, failed = totals.tolist()
+        self._lost = failed > 0
+        if self._lost:
+            return StepOutcome(lost=True)
+        norm = None
+        if self._clip_grad_norm is not None:
+            norm = squared**0.5 * self.ranks.size / max(tokens, 1)
+        return StepOutcome(lost=False, tokens=int(tokens), loss=_mean(loss, tokens), gradient_norm=norm)
+
+    @torch.no_grad()
+    def _squared_gradient_norm(self) -> torch.Tensor:
+        """This rank's part of the squared norm of all gradients, before they are scaled.
+
+        The parts of all ranks are summed, so a gradient of which several ranks hold the same piece
+        counts by its share.
+        """
+        by_share: dict[float, list[torch.Tensor]] = {}
+        for gradient in self._gradients():
+            by_share.setdefault(self._share(gradient), []).append(_local(gradient))
+        # ``torch._foreach_*`` is what torch's own clipping and optimizers are made of: one kernel for
+        # all gradients. The public ``get_total_norm`` would round bf16 norms to bf16.
+        norms = [
+            torch.stack(torch._foreach_norm(group, 2.0, dtype=torch.float32)).double().square().sum() * share
+            for share, group in by_share.items()
+        ]
+        return torch.stack(norms).sum() if norms else torch.zeros((), device=self.device)
+
+    @torch.no_grad()
+    def _scale_gradients(self, outcome: StepOutcome) -> None:
+        """From the sum over tokens (averaged over ranks, by FSDP) to the mean, clipped; in place."""
+        self.phase = "gradient scaling"
+        scale = self.ranks.size / max(outcome.tokens, 1)
+        if outcome.gradient_norm is not None and self._clip_grad_norm is not None:
+            scale *= min(1.0, self._clip_grad_norm / (outcome.gradient_norm + 1e-6))
+        if gradients := [_local(gradient) for gradient in self._gradients()]:
+            torch._foreach_mul_(gradients, scale)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def _share(self, gradient: torch.Tensor) -> float:
+        pieces = 1
+        if isinstance(gradient, DTensor):
+            for dim, placement in enumerate(gradient.placements):
+                if isinstance(placement, Shard):
+                    pieces *= gradient.device_mesh.size(dim)
+        return pieces / self.ranks.size
+
+    # --- out of memory ------------------------------------------------------------------------------
+
+    def _attempt(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Do a part of the step that can still be thrown away."""
+        try:
+            with self.memory.running():
+                return work(*arguments)
+        except AnotherRankFailed:
+            self._lost = True
+        except Exception as error:
+            if self._collectives is None or not is_out_of_memory(error):
+                raise
+            self._failed_in = self.phase
+        # Only now is the exception gone, and with it the frames that held the step's tensors.
+        self.forget()
+        return None
+
+    def forget(self) -> None:
+        """Forget everything that the step has made on this rank."""
+        self._loss = None
+        if isinstance(self._activations, OffloadActivations):
+            self._activations = _fresh(self._activations)
+        with self.memory.running():
+            fsdp.reset(self.model)
+        self.memory.release()
+
+    def _stand_in(self, collectives: Collectives) -> None:
+        """Keep the other ranks from waiting for this one, which has dropped out of the step."""
+        if collectives.recording:
+            collectives.tell_failure()
+            self._lost = True
+            return
+        collectives.finish("forward")
+        if self.optimizer_in_backward and self._result is None:
+            self._exchange()
+        else:
+            collectives.finish("backward")
+
+    def _lose(self) -> StepOutcome:
+        failures = self.ranks.gather(self._failed_in)
+        self.forget()
+        return StepOutcome(lost=True, failures=tuple(failures))
+
+
+def _optimizer_state(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+
+def _as_list(logits: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor]:
+    return logits if isinstance(logits, list) else [logits]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _mean(sum_of_losses: float, tokens: float) -> float:
+    """In float32, as torchtune logs it."""
+    numerator, denominator = torch.tensor([sum_of_losses, max(tokens, 1)], dtype=torch.float32)
+    return float(numerator / denominator)
+
+
+def _fresh(offloading: OffloadActivations) -> OffloadActivations:
+    """An offloading context that remembers nothing of a failed step, on the stream of the old one."""
+    fresh = OffloadActivations()
+    if offloading.use_streams:
+        fresh.s1 = offloading.s1  # another stream would be another pool of cached memory
+    return fresh
