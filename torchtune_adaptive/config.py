@@ -10,6 +10,7 @@ together stops here, before any model is built.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -19,6 +20,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 BLOCK = "adaptive_batching"
 
@@ -137,6 +140,11 @@ class AdaptiveSettings:
     search_only: bool = _setting(False, _boolean)
     """Stop after the search (what ``tune-adaptive find`` sets)."""
 
+    def agreement_timeout(self, compiled: bool) -> float:
+        """Seconds that ranks wait for each other to agree: long enough for the watchdog to speak first
+        and, where models are compiled, for a rank that compiles while another has it cached."""
+        return 3600.0 if compiled else 2 * self.rank_timeout
+
     @classmethod
     def from_config(cls, cfg: DictConfig) -> AdaptiveSettings:
         """Read and check everything that this package adds to a torchtune config."""
@@ -202,8 +210,23 @@ def unused_keys(cfg: DictConfig, recipe: str) -> list[str]:
     return unused
 
 
+def check(cfg: DictConfig, recipe: str) -> AdaptiveSettings:
+    """Everything that can be wrong in a config and be seen before a model is built.
+
+    Args:
+        cfg: the whole config.
+        recipe: the kind of recipe that it is for, ``full`` or ``lora``.
+    """
+    if ignored := unused_keys(cfg, recipe):
+        log.warning(f"Not used by this recipe: {', '.join(ignored)}")
+    settings = AdaptiveSettings.from_config(cfg)
+    check_recipe_config(cfg, recipe)
+    check_adaptive_config(cfg, settings)
+    return settings
+
+
 def check_recipe_config(cfg: DictConfig, recipe: str) -> None:
-    """Stop at what cannot work, whatever the machine; ``recipe`` is ``full`` or ``lora``."""
+    """Stop at what cannot work in torchtune's own keys."""
     for key, minimum in (("batch_size", 1), ("gradient_accumulation_steps", 1), ("epochs", 0)):
         _whole_number(minimum)(key, cfg.get(key))
     _optional(_whole_number(1))("max_steps_per_epoch", cfg.get("max_steps_per_epoch"))

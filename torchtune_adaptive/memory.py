@@ -110,6 +110,9 @@ class DeviceMemory(ABC):
         """Give back everything that nothing refers to any more."""
         gc.collect()
 
+    def record_history(self, enabled: bool) -> None:  # noqa: B027 - only an allocator has a history
+        """Start or stop the recording that a memory snapshot shows (torchtune's profiler asks for it)."""
+
 
 def device_memory(device: torch.device, limit: int | None = None) -> DeviceMemory:
     """The memory of ``device``, capped at ``limit`` bytes if one is given."""
@@ -170,6 +173,10 @@ class AcceleratorMemory(DeviceMemory):
     def release(self) -> None:
         super().release()
         torch.accelerator.empty_cache()
+
+    def record_history(self, enabled: bool) -> None:
+        if self._device.type == "cuda":  # private, and the only way; torchtune's recipes use it as well
+            torch.cuda.memory._record_memory_history(enabled="all" if enabled else None)
 
 
 class SimulatedMemory(DeviceMemory):

@@ -1,0 +1,174 @@
+"""The way from a run that is set up to its batch size: candidates, memory of earlier runs, search, report."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.build import Data
+from torchtune_adaptive.config import BLOCK, AdaptiveSettings
+from torchtune_adaptive.consensus import Ranks
+from torchtune_adaptive.errors import ConfigError, NothingFits
+from torchtune_adaptive.probe import Probe, SizeTrial
+from torchtune_adaptive.report import SearchReport, Split, trial_line
+from torchtune_adaptive.result_cache import ResultCache, facts
+from torchtune_adaptive.rows import WorstCase, worst_case
+from torchtune_adaptive.search import SearchResult, Status, candidates, search
+from torchtune_adaptive.step import TrainStep
+from torchtune_adaptive.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+
+def possible_sizes(settings: AdaptiveSettings, asked: Split, rows_per_rank: int) -> tuple[int, ...]:
+    """The micro-batches that a search may find: at least one full step must remain in an epoch.
+
+    Args:
+        settings: rounding, ceiling, and whether the global batch must stay.
+        asked: what the config asks for.
+        rows_per_rank: the rows that each rank has in an epoch.
+    """
+    rows_per_step = asked.micro_batch * asked.accumulation
+    needed = rows_per_step if settings.keep_global_batch else asked.accumulation
+    if rows_per_rank < needed:
+        raise ConfigError(
+            "gradient_accumulation_steps",
+            asked.accumulation,
+            f"leaves no full step in an epoch: a step needs at least {needed} rows per rank, "
+            f"and the data has {rows_per_rank}",
+            "Lower it, lower batch_size, or use more data",
+        )
+    if settings.keep_global_batch:
+        rounding, ceiling = "divisor", rows_per_step
+    else:
+        rounding, ceiling = settings.rounding, rows_per_rank // asked.accumulation
+    if settings.ceiling is not None:
+        ceiling = min(ceiling, settings.ceiling)
+    return candidates(rounding, ceiling, rows_per_step)
+
+
+def split_for(settings: AdaptiveSettings, asked: Split, size: int) -> Split:
+    """How a step is put together with micro-batches of ``size`` rows."""
+    accumulation = asked.accumulation
+    if settings.keep_global_batch:
+        accumulation = asked.micro_batch * asked.accumulation // size
+    return Split(size, accumulation, asked.ranks)
+
+
+def find_batch_size(
+    *,
+    cfg: DictConfig,
+    settings: AdaptiveSettings,
+    data: Data,
+    rows_per_rank: int,
+    step: TrainStep,
+    ranks: Ranks,
+    watchdog: Watchdog,
+) -> SearchReport:
+    """Search on the run itself, which is afterwards as it was before.
+
+    Args:
+        cfg: what the config asks for.
+        settings: how to search.
+        data: what the trials are made of.
+        rows_per_rank: the rows that each rank has in an epoch.
+        step: the step that training will use.
+        ranks: the ranks of the run.
+        watchdog: is told about each phase.
+    """
+    started = time.perf_counter()
+    asked = Split(cfg.batch_size, cfg.gradient_accumulation_steps, ranks.size)
+    sizes = possible_sizes(settings, asked, rows_per_rank)
+    watchdog.enter("looking for the longest row")
+    worst = worst_case(data.dataset, data.tokenizer, data.packed, settings.probe_length, ranks)
+    log.info(f"Searching for the largest micro-batch: rows of {worst.length} tokens ({worst.source}).")
+    compiled = cfg.get("compile", False)
+    if compiled and step.device.type == "cpu":
+        log.info("The simulated device sees single operations, so compiled regions run eager in trials.")
+    probe = Probe(
+        step=step,
+        batch=lambda size: worst.batch(size, data.collate),
+        accumulation=lambda size: split_for(settings, asked, size).accumulation,
+        headroom=settings.headroom,
+        ranks=ranks,
+        entering=lambda phase: watchdog.enter(phase, may_hang=not compiled),
+        compiled=compiled,
+    )
+    with probe:
+        first = probe.prime()
+        if not first.fits:
+            raise nothing_fits(first, worst)
+        known = facts(
+            cfg,
+            settings,
+            row_length=worst.length,
+            packed=data.packed,
+            ranks=ranks.size,
+            device=step.memory.name,
+            capacity=min(report.usable_bytes for report in first.reports),
+        )
+        result = _search_or_remember(settings, sizes, probe, known, ranks)
+    if result.size is None:
+        raise nothing_fits(result.trials[-1], worst)
+    return SearchReport(
+        result=result,
+        before=asked,
+        after=split_for(settings, asked, result.size),
+        strategy=settings.search,
+        row_length=worst.length,
+        row_source=worst.source,
+        device=step.memory.name,
+        headroom=settings.headroom,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def announce(report: SearchReport, output_dir: Path) -> None:
+    """Say what was found, and write it down."""
+    log.info(report.text())
+    files = report.write(output_dir)
+    log.info(f"The search in detail: {', '.join(map(str, files))}")
+
+
+def _search_or_remember(
+    settings: AdaptiveSettings,
+    sizes: tuple[int, ...],
+    probe: Probe,
+    known: Mapping[str, Any],
+    ranks: Ranks,
+) -> SearchResult[SizeTrial]:
+    def trial(size: int) -> SizeTrial:
+        outcome = probe.trial(size)
+        log.info(trial_line(outcome))
+        return outcome
+
+    cache = ResultCache.from_setting(settings.cache)
+    remembered = ranks.from_rank_zero(cache.get(known))  # or ranks with other caches would part ways
+    tried: tuple[SizeTrial, ...] = ()
+    if remembered is not None and remembered in sizes:
+        log.info(f"An earlier run like this one found {remembered} rows; confirming it.")
+        tried = (trial(remembered),)
+        if tried[0].fits:
+            return SearchResult(remembered, Status.REMEMBERED, tried)
+        log.info("It does not fit any more; searching anew.")
+    result = search(settings.search, sizes, trial)
+    if ranks.rank == 0 and result.size is not None:
+        cache.put(known, result.size)
+    return SearchResult(result.size, result.status, tried + result.trials)
+
+
+def nothing_fits(trial: SizeTrial, worst: WorstCase) -> NothingFits:
+    """Why not even one row can be trained, and what would change that."""
+    failed = trial.deciding
+    return NothingFits(
+        f"Not even {trial.size} row of {worst.length} tokens ({worst.source}) fits: {failed.trouble} on rank "
+        f"{trial.deciding_rank}, which needed more than {failed.peak_bytes:,} bytes and may use "
+        f"{failed.usable_bytes:,}. Shorten the rows (tokenizer.max_seq_len), turn on "
+        "enable_activation_checkpointing, use LoRA or QLoRA, use more ranks, or allow more memory "
+        f"({BLOCK}.memory_limit, {BLOCK}.headroom)."
+    )

@@ -1,0 +1,52 @@
+"""What is around a recipe: its config is found by name, and what goes wrong is said in one line."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torchtune import config
+
+from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError, RankLost
+from torchtune_adaptive.registry import find_config
+
+
+def recipe(run: Callable[[DictConfig], None]) -> Callable[[], None]:
+    """Make a recipe's main function out of one that takes a config.
+
+    As torchtune's ``config.parse``, with two things more: ``--config`` also takes the names of our configs, and an
+    error that we raise on purpose is printed without a traceback.
+    """
+    parse_and_run = config.parse(run)
+
+    @functools.wraps(run)
+    def main() -> None:
+        try:
+            _find_config_by_name()
+            parse_and_run()
+        except AdaptiveBatchingError as error:
+            _say(error)
+            if dist.is_initialized() and not isinstance(error, RankLost):
+                dist.destroy_process_group()
+            sys.exit(1)
+
+    return main
+
+
+def _find_config_by_name() -> None:
+    """Replace the name after ``--config`` with the path that torchtune's parser expects."""
+    for index, argument in enumerate(sys.argv):
+        if argument == "--config" and index + 1 < len(sys.argv):
+            sys.argv[index + 1] = str(find_config(sys.argv[index + 1]))
+
+
+def _say(error: AdaptiveBatchingError) -> None:
+    rank = os.environ.get("RANK", "0")
+    if isinstance(error, ConfigError) and rank != "0":
+        return  # all ranks have the same config
+    name = type(error).__name__
+    print(f"\nrank {rank}: {name}: {error}\n", file=sys.stderr, flush=True)

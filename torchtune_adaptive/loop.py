@@ -1,0 +1,186 @@
+"""The training loop that all recipes share."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch.optim.lr_scheduler import LRScheduler
+from torchtune import training
+from tqdm import tqdm
+
+from torchtune_adaptive.build import Environment, Optimizers
+from torchtune_adaptive.checkpoints import Progress, last_saved
+from torchtune_adaptive.config import BLOCK
+from torchtune_adaptive.errors import ConfigError, TrainingOutOfMemory
+from torchtune_adaptive.memory import DeviceMemory
+from torchtune_adaptive.report import Split
+from torchtune_adaptive.sampler import Loader, MicroBatch
+from torchtune_adaptive.step import StepHalfApplied, StepOutcome, TrainStep
+from torchtune_adaptive.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+
+def steps_per_epoch(rows_per_rank: int, split: Split, at_most: int | None) -> int:
+    """The optimizer steps in an epoch; a run without any would save untrained weights as its result."""
+    steps = rows_per_rank // (split.micro_batch * split.accumulation)
+    if steps == 0:
+        raise ConfigError(
+            "batch_size",
+            split.micro_batch,
+            f"with gradient_accumulation_steps {split.accumulation} makes steps of "
+            f"{split.micro_batch * split.accumulation} rows per rank, and the data has {rows_per_rank}",
+            "Lower batch_size or gradient_accumulation_steps, or use more data",
+        )
+    return min(steps, at_most) if at_most is not None else steps
+
+
+@dataclass(frozen=True)
+class Logging:
+    """What is written down, and how often."""
+
+    metrics: Any
+    """torchtune's metric logger; on rank 0 only."""
+    every_n_steps: int
+    memory: bool
+    """Log the accelerator's peak memory as well."""
+
+    @classmethod
+    def from_config(cls, cfg: DictConfig, metrics: Any, environment: Environment) -> Logging:
+        memory = cfg.get("log_peak_memory_stats", False)
+        if memory and environment.device.type == "cpu":
+            log.info("log_peak_memory_stats is True, but a CPU has no such statistics; not logging them.")
+            memory = False
+        return cls(metrics, cfg.get("log_every_n_steps", 1), memory)
+
+
+@dataclass
+class TrainingLoop:
+    """Trains, epoch by epoch, from where ``progress`` is to where it should be."""
+
+    environment: Environment
+    step: TrainStep
+    optimizers: Optimizers
+    lr_scheduler: LRScheduler | None
+    loader: Loader
+    split: Split
+    steps_per_epoch: int
+    progress: Progress
+    logging: Logging
+    profiling: Profiling
+    watchdog: Watchdog
+    save: Callable[[int], None]
+    output_dir: Path
+
+    def run(self) -> None:
+        self.global_step = self.progress.epochs_run * self.steps_per_epoch
+        self.step.memory.release()
+        self.step.memory.watch()
+        self.profiling.start()
+        self._step_started = time.perf_counter()
+        for epoch in range(self.progress.epochs_run, self.progress.total_epochs):
+            self._epoch(epoch)
+            self.progress.epochs_run += 1
+            self.watchdog.enter(f"saving the checkpoint of epoch {epoch}", may_hang=False)
+            self.save(epoch)
+        self.profiling.stop()
+
+    def _epoch(self, epoch: int) -> None:
+        # torchtune's loader draws one number from the run's generator in each epoch. So that dropout sees
+        # the same numbers here as there, one is drawn.
+        torch.empty((), dtype=torch.int64).random_()
+        # What does not fill a step is left at the end, not carried into the next epoch's first step.
+        micro_batches = self.loader.micro_batches(epoch, self.split.micro_batch)
+        bar = tqdm(total=self.steps_per_epoch, disable=not self.environment.is_rank_zero)
+        for number in range(self.steps_per_epoch):
+            self.watchdog.enter(f"step {self.global_step + 1}")
+            self.profiling.before_step(epoch, number)
+            outcome = self._take_step(micro_batches)
+            self.global_step += 1
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+            bar.update(1)
+            bar.set_description(f"{epoch + 1}|{self.global_step}|Loss: {outcome.loss}")
+            self._log(outcome)
+            self.profiling.after_step(epoch, number)
+        bar.close()
+
+    def _take_step(self, micro_batches: Iterator[MicroBatch]) -> StepOutcome:
+        try:
+            for _ in range(self.split.accumulation):
+                self.step.forward_backward(next(micro_batches).batch)
+            outcome = self.step.apply()
+        except StepHalfApplied as half_applied:
+            raise TrainingOutOfMemory(
+                f"Out of memory in the {half_applied.phase} of step {self.global_step + 1}: some parameters may "
+                f"have changed and others not, so the step cannot be redone. {self._advice()}"
+            ) from None
+        if outcome.lost:
+            where = ", ".join(
+                f"{phase} on rank {rank}" for rank, phase in enumerate(outcome.failures) if phase
+            )
+            raise TrainingOutOfMemory(
+                f"Out of memory in step {self.global_step + 1} ({where}), with micro-batches of "
+                f"{self.split.micro_batch} rows. {self._advice()}"
+            )
+        return outcome
+
+    def _advice(self) -> str:
+        return (
+            f"The last checkpoint: {last_saved(self.output_dir)}. Resume from it with a larger {BLOCK}.headroom "
+            f"or a smaller {BLOCK}.ceiling."
+        )
+
+    def _log(self, outcome: StepOutcome) -> None:
+        now = time.perf_counter()
+        if self.environment.is_rank_zero and self.global_step % self.logging.every_n_steps == 0:
+            seconds = now - self._step_started
+            record: dict[str, Any] = {
+                "loss": outcome.loss,
+                "lr": float(self.optimizers.steppers[0].param_groups[0]["lr"]),
+                "tokens_per_second_per_gpu": outcome.tokens / (seconds * self.environment.ranks),
+                "batch_size": self.split.micro_batch,
+                "global_batch_size": self.split.global_batch,
+            }
+            if self.logging.memory:
+                record.update(training.get_memory_stats(device=self.environment.device))
+            if outcome.gradient_norm is not None:
+                record["grad_norm"] = outcome.gradient_norm
+            self.logging.metrics.log_dict(record, step=self.global_step)
+        self._step_started = time.perf_counter()
+
+
+class Profiling:
+    """torchtune's profiler, and the memory history that it asks for in the first epoch, on rank 0."""
+
+    def __init__(
+        self, profiler: Any, settings: DictConfig, environment: Environment, memory: DeviceMemory
+    ) -> None:
+        self._profiler = profiler
+        self._memory = memory
+        self._first = self._last = -1
+        if settings.enabled and settings.get("profile_memory", False) and environment.is_rank_zero:
+            self._first = settings.wait_steps + settings.warmup_steps
+            self._last = self._first + settings.active_steps
+
+    def start(self) -> None:
+        self._profiler.start()
+
+    def stop(self) -> None:
+        self._profiler.stop()
+
+    def before_step(self, epoch: int, number: int) -> None:
+        if epoch == 0 and number == self._first:
+            self._memory.record_history(True)
+
+    def after_step(self, epoch: int, number: int) -> None:
+        if epoch == 0 and number == self._last:
+            self._memory.record_history(False)
+        self._profiler.step()

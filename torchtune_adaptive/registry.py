@@ -1,0 +1,80 @@
+"""Which recipes and configs there are, ours and torchtune's, and where their files lie."""
+
+from __future__ import annotations
+
+import importlib.util
+from difflib import get_close_matches
+from pathlib import Path
+
+import torchtune
+from omegaconf import OmegaConf
+from torchtune._recipe_registry import Config, Recipe, get_all_recipes
+
+from torchtune_adaptive import tiny
+from torchtune_adaptive.errors import ConfigError
+
+_PACKAGE = Path(__file__).parent
+# In a wheel the configs lie in the package; in a checkout, beside it.
+CONFIGS = next(path for path in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if path.is_dir())
+_TORCHTUNE_CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
+
+RECIPES = {
+    "adaptive_full_finetune_distributed": "full",
+    "adaptive_lora_finetune_distributed": "lora",
+}
+"""Our recipes, and the word in the names of the configs that are made for each."""
+
+# What the tiny configs run on is made when it is first asked for: ${tiny_assets:}
+OmegaConf.register_new_resolver("tiny_assets", lambda: str(tiny.assets()), replace=True)
+
+
+def our_configs() -> list[str]:
+    """The names of our configs, as ``llama3_2/1B_adaptive_full``."""
+    return sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
+
+
+def torchtune_configs() -> dict[str, Path]:
+    """torchtune's configs for full and LoRA finetuning, by name."""
+    return {
+        config.name: _TORCHTUNE_CONFIGS / config.file_path
+        for recipe in get_all_recipes()
+        if recipe.name.startswith(("full_finetune", "lora_finetune"))
+        for config in recipe.configs
+    }
+
+
+def find_config(name: str) -> Path:
+    """The file of a config, given its name or its path.
+
+    Raises:
+        ConfigError: there is no such config; the message says which there are.
+    """
+    theirs = torchtune_configs()
+    for path in (Path(name), CONFIGS / f"{name}.yaml", theirs.get(name)):
+        if path is not None and path.is_file():
+            return path
+    close = get_close_matches(name, [*our_configs(), *theirs], n=3)
+    raise ConfigError(
+        "--config",
+        name,
+        "is neither a file nor the name of a config",
+        (f"Did you mean {' or '.join(close)}? " if close else "")
+        + f"Ours are {', '.join(our_configs())}; `tune ls` lists torchtune's",
+    )
+
+
+def register() -> None:
+    """Put our recipes and configs into torchtune's registry, for this process."""
+    recipes = get_all_recipes()  # the registry itself, which is a list
+    known = {recipe.name for recipe in recipes}
+    for name, word in RECIPES.items():
+        spec = importlib.util.find_spec(name)
+        if name in known or spec is None or spec.origin is None:
+            continue
+        # torchtune joins these paths to its own folder, which an absolute one overrides.
+        configs = [
+            Config(name=config, file_path=str(CONFIGS / f"{config}.yaml"))
+            for config in our_configs()
+            if word in config.replace("/", "_").split("_")
+        ]
+        recipes.append(Recipe(name, spec.origin, configs, supports_distributed=True))

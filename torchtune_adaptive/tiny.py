@@ -1,0 +1,113 @@
+"""A Llama so small that it trains in seconds on a laptop, with everything that a large one comes with.
+
+Its tokenizer, its checkpoint in Hugging Face's format and its instruction data are made here and then
+loaded like any other: by torchtune's tokenizer, checkpointer and dataset. The demo and the tests run on them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import sentencepiece
+import torch
+from safetensors.torch import save_file
+from torchtune.models import convert_weights
+from torchtune.models.llama2 import llama2
+
+_EDITION = 1  # of what is made here: another edition is made beside an older one
+_ROWS = 640
+_SIZE = {
+    "vocab_size": 512,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 64,
+    "intermediate_dim": 160,
+    "max_seq_len": 512,
+}
+_WORDS = (
+    "river stone cloud garden window silver morning paper bridge yellow market winter orange candle "
+    "forest harbor letter mirror pencil rabbit saddle ticket violin wagon anchor basket cotton dragon "
+    "engine feather ginger hammer island jacket kettle lantern meadow needle onion pepper"
+).split()
+
+
+def assets() -> Path:
+    """The folder with ``tokenizer.model``, ``data.json``, ``config.json`` and the weights."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "torchtune_adaptive" / f"tiny_{_EDITION}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(dir=folder.parent))
+        make(making)
+        try:
+            making.rename(folder)  # whole or not at all: every rank may be here at once
+        except OSError:
+            shutil.rmtree(making)
+            if not folder.exists():
+                raise
+    return folder
+
+
+def make(folder: Path) -> None:
+    """Make everything anew in ``folder``; the same everywhere, to the byte of the weights."""
+    rows = [_row(random.Random(number)) for number in range(_ROWS)]
+    (folder / "data.json").write_text(json.dumps(rows))
+    _make_tokenizer(folder, rows)
+    _make_checkpoint(folder)
+
+
+def _row(choose: random.Random) -> dict[str, str]:
+    """An instruction and its answer, in a language with few surprises; a few rows are long."""
+    words = choose.sample(_WORDS, min(len(_WORDS), 2 + int(choose.paretovariate(1.3))))
+    task = choose.randrange(4)
+    if task == 0:
+        asked, answer = f"Repeat these words: {' '.join(words)}.", " ".join(words)
+    elif task == 1:
+        asked, answer = f"Say these words backwards: {' '.join(words)}.", " ".join(reversed(words))
+    elif task == 2:
+        asked, answer = f"Sort these words: {' '.join(words)}.", " ".join(sorted(words))
+    else:
+        asked, answer = f"How many words are these: {' '.join(words)}?", f"These are {len(words)} words."
+    return {"input": asked, "output": answer}
+
+
+def _make_tokenizer(folder: Path, rows: list[dict[str, str]]) -> None:
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"{row['input']} {row['output']}" for row in rows]),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=_SIZE["vocab_size"],
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        minloglevel=2,
+        num_threads=1,
+    )
+
+
+def _make_checkpoint(folder: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = llama2(**_SIZE)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.05)
+    heads = {
+        "num_heads": _SIZE["num_heads"],
+        "num_kv_heads": _SIZE["num_kv_heads"],
+        "dim": _SIZE["embed_dim"],
+    }
+    weights = convert_weights.tune_to_hf(model.state_dict(), **heads)
+    weights = {name: weight.contiguous() for name, weight in weights.items()}
+    save_file(weights, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    config = {
+        "hidden_size": _SIZE["embed_dim"],
+        "num_attention_heads": _SIZE["num_heads"],
+        "num_key_value_heads": _SIZE["num_kv_heads"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
