@@ -53,8 +53,13 @@ class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
         self._settings = check(cfg, "full")
         self._environment = build.start(cfg)
         self._ranks = Ranks(self._settings.agreement_timeout(cfg.get("compile", False)))
-        self.watchdog = Watchdog(self._ranks, self._settings.rank_timeout)
+        self.watchdog = Watchdog(
+            self._ranks,
+            limit=self._settings.rank_timeout,
+            on_duty=self._settings.use_maximum_batch_size,
+        )
         self._metrics = None
+        self._loop: TrainingLoop | None = None
         seed = training.set_seed(cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self._progress = Progress(seed, cfg.epochs, cfg.max_steps_per_epoch)
 
@@ -109,6 +114,8 @@ class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
             split = report.after
             if environment.is_rank_zero:
                 announce(report, Path(cfg.output_dir))
+            if settings.search_only:
+                return
 
         steps = steps_per_epoch(order.rows_per_rank, split, progress.max_steps_per_epoch)
         self._loop = TrainingLoop(
@@ -130,7 +137,7 @@ class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
         )
 
     def train(self) -> None:
-        if not self._settings.search_only:
+        if self._loop is not None:
             self._loop.run()
 
     def cleanup(self) -> None:

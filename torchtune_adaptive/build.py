@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -380,7 +381,30 @@ def data(cfg: DictConfig, tokenizer: Any, loss_fn: nn.Module) -> Data:
             padding_idx=tokenizer.pad_id,
             ignore_idx=loss_fn.ignore_index,
         )
+        chunks = getattr(loss_fn, "num_output_chunks", 1)
+        if chunks > 1 and "output" in (cfg.get("custom_sharded_layers", None) or []):
+            collate = partial(_collate_in_chunks, collate, chunks, tokenizer.pad_id, loss_fn.ignore_index)
     return Data(dataset, tokenizer, collate, packed)
+
+
+def _collate_in_chunks(
+    collate: Callable[[list[Any]], dict[str, Any]],
+    chunks: int,
+    padding: int,
+    ignored: int,
+    rows: list[Any],
+) -> dict[str, Any]:
+    """A batch long enough to be cut into as many chunks as the loss wants.
+
+    The output layer runs once for each chunk and, sharded by itself, gathers its weights each time. Short
+    batches give fewer chunks, so ranks with batches of other lengths would wait for each other for ever.
+    """
+    batch = collate(rows)
+    missing = chunks * (chunks - 1) + 1 - batch["tokens"].shape[-1]
+    if missing > 0:
+        batch["tokens"] = F.pad(batch["tokens"], (0, missing), value=padding)
+        batch["labels"] = F.pad(batch["labels"], (0, missing), value=ignored)
+    return batch
 
 
 def function(path: str) -> Callable[..., Any]:

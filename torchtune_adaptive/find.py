@@ -132,7 +132,8 @@ def announce(report: SearchReport, output_dir: Path) -> None:
     """Say what was found, and write it down."""
     log.info(report.text())
     files = report.write(output_dir)
-    log.info(f"The search in detail: {', '.join(map(str, files))}")
+    log.info(f"In detail: {', '.join(map(str, files))}")
+    log.info(f"To use it without searching: {report.overrides()}")
 
 
 def _search_or_remember(

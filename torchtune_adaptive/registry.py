@@ -25,7 +25,8 @@ RECIPES = {
 """Our recipes, and the word in the names of the configs that are made for each."""
 
 # What the tiny configs run on is made when it is first asked for: ${tiny_assets:}
-OmegaConf.register_new_resolver("tiny_assets", lambda: str(tiny.assets()), replace=True)
+_register_resolver = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+_register_resolver("tiny_assets", lambda: str(tiny.assets()), replace=True)
 
 
 def our_configs() -> list[str]:

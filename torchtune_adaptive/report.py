@@ -69,7 +69,6 @@ class SearchReport:
         lines += [
             f"global batch {change} {new.global_batch} rows "
             f"({new.micro_batch} x {new.accumulation} x {new.ranks} ranks)",
-            f"To use it without searching: {self.overrides()}",
         ]
         return "\n".join(lines)
 
@@ -106,11 +105,11 @@ class SearchReport:
 
 def trial_line(trial: SizeTrial) -> str:
     """One line for a trial, as soon as it is over."""
-    decided, rank = trial.deciding, trial.deciding_rank
-    peak = f"peak {_size(decided.peak_bytes)} of {_size(decided.usable_bytes)} on rank {rank}"
-    if trial.fits:
-        return f"trial of {trial.size} rows: fits, {peak}, {trial.seconds:.1f} s"
-    return f"trial of {trial.size} rows: {decided.trouble} on rank {rank}, {peak}, {trial.seconds:.1f} s"
+    decided = trial.deciding
+    return (
+        f"trial of {trial.size} rows: {decided.trouble or 'fits'}; peak {_size(decided.peak_bytes)} of "
+        f"{_size(decided.usable_bytes)} on rank {trial.deciding_rank}, {trial.seconds:.1f} s"
+    )
 
 
 def _table(trials: tuple[SizeTrial, ...]) -> list[str]:

@@ -175,7 +175,7 @@ class TrainStep:
             if self._lost:
                 return
             self._result = result
-            loss = loss * (self.ranks.size / max(result.tokens, 1))
+            loss = loss * _over(self.ranks.size, result.tokens)
         self.phase = "backward"
         with self._segment("backward"):
             loss.backward()
@@ -248,8 +248,8 @@ class TrainStep:
             return StepOutcome(lost=True)
         norm = None
         if self._clip_grad_norm is not None:
-            norm = squared**0.5 * self.ranks.size / max(tokens, 1)
-        return StepOutcome(lost=False, tokens=int(tokens), loss=_mean(loss, tokens), gradient_norm=norm)
+            norm = squared**0.5 * _over(self.ranks.size, tokens)
+        return StepOutcome(lost=False, tokens=int(tokens), loss=_over(loss, tokens), gradient_norm=norm)
 
     @torch.no_grad()
     def _squared_gradient_norm(self) -> torch.Tensor:
@@ -273,11 +273,15 @@ class TrainStep:
     def _scale_gradients(self, outcome: StepOutcome) -> None:
         """From the sum over tokens (averaged over ranks, by FSDP) to the mean, clipped; in place."""
         self.phase = "gradient scaling"
-        scale = self.ranks.size / max(outcome.tokens, 1)
+        scale = _over(self.ranks.size, outcome.tokens)
         if outcome.gradient_norm is not None and self._clip_grad_norm is not None:
             scale *= min(1.0, self._clip_grad_norm / (outcome.gradient_norm + 1e-6))
-        if gradients := [_local(gradient) for gradient in self._gradients()]:
+        gradients = [_local(gradient) for gradient in self._gradients()]
+        if self.device.type != "cpu" and gradients:
             torch._foreach_mul_(gradients, scale)
+        else:  # where foreach would round the number to the gradients' dtype first
+            for gradient in gradients:
+                gradient.mul_(scale)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
@@ -347,10 +351,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _mean(sum_of_losses: float, tokens: float) -> float:
-    """In float32, as torchtune logs it."""
-    numerator, denominator = torch.tensor([sum_of_losses, max(tokens, 1)], dtype=torch.float32)
-    return float(numerator / denominator)
+def _over(number: float, tokens: float) -> float:
+    """``number / tokens`` as torchtune's recipes round it: in float32, by way of the reciprocal."""
+    return float(torch.tensor(max(tokens, 1), dtype=torch.float32).reciprocal() * number)
 
 
 def _fresh(offloading: OffloadActivations) -> OffloadActivations:

@@ -21,15 +21,8 @@ from torchtune.models.llama2 import llama2
 
 _EDITION = 1  # of what is made here: another edition is made beside an older one
 _ROWS = 640
-_SIZE = {
-    "vocab_size": 512,
-    "num_layers": 4,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 64,
-    "intermediate_dim": 160,
-    "max_seq_len": 512,
-}
+VOCABULARY = 512
+_SIZE = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64, "intermediate_dim": 160}
 _WORDS = (
     "river stone cloud garden window silver morning paper bridge yellow market winter orange candle "
     "forest harbor letter mirror pencil rabbit saddle ticket violin wagon anchor basket cotton dragon "
@@ -54,12 +47,12 @@ def assets() -> Path:
     return folder
 
 
-def make(folder: Path) -> None:
-    """Make everything anew in ``folder``; the same everywhere, to the byte of the weights."""
+def make(folder: Path, size: dict[str, int] = _SIZE) -> None:
+    """Make everything in ``folder``, for a model of the size given; the same everywhere."""
     rows = [_row(random.Random(number)) for number in range(_ROWS)]
     (folder / "data.json").write_text(json.dumps(rows))
     _make_tokenizer(folder, rows)
-    _make_checkpoint(folder)
+    _make_checkpoint(folder, size)
 
 
 def _row(choose: random.Random) -> dict[str, str]:
@@ -82,7 +75,7 @@ def _make_tokenizer(folder: Path, rows: list[dict[str, str]]) -> None:
         sentence_iterator=iter([f"{row['input']} {row['output']}" for row in rows]),
         model_prefix=str(folder / "tokenizer"),
         model_type="bpe",
-        vocab_size=_SIZE["vocab_size"],
+        vocab_size=VOCABULARY,
         hard_vocab_limit=False,
         byte_fallback=True,
         minloglevel=2,
@@ -90,24 +83,16 @@ def _make_tokenizer(folder: Path, rows: list[dict[str, str]]) -> None:
     )
 
 
-def _make_checkpoint(folder: Path) -> None:
+def _make_checkpoint(folder: Path, size: dict[str, int]) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = llama2(**_SIZE)
+        model = llama2(vocab_size=VOCABULARY, max_seq_len=512, **size)
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.05)
-    heads = {
-        "num_heads": _SIZE["num_heads"],
-        "num_kv_heads": _SIZE["num_kv_heads"],
-        "dim": _SIZE["embed_dim"],
-    }
-    weights = convert_weights.tune_to_hf(model.state_dict(), **heads)
+    heads, kv_heads, dim = size["num_heads"], size["num_kv_heads"], size["embed_dim"]
+    weights = convert_weights.tune_to_hf(model.state_dict(), heads, kv_heads, dim)
     weights = {name: weight.contiguous() for name, weight in weights.items()}
     save_file(weights, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
-    config = {
-        "hidden_size": _SIZE["embed_dim"],
-        "num_attention_heads": _SIZE["num_heads"],
-        "num_key_value_heads": _SIZE["num_kv_heads"],
-    }
+    config = {"hidden_size": dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     (folder / "config.json").write_text(json.dumps(config))

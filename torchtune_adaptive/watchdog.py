@@ -88,10 +88,12 @@ class Watchdog:
     Args:
         ranks: the ranks to watch; with one rank there is nothing to do.
         limit: seconds without a sign after which a rank is lost.
+        on_duty: if not, it does nothing.
     """
 
-    def __init__(self, ranks: Ranks, limit: float) -> None:
+    def __init__(self, ranks: Ranks, limit: float, on_duty: bool = True) -> None:
         self._ranks = ranks
+        self._on_duty = on_duty and ranks.size > 1
         self._limit = limit
         self._phase = "starting"
         self._progress = 0
@@ -117,7 +119,7 @@ class Watchdog:
     # --- life -----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Watchdog:
-        if self._ranks.size > 1:
+        if self._on_duty:
             self._store = self._connect()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()

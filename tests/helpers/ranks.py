@@ -13,9 +13,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 # Imported once, in the server that all ranks are forked from: torch and torchtune take seconds.
 _context = multiprocessing.get_context("forkserver")
@@ -27,18 +31,25 @@ def run_ranks(
     ranks: int,
     *arguments: Any,
     timeout: float = 60.0,
-    environment: dict[str, str] | None = None,
+    join: bool = True,
 ) -> list[Any]:
     """Call ``function(*arguments)`` on every rank, and give what each of them returned.
+
+    Args:
+        function: a function of a module, with what it gives and takes picklable.
+        ranks: how many.
+        timeout: seconds after which the test has failed.
+        join: make the process group before the call; else the function does, as a launched process would.
 
     Raises:
         AssertionError: a rank raised, died, or was not done in time.
     """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         for rank in range(ranks):
             receiver, sender = _context.Pipe(duplex=False)
-            setting = (rank, ranks, folder, timeout, environment or {})
+            setting = _Setting(rank, ranks, store.port, folder, timeout, join)
             process = _context.Process(
                 target=_rank_main, args=(function, arguments, setting, sender), daemon=True
             )
@@ -52,6 +63,16 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+@dataclass(frozen=True)
+class _Setting:
+    rank: int
+    ranks: int
+    port: int
+    folder: str
+    timeout: float
+    join: bool
 
 
 def _collect(pipes: list[Connection], folder: Path, timeout: float) -> list[Any]:
@@ -80,31 +101,24 @@ def _collect(pipes: list[Connection], folder: Path, timeout: float) -> list[Any]
 
 
 def _rank_main(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    setting: tuple[int, int, str, float, dict[str, str]],
-    sender: Connection,
+    function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Setting, sender: Connection
 ) -> None:
-    import torch
-    import torch.distributed as dist
-
-    rank, ranks, folder, timeout, environment = setting
-    with open(Path(folder) / f"stack_{rank}", "w") as stack:
+    with open(Path(setting.folder) / f"stack_{setting.rank}", "w") as stack:
         # Just before the time is up, so that the parent finds it when it gives up.
-        faulthandler.dump_traceback_later(timeout * 0.97, file=stack)
+        faulthandler.dump_traceback_later(setting.timeout * 0.97, file=stack)
         os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(ranks),
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE=str(ranks),
+            RANK=str(setting.rank),
+            WORLD_SIZE=str(setting.ranks),
+            LOCAL_RANK=str(setting.rank),
+            LOCAL_WORLD_SIZE=str(setting.ranks),
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT="0",
-            **environment,
+            MASTER_PORT=str(setting.port),
+            TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the parent's
         )
         torch.set_num_threads(1)
         try:
-            store = dist.FileStore(str(Path(folder) / "rendezvous"), ranks)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+            if setting.join:
+                dist.init_process_group("gloo")
             message = ("result", function(*arguments))
             if dist.is_initialized():
                 dist.barrier()  # or a rank that leaves first may abort another one's last collective

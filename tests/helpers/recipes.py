@@ -1,0 +1,107 @@
+"""Run recipes, ours and torchtune's, inside the ranks of a test, and see what they log and save."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchtune
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file
+from torchtune import training
+
+from torchtune_adaptive.registry import find_config
+
+RECORDS: list[dict[str, float]] = []
+"""What the recipe of this process has logged, step by step."""
+
+
+class Recorder:
+    """A metric logger that keeps what it is given."""
+
+    def __init__(self, **_: Any) -> None:
+        RECORDS.clear()
+
+    def log_config(self, config: DictConfig) -> None: ...
+
+    def log_dict(self, payload: dict[str, Any], step: int) -> None:
+        RECORDS.append({"step": step, **{key: float(value) for key, value in payload.items()}})
+
+    def close(self) -> None: ...
+
+
+def tiny_config(kind: str, output_dir: Path | str, **changes: Any) -> DictConfig:
+    """A tiny config (``full`` or ``lora``) that does not search, with changes as on the command line."""
+    base = OmegaConf.load(find_config(f"tiny/{kind}"))
+    quick = {
+        "output_dir": str(output_dir),
+        "use_maximum_batch_size": False,
+        "adaptive_batching.memory_limit": None,
+        "adaptive_batching.cache": False,
+        "batch_size": 4,
+        "max_steps_per_epoch": 3,
+        "clip_grad_norm": None,
+        "metric_logger._component_": "tests.helpers.recipes.Recorder",
+    }
+    for key, value in {**quick, **changes}.items():
+        OmegaConf.update(base, key, value, force_add=True)
+    return base
+
+
+def run_ours(kind: str, cfg: DictConfig) -> list[dict[str, float]]:
+    """Run our recipe in this process; what it logged (on rank 0)."""
+    module = _module_at(
+        Path(__file__).parents[2] / "recipes" / f"adaptive_{kind}_finetune_distributed.py"
+    )
+    recipe_class = next(
+        value for name, value in vars(module).items() if name.endswith("RecipeDistributed")
+    )
+    recipe = recipe_class(cfg)
+    with recipe.watchdog:
+        recipe.setup(cfg)
+        recipe.train()
+    recipe.cleanup()
+    return list(RECORDS)
+
+
+def run_torchtunes(kind: str, cfg: DictConfig) -> list[dict[str, float]]:
+    """Run torchtune's own recipe, with the three lines replaced that cannot run on a CPU."""
+    training.get_memory_stats = lambda device, reset_stats=True: {}
+    training.log_memory_stats = lambda stats, message="": None
+    training.cleanup_before_training = lambda: None
+    folder = Path(torchtune.__file__).parent.parent / "recipes"
+    module = _module_at(folder / f"{kind}_finetune_distributed.py")
+    if kind == "lora":
+        dist.init_process_group("gloo")
+        recipe = module.LoRAFinetuneRecipeDistributed(cfg)
+    else:
+        recipe = module.FullFinetuneRecipeDistributed(cfg)
+    recipe.setup(cfg)
+    recipe.train()
+    recipe.cleanup()
+    return list(RECORDS)
+
+
+def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All weights that a run saved, from its files."""
+    return {
+        f"{path.relative_to(folder)}:{name}": tensor
+        for path in sorted(folder.rglob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def _module_at(path: Path) -> ModuleType:
+    name = f"recipe_under_test_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,63 @@
+"""``tune-adaptive``: torchtune's command line with our recipes and configs in it, and a command more."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchtune_adaptive.config import BLOCK, AdaptiveSettings
+from torchtune_adaptive.errors import AdaptiveBatchingError
+from torchtune_adaptive.versions import check_versions
+
+_FIND = ("use_maximum_batch_size=True", f"{BLOCK}.search_only=True")
+_FIND_HELP = "Find the largest micro-batch that fits, and print the overrides that use it."
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        check_versions()  # before torchtune is imported, which fails less clearly
+        _run(sys.argv)
+    except AdaptiveBatchingError as error:
+        print(f"tune-adaptive: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _run(argv: list[str]) -> None:
+    from torchtune._cli import cat, cp, download, ls, run, validate
+
+    from torchtune_adaptive.registry import find_config, register
+
+    register()
+    command = argv[1] if len(argv) > 1 else ""
+    if command == "find" and len(argv) > 2 and not {"-h", "--help"} & set(argv):
+        # torchtune tells launched from single runs by counting sys.argv, so that is what is rewritten.
+        argv[1:2] = ["run"]
+        argv += _FIND
+    elif command == "validate" and len(argv) == 3:
+        argv[2] = str(find_config(argv[2]))
+        _validate_ours(Path(argv[2]))
+
+    parser = argparse.ArgumentParser(
+        prog="tune-adaptive", description="torchtune's command line, with batch sizes that find themselves."
+    )
+    parser.set_defaults(func=lambda _: parser.print_help())
+    commands = parser.add_subparsers(title="subcommands")
+    for torchtunes in (download.Download, ls.List, cp.Copy, run.Run, validate.Validate, cat.Cat):
+        torchtunes.create(commands)
+    commands.add_parser(
+        "find",
+        help=_FIND_HELP,
+        description=f"{_FIND_HELP} Takes what `run` takes.",
+        usage="tune-adaptive find [TORCHRUN-OPTIONS] <recipe> --config <config> [RECIPE-OPTIONS]",
+    )
+    arguments = parser.parse_args(argv[1:])
+    arguments.func(arguments)
+
+
+def _validate_ours(path: Path) -> None:
+    """torchtune validates components; the adaptive settings are ours to check."""
+    from omegaconf import OmegaConf
+
+    AdaptiveSettings.from_config(OmegaConf.load(path))  # type: ignore[arg-type]
