@@ -213,7 +213,8 @@ class SimulatedMemory(DeviceMemory):
         if self.limit is None:
             yield
             return
-        with _follow_resizing(self), _CountNewTensors(self):
+        # Compiled regions run eager: within one, single operations could not be seen.
+        with torch.compiler.set_stance("force_eager"), _follow_resizing(self), _CountNewTensors(self):
             yield
 
     def watch(self) -> None:

@@ -108,7 +108,11 @@ def local_values(model: nn.Module) -> list[torch.Tensor]:
 
 
 def same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    """Equal to the bit: also of NaNs, and of the sign of zero."""
+
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
     return len(left) == len(right) and all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.dtype == b.dtype else False
-        for a, b in zip(left, right, strict=True)
+        a.dtype == b.dtype and torch.equal(bits(a), bits(b)) for a, b in zip(left, right, strict=True)
     )

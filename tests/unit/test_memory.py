@@ -1,0 +1,259 @@
+"""The device's memory: what is counted on the simulated one, what is asked of a real one."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtune_adaptive.memory import (
+    AcceleratorMemory,
+    SimulatedMemory,
+    Usage,
+    device_memory,
+    is_out_of_memory,
+    plain_tensors,
+)
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    torch.OutOfMemoryError(""),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1099511627776 bytes."),
+    RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
+]
+SOMETHING_ELSE = [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 16x2)"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("out of resource: shared memory, Required: 264192, Hardware limit: 232448"),
+    RuntimeError("[enforce fail] Connection closed by peer"),
+    ValueError("CUDA out of memory"),
+    IndexError("index out of range in self"),
+    MemoryError(),
+    KeyboardInterrupt(),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)
+def test_running_out_of_memory_is_recognised(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", SOMETHING_ELSE, ids=repr)
+def test_a_bug_is_never_taken_for_it(error: BaseException) -> None:
+    assert not is_out_of_memory(error)
+
+
+class TestSimulatedDevice:
+    def test_counts_what_operations_create_until_nothing_refers_to_it(self) -> None:
+        memory = SimulatedMemory(10_000)
+        with memory.running():
+            first = torch.zeros(100)
+            assert memory.in_use() == 400
+            second = first + 1
+            assert memory.in_use() == 800
+            del first
+            assert memory.in_use() == 400
+        del second
+        assert memory.in_use() == 0
+        assert memory.usage() == Usage(peak_bytes=800, peak_allocated_bytes=800, retries=0)
+
+    def test_views_and_in_place_operations_take_nothing(self) -> None:
+        memory = SimulatedMemory(10_000)
+        with memory.running():
+            tensor = torch.zeros(10, 10)
+            view = tensor[2:].t().detach()
+            tensor.add_(1).mul_(2)
+            torch._foreach_add_([tensor], 1.0)
+            torch.add(tensor, 1, out=tensor)
+            assert memory.in_use() == 400
+            assert view.shape == (10, 8)
+
+    def test_raises_at_the_operation_that_passes_the_limit(self) -> None:
+        memory = SimulatedMemory(1_000)
+        with memory.running():
+            kept = torch.zeros(200)
+            with pytest.raises(torch.OutOfMemoryError, match="1,600 bytes needed at once, 1,000 available"):
+                torch.ones(200)
+            assert memory.in_use() == 800
+            assert torch.zeros(40).sum() == 0  # what fits still works
+            assert kept.sum() == 0
+
+    def test_follows_storages_that_are_resized(self) -> None:
+        memory = SimulatedMemory(1_000)
+        original = torch.UntypedStorage.resize_
+        with memory.running():
+            tensor = torch.zeros(100)
+            tensor.untyped_storage().resize_(0)
+            assert memory.in_use() == 0
+            tensor.untyped_storage().resize_(800)
+            assert memory.in_use() == 800
+            with pytest.raises(torch.OutOfMemoryError):
+                tensor.untyped_storage().resize_(2_000)
+            assert tensor.untyped_storage().nbytes() == 800
+        assert torch.UntypedStorage.resize_ is original
+
+    def test_counts_a_whole_training_step_to_the_byte(self) -> None:
+        memory = SimulatedMemory(10**6)
+        layer = torch.nn.Linear(10, 20, bias=False)
+        memory.adopt(layer.parameters())
+        memory.watch()
+        assert memory.in_use() == 800
+        with memory.running():
+            rows = torch.ones(5, 10)  # 200
+            out = layer(rows)  # 400, and the gradient of the sum expands to as much
+            out.sum().backward()
+            gradient = layer.weight.grad
+            assert gradient is not None
+            assert memory.in_use() == 800 + 200 + 400 + gradient.untyped_storage().nbytes()
+
+    def test_what_exists_already_is_adopted_once(self) -> None:
+        memory = SimulatedMemory(10**6)
+        tensor = torch.zeros(100)
+        memory.adopt([tensor, tensor.view(10, 10), tensor])
+        assert memory.in_use() == 400
+        del tensor
+        assert memory.in_use() == 0
+
+    def test_without_a_limit_nothing_is_counted_and_nothing_slows_down(self) -> None:
+        memory = SimulatedMemory(None)
+        with memory.running():
+            kept = torch.zeros(100)
+        assert memory.in_use() == 0 and kept.numel() == 100
+        assert memory.capacity() > 10**8  # this machine has some
+
+    def test_a_cap_lasts_as_long_as_its_context(self) -> None:
+        memory = SimulatedMemory(1_000)
+        with memory.capped(100):
+            assert memory.capacity() == 100
+            with memory.running(), pytest.raises(torch.OutOfMemoryError):
+                torch.zeros(50)
+        assert memory.capacity() == 1_000
+
+    def test_the_peak_starts_where_the_watch_starts(self) -> None:
+        memory = SimulatedMemory(10_000)
+        with memory.running():
+            torch.zeros(500)
+            kept = torch.zeros(100)
+            memory.watch()
+            assert memory.usage().peak_bytes == 400
+        del kept
+
+    def test_the_graph_of_a_failed_step_is_not_counted_once_it_is_gone(self) -> None:
+        memory = SimulatedMemory(100_000)
+        weight = torch.ones(1000, requires_grad=True)
+        memory.adopt([weight])
+
+        def fail() -> None:
+            with memory.running():
+                total = weight
+                for _ in range(100):
+                    total = total * weight
+
+        with pytest.raises(torch.OutOfMemoryError):
+            fail()
+        gc.collect()
+        assert memory.in_use() == 4_000
+
+    def test_collectives_work_and_are_repeatable(self) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            memory = SimulatedMemory(10**6)
+            with memory.running():
+                for _ in range(50):
+                    mine, all_of_them = torch.ones(1000), torch.zeros(1000)
+                    dist.all_reduce(mine)
+                    dist.broadcast(mine, src=0)
+                    dist.all_gather([all_of_them], mine)
+                    assert all_of_them.sum() == 1000
+                    del mine, all_of_them
+                    assert memory.in_use() == 0
+        finally:
+            dist.destroy_process_group()
+
+
+def test_quantised_and_sharded_tensors_are_what_they_are_made_of() -> None:
+    from torchao.dtypes.nf4tensor import to_nf4
+
+    quantised = to_nf4(torch.randn(64, 64), block_size=64, scaler_block_size=64)
+    parts = list(plain_tensors(quantised))
+    assert len(parts) > 1 and all(type(part) is torch.Tensor for part in parts)
+    plain = torch.ones(3)
+    assert list(plain_tensors(plain)) == [plain]
+
+
+class FakeAccelerator:
+    """What ``torch.accelerator`` and a device module say, of a card with a neighbour on it."""
+
+    def __init__(self) -> None:
+        self.total, self.free, self.reserved, self.retries = 1000, 600, 100, 7
+        self.fractions: list[float] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        accelerator = {
+            "get_memory_info": lambda device: (self.free, self.total),
+            "memory_reserved": lambda device: self.reserved,
+            "memory_allocated": lambda device: 60,
+            "max_memory_reserved": lambda device: 450,
+            "max_memory_allocated": lambda device: 400,
+            "memory_stats": lambda device: {"num_alloc_retries": self.retries},
+            "reset_peak_memory_stats": lambda device: None,
+            "empty_cache": lambda: None,
+        }
+        for name, function in accelerator.items():
+            monkeypatch.setattr(torch.accelerator, name, function)
+
+        class Module:
+            get_device_name = staticmethod(lambda device: "Fake 1000")
+            set_per_process_memory_fraction = staticmethod(
+                lambda fraction, device: self.fractions.append(fraction)
+            )
+
+        monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+
+
+class TestAccelerator:
+    @pytest.fixture
+    def card(self, monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
+        card = FakeAccelerator()
+        card.install(monkeypatch)
+        return card
+
+    def memory(self, limit: int | None = None) -> Any:
+        memory = device_memory(torch.device("cuda", 0), limit)
+        assert isinstance(memory, AcceleratorMemory)
+        return memory
+
+    def test_capacity_is_what_this_process_can_get(self, card: FakeAccelerator) -> None:
+        # 1000 in all, but a neighbour has 300 of them
+        assert self.memory().capacity() == 700
+        assert self.memory(limit=500).capacity() == 500
+        assert self.memory(limit=900).capacity() == 700
+
+    def test_a_limit_caps_the_allocator_itself(self, card: FakeAccelerator) -> None:
+        memory = self.memory(limit=500)
+        with memory.capped(250):
+            pass
+        assert card.fractions == [0.5, 0.25, 0.5]
+
+    def test_without_a_limit_the_cap_is_lifted_again(self, card: FakeAccelerator) -> None:
+        memory = self.memory()
+        with memory.capped(700):
+            pass
+        assert card.fractions == [1.0, 0.7, 1.0]
+
+    def test_what_runs_out_is_reserved_memory_and_retries_count(self, card: FakeAccelerator) -> None:
+        memory = self.memory()
+        memory.watch()
+        card.retries += 2
+        assert memory.usage() == Usage(peak_bytes=450, peak_allocated_bytes=400, retries=2)
+        assert memory.in_use() == 60
+        assert memory.name == "Fake 1000"

@@ -1,0 +1,47 @@
+"""Names of recipes and configs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torchtune import config
+from torchtune._recipe_registry import get_all_recipes
+
+from tests.unit.test_config import config as load
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.registry import CONFIGS, find_config, our_configs, register, torchtune_configs
+
+
+def test_a_name_a_path_and_torchtunes_names_are_found(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("a: 1")
+    assert find_config(str(mine)) == mine
+    assert find_config("tiny/full") == CONFIGS / "tiny" / "full.yaml"
+    assert find_config("llama3_2/1B_full").name == "1B_full.yaml"
+    assert all(path.is_file() for path in torchtune_configs().values())
+
+
+def test_a_name_that_exists_nowhere_says_which_do() -> None:
+    with pytest.raises(ConfigError) as raised:
+        find_config("llama3_2/1B_adaptive_ful")
+    message = str(raised.value)
+    assert "Did you mean llama3_2/1B_adaptive_full" in message
+    assert all(name in message for name in our_configs())
+    assert "tune ls" in message
+
+
+def test_registering_twice_is_registering_once() -> None:
+    register()
+    register()
+    ours = {recipe.name: recipe for recipe in get_all_recipes() if recipe.name.startswith("adaptive")}
+    assert len(ours) == len([r for r in get_all_recipes() if r.name.startswith("adaptive")]) == 2
+    for name, recipe in ours.items():
+        assert recipe.supports_distributed and Path(recipe.file_path).stem == name
+    by_recipe = [config.name for recipe in ours.values() for config in recipe.configs]
+    assert sorted(by_recipe) == our_configs(), "each config belongs to one recipe"
+
+
+@pytest.mark.parametrize("name", our_configs())
+def test_torchtune_finds_our_configs_well_formed(name: str) -> None:
+    config.validate(load(name))

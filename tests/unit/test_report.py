@@ -1,0 +1,128 @@
+"""What the user reads: checked as text, because text is what it is."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtune_adaptive.probe import RankReport, SizeTrial
+from torchtune_adaptive.report import SearchReport, Split, trial_line
+from torchtune_adaptive.search import SearchResult, Status
+
+GIB = 1 << 30
+
+
+def trial(size: int, peaks: list[int], failed: dict[int, str] | None = None, retries: int = 0) -> SizeTrial:
+    reports = tuple(
+        RankReport((failed or {}).get(rank), peak, peak - GIB, retries, usable_bytes=76 * GIB)
+        for rank, peak in enumerate(peaks)
+    )
+    return SizeTrial(size, 1.25, reports)
+
+
+TRIALS = (
+    trial(1, [20 * GIB, 21 * GIB]),
+    trial(2, [30 * GIB, 31 * GIB]),
+    trial(8, [75 * GIB, 74 * GIB], {1: "backward"}),
+    trial(4, [50 * GIB, 51 * GIB]),
+)
+
+
+def report(**changes: Any) -> SearchReport:
+    values: dict[str, Any] = {
+        "result": SearchResult(4, Status.NEXT_DOES_NOT_FIT, TRIALS),
+        "before": Split(2, 4, 2),
+        "after": Split(4, 4, 2),
+        "strategy": "extrapolate",
+        "row_length": 2048,
+        "row_source": "max_seq_len of the tokenizer",
+        "device": "H100",
+        "headroom": 0.05,
+        "seconds": 12.34,
+    }
+    return SearchReport(**{**values, **changes})
+
+
+def test_a_trial_is_one_line() -> None:
+    assert trial_line(TRIALS[0]) == "trial of 1 rows: fits; peak 21 GiB of 76 GiB on rank 1, 1.2 s"
+    line = trial_line(TRIALS[2])
+    assert line == "trial of 8 rows: out of memory in backward; peak 74 GiB of 76 GiB on rank 1, 1.2 s"
+
+
+def test_the_deciding_rank_is_the_one_in_trouble_or_else_the_tightest() -> None:
+    assert TRIALS[2].deciding_rank == 1  # failed, though rank 0 had less left
+    assert TRIALS[0].deciding_rank == 1
+    assert not TRIALS[2].fits and TRIALS[0].fits
+
+
+def test_retries_do_not_fit() -> None:
+    thrashing = trial(4, [GIB, GIB], retries=3)
+    assert not thrashing.fits
+    assert "3 allocation retries" in trial_line(thrashing)
+
+
+def test_the_report_reads_from_trials_to_choice() -> None:
+    assert report().text().splitlines() == [
+        "Trials of 2048 tokens a row (max_seq_len of the tokenizer) on H100, 5% of memory kept free; "
+        "extrapolate, 12.3 s:",
+        "  rows  peak    usable  verdict                    seconds  deciding rank",
+        "  1     21 GiB  76 GiB  fits                       1.2      1",
+        "  2     31 GiB  76 GiB  fits                       1.2      1",
+        "  8     74 GiB  76 GiB  out of memory in backward  1.2      1",
+        "  4     51 GiB  76 GiB  fits                       1.2      1",
+        "batch_size 2 -> 4 (8 rows do not fit: out of memory in backward on rank 1)",
+        "global batch 16 -> 32 rows (4 x 4 x 2 ranks)",
+    ]
+
+
+def test_a_global_batch_that_stays_is_said_to_stay() -> None:
+    text = report(after=Split(4, 2, 2)).text()
+    assert "gradient_accumulation_steps 4 -> 2" in text
+    assert "global batch stays 16 rows (4 x 2 x 2 ranks)" in text
+
+
+@pytest.mark.parametrize("status", [Status.CEILING, Status.REMEMBERED])
+def test_the_reason_is_the_searchs_own(status: Status) -> None:
+    assert report(result=SearchResult(2, status, TRIALS[:2])).reason() == status.value
+
+
+def test_overrides_can_be_pasted() -> None:
+    assert report().overrides() == (
+        "batch_size=4 gradient_accumulation_steps=4 use_maximum_batch_size=False"
+    )
+
+
+def test_the_json_has_every_trial_of_every_rank(tmp_path: Path) -> None:
+    path, *_ = report().write(tmp_path / "out")
+    written = json.loads(path.read_text())
+    assert written["batch_size"] == 4 and written["global_batch_size"] == 32
+    assert written["before"]["global_batch_size"] == 16
+    assert [trial["size"] for trial in written["trials"]] == [1, 2, 8, 4]
+    assert [trial["fits"] for trial in written["trials"]] == [True, True, False, True]
+    assert written["trials"][2]["reports"][1]["failed_in"] == "backward"
+    assert written["trials"][0]["reports"][1]["peak_bytes"] == 21 * GIB
+
+
+def test_the_plot_is_drawn_where_matplotlib_is(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = report().write(tmp_path)
+    assert [path.suffix for path in paths] == [".json", ".png"]
+    assert paths[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_there_is_no_plot_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert [path.suffix for path in report().write(tmp_path)] == [".json"]

@@ -1,0 +1,58 @@
+"""Unsupported libraries: one line, with the command that mends it."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from torchtune_adaptive import versions
+from torchtune_adaptive.errors import UnsupportedVersion
+
+GOOD = {"torch": "2.13.0+cpu", "torchtune": "0.6.1", "torchao": "0.15.0"}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **changed: str | None) -> None:
+    def version(name: str) -> str:
+        found = {**GOOD, **changed}[name]
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(versions, "version", version)
+
+
+@pytest.mark.parametrize("torch", ["2.11.0", "2.13.0+cpu", "2.15.0", "2.15.1+cu130", "2.12.0a0+git1234"])
+@pytest.mark.parametrize("torchao", ["0.13.0", "0.15.0", "0.14.1+cu126"])
+def test_supported(torch: str, torchao: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, torch=torch, torchao=torchao)
+    versions.check_versions()
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "mend"),
+    [
+        ("torch", "2.10.0", "pip install 'torch>=2.11,<2.16'"),
+        ("torch", "2.16.0", "pip install 'torch>=2.11,<2.16'"),
+        ("torch", "3.0", "pip install 'torch>=2.11,<2.16'"),
+        ("torchao", "0.12.0", "pip install 'torchao>=0.13,<0.16'"),
+        ("torchao", "0.16.0", "pip install 'torchao>=0.13,<0.16'"),
+        ("torchao", None, "pip install 'torchao>=0.13,<0.16'"),
+        ("torchtune", "0.6.0", "pip install 'torchtune>=0.6.1,<0.6.2'"),
+        ("torchtune", "0.7.0", "pip install 'torchtune>=0.6.1,<0.6.2'"),
+        ("torch", "unknown", "pip install 'torch>=2.11,<2.16'"),
+    ],
+)
+def test_unsupported(
+    name: str, version: str | None, mend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, **{name: version})
+    with pytest.raises(UnsupportedVersion) as raised:
+        versions.check_versions()
+    message = str(raised.value)
+    assert f"does not work with {name} {version or 'not installed'}: " in message
+    assert mend in message and "\n" not in message
+
+
+def test_this_environment_is_supported() -> None:
+    versions.check_versions()

@@ -1,0 +1,1 @@
+"""torchtune recipes that find their own batch size."""
