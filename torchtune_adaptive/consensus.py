@@ -40,14 +40,19 @@ class Ranks:
         if self.size > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._flag = torch.zeros(1, dtype=torch.int32)
+        self._flag_value = self._flag.numpy()  # the same memory
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank."""
+        """Whether ``flag`` is true on any rank.
+
+        Nothing here can run out of memory: a failure after the all-reduce would be told by a second one,
+        which the others would take for an answer to something else.
+        """
         if self._group is None:
             return flag
-        self._flag.fill_(flag)
+        self._flag_value[0] = flag
         dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(self._flag.item())
+        return bool(self._flag_value[0])
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
@@ -109,9 +114,10 @@ class Collectives:
         self._pass[name], self._count[name] = [], 0
         yield
 
-    def end_pass(self) -> None:
-        """After a pass without failure on this rank."""
-        self.agree_to_go_on()
+    def end_pass(self) -> bool:
+        """After a pass without failure on this rank; whether the others, too, got through it."""
+        if self.has_failed_elsewhere():
+            return False
         if not self.recording:
             expected = {name: len(collectives) for name, collectives in self._recorded.items()}
             if self._count != expected:  # not a constant sequence after all: learn it again, in agreement
@@ -120,14 +126,14 @@ class Collectives:
             self._equal_passes += 1
         else:
             self._recorded, self._equal_passes = self._pass, 1
+        return True
 
-    def agree_to_go_on(self) -> None:
-        """While recording: make sure that no rank has failed, or raise ``AnotherRankFailed``."""
-        if self.recording and self._ranks.any(False):
-            raise AnotherRankFailed
+    def has_failed_elsewhere(self) -> bool:
+        """While recording: whether another rank has told of its failure, so that going on would hang."""
+        return self.recording and self._ranks.any(False)
 
     def tell_failure(self) -> None:
-        """While recording: the answer to the others' ``agree_to_go_on``."""
+        """While recording: answer the question that every other rank is about to ask."""
         self._ranks.any(True)
 
     def finish(self, segment: str) -> None:
@@ -151,7 +157,8 @@ class Collectives:
 
     def _watch(self, launch: Callable[[], Any], describe: Callable[[], fsdp.Collective]) -> Any:
         if self.recording:
-            self.agree_to_go_on()
+            if self.has_failed_elsewhere():
+                raise AnotherRankFailed
             self._pass[self._segment].append(describe())
         # Noted first: where a launch raises, it raises while waiting for what has been launched.
         self._count[self._segment] += 1

@@ -167,7 +167,7 @@ class Probe:
             outcome = self._step.apply()
         except StepHalfApplied as half_applied:
             self._step.forget()
-            return half_applied.phase
+            return half_applied.phase if half_applied.here else None
         if outcome.lost:
             return outcome.failures[self._ranks.rank]
         if outcome.tokens == 0:

@@ -36,11 +36,15 @@ Batch = dict[str, Any]
 
 
 class StepHalfApplied(Exception):
-    """Memory ran out where parameters may have changed already; ``phase`` says where."""
+    """Memory ran out where parameters may have changed already.
 
-    def __init__(self, phase: str) -> None:
+    ``phase`` says where, and ``here`` whether it was on this rank.
+    """
+
+    def __init__(self, phase: str, here: bool = True) -> None:
         self.phase = phase
-        super().__init__(f"out of memory in the {phase}")
+        self.here = here
+        super().__init__(f"out of memory in the {phase}{'' if here else ' of another rank'}")
 
 
 @dataclass(frozen=True)
@@ -122,29 +126,26 @@ class TrainStep:
 
     def _begin(self) -> None:
         self._tokens = 0
-        self._loss: torch.Tensor | None = None
+        self._loss: torch.Tensor | None = None  # summed over tokens, and over micro-batches
+        self._graph: torch.Tensor | None = None  # between forward and backward
         self._failed_in: str | None = None  # what this rank knows of itself
         self._lost = False  # what all ranks know
-        self._result: StepOutcome | None = None
+        self._result: StepOutcome | None = None  # where the optimizer steps in backward
 
     # --- forward and backward -------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch) -> None:
         """Add one micro-batch to the step."""
-        if self._lost:
-            return
-        if self._collectives is None:
-            with self.memory.running():
-                self._forward_backward(batch)
-            return
-        self._collectives.begin_pass()
-        if self._failed_in is None:
-            self._attempt(self._forward_backward, batch)
-        if self._failed_in is not None and not self._lost:
-            self._stand_in(self._collectives)
+        if self._collectives is not None:
+            self._collectives.begin_pass()
+        self._do("forward", self._forward, batch)
+        if self.optimizer_in_backward:
+            self._exchange_before_backward()
+        self._do("backward", self._backward)
+        if self._collectives is not None and not self._lost and self._failed_in is None:
+            self._lost = not self._collectives.end_pass()
 
-    def _forward_backward(self, batch: Batch) -> None:
-        self.phase = "forward"
+    def _forward(self, batch: Batch) -> None:
         inputs = dict(batch)
         labels = inputs["labels"]
         ignored = self.loss_fn.ignore_index
@@ -153,7 +154,7 @@ class TrainStep:
         utils.batch_to_device(inputs, self.device)
         self.memory.adopt(tree_leaves(inputs))
         labels = inputs.pop("labels")
-        with self._segment("forward"), self._activations:
+        with self._activations:
             logits = self.model(**inputs)
 
         # Predict each next token; the last position has none.
@@ -164,26 +165,26 @@ class TrainStep:
             loss = self.loss_fn(logits, labels) * tokens
         else:
             loss = self.loss_fn(logits.reshape(-1, logits.size(-1)), labels.reshape(-1)) * tokens
-        del logits  # or it would be there, for nothing, when backward is at its peak
         self._tokens += tokens
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        self._graph = loss
 
-        if self.optimizer_in_backward:
-            if self._collectives is not None:
-                self._collectives.agree_to_go_on()
-            result = self._exchange()
-            if self._lost:
-                return
-            self._result = result
-            loss = loss * _over(self.ranks.size, result.tokens)
-        self.phase = "backward"
-        with self._segment("backward"):
-            loss.backward()
-        if self._collectives is not None:
-            self._collectives.end_pass()
+    def _backward(self) -> None:
+        loss, self._graph = self._graph, None
+        assert loss is not None
+        if self._result is not None:
+            loss = loss * _over(self.ranks.size, self._result.tokens)
+        loss.backward()
 
-    def _segment(self, name: str) -> AbstractContextManager[None]:
-        return self._collectives.segment(name) if self._collectives else nullcontext()
+    def _exchange_before_backward(self) -> None:
+        """Where backward is the optimizer step, gradients are scaled in it, and there is no way back."""
+        if self._lost:
+            return
+        if self._collectives is not None and self._collectives.has_failed_elsewhere():
+            self._lost = True
+            return
+        result = self._exchange()
+        self._result = None if self._lost else result
 
     # --- what follows all micro-batches -----------------------------------------------------------
 
@@ -203,8 +204,7 @@ class TrainStep:
     def _apply(self) -> StepOutcome:
         squared_norm = None
         if self._clip_grad_norm is not None and not self._lost and self._failed_in is None:
-            self.phase = "gradient norm"
-            squared_norm = self._attempt(self._squared_gradient_norm)
+            squared_norm = self._attempt("gradient norm", self._squared_gradient_norm)
         if not self._lost:
             outcome = self._exchange(squared_norm)
         if self._lost:
@@ -226,7 +226,7 @@ class TrainStep:
         if self._lost and self._result is None:
             return self._lose()
         if self._lost or self._failed_in is not None:
-            raise StepHalfApplied("backward")
+            raise StepHalfApplied("backward", here=self._failed_in is not None)
         assert self._result is not None
         return self._result
 
@@ -296,8 +296,24 @@ class TrainStep:
 
     # --- out of memory ------------------------------------------------------------------------------
 
-    def _attempt(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Do a part of the step that can still be thrown away."""
+    def _do(self, segment: str, work: Callable[..., None], *arguments: Any) -> None:
+        """One part of a pass: do it, or stand in for it if this rank has dropped out of the step."""
+        if self._lost:
+            return
+        if self._failed_in is None:
+            with self._collectives.segment(segment) if self._collectives else nullcontext():
+                self._attempt(segment, work, *arguments)
+        if self._failed_in is None or self._lost or self._collectives is None:
+            return
+        if self._collectives.recording:
+            self._collectives.tell_failure()
+            self._lost = True
+        else:
+            self._collectives.finish(segment)
+
+    def _attempt(self, phase: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Do something that can still be thrown away."""
+        self.phase = phase
         try:
             with self.memory.running():
                 return work(*arguments)
@@ -306,31 +322,19 @@ class TrainStep:
         except Exception as error:
             if self._collectives is None or not is_out_of_memory(error):
                 raise
-            self._failed_in = self.phase
+            self._failed_in = phase
         # Only now is the exception gone, and with it the frames that held the step's tensors.
         self.forget()
         return None
 
     def forget(self) -> None:
         """Forget everything that the step has made on this rank."""
-        self._loss = None
+        self._loss = self._graph = None
         if isinstance(self._activations, OffloadActivations):
             self._activations = _fresh(self._activations)
         with self.memory.running():
             fsdp.reset(self.model)
         self.memory.release()
-
-    def _stand_in(self, collectives: Collectives) -> None:
-        """Keep the other ranks from waiting for this one, which has dropped out of the step."""
-        if collectives.recording:
-            collectives.tell_failure()
-            self._lost = True
-            return
-        collectives.finish("forward")
-        if self.optimizer_in_backward and self._result is None:
-            self._exchange()
-        else:
-            collectives.finish("backward")
 
     def _lose(self) -> StepOutcome:
         failures = self.ranks.gather(self._failed_in)

@@ -7,67 +7,162 @@ from typing import Any
 
 import pytest
 import torch
+from torchtune import training
 
 from tests.helpers.faults import FailingMemory
 from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.consensus import Ranks
 from torchtune_adaptive.probe import Probe
+from torchtune_adaptive.snapshot import Snapshot
 
 
-def fail_everywhere(
-    lora: bool, checkpointing: bool, accumulation: int, stride: int = 1, **settings: Any
-) -> dict[str, int]:
-    """Inject at every operation of a trial, on alternating ranks; after each, take a healthy step."""
-    ranks = Ranks(timeout=20)
-    model = tiny_llama(lora=lora, checkpointing=checkpointing, **settings)
-    optimizer = adamw(model)
-    memory = FailingMemory()
-    step = train_step(model, [optimizer], memory=memory, ranks=ranks, clip_grad_norm=1.0)
-    gc.collect()
-    gc.freeze()  # or each collection after a failure would walk through all of torch
-    worst = batch(rows=1)
-    probe = Probe(
-        step=step,
-        batch=lambda rows: worst,
-        accumulation=lambda size: accumulation,
-        headroom=0.0,
-        ranks=ranks,
-        entering=lambda phase: None,
-    )
+class Everywhere:
+    """A model and its step on one rank, to run out of memory at one operation after the other."""
 
-    def healthy_step() -> list[torch.Tensor]:
-        optimizer.state.clear()  # a trial leaves numbers there until the search ends
-        for number in range(accumulation):
-            step.forward_backward(batch(rows=2, seed=number * ranks.size + ranks.rank))
-        assert not step.apply().lost
-        return local_values(model)
+    def __init__(
+        self,
+        *,
+        accumulation: int = 1,
+        in_backward: bool = False,
+        output_apart: bool = False,
+        **kind_of_model: Any,
+    ) -> None:
+        self.ranks = Ranks(timeout=20)
+        self.model = tiny_llama(output_apart=output_apart, **kind_of_model)
+        self.in_backward = in_backward
+        if in_backward:
+            by_parameter = {p: torch.optim.AdamW([p]) for p in self.model.parameters()}
+            training.register_optim_in_bwd_hooks(self.model, by_parameter)
+            self.optimizers: list[torch.optim.Optimizer] = list(by_parameter.values())
+        else:
+            self.optimizers = [adamw(self.model)]
+        self.accumulation = accumulation
+        self.memory = FailingMemory()
+        self.snapshot = Snapshot(self.model, self.optimizers, torch.device("cpu"))
+        self.new_step()
+        gc.collect()
+        gc.freeze()  # or each collection after a failure would walk through all of torch
 
-    with probe:
-        assert probe.prime().fits
-        expected = healthy_step()
-        probe._snapshot.restore()
-        with memory.fail_at(0) as fault:
+    def new_step(self) -> None:
+        """A step that has not seen the sequence of collectives yet."""
+        self.step = train_step(
+            self.model,
+            self.optimizers,
+            memory=self.memory,
+            ranks=self.ranks,
+            clip_grad_norm=None if self.in_backward else 1.0,
+            optimizer_in_backward=self.in_backward,
+        )
+
+    def probe(self) -> Probe:
+        worst = batch(rows=1)
+        return Probe(
+            step=self.step,
+            batch=lambda rows: worst,
+            accumulation=lambda size: self.accumulation,
+            headroom=0.0,
+            ranks=self.ranks,
+            entering=lambda phase: None,
+        )
+
+    def healthy_step(self) -> list[torch.Tensor]:
+        """What a step makes of the model as it was in the beginning."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()  # a trial leaves numbers there until the search ends
+        for number in range(self.accumulation):
+            self.step.forward_backward(batch(rows=2, seed=number * self.ranks.size + self.ranks.rank))
+        assert not self.step.apply().lost
+        values = local_values(self.model)
+        self.snapshot.restore()
+        return values
+
+    def count_operations(self, probe: Probe) -> int:
+        with self.memory.fail_at(0) as fault:
             assert probe.trial(1).fits
-        operations = fault.seen
-        counts = {"operations": operations, "failed": 0, "wrong": 0, "disagreed": 0}
-        for operation in range(1, operations + 1, stride):
-            victim = operation % ranks.size
-            with memory.fail_at(operation if ranks.rank == victim else 0):
+        return fault.seen
+
+
+def fail_in_trials(stride: int, first: int, everyone: bool, settings: dict[str, Any]) -> dict[str, int]:
+    """Fail at each operation of a trial, on one rank after the other (or all); then take a healthy step."""
+    run = Everywhere(**settings)
+    with run.probe() as probe:
+        assert probe.prime().fits
+        expected = run.healthy_step()
+        operations = run.count_operations(probe)
+        counts = {"operations": operations, "tried": 0, "failed": 0, "disagreed": 0, "wrong": 0}
+        for operation in range(first, operations + 1, stride):
+            victim = operation // stride % run.ranks.size
+            with run.memory.fail_at(operation if everyone or run.ranks.rank == victim else 0):
                 trial = probe.trial(1)
+            counts["tried"] += 1
             counts["failed"] += trial.reports[victim].failed_in is not None
-            counts["disagreed"] += trial.fits or trial.deciding_rank != victim
-            counts["wrong"] += not same_bits(healthy_step(), expected)
-            probe._snapshot.restore()
+            counts["disagreed"] += trial.fits or not (everyone or trial.deciding_rank == victim)
+            counts["wrong"] += not same_bits(run.healthy_step(), expected)
     return counts
+
+
+def assert_survived(counts: list[dict[str, int]], at_least: int) -> None:
+    for count in counts:
+        assert count["tried"] == count["failed"] >= at_least
+        assert count["disagreed"] == count["wrong"] == 0
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_a_trial_survives_running_out_at_every_operation(
+def test_one_rank_at_every_operation_of_a_trial(
     lora: bool, checkpointing: bool, accumulation: int
 ) -> None:
-    for counts in run_ranks(fail_everywhere, 2, lora, checkpointing, accumulation, timeout=400):
-        assert counts["failed"] == counts["operations"] > 300
-        assert counts["wrong"] == counts["disagreed"] == 0
+    settings = {"lora": lora, "checkpointing": checkpointing, "accumulation": accumulation}
+    counts = run_ranks(fail_in_trials, 2, 1, 1, False, settings, timeout=500)
+    assert_survived(counts, at_least=300)
+
+
+SAMPLES: dict[str, tuple[int, bool, dict[str, Any]]] = {
+    "three ranks": (3, False, {"layers": 2, "checkpointing": True, "accumulation": 2}),
+    "all ranks at once": (2, True, {"layers": 2, "accumulation": 2}),
+    "optimizer in backward": (2, False, {"layers": 2, "in_backward": True}),
+    "not resharded": (2, False, {"layers": 2, "reshard": False, "accumulation": 2}),
+    "output sharded apart": (2, False, {"output_apart": True, "checkpointing": True}),
+    "one rank": (1, False, {"layers": 2, "accumulation": 2}),
+    "one rank, not sharded": (1, False, {"sharded": False}),
+}
+
+
+@pytest.mark.parametrize(("ranks", "everyone", "settings"), SAMPLES.values(), ids=SAMPLES)
+def test_other_kinds_of_run_at_a_sample_of_operations(
+    ranks: int, everyone: bool, settings: dict[str, Any]
+) -> None:
+    counts = run_ranks(fail_in_trials, ranks, 13, 5, everyone, settings, timeout=300)
+    assert_survived(counts, at_least=20)
+
+
+def fail_while_recording(stride: int, settings: dict[str, Any]) -> dict[str, int]:
+    """Fail before the sequence of collectives is known, when ranks agree before each one."""
+    run = Everywhere(**settings)
+    with run.probe() as probe:
+        probe.prime()
+        expected = run.healthy_step()
+        operations = run.count_operations(probe)
+    counts = {"operations": operations, "tried": 0, "failed": 0, "disagreed": 0, "wrong": 0}
+    for operation in range(1, operations + 1, stride):
+        victim = operation // stride % run.ranks.size
+        run.new_step()
+        with run.probe() as probe:
+            with run.memory.fail_at(operation if run.ranks.rank == victim else 0):
+                trial = probe.prime()
+            counts["tried"] += 1
+            counts["failed"] += trial.reports[victim].failed_in is not None
+            counts["disagreed"] += trial.fits or trial.deciding_rank != victim
+            counts["wrong"] += not same_bits(run.healthy_step(), expected)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"accumulation": 2, "checkpointing": True}, {"in_backward": True}, {"lora": True}],
+    ids=["full", "optimizer in backward", "lora"],
+)
+def test_while_the_sequence_is_being_recorded(settings: dict[str, Any]) -> None:
+    assert_survived(run_ranks(fail_while_recording, 2, 11, settings, timeout=300), at_least=20)

@@ -26,6 +26,7 @@ def tiny_llama(
     sharded: bool = True,
     layers: int = 1,
     reshard: bool = True,
+    output_apart: bool = False,
     dropout: float = 0.0,
     seed: int = 0,
 ) -> nn.Module:
@@ -60,7 +61,12 @@ def tiny_llama(
     if sharded:
         training.shard_model(
             model,
-            [partial(training.get_shard_conditions, names_to_match=None)],
+            [
+                partial(
+                    training.get_shard_conditions,
+                    names_to_match=["tok_embeddings", "output"] if output_apart else None,
+                )
+            ],
             cpu_offload=False,
             reshard_after_forward=reshard,
         )

@@ -75,6 +75,51 @@ class _Setting:
     join: bool
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended, and all that it said."""
+
+    exit_code: int | None
+    said: str
+
+
+def watch_ranks(
+    function: Callable[..., Any],
+    ranks: int,
+    *arguments: Any,
+    until_exit_of: list[int],
+    timeout: float = 60.0,
+) -> list[Ended]:
+    """Like ``run_ranks``, for ranks that may die: wait for some of them to exit, and see how it went.
+
+    Raises:
+        AssertionError: one that should exit did not in time.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for rank in range(ranks):
+            setting = _Setting(rank, ranks, store.port, folder, timeout, join=True)
+            process = _context.Process(
+                target=_rank_main_to_file, args=(function, arguments, setting), daemon=True
+            )
+            process.start()
+            processes.append(process)
+        end = time.monotonic() + timeout
+        try:
+            for rank in until_exit_of:
+                processes[rank].join(timeout=max(0.0, end - time.monotonic()))
+            exit_codes = [process.exitcode for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        said = [(Path(folder) / f"said_{rank}").read_text() for rank in range(ranks)]
+    for rank in until_exit_of:
+        assert exit_codes[rank] is not None, f"rank {rank} is still there after {timeout:g} s: {said[rank]}"
+    return [Ended(code, text) for code, text in zip(exit_codes, said, strict=True)]
+
+
 def _collect(pipes: list[Connection], folder: Path, timeout: float) -> list[Any]:
     end = time.monotonic() + timeout
     results: dict[int, Any] = {}
@@ -103,27 +148,43 @@ def _collect(pipes: list[Connection], folder: Path, timeout: float) -> list[Any]
 def _rank_main(
     function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Setting, sender: Connection
 ) -> None:
+    try:
+        message = ("result", _call(function, arguments, setting))
+    except BaseException:
+        message = ("error", traceback.format_exc())
+    sender.send(message)
+
+
+def _rank_main_to_file(
+    function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Setting
+) -> None:
+    with open(Path(setting.folder) / f"said_{setting.rank}", "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        _call(function, arguments, setting)
+
+
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Setting) -> Any:
+    os.environ.update(
+        RANK=str(setting.rank),
+        WORLD_SIZE=str(setting.ranks),
+        LOCAL_RANK=str(setting.rank),
+        LOCAL_WORLD_SIZE=str(setting.ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(setting.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the parent's
+    )
+    torch.set_num_threads(1)
     with open(Path(setting.folder) / f"stack_{setting.rank}", "w") as stack:
         # Just before the time is up, so that the parent finds it when it gives up.
         faulthandler.dump_traceback_later(setting.timeout * 0.97, file=stack)
-        os.environ.update(
-            RANK=str(setting.rank),
-            WORLD_SIZE=str(setting.ranks),
-            LOCAL_RANK=str(setting.rank),
-            LOCAL_WORLD_SIZE=str(setting.ranks),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(setting.port),
-            TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the parent's
-        )
-        torch.set_num_threads(1)
         try:
             if setting.join:
                 dist.init_process_group("gloo")
-            message = ("result", function(*arguments))
+            result = function(*arguments)
             if dist.is_initialized():
                 dist.barrier()  # or a rank that leaves first may abort another one's last collective
                 dist.destroy_process_group()
-        except BaseException:
-            message = ("error", traceback.format_exc())
-        faulthandler.cancel_dump_traceback_later()
-    sender.send(message)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    return result

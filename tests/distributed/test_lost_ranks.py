@@ -1,0 +1,115 @@
+"""A rank dies or hangs in the middle of a search; the others stop, soon, and say who it was and where."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.models import adamw, batch, tiny_llama, train_step
+from tests.helpers.ranks import watch_ranks
+from torchtune_adaptive.consensus import Ranks
+from torchtune_adaptive.errors import RankLost
+from torchtune_adaptive.memory import SimulatedMemory
+from torchtune_adaptive.probe import Probe
+from torchtune_adaptive.watchdog import EXIT_CODE, Watchdog
+
+LIMIT = 3.0
+VICTIM = 1
+
+
+class Fate(TorchDispatchMode):
+    """Does something terrible at the 200th operation of a step, which is in its backward pass."""
+
+    def __init__(self, happen: Callable[[], Any]) -> None:
+        super().__init__()
+        self.happen = happen
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented
+        self.seen += 1
+        if self.seen == 200:
+            self.happen()
+        return func(*args, **(kwargs or {}))
+
+
+def raise_bug() -> None:
+    raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+FATES: dict[str, Callable[[], Any]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hangs": lambda: time.sleep(3600),
+    "bug": raise_bug,
+}
+
+
+def search_until(fate: str) -> None:
+    ranks = Ranks(timeout=2 * LIMIT)
+    watchdog = Watchdog(ranks, limit=LIMIT)
+    model = tiny_llama(layers=2)
+    memory = SimulatedMemory(10**9)
+    step = train_step(model, [adamw(model)], memory=memory, ranks=ranks, launched=watchdog.tick)
+    probe = Probe(
+        step=step,
+        batch=lambda rows: batch(rows=rows),
+        accumulation=lambda size: 1,
+        headroom=0.0,
+        ranks=ranks,
+        entering=watchdog.enter,
+    )
+    with watchdog, probe:
+        probe.prime()
+        probe.trial(2)
+        if ranks.rank == VICTIM:
+            with Fate(FATES[fate]):
+                probe.trial(4)
+        else:
+            probe.trial(4)
+            raise AssertionError("a trial without its victim came to an end")
+
+
+@pytest.mark.parametrize("fate", ["killed", "stopped", "hangs"])
+def test_the_others_stop_and_name_the_rank_and_the_phase(fate: str) -> None:
+    started = time.monotonic()
+    survivor, *_ = watch_ranks(search_until, 2, fate, until_exit_of=[0], timeout=60)
+    assert time.monotonic() - started < 8 * LIMIT, "and start-up is in that"
+    assert survivor.exit_code in (EXIT_CODE, 1), survivor.said
+    assert f"rank {VICTIM}" in survivor.said
+    assert "trial of 4 rows" in survivor.said
+    if survivor.exit_code == 1:
+        assert RankLost.__name__ in survivor.said
+
+
+def test_the_rank_with_the_bug_says_what_it_is() -> None:
+    survivor, victim = watch_ranks(search_until, 2, "bug", until_exit_of=[0, 1], timeout=60)
+    assert "mat1 and mat2 shapes cannot be multiplied" in victim.said
+    assert victim.exit_code == 1 and survivor.exit_code in (EXIT_CODE, 1)
+    assert f"rank {VICTIM}" in survivor.said
+
+
+def slow_but_alive() -> str:
+    """Longer than the limit in a phase that may take long, and in one where all ranks are slow together."""
+    ranks = Ranks(timeout=20 * LIMIT)
+    watchdog = Watchdog(ranks, limit=1.0)
+    with watchdog:
+        watchdog.enter("loading the model", may_hang=False)
+        time.sleep(4.0 if ranks.rank == 0 else 0.1)
+        ranks.any(False)
+        watchdog.enter("a long computation")
+        time.sleep(4.0)
+    return "done"
+
+
+def test_patience_where_patience_is_due() -> None:
+    for rank in watch_ranks(slow_but_alive, 2, until_exit_of=[0, 1], timeout=60):
+        assert rank.exit_code == 0, rank.said
