@@ -5,12 +5,13 @@
 """
 
 # ruff: noqa: E402
-from torchtune_adaptive.versions import check_versions
+from torchtune_adaptive.versions import require_supported_versions
 
-check_versions()  # first of all: with an unsupported version the imports below fail less clearly
+require_supported_versions()  # first of all: with an unsupported version the imports below fail less clearly
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 from torch.distributed import destroy_process_group
@@ -58,7 +59,7 @@ class AdaptiveLoRAFinetuneRecipeDistributed(FTRecipeInterface):
             limit=self._settings.rank_timeout,
             on_duty=self._settings.use_maximum_batch_size,
         )
-        self._metrics = None
+        self._metrics: Any = None  # torchtune's metric logger, on rank 0
         self._loop: TrainingLoop | None = None
         seed = training.set_seed(cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self._progress = Progress(seed, cfg.epochs, cfg.max_steps_per_epoch)

@@ -161,7 +161,7 @@ def lora_model(
     base_missing, base_unexpected = _load(model, cfg, environment, weights)
     for module in model.modules():
         if hasattr(module, "initialize_dora_magnitude"):
-            module.initialize_dora_magnitude()
+            module.initialize_dora_magnitude()  # type: ignore[operator]
     validate_missing_and_unexpected_for_lora(
         lora_attn_modules=list(cfg.model.lora_attn_modules),
         apply_lora_to_mlp=cfg.model.apply_lora_to_mlp,
@@ -225,7 +225,7 @@ def _initialize_adapters(model: nn.Module, cfg: DictConfig, environment: Environ
 def _initialize_ropes(model: nn.Module) -> None:
     for module in model.modules():  # no checkpoint has them
         if hasattr(module, "rope_init"):
-            module.rope_init()
+            module.rope_init()  # type: ignore[operator]
 
 
 def _finish(
@@ -235,7 +235,9 @@ def _finish(
         model, cfg.get("enable_activation_offloading", False)
     )
     training.validate_no_params_on_meta_device(model)
-    log.info(f"Instantiating model and loading checkpoint took {time.perf_counter() - started:.2f} secs")
+    log.info(
+        f"Instantiating model and loading checkpoint took {time.perf_counter() - started:.2f} secs"
+    )
     if environment.is_rank_zero and environment.device.type != "cpu":
         training.log_memory_stats(training.get_memory_stats(device=environment.device))
     dist.barrier()
@@ -267,9 +269,13 @@ def optimizers(
     else:
         optimizer = config.instantiate(cfg.optimizer, model.parameters())
         if state:
-            training.load_from_full_optimizer_state_dict(model, optimizer, state, environment.device)
+            training.load_from_full_optimizer_state_dict(
+                model, optimizer, state, environment.device
+            )
         built = Optimizers((optimizer,), optimizer)
-    log.info("In-backward optimizers are set up." if built.in_backward else "Optimizer is initialized.")
+    log.info(
+        "In-backward optimizers are set up." if built.in_backward else "Optimizer is initialized."
+    )
     return built
 
 
@@ -283,8 +289,8 @@ def _optimizers_in_backward(
         unknown = sorted(set(state) - set(wrapper.optim_map))
         if unknown:
             raise ValueError(
-                f"The checkpoint's optimizer state has {unknown[0]!r}, which is not a parameter: it was saved "
-                "without optimizer_in_bwd. Resume with the same setting."
+                f"The checkpoint's optimizer state has {unknown[0]!r}, which is not a parameter: it was "
+                "saved without optimizer_in_bwd. Resume with the same setting."
             )
         for name, parameter_state in state.items():
             training.load_from_full_optimizer_state_dict(
@@ -365,7 +371,7 @@ class Data:
     packed: bool
 
 
-def data(cfg: DictConfig, tokenizer: Any, loss_fn: nn.Module) -> Data:
+def data(cfg: DictConfig, tokenizer: Any, loss_fn: Any) -> Data:
     """The dataset, or several in one."""
     if isinstance(cfg.dataset, ListConfig):
         dataset = ConcatDataset([config.instantiate(one, tokenizer) for one in cfg.dataset])
@@ -383,7 +389,9 @@ def data(cfg: DictConfig, tokenizer: Any, loss_fn: nn.Module) -> Data:
         )
         chunks = getattr(loss_fn, "num_output_chunks", 1)
         if chunks > 1 and "output" in (cfg.get("custom_sharded_layers", None) or []):
-            collate = partial(_collate_in_chunks, collate, chunks, tokenizer.pad_id, loss_fn.ignore_index)
+            collate = partial(
+                _collate_in_chunks, collate, chunks, tokenizer.pad_id, loss_fn.ignore_index
+            )
     return Data(dataset, tokenizer, collate, packed)
 
 
@@ -419,7 +427,9 @@ def profiler(cfg: DictConfig) -> tuple[Any, DictConfig]:
     component = "torchtune.training.setup_torch_profiler"
     node = cfg.get(training.PROFILER_KEY, None) or OmegaConf.create({"enabled": False})
     if node.setdefault("_component_", component) != component:
-        raise ValueError(f"profiler._component_ is {node._component_}; only {component} is supported")
+        raise ValueError(
+            f"profiler._component_ is {node._component_}; only {component} is supported"
+        )
     built, settings = config.instantiate(node)
     log.info(f" Profiler config after instantiation: {settings}")
     return built, settings

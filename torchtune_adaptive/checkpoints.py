@@ -53,10 +53,14 @@ class Progress:
         epochs_run, seed, max_steps, total_epochs = (checkpoint[key] for key in keys)
         self.epochs_run = epochs_run
         if self.seed != seed:
-            log.warning(f"seed {self.seed} -> {seed} (the checkpoint's; a resumed run keeps its seed)")
+            log.warning(
+                f"seed {self.seed} -> {seed} (the checkpoint's; a resumed run keeps its seed)"
+            )
             self.seed = seed
         if self.max_steps_per_epoch != max_steps:
-            log.warning(f"max_steps_per_epoch {self.max_steps_per_epoch} -> {max_steps} (the checkpoint's)")
+            log.warning(
+                f"max_steps_per_epoch {self.max_steps_per_epoch} -> {max_steps} (the checkpoint's)"
+            )
             self.max_steps_per_epoch = max_steps
         if self.total_epochs != total_epochs:
             log.warning(f"epochs {total_epochs} -> {self.total_epochs} (the config's)")
@@ -66,7 +70,7 @@ class Progress:
             seed=self.seed,
             epochs_run=self.epochs_run,
             total_epochs=self.total_epochs,
-            max_steps_per_epoch=self.max_steps_per_epoch,  # type: ignore[arg-type]
+            max_steps_per_epoch=self.max_steps_per_epoch,
         )
 
 
@@ -101,7 +105,9 @@ class FullCheckpoints:
     def asynchronous(self) -> bool:
         return self._asynchronous
 
-    def save(self, model: nn.Module, optimizers: Optimizers, progress: Progress, epoch: int) -> None:
+    def save(
+        self, model: nn.Module, optimizers: Optimizers, progress: Progress, epoch: int
+    ) -> None:
         self._client.save_checkpoint(model, optimizers.saved, progress.as_torchtune(), epoch)
 
 
@@ -136,7 +142,9 @@ class LoRACheckpoints:
             )
         return checkpoint
 
-    def save(self, model: nn.Module, optimizers: Optimizers, progress: Progress, epoch: int) -> None:
+    def save(
+        self, model: nn.Module, optimizers: Optimizers, progress: Progress, epoch: int
+    ) -> None:
         started = time.perf_counter()
         unfinished = epoch + 1 < progress.total_epochs
         is_rank_zero = self._environment.is_rank_zero

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchtune_adaptive.config import BLOCK, AdaptiveSettings
 from torchtune_adaptive.errors import AdaptiveBatchingError
-from torchtune_adaptive.versions import check_versions
+from torchtune_adaptive.versions import require_supported_versions
 
 _FIND = ("use_maximum_batch_size=True", f"{BLOCK}.search_only=True")
 _FIND_HELP = "Find the largest micro-batch that fits, and print the overrides that use it."
@@ -16,8 +16,8 @@ _FIND_HELP = "Find the largest micro-batch that fits, and print the overrides th
 
 def main() -> None:
     """The console script."""
+    require_supported_versions()  # before torchtune is imported, which fails less clearly
     try:
-        check_versions()  # before torchtune is imported, which fails less clearly
         _run(sys.argv)
     except AdaptiveBatchingError as error:
         print(f"tune-adaptive: {type(error).__name__}: {error}", file=sys.stderr)
@@ -40,7 +40,8 @@ def _run(argv: list[str]) -> None:
         _validate_ours(Path(argv[2]))
 
     parser = argparse.ArgumentParser(
-        prog="tune-adaptive", description="torchtune's command line, with batch sizes that find themselves."
+        prog="tune-adaptive",
+        description="torchtune's command line, with batch sizes that find themselves.",
     )
     parser.set_defaults(func=lambda _: parser.print_help())
     commands = parser.add_subparsers(title="subcommands")

@@ -1,8 +1,9 @@
 """From a torchtune config to settings that cannot be wrong.
 
-``AdaptiveSettings.from_config`` reads the three places where this package adds keys: ``use_maximum_batch_size`` and
-``batch_increase_function`` at top level, and the block ``adaptive_batching``. Inside the block every key
-is known and typed; an unknown one is an error, so a misspelt setting is never silently its default.
+``AdaptiveSettings.from_config`` reads the three places where this package adds keys:
+``use_maximum_batch_size`` and ``batch_increase_function`` at top level, and the block
+``adaptive_batching``. Inside the block every key is known and typed; an unknown one is an error, so a
+misspelt setting is never silently its default.
 
 ``check_recipe_config`` looks at the keys that the recipes share with torchtune: what cannot work
 together stops here, before any model is built.
@@ -152,7 +153,9 @@ class AdaptiveSettings:
         if block is None:
             block = {}
         elif not isinstance(block, DictConfig):
-            raise ConfigError(BLOCK, block, "is not a block of settings", "Write `key: value` in it")
+            raise ConfigError(
+                BLOCK, block, "is not a block of settings", "Write `key: value` in it"
+            )
         readers = {f.name: f.metadata["read"] for f in fields(cls) if f.metadata}
         for key in block:
             if key not in readers:
@@ -168,16 +171,41 @@ class AdaptiveSettings:
 # --- the keys that the recipes share with torchtune ------------------------------------------------
 
 _COMMON_KEYS = frozenset(
-    """
-    output_dir log_every_n_steps log_peak_memory_stats metric_logger profiler
-    device dtype seed cudnn_deterministic_mode
-    model tokenizer checkpointer resume_from_checkpoint
-    dataset shuffle batch_size collate_fn
-    optimizer lr_scheduler loss epochs max_steps_per_epoch gradient_accumulation_steps clip_grad_norm
-    compile enable_activation_checkpointing enable_activation_offloading
-    custom_sharded_layers fsdp_cpu_offload fsdp_reshard_after_forward
-    use_maximum_batch_size batch_increase_function adaptive_batching
-    """.split()
+    [
+        "output_dir",
+        "log_every_n_steps",
+        "log_peak_memory_stats",
+        "metric_logger",
+        "profiler",
+        "device",
+        "dtype",
+        "seed",
+        "cudnn_deterministic_mode",
+        "model",
+        "tokenizer",
+        "checkpointer",
+        "resume_from_checkpoint",
+        "dataset",
+        "shuffle",
+        "batch_size",
+        "collate_fn",
+        "optimizer",
+        "lr_scheduler",
+        "loss",
+        "epochs",
+        "max_steps_per_epoch",
+        "gradient_accumulation_steps",
+        "clip_grad_norm",
+        "compile",
+        "enable_activation_checkpointing",
+        "enable_activation_offloading",
+        "custom_sharded_layers",
+        "fsdp_cpu_offload",
+        "fsdp_reshard_after_forward",
+        "use_maximum_batch_size",
+        "batch_increase_function",
+        "adaptive_batching",
+    ]
 )
 _RECIPE_KEYS = {
     "full": _COMMON_KEYS

@@ -120,7 +120,9 @@ class Collectives:
             return False
         if not self.recording:
             expected = {name: len(collectives) for name, collectives in self._recorded.items()}
-            if self._count != expected:  # not a constant sequence after all: learn it again, in agreement
+            if (
+                self._count != expected
+            ):  # not a constant sequence after all: learn it again, in agreement
                 self._equal_passes = 0
         elif self._pass == self._recorded:
             self._equal_passes += 1

@@ -86,10 +86,14 @@ def find_batch_size(
     sizes = possible_sizes(settings, asked, rows_per_rank)
     watchdog.enter("looking for the longest row")
     worst = worst_case(data.dataset, data.tokenizer, data.packed, settings.probe_length, ranks)
-    log.info(f"Searching for the largest micro-batch: rows of {worst.length} tokens ({worst.source}).")
+    log.info(
+        f"Searching for the largest micro-batch: rows of {worst.length} tokens ({worst.source})."
+    )
     compiled = cfg.get("compile", False)
     if compiled and step.device.type == "cpu":
-        log.info("The simulated device sees single operations, so compiled regions run eager in trials.")
+        log.info(
+            "The simulated device sees single operations, so compiled regions run eager in trials."
+        )
     probe = Probe(
         step=step,
         batch=lambda size: worst.batch(size, data.collate),
@@ -149,7 +153,9 @@ def _search_or_remember(
         return outcome
 
     cache = ResultCache.from_setting(settings.cache)
-    remembered = ranks.from_rank_zero(cache.get(known))  # or ranks with other caches would part ways
+    remembered = ranks.from_rank_zero(
+        cache.get(known)
+    )  # or ranks with other caches would part ways
     tried: tuple[SizeTrial, ...] = ()
     if remembered is not None and remembered in sizes:
         log.info(f"An earlier run like this one found {remembered} rows; confirming it.")

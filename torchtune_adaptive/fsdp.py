@@ -52,8 +52,8 @@ def watch_collectives(model: nn.Module, watcher: Watcher) -> None:
     """Route every all-gather and reduce-scatter of an FSDP2 model through ``watcher``."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_AllGather(watcher))
-            module.set_custom_reduce_scatter(_ReduceScatter(watcher))
+            module.set_custom_all_gather(_AllGather(watcher))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(_ReduceScatter(watcher))  # type: ignore[arg-type]
 
 
 class _Watched:
@@ -98,9 +98,9 @@ def reset(model: nn.Module) -> None:
     """Put an FSDP2 model back to where a step begins, after an exception in forward or backward.
 
     Afterwards every parameter is sharded and no parameter has a gradient. Without this the next backward
-    silently trains only part of the model. Gradients that backward had left on unsharded parameters
-    are dropped first, while the model still shows those parameters; FSDP2's own reset leaves them (torch 2.13)
-    and the next step would count them twice.
+    silently trains only part of the model. Gradients that backward had left on unsharded parameters are
+    dropped first, while the model still shows those parameters: FSDP2's own reset leaves them (torch
+    2.13), and the next step would count them twice.
     """
     _drop_gradients(model)
     if isinstance(model, FSDPModule):
@@ -134,7 +134,7 @@ def _reset_by_hand(root: FSDPModule) -> None:
     if hasattr(shared, "reduce_scatter_states"):
         shared.reduce_scatter_states.clear()
     else:
-        shared.reduce_scatter_state = None
+        shared.reduce_scatter_state = None  # type: ignore[attr-defined]
     shared.post_forward_order.clear()
     for state in root_state._state_ctx.all_states:
         state._modules_to_run_forward.clear()

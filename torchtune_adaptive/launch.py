@@ -18,8 +18,8 @@ from torchtune_adaptive.registry import find_config
 def recipe(run: Callable[[DictConfig], None]) -> Callable[[], None]:
     """Make a recipe's main function out of one that takes a config.
 
-    As torchtune's ``config.parse``, with two things more: ``--config`` also takes the names of our configs, and an
-    error that we raise on purpose is printed without a traceback.
+    As torchtune's ``config.parse``, with two things more: ``--config`` also takes the names of our
+    configs, and an error that we raise on purpose is printed without a traceback.
     """
     parse_and_run = config.parse(run)
 

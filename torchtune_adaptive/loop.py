@@ -56,7 +56,9 @@ class Logging:
     def from_config(cls, cfg: DictConfig, metrics: Any, environment: Environment) -> Logging:
         memory = cfg.get("log_peak_memory_stats", False)
         if memory and environment.device.type == "cpu":
-            log.info("log_peak_memory_stats is True, but a CPU has no such statistics; not logging them.")
+            log.info(
+                "log_peak_memory_stats is True, but a CPU has no such statistics; not logging them."
+            )
             memory = False
         return cls(metrics, cfg.get("log_every_n_steps", 1), memory)
 
@@ -84,6 +86,7 @@ class TrainingLoop:
         self.step.memory.release()
         self.step.memory.watch()
         self.profiling.start()
+        self._losses: list[float] = []
         self._step_started = time.perf_counter()
         for epoch in range(self.progress.epochs_run, self.progress.total_epochs):
             self._epoch(epoch)
@@ -91,6 +94,7 @@ class TrainingLoop:
             self.watchdog.enter(f"saving the checkpoint of epoch {epoch}", may_hang=False)
             self.save(epoch)
         self.profiling.stop()
+        self._say_where_everything_is()
 
     def _epoch(self, epoch: int) -> None:
         # torchtune's loader draws one number from the run's generator in each epoch. So that dropout sees
@@ -103,6 +107,7 @@ class TrainingLoop:
             self.watchdog.enter(f"step {self.global_step + 1}")
             self.profiling.before_step(epoch, number)
             outcome = self._take_step(micro_batches)
+            self._losses.append(outcome.loss)
             self.global_step += 1
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
@@ -119,8 +124,9 @@ class TrainingLoop:
             outcome = self.step.apply()
         except StepHalfApplied as half_applied:
             raise TrainingOutOfMemory(
-                f"Out of memory in the {half_applied.phase} of step {self.global_step + 1}: some parameters may "
-                f"have changed and others not, so the step cannot be redone. {self._advice()}"
+                f"Out of memory in the {half_applied.phase} of step {self.global_step + 1}: some "
+                "parameters may have changed and others not, so the step cannot be redone. "
+                f"{self._advice()}"
             ) from None
         if outcome.lost:
             where = ", ".join(
@@ -132,10 +138,18 @@ class TrainingLoop:
             )
         return outcome
 
+    def _say_where_everything_is(self) -> None:
+        if self._losses:
+            log.info(
+                f"Trained {len(self._losses)} steps of {self.split.global_batch} rows; loss "
+                f"{_mean(self._losses[:5]):.2f} -> {_mean(self._losses[-5:]):.2f} (first and last steps)."
+            )
+        log.info(f"Checkpoint: {last_saved(self.output_dir)}. Everything else: {self.output_dir}.")
+
     def _advice(self) -> str:
         return (
-            f"The last checkpoint: {last_saved(self.output_dir)}. Resume from it with a larger {BLOCK}.headroom "
-            f"or a smaller {BLOCK}.ceiling."
+            f"The last checkpoint: {last_saved(self.output_dir)}. Resume from it with a larger "
+            f"{BLOCK}.headroom or a smaller {BLOCK}.ceiling."
         )
 
     def _log(self, outcome: StepOutcome) -> None:
@@ -155,6 +169,10 @@ class TrainingLoop:
                 record["grad_norm"] = outcome.gradient_norm
             self.logging.metrics.log_dict(record, step=self.global_step)
         self._step_started = time.perf_counter()
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 class Profiling:

@@ -129,7 +129,9 @@ class AcceleratorMemory(DeviceMemory):
         self._limit = limit
         self._retries_before = 0
         module = torch.get_device_module(device)
-        self.name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
+        self.name = (
+            module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
+        )
         # A real cap, not arithmetic: the allocator itself refuses to pass it, and frees its cache first.
         self._set_fraction = getattr(module, "set_per_process_memory_fraction", None)
         self._total = torch.accelerator.get_memory_info(device)[1]
@@ -175,7 +177,9 @@ class AcceleratorMemory(DeviceMemory):
         torch.accelerator.empty_cache()
 
     def record_history(self, enabled: bool) -> None:
-        if self._device.type == "cuda":  # private, and the only way; torchtune's recipes use it as well
+        if (
+            self._device.type == "cuda"
+        ):  # private, and the only way; torchtune's recipes use it as well
             torch.cuda.memory._record_memory_history(enabled="all" if enabled else None)
 
 
@@ -214,7 +218,11 @@ class SimulatedMemory(DeviceMemory):
             yield
             return
         # Compiled regions run eager: within one, single operations could not be seen.
-        with torch.compiler.set_stance("force_eager"), _follow_resizing(self), _CountNewTensors(self):
+        with (
+            torch.compiler.set_stance("force_eager"),
+            _follow_resizing(self),
+            _CountNewTensors(self),
+        ):
             yield
 
     def watch(self) -> None:

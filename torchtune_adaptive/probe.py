@@ -63,7 +63,9 @@ class SizeTrial:
     def deciding_rank(self) -> int:
         """The rank that had trouble, or else the one with the least memory left."""
         ranks = range(len(self.reports))
-        return min(ranks, key=lambda r: (self.reports[r].trouble is None, self.reports[r].free_bytes))
+        return min(
+            ranks, key=lambda r: (self.reports[r].trouble is None, self.reports[r].free_bytes)
+        )
 
     @property
     def deciding(self) -> RankReport:

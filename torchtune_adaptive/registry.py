@@ -15,7 +15,9 @@ from torchtune_adaptive.errors import ConfigError
 
 _PACKAGE = Path(__file__).parent
 # In a wheel the configs lie in the package; in a checkout, beside it.
-CONFIGS = next(path for path in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if path.is_dir())
+CONFIGS = next(
+    path for path in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if path.is_dir()
+)
 _TORCHTUNE_CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
 
 RECIPES = {
@@ -25,13 +27,17 @@ RECIPES = {
 """Our recipes, and the word in the names of the configs that are made for each."""
 
 # What the tiny configs run on is made when it is first asked for: ${tiny_assets:}
-_register_resolver = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+_register_resolver = (
+    getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+)
 _register_resolver("tiny_assets", lambda: str(tiny.assets()), replace=True)
 
 
 def our_configs() -> list[str]:
     """The names of our configs, as ``llama3_2/1B_adaptive_full``."""
-    return sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
+    return sorted(
+        path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml")
+    )
 
 
 def torchtune_configs() -> dict[str, Path]:

@@ -45,7 +45,9 @@ class SearchReport:
         """Why this size and not the next."""
         if self.result.status is not Status.NEXT_DOES_NOT_FIT:
             return self.result.status.value
-        failed = min((trial for trial in self.result.trials if not trial.fits), key=lambda t: t.size)
+        failed = min(
+            (trial for trial in self.result.trials if not trial.fits), key=lambda t: t.size
+        )
         return f"{failed.size} rows do not fit: {failed.deciding.trouble} on rank {failed.deciding_rank}"
 
     def overrides(self) -> str:
@@ -127,7 +129,8 @@ def _table(trials: tuple[SizeTrial, ...]) -> list[str]:
     ]
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in (header, *rows)
     ]
 
@@ -152,7 +155,8 @@ def _plot(report: SearchReport, path: Path) -> Path | None:
     failing = [trial for trial in trials if not trial.fits]
     gib = 1 << 30
     unit, divisor = ("GiB", gib) if trials[0].deciding.usable_bytes >= gib else ("MiB", 1 << 20)
-    axes = Figure(figsize=(7, 4), layout="constrained").subplots()
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     axes.plot(
         [trial.size for trial in fitting],
         [trial.deciding.peak_bytes / divisor for trial in fitting],
@@ -167,7 +171,9 @@ def _plot(report: SearchReport, path: Path) -> Path | None:
             color="tab:red",
             label="does not fit",
         )
-    axes.axhline(trials[0].deciding.usable_bytes / divisor, color="gray", linestyle="--", label="usable")
+    axes.axhline(
+        trials[0].deciding.usable_bytes / divisor, color="gray", linestyle="--", label="usable"
+    )
     axes.axvline(report.after.micro_batch, color="tab:green", alpha=0.4, label="chosen")
     axes.set(
         xlabel=f"rows of {report.row_length} tokens in a micro-batch",
@@ -176,5 +182,5 @@ def _plot(report: SearchReport, path: Path) -> Path | None:
         xlim=(0, None),
     )
     axes.legend()
-    axes.figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120)
     return path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,9 @@ def worst_case(
 ) -> WorstCase:
     """Find the worst case. In this order: what the user says; full packs; ``max_seq_len``; a scan."""
     if len(dataset) == 0:
-        raise EmptyTrial("The dataset is empty, so there is no row to try. Check the dataset's source.")
+        raise EmptyTrial(
+            "The dataset is empty, so there is no row to try. Check the dataset's source."
+        )
     if packed:
         row = dataset[0]
         return WorstCase(_all_trained(row), len(row["tokens"]), "packed rows are full")
@@ -80,11 +82,12 @@ def _stretched(row: Row, length: int, source: str) -> WorstCase:
     tokens = len(row["tokens"])
 
     def stretch(value: Any) -> Any:
-        if not isinstance(value, Sized) or isinstance(value, (str, dict)) or len(value) != tokens:
-            return value
-        if isinstance(value, torch.Tensor):
-            return value.repeat(-(-length // tokens))[:length] if value.dim() == 1 else value
-        return (list(value) * -(-length // tokens))[:length]
+        copies = -(-length // tokens)
+        if isinstance(value, torch.Tensor) and value.shape == (tokens,):
+            return value.repeat(copies)[:length]
+        if isinstance(value, (list, tuple)) and len(value) == tokens:
+            return (list(value) * copies)[:length]
+        return value
 
     return WorstCase(_all_trained({k: stretch(v) for k, v in row.items()}), length, source)
 

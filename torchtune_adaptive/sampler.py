@@ -1,9 +1,9 @@
 """Which samples come when, and the loader that brings them.
 
-The order of an epoch's samples is a function of the epoch and nothing else. How many of them are taken at a time is
-decided where they are taken, so a micro-batch can change its size without losing or repeating a sample.
-The order is torchtune's own: that of its distributed sampler, which deals the samples out to the ranks
-one by one and repeats the first few if they do not divide.
+The order of an epoch's samples is a function of the epoch and nothing else. How many of them are taken
+at a time is decided where they are taken, so a micro-batch can change its size without losing or
+repeating a sample. The order is torchtune's own: that of its distributed sampler, which deals the samples
+out to the ranks one by one and repeats the first few if they do not divide.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Loader:
         not like another shape.
         """
         mine = self.order.epoch(epoch)[self._rank :: self._ranks][start:]
-        portions = [tuple(mine[i : i + rows]) for i in range(0, len(mine) - rows + 1, rows)]
+        portions = [mine[i : i + rows] for i in range(0, len(mine) - rows + 1, rows)]
         loader = DataLoader(
             self.dataset,
             batch_sampler=portions,
@@ -98,4 +98,4 @@ class Loader:
             generator=torch.Generator(),  # or each loader would draw from the run's own
         )
         for sample_ids, batch in zip(portions, loader, strict=True):
-            yield MicroBatch(sample_ids, batch)
+            yield MicroBatch(tuple(sample_ids), batch)

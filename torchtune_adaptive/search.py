@@ -78,9 +78,7 @@ def candidates(rounding: str, ceiling: int, rows_per_step: int) -> tuple[int, ..
     raise ValueError(f"no such rounding: {rounding!r}")
 
 
-def search(
-    strategy: str, candidates: Sequence[int], trial: Callable[[int], T]
-) -> SearchResult[T]:
+def search(strategy: str, candidates: Sequence[int], trial: Callable[[int], T]) -> SearchResult[T]:
     """Find the largest candidate that fits.
 
     Args:

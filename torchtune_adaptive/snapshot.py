@@ -27,7 +27,9 @@ class Snapshot:
         device: the device whose random number generator is used.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device
+    ) -> None:
         self._optimizers = [_OptimizerSnapshot(optimizer) for optimizer in optimizers]
         self._tensors = _Copies([*_trained(model), *model.buffers()])
         self._generators = _Generators(device)

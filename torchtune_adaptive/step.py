@@ -148,7 +148,7 @@ class TrainStep:
     def _forward(self, batch: Batch) -> None:
         inputs = dict(batch)
         labels = inputs["labels"]
-        ignored = self.loss_fn.ignore_index
+        ignored: int = self.loss_fn.ignore_index  # type: ignore[assignment]
         tokens = int((labels != ignored).sum())
         nothing_to_learn = not bool((labels[..., 1:] != ignored).any())
         utils.batch_to_device(inputs, self.device)
@@ -160,7 +160,7 @@ class TrainStep:
         # Predict each next token; the last position has none.
         labels = F.pad(labels[..., 1:], (0, 1), value=ignored)
         if nothing_to_learn:  # the mean over no tokens would be NaN, and spoil the whole step
-            loss = sum(chunk.sum() for chunk in _as_list(logits)) * 0.0
+            loss = torch.stack([chunk.sum() for chunk in _as_list(logits)]).sum() * 0.0
         elif isinstance(logits, list):
             loss = self.loss_fn(logits, labels) * tokens
         else:
@@ -237,7 +237,7 @@ class TrainStep:
             totals[_Total.FAILED].fill_(1.0)
         else:
             totals[_Total.TOKENS].fill_(float(self._tokens))
-            totals[_Total.LOSS].copy_(self._loss)
+            totals[_Total.LOSS].copy_(self._sum_of_losses())
             if squared_norm is not None:
                 totals[_Total.SQUARED_GRADIENT_NORM].copy_(squared_norm)
         if self.ranks.size > 1:
@@ -249,7 +249,14 @@ class TrainStep:
         norm = None
         if self._clip_grad_norm is not None:
             norm = squared**0.5 * _over(self.ranks.size, tokens)
-        return StepOutcome(lost=False, tokens=int(tokens), loss=_over(loss, tokens), gradient_norm=norm)
+        return StepOutcome(
+            lost=False, tokens=int(tokens), loss=_over(loss, tokens), gradient_norm=norm
+        )
+
+    def _sum_of_losses(self) -> torch.Tensor:
+        if self._loss is None:
+            raise RuntimeError("a step needs at least one micro-batch before it can be applied")
+        return self._loss
 
     @torch.no_grad()
     def _squared_gradient_norm(self) -> torch.Tensor:
@@ -264,7 +271,11 @@ class TrainStep:
         # ``torch._foreach_*`` is what torch's own clipping and optimizers are made of: one kernel for
         # all gradients. The public ``get_total_norm`` would round bf16 norms to bf16.
         norms = [
-            torch.stack(torch._foreach_norm(group, 2.0, dtype=torch.float32)).double().square().sum() * share
+            torch.stack(torch._foreach_norm(group, 2.0, dtype=torch.float32))
+            .double()
+            .square()
+            .sum()
+            * share
             for share, group in by_share.items()
         ]
         return torch.stack(norms).sum() if norms else torch.zeros((), device=self.device)
@@ -344,7 +355,9 @@ class TrainStep:
 
 def _optimizer_state(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    return [
+        value for state in states for value in state.values() if isinstance(value, torch.Tensor)
+    ]
 
 
 def _as_list(logits: torch.Tensor | list[torch.Tensor]) -> list[torch.Tensor]:

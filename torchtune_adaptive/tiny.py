@@ -22,12 +22,55 @@ from torchtune.models.llama2 import llama2
 _EDITION = 1  # of what is made here: another edition is made beside an older one
 _ROWS = 640
 VOCABULARY = 512
-_SIZE = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 64, "intermediate_dim": 160}
-_WORDS = (
-    "river stone cloud garden window silver morning paper bridge yellow market winter orange candle "
-    "forest harbor letter mirror pencil rabbit saddle ticket violin wagon anchor basket cotton dragon "
-    "engine feather ginger hammer island jacket kettle lantern meadow needle onion pepper"
-).split()
+_SIZE = {
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 64,
+    "intermediate_dim": 160,
+}
+_WORDS = [
+    "river",
+    "stone",
+    "cloud",
+    "garden",
+    "window",
+    "silver",
+    "morning",
+    "paper",
+    "bridge",
+    "yellow",
+    "market",
+    "winter",
+    "orange",
+    "candle",
+    "forest",
+    "harbor",
+    "letter",
+    "mirror",
+    "pencil",
+    "rabbit",
+    "saddle",
+    "ticket",
+    "violin",
+    "wagon",
+    "anchor",
+    "basket",
+    "cotton",
+    "dragon",
+    "engine",
+    "feather",
+    "ginger",
+    "hammer",
+    "island",
+    "jacket",
+    "kettle",
+    "lantern",
+    "meadow",
+    "needle",
+    "onion",
+    "pepper",
+]
 
 
 def assets() -> Path:
@@ -66,7 +109,10 @@ def _row(choose: random.Random) -> dict[str, str]:
     elif task == 2:
         asked, answer = f"Sort these words: {' '.join(words)}.", " ".join(sorted(words))
     else:
-        asked, answer = f"How many words are these: {' '.join(words)}?", f"These are {len(words)} words."
+        asked, answer = (
+            f"How many words are these: {' '.join(words)}?",
+            f"These are {len(words)} words.",
+        )
     return {"input": asked, "output": answer}
 
 

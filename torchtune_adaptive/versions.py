@@ -5,6 +5,7 @@ Looks at what is installed without importing it: some unsupported combinations f
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from torchtune_adaptive.errors import UnsupportedVersion
@@ -15,6 +16,14 @@ SUPPORTED = {
     "torchao": ((0, 13), (0, 16), "torchtune 0.6.1 needs what 0.16 removed"),
     "torch": ((2, 11), (2, 16), "older ones lack parts of FSDP2, newer ones are not tried yet"),
 }
+
+
+def require_supported_versions() -> None:
+    """End the program with one line where a version is not supported."""
+    try:
+        check_versions()
+    except UnsupportedVersion as error:
+        sys.exit(f"UnsupportedVersion: {error}")
 
 
 def check_versions() -> None:

@@ -26,7 +26,9 @@ import torch.distributed as dist
 from torchtune_adaptive.consensus import Ranks
 from torchtune_adaptive.errors import RankLost
 
-EXIT_CODE = 70  # "internal software error" of sysexits.h: tells our exit from a signal's or Python's
+EXIT_CODE = (
+    70  # "internal software error" of sysexits.h: tells our exit from a signal's or Python's
+)
 
 _DONE = "done"
 _BEATS_PER_LIMIT = 20

@@ -53,7 +53,9 @@ def build(
     return model, optimizers, step
 
 
-def find(step: TrainStep, strategy: str = "extrapolate", accumulation: int = 1) -> tuple[int | None, int]:
+def find(
+    step: TrainStep, strategy: str = "extrapolate", accumulation: int = 1
+) -> tuple[int | None, int]:
     """A real search; the size that it found, and how many trials failed."""
     probe = Probe(
         step=step,
@@ -98,7 +100,9 @@ def search_leaves_no_trace(
     assert size is not None and 1 < size < 60 and failures > 0
     assert same_bits(before, state_of(model, optimizers))
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert modes == [(m.training, [p.requires_grad for p in m.parameters()]) for m in model.modules()]
+    assert modes == [
+        (m.training, [p.requires_grad for p in m.parameters()]) for m in model.modules()
+    ]
     assert all(bool(one.state) is resumed for one in optimizers)
     assert step.memory.in_use() == in_use
     # What follows is what would have followed: the same steps, with a run that never searched.
@@ -133,7 +137,9 @@ CASES = [
 def test_a_search_leaves_no_trace(
     optimizer: str, lora: bool, resumed: bool, in_backward: bool, accumulation: int
 ) -> None:
-    run_ranks(search_leaves_no_trace, 2, optimizer, lora, resumed, in_backward, accumulation, timeout=120)
+    run_ranks(
+        search_leaves_no_trace, 2, optimizer, lora, resumed, in_backward, accumulation, timeout=120
+    )
 
 
 def find_every_way() -> list[int | None]:

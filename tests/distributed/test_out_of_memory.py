@@ -70,8 +70,7 @@ class Everywhere:
         """What a step makes of the model as it was in the beginning."""
         for optimizer in self.optimizers:
             optimizer.state.clear()  # a trial leaves numbers there until the search ends
-        for number in range(self.accumulation):
-            self.step.forward_backward(batch(rows=2, seed=number * self.ranks.size + self.ranks.rank))
+        self.step.forward_backward(batch(rows=2, seed=self.ranks.rank))
         assert not self.step.apply().lost
         values = local_values(self.model)
         self.snapshot.restore()
@@ -83,7 +82,9 @@ class Everywhere:
         return fault.seen
 
 
-def fail_in_trials(stride: int, first: int, everyone: bool, settings: dict[str, Any]) -> dict[str, int]:
+def fail_in_trials(
+    stride: int, first: int, everyone: bool, settings: dict[str, Any]
+) -> dict[str, int]:
     """Fail at each operation of a trial, on one rank after the other (or all); then take a healthy step."""
     run = Everywhere(**settings)
     with run.probe() as probe:

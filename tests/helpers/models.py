@@ -120,5 +120,6 @@ def same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
         return tensor.contiguous().reshape(-1).view(torch.uint8)
 
     return len(left) == len(right) and all(
-        a.dtype == b.dtype and torch.equal(bits(a), bits(b)) for a, b in zip(left, right, strict=True)
+        a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+        for a, b in zip(left, right, strict=True)
     )

@@ -4,8 +4,6 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
     import torchtune.datasets
     import torchtune.models.llama2
     import torchtune.training  # noqa: F401

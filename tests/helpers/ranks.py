@@ -116,7 +116,9 @@ def watch_ranks(
                 process.join()
         said = [(Path(folder) / f"said_{rank}").read_text() for rank in range(ranks)]
     for rank in until_exit_of:
-        assert exit_codes[rank] is not None, f"rank {rank} is still there after {timeout:g} s: {said[rank]}"
+        assert exit_codes[rank] is not None, (
+            f"rank {rank} is still there after {timeout:g} s: {said[rank]}"
+        )
     return [Ended(code, text) for code, text in zip(exit_codes, said, strict=True)]
 
 

@@ -26,7 +26,10 @@ FULL: dict[str, dict[str, Any]] = {
     "packed": {"dataset.packed": True, "tokenizer.max_seq_len": 128, "batch_size": 2},
     "truncated": {"tokenizer.max_seq_len": 40},
     "plain cross-entropy": {"loss._component_": "torch.nn.CrossEntropyLoss"},
-    "plain cross-entropy in bf16": {"loss._component_": "torch.nn.CrossEntropyLoss", "dtype": "bf16"},
+    "plain cross-entropy in bf16": {
+        "loss._component_": "torch.nn.CrossEntropyLoss",
+        "dtype": "bf16",
+    },
     "optimizer in backward": {"optimizer_in_bwd": True},
     "no schedule": {"lr_scheduler": None},
     "SGD": {"optimizer._component_": "torch.optim.SGD"},
@@ -91,7 +94,13 @@ def test_clipping_differs_by_rounding_only(kind: str, tmp_path: Path) -> None:
 
 
 def test_qlora_is_torchtunes(tmp_path: Path) -> None:
-    size = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "embed_dim": 256, "intermediate_dim": 256}
+    size = {
+        "num_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "embed_dim": 256,
+        "intermediate_dim": 256,
+    }
     assets = tmp_path / "assets"
     assets.mkdir()
     tiny.make(assets, size)

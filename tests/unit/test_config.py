@@ -1,4 +1,4 @@
-"""Settings: what is wrong is said with its key, its value, the reason and the remedy, before anything is built."""
+"""Settings: what is wrong is said with its key, value, reason and remedy, before anything is built."""
 
 from __future__ import annotations
 
@@ -23,13 +23,20 @@ def settings(**block: Any) -> AdaptiveSettings:
 
 def test_without_a_word_everything_is_off() -> None:
     assert AdaptiveSettings.from_config(OmegaConf.create({})) == AdaptiveSettings()
-    assert AdaptiveSettings.from_config(OmegaConf.create({"adaptive_batching": None})) == AdaptiveSettings()
+    assert (
+        AdaptiveSettings.from_config(OmegaConf.create({"adaptive_batching": None}))
+        == AdaptiveSettings()
+    )
     assert not AdaptiveSettings().use_maximum_batch_size
 
 
 def test_the_defaults_are_those_that_the_docs_promise() -> None:
     default = AdaptiveSettings()
-    assert (default.search, default.rounding, default.headroom) == ("extrapolate", "power_of_two", 0.05)
+    assert (default.search, default.rounding, default.headroom) == (
+        "extrapolate",
+        "power_of_two",
+        0.05,
+    )
     assert (default.ceiling, default.memory_limit, default.probe_length) == (None, None, None)
     assert (default.keep_global_batch, default.cache) == (False, True)
 
@@ -94,7 +101,9 @@ def test_a_wrong_value_is_named_with_its_remedy(key: str, value: Any, remedy: st
 
 
 def test_a_misspelt_setting_is_an_error_that_knows_better() -> None:
-    with pytest.raises(ConfigError, match=r"adaptive_batching.headrom: 0.1 .* Did you mean headroom\?"):
+    with pytest.raises(
+        ConfigError, match=r"adaptive_batching.headrom: 0.1 .* Did you mean headroom\?"
+    ):
         settings(headrom=0.1)
     with pytest.raises(ConfigError, match="The settings are cache, ceiling, "):
         settings(zzz=1)
@@ -111,7 +120,9 @@ def test_the_switch_is_typed_as_well() -> None:
 
 
 def test_everything_can_be_said_on_the_command_line() -> None:
-    cfg = config("tiny/full", "adaptive_batching.search=halve", "adaptive_batching.memory_limit=1GiB")
+    cfg = config(
+        "tiny/full", "adaptive_batching.search=halve", "adaptive_batching.memory_limit=1GiB"
+    )
     assert AdaptiveSettings.from_config(cfg).search == "halve"
     assert AdaptiveSettings.from_config(cfg).memory_limit == 1024**3
 
@@ -180,7 +191,11 @@ IMPOSSIBLE: list[tuple[str, list[str], str, str]] = [
     ),
     (
         "full",
-        ["optimizer_in_bwd=True", "clip_grad_norm=null", "adaptive_batching.keep_global_batch=True"],
+        [
+            "optimizer_in_bwd=True",
+            "clip_grad_norm=null",
+            "adaptive_batching.keep_global_batch=True",
+        ],
         "adaptive_batching.keep_global_batch",
         "False",
     ),

@@ -26,8 +26,12 @@ OUT_OF_MEMORY = [
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"),
-    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1099511627776 bytes."),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"
+    ),
+    RuntimeError(
+        "DefaultCPUAllocator: not enough memory: you tried to allocate 1099511627776 bytes."
+    ),
     RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
 ]
 SOMETHING_ELSE = [
@@ -81,7 +85,9 @@ class TestSimulatedDevice:
         memory = SimulatedMemory(1_000)
         with memory.running():
             kept = torch.zeros(200)
-            with pytest.raises(torch.OutOfMemoryError, match="1,600 bytes needed at once, 1,000 available"):
+            with pytest.raises(
+                torch.OutOfMemoryError, match="1,600 bytes needed at once, 1,000 available"
+            ):
                 torch.ones(200)
             assert memory.in_use() == 800
             assert torch.zeros(40).sum() == 0  # what fits still works
@@ -250,7 +256,9 @@ class TestAccelerator:
             pass
         assert card.fractions == [1.0, 0.7, 1.0]
 
-    def test_what_runs_out_is_reserved_memory_and_retries_count(self, card: FakeAccelerator) -> None:
+    def test_what_runs_out_is_reserved_memory_and_retries_count(
+        self, card: FakeAccelerator
+    ) -> None:
         memory = self.memory()
         memory.watch()
         card.retries += 2

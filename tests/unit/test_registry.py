@@ -10,7 +10,13 @@ from torchtune._recipe_registry import get_all_recipes
 
 from tests.unit.test_config import config as load
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.registry import CONFIGS, find_config, our_configs, register, torchtune_configs
+from torchtune_adaptive.registry import (
+    CONFIGS,
+    find_config,
+    our_configs,
+    register,
+    torchtune_configs,
+)
 
 
 def test_a_name_a_path_and_torchtunes_names_are_found(tmp_path: Path) -> None:
@@ -34,7 +40,9 @@ def test_a_name_that_exists_nowhere_says_which_do() -> None:
 def test_registering_twice_is_registering_once() -> None:
     register()
     register()
-    ours = {recipe.name: recipe for recipe in get_all_recipes() if recipe.name.startswith("adaptive")}
+    ours = {
+        recipe.name: recipe for recipe in get_all_recipes() if recipe.name.startswith("adaptive")
+    }
     assert len(ours) == len([r for r in get_all_recipes() if r.name.startswith("adaptive")]) == 2
     for name, recipe in ours.items():
         assert recipe.supports_distributed and Path(recipe.file_path).stem == name

@@ -16,7 +16,9 @@ from torchtune_adaptive.search import SearchResult, Status
 GIB = 1 << 30
 
 
-def trial(size: int, peaks: list[int], failed: dict[int, str] | None = None, retries: int = 0) -> SizeTrial:
+def trial(
+    size: int, peaks: list[int], failed: dict[int, str] | None = None, retries: int = 0
+) -> SizeTrial:
     reports = tuple(
         RankReport((failed or {}).get(rank), peak, peak - GIB, retries, usable_bytes=76 * GIB)
         for rank, peak in enumerate(peaks)
@@ -50,7 +52,9 @@ def report(**changes: Any) -> SearchReport:
 def test_a_trial_is_one_line() -> None:
     assert trial_line(TRIALS[0]) == "trial of 1 rows: fits; peak 21 GiB of 76 GiB on rank 1, 1.2 s"
     line = trial_line(TRIALS[2])
-    assert line == "trial of 8 rows: out of memory in backward; peak 74 GiB of 76 GiB on rank 1, 1.2 s"
+    assert (
+        line == "trial of 8 rows: out of memory in backward; peak 74 GiB of 76 GiB on rank 1, 1.2 s"
+    )
 
 
 def test_the_deciding_rank_is_the_one_in_trouble_or_else_the_tightest() -> None:

@@ -19,7 +19,9 @@ FACTS = {"model": {"layers": 2}, "row_length": 128}
 
 
 @pytest.fixture(autouse=True)
-def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def heard(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "propagate", True)
     return caplog
 
@@ -47,7 +49,15 @@ def test_any_other_fact_is_another_result(change: dict[str, Any], tmp_path: Path
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "null", '{"size": 8}', '{"size": "8", "facts": FACTS}', '{"size": 0, "facts": FACTS}'],
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"size": 8}',
+        '{"size": "8", "facts": FACTS}',
+        '{"size": 0, "facts": FACTS}',
+    ],
 )
 def test_a_corrupt_file_is_a_miss_with_a_word(
     content: str, tmp_path: Path, heard: pytest.LogCaptureFixture
@@ -153,7 +163,9 @@ def test_everything_that_could_change_the_result_is_a_fact(
 
 
 @pytest.mark.parametrize(
-    "run", [{"row_length": 104}, {"packed": True}, {"ranks": 3}, {"device": "b"}, {"capacity": 1200}], ids=str
+    "run",
+    [{"row_length": 104}, {"packed": True}, {"ranks": 3}, {"device": "b"}, {"capacity": 1200}],
+    ids=str,
 )
 def test_so_is_the_machine_and_the_data(run: dict[str, Any]) -> None:
     assert facts_of({}, **run) != facts_of({})

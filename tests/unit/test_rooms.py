@@ -43,7 +43,9 @@ def imported_rooms(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "torchtune_adaptive":
             rooms.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchtune_adaptive."):
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "torchtune_adaptive."
+        ):
             rooms.add((node.module or "").split(".")[1])
     return rooms
 
@@ -57,7 +59,9 @@ def test_imports_point_down_and_never_in_a_circle() -> None:
     for room, floor in FLOORS.items():
         below[room] = imported_rooms(PACKAGE / f"{room}.py")
         for other in below[room]:
-            assert FLOORS[other] <= floor, f"{room} (floor {floor}) imports {other} (floor {FLOORS[other]})"
+            assert FLOORS[other] <= floor, (
+                f"{room} (floor {floor}) imports {other} (floor {FLOORS[other]})"
+            )
     settled: set[str] = set()
     while len(settled) < len(below):
         ready = {room for room, others in below.items() if others <= settled} - settled
@@ -69,7 +73,12 @@ def test_nothing_in_the_package_imports_a_recipe() -> None:
     recipes = {path.stem for path in RECIPES.glob("*.py")}
     for path in PACKAGE.glob("*.py"):
         tree = ast.parse(path.read_text())
-        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        names = {
+            alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
         names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not names & recipes
 

@@ -43,7 +43,9 @@ class Tokenizer:
         self.max_seq_len = max_seq_len
 
 
-def find(dataset: Any, tokenizer: Any = None, packed: bool = False, asked: int | None = None) -> Any:
+def find(
+    dataset: Any, tokenizer: Any = None, packed: bool = False, asked: int | None = None
+) -> Any:
     return worst_case(dataset, tokenizer or Tokenizer(), packed, asked, OneRank())  # type: ignore[arg-type]
 
 
@@ -100,7 +102,13 @@ def test_packed_rows_are_full() -> None:
 
 
 def test_a_stretched_row_is_repeated_in_all_that_goes_with_its_tokens() -> None:
-    row = {"tokens": [1, 2, 3], "labels": [-100, 2, 3], "mask": [True, False, False], "name": "abc", "n": 3}
+    row = {
+        "tokens": [1, 2, 3],
+        "labels": [-100, 2, 3],
+        "mask": [True, False, False],
+        "name": "abc",
+        "n": 3,
+    }
     worst = find([row], asked=7)
     assert worst.row["tokens"] == [1, 2, 3, 1, 2, 3, 1]
     assert worst.row["mask"] == [True, False, False, True, False, False, True]

@@ -105,7 +105,7 @@ class TestExactTraces:
         assert result.size == 128
 
     def test_no_leap_is_too_long(self) -> None:
-        # One byte a row in a million: a line through 1 and 2 says 999,900 rows. Try 64, then go on from there.
+        # One byte a row in a million: a line through 1 and 2 says 999,900 rows. Try 64, then go on.
         sizes = candidates("power_of_two", 1 << 20, 0)
         assert tried(run("extrapolate", sizes, line(100, 1), 1_000_000))[:4] == [1, 2, 64, 2048]
 
@@ -130,7 +130,11 @@ def random_case(seed: int) -> tuple[tuple[int, ...], Callable[[int], int], int, 
     choose = random.Random(seed)
     rounding = choose.choice(["power_of_two", "divisor", "none"])
     sizes = candidates(rounding, choose.choice([1, 2, 3, 7, 64, 1000]), choose.randint(1, 5000))
-    constant, per_row, bend = choose.randint(0, 10**6), choose.randint(1, 10**4), choose.randint(1, 200)
+    constant, per_row, bend = (
+        choose.randint(0, 10**6),
+        choose.randint(1, 10**4),
+        choose.randint(1, 200),
+    )
     noise = {size: choose.randint(0, 10**6) for size in sizes}
     functions: dict[str, Callable[[int], int]] = {
         "line": lambda size: constant + per_row * size,

@@ -28,7 +28,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    built = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Dropout(0.5), nn.Linear(128, 64))
+    built = nn.Sequential(
+        nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Dropout(0.5), nn.Linear(128, 64)
+    )
     built[3].bias.data[:4] = torch.tensor([-0.0, 0.0, float("nan"), float("inf")])
     built[0].bias.requires_grad_(False)
     return built
@@ -48,7 +50,11 @@ def everything(built: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch
     for state in optimizer.state.values():
         values += [value for _, value in sorted(state.items())]
     tensors += [v if isinstance(v, torch.Tensor) else torch.tensor(_number(v)) for v in values]
-    generators = [torch.get_rng_state(), torch.tensor(random.getstate()[1]), torch.tensor(np.random.get_state()[1].astype("int64"))]  # type: ignore[union-attr]
+    generators = [
+        torch.get_rng_state(),
+        torch.tensor(random.getstate()[1]),
+        torch.tensor(np.random.get_state()[1].astype("int64")),
+    ]  # type: ignore[union-attr]
     return [plain.detach().clone() for t in tensors for plain in plain_tensors(t)] + generators
 
 

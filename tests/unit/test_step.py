@@ -29,7 +29,9 @@ def step_of(model: nn.Module, optimizer: Any, **settings: Any) -> Any:
     return train_step(model, [optimizer], ranks=OneRank(), **settings)  # type: ignore[arg-type]
 
 
-def plain_gradients(model: nn.Module, batches: list[dict[str, Any]]) -> tuple[list[torch.Tensor], float]:
+def plain_gradients(
+    model: nn.Module, batches: list[dict[str, Any]]
+) -> tuple[list[torch.Tensor], float]:
     """Mean loss over all tokens that count, and its gradients, the straightforward way."""
     losses, tokens = torch.zeros(()), 0
     for one in batches:
@@ -40,7 +42,7 @@ def plain_gradients(model: nn.Module, batches: list[dict[str, Any]]) -> tuple[li
     (losses / tokens).backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    return gradients, float(losses / tokens)
+    return gradients, float(losses.detach() / tokens)
 
 
 class Kept(torch.optim.SGD):

@@ -22,7 +22,9 @@ def install(monkeypatch: pytest.MonkeyPatch, **changed: str | None) -> None:
     monkeypatch.setattr(versions, "version", version)
 
 
-@pytest.mark.parametrize("torch", ["2.11.0", "2.13.0+cpu", "2.15.0", "2.15.1+cu130", "2.12.0a0+git1234"])
+@pytest.mark.parametrize(
+    "torch", ["2.11.0", "2.13.0+cpu", "2.15.0", "2.15.1+cu130", "2.12.0a0+git1234"]
+)
 @pytest.mark.parametrize("torchao", ["0.13.0", "0.15.0", "0.14.1+cu126"])
 def test_supported(torch: str, torchao: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, torch=torch, torchao=torchao)

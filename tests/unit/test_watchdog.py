@@ -28,7 +28,10 @@ def test_a_silent_rank_is_named_with_its_last_phase() -> None:
 
 def test_a_rank_that_stands_still_while_this_one_waits_for_it_hangs() -> None:
     said = verdict(moved=50.0, progress=49)
-    assert said is not None and "rank 3 has been hanging for 50 s in the phase 'trial of 8 rows'" in said
+    assert (
+        said is not None
+        and "rank 3 has been hanging for 50 s in the phase 'trial of 8 rows'" in said
+    )
 
 
 def test_who_is_as_far_as_this_rank_is_not_waited_for() -> None:

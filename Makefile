@@ -1,0 +1,43 @@
+# Everything a newcomer types. Each target does all the set-up it needs, once.
+#
+#   make demo    watch a tiny Llama find its batch size and train, on 2 CPU ranks
+#   make test    lint, types, and all tests that need no GPU
+#   make check   lint and types only
+#   make bench   the benchmarks that run on a CPU
+#   make clean   remove what these made
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test check bench clean
+.DEFAULT_GOAL := test
+
+# torch first: on its own, so that the version pinned in constraints.txt is the one that all else gets.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+# The environment of all runs: one thread for each rank, and no network, which nothing here needs.
+RUN := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONWARNINGS=ignore
+
+demo: $(READY)
+	$(RUN) $(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed \
+		--config tiny/full output_dir=demo_output
+
+test: check
+	$(RUN) $(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(RUN) $(BIN)/python benchmarks/search_cost.py
+	$(RUN) $(BIN)/python benchmarks/step_overhead.py
+
+clean:
+	rm -rf .venv demo_output build dist .mypy_cache .ruff_cache .pytest_cache

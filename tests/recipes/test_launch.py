@@ -1,0 +1,181 @@
+"""As a user runs it: the stock command line, real processes, from a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torchtune.training import FullModelHFCheckpointer
+
+BIN = Path(sys.executable).parent
+QUICK = ["max_steps_per_epoch=2", "epochs=1", "adaptive_batching.cache=False"]
+
+
+def launch(
+    *command: str, cwd: Path, expect: int = 0, timeout: float = 120, **environment: str
+) -> str:
+    """Run a console script of this environment; everything that it said."""
+    done = subprocess.run(
+        [BIN / command[0], *command[1:]],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == expect, done.stdout
+    return done.stdout
+
+
+def losses(folder: Path) -> list[float]:
+    (log,) = (folder / "logs").iterdir()
+    return [float(loss) for loss in re.findall(r"loss:(\d+\.\d+)", log.read_text())]
+
+
+def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:
+    said = launch(
+        *("tune", "run", "--nproc_per_node", "2", "adaptive_full_finetune_distributed"),
+        *("--config", "tiny/full", "epochs=1", "adaptive_batching.cache=False", "output_dir=out"),
+        cwd=tmp_path,
+    )
+    # Trials as they happen, the choice and its reason, where everything is.
+    assert re.search(r"trial of 1 rows: fits; peak .* of 38 MiB on rank 0", said)
+    assert re.search(r"trial of 16 rows: out of memory in \w+; peak", said)
+    assert re.search(
+        r"batch_size 2 -> 8 \(16 rows do not fit: out of memory in \w+ on rank \d\)", said
+    )
+    assert "global batch 4 -> 16 rows (8 x 1 x 2 ranks)" in said
+    assert "batch_size=8 gradient_accumulation_steps=1 use_maximum_batch_size=False" in said
+    assert "Checkpoint: out/epoch_0" in said
+    out = tmp_path / "out"
+    seen = losses(out)
+    assert sum(seen[-5:]) < 0.7 * sum(seen[:5]), "the loss has visibly fallen"
+    assert json.loads((out / "batch_size_search.json").read_text())["batch_size"] == 8
+    assert (out / "batch_size_search.png").exists()
+    record = next((out / "logs").iterdir()).read_text().splitlines()[1]
+    for key in ("loss", "lr", "tokens_per_second_per_gpu", "batch_size", "global_batch_size"):
+        assert f"{key}:" in record
+    checkpointer = FullModelHFCheckpointer(
+        checkpoint_dir=str(out / "epoch_0"),
+        checkpoint_files=["model-00001-of-00001.safetensors"],
+        model_type="LLAMA2",
+        output_dir=str(tmp_path / "unused"),
+    )
+    assert "tok_embeddings.weight" in checkpointer.load_checkpoint()["model"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_every_recipe_with_and_without_launcher_flags(
+    kind: str, ranks: int, tmp_path: Path
+) -> None:
+    flags = ["--nproc_per_node", "2"] if ranks == 2 else []
+    said = launch(
+        *("tune", "run", *flags, f"adaptive_{kind}_finetune_distributed"),
+        *("--config", f"tiny/{kind}", "output_dir=out", *QUICK),
+        cwd=tmp_path,
+    )
+    assert f"x 1 x {ranks} ranks)" in said
+    assert len(losses(tmp_path / "out")) == 2
+
+
+def test_torchtunes_own_configs(tmp_path: Path) -> None:
+    """``llama3_2/1B_full`` by its name, with the parts exchanged that would have to be downloaded."""
+    said = launch(
+        *("tune", "run", "adaptive_full_finetune_distributed", "--config", "llama3_2/1B_full"),
+        "use_maximum_batch_size=True",
+        *("device=cpu", "adaptive_batching.memory_limit=64MiB", "output_dir=out", *QUICK),
+        *("assets=${tiny_assets:}", "tokenizer=torchtune.models.llama2.llama2_tokenizer"),
+        "tokenizer.path=${assets}/tokenizer.model",
+        "dataset=torchtune.datasets.instruct_dataset",
+        *("dataset.source=json", "dataset.data_files=${assets}/data.json"),
+        *("model=torchtune.models.llama2.llama2", "model.vocab_size=512", "model.num_layers=4"),
+        *("model.num_heads=4", "model.num_kv_heads=2", "model.embed_dim=64"),
+        *("model.intermediate_dim=160", "model.max_seq_len=512"),
+        *("checkpointer.checkpoint_dir=${assets}", "checkpointer.model_type=LLAMA2"),
+        "checkpointer.checkpoint_files=[model-00001-of-00001.safetensors]",
+        cwd=tmp_path,
+    )
+    assert "use_maximum_batch_size=False" in said
+    assert len(losses(tmp_path / "out")) == 2
+
+
+def test_find_searches_and_trains_nothing(tmp_path: Path) -> None:
+    said = launch(
+        *("tune-adaptive", "find", "--nproc_per_node", "2", "adaptive_lora_finetune_distributed"),
+        *("--config", "tiny/lora", "output_dir=out", *QUICK),
+        cwd=tmp_path,
+    )
+    assert said.rstrip().splitlines()[-1] == (
+        "To use it without searching: "
+        "batch_size=16 gradient_accumulation_steps=1 use_maximum_batch_size=False"
+    )
+    assert not list((tmp_path / "out").glob("epoch_*"))
+
+
+def test_the_command_line_is_torchtunes_with_ours_in_it(tmp_path: Path) -> None:
+    listed = launch("tune-adaptive", "ls", cwd=tmp_path)
+    for name in ("full_finetune_distributed", "llama3_1/8B_full"):
+        assert name in listed
+    for name in ("adaptive_lora_finetune_distributed", "tiny/lora", "llama3_1/8B_adaptive_lora"):
+        assert name in listed
+    launch("tune-adaptive", "cp", "tiny/full", "mine.yaml", cwd=tmp_path)
+    launch("tune-adaptive", "cp", "adaptive_full_finetune_distributed", "mine.py", cwd=tmp_path)
+    assert "class AdaptiveFullFinetuneRecipeDistributed" in (tmp_path / "mine.py").read_text()
+    assert "adaptive_batching:" in launch("tune-adaptive", "cat", "tiny/full", cwd=tmp_path)
+    for name in ("tiny/full", "mine.yaml", "llama3_2/1B_full"):
+        assert "well-formed" in launch("tune-adaptive", "validate", name, cwd=tmp_path)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(mine.read_text().replace("search: extrapolate", "serch: extrapolate"))
+    said = launch("tune-adaptive", "validate", "mine.yaml", cwd=tmp_path, expect=1)
+    assert "adaptive_batching.serch" in said and "Did you mean search?" in said
+
+
+def test_a_copied_recipe_runs(tmp_path: Path) -> None:
+    launch("tune-adaptive", "cp", "adaptive_full_finetune_distributed", "mine.py", cwd=tmp_path)
+    launch(
+        "tune", "run", "mine.py", "--config", "tiny/full", "output_dir=out", *QUICK, cwd=tmp_path
+    )
+    assert len(losses(tmp_path / "out")) == 2
+
+
+def test_a_config_that_exists_nowhere_says_which_do(tmp_path: Path) -> None:
+    said = launch(
+        *("tune", "run", "adaptive_full_finetune_distributed", "--config", "tiny/ful"),
+        cwd=tmp_path,
+        expect=1,
+    )
+    assert "Did you mean tiny/full" in said and "llama3_2/1B_adaptive_full" in said
+    assert "Traceback" not in said
+
+
+def test_a_wrong_setting_is_one_line_before_anything_is_built(tmp_path: Path) -> None:
+    said = launch(
+        *("tune", "run", "adaptive_full_finetune_distributed", "--config", "tiny/full"),
+        "adaptive_batching.headroom=2",
+        cwd=tmp_path,
+        expect=1,
+    )
+    assert "adaptive_batching.headroom: 2 is not a number from 0 to below 1" in said
+    assert "Traceback" not in said and "Instantiating model" not in said
+
+
+def test_an_unsupported_library_is_one_line(tmp_path: Path) -> None:
+    fake = tmp_path / "site" / "torchao-0.16.0.dist-info"
+    fake.mkdir(parents=True)
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 0.16.0\n")
+    for command in (
+        ("tune", "run", "adaptive_full_finetune_distributed", "--config", "tiny/full"),
+        ("tune-adaptive", "ls"),
+    ):
+        said = launch(*command, cwd=tmp_path, expect=1, PYTHONPATH=str(tmp_path / "site"))
+        assert "torchtune-adaptive does not work with torchao 0.16.0" in said
+        assert "pip install 'torchao>=0.13,<0.16'" in said
+        assert "Traceback" not in said

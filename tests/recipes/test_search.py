@@ -1,0 +1,140 @@
+"""A run that searches, then trains, is to the bit a run that was told the size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import run_ours, saved_weights, tiny_config
+from torchtune_adaptive.errors import NothingFits
+
+SEARCH = {
+    "use_maximum_batch_size": True,
+    "adaptive_batching.memory_limit": "24MiB",
+    "batch_size": 1,
+}
+
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("full", {"clip_grad_norm": 1.0}),
+    "bf16, checkpointed": ("full", {"dtype": "bf16", "enable_activation_checkpointing": True}),
+    "accumulation": ("full", {"gradient_accumulation_steps": 2}),
+    "optimizer in backward": ("full", {"optimizer_in_bwd": True}),
+    "packed": ("full", {"dataset.packed": True, "tokenizer.max_seq_len": 128}),
+    "lora with dropout": ("lora", {"model.lora_dropout": 0.1}),
+    "dora": ("lora", {"model.use_dora": True}),
+    "any size": ("full", {"adaptive_batching.rounding": "none"}),
+    "bisect": ("full", {"adaptive_batching.search": "bisect"}),
+}
+
+
+def written(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "batch_size_search.json").read_text())
+
+
+@pytest.mark.parametrize(("kind", "changes"), RUNS.values(), ids=RUNS)
+def test_training_after_a_search_is_training_without(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    searched, *_ = run_ranks(
+        run_ours,
+        2,
+        kind,
+        tiny_config(kind, tmp_path / "searched", **{**changes, **SEARCH}),
+        join=False,
+    )
+    found = written(tmp_path / "searched")
+    assert found["batch_size"] > 1 == found["before"]["batch_size"]
+    told = {**changes, "batch_size": found["batch_size"]}
+    fixed, *_ = run_ranks(
+        run_ours, 2, kind, tiny_config(kind, tmp_path / "fixed", **told), join=False
+    )
+    for one, other in zip(searched, fixed, strict=True):
+        for key in one.keys() - {"tokens_per_second_per_gpu"}:
+            assert one[key] == other[key]
+        assert one["batch_size"] == found["batch_size"]
+        assert one["global_batch_size"] == found["global_batch_size"]
+    weights = saved_weights(tmp_path / "fixed")
+    for name, weight in saved_weights(tmp_path / "searched").items():
+        assert torch.equal(weight, weights[name]), name
+
+
+def test_a_resumed_run_searches_with_its_optimizer_state(tmp_path: Path) -> None:
+    from tests.recipes.test_parity import resumed
+
+    run_ranks(run_ours, 2, "full", tiny_config("full", tmp_path), join=False)
+    losses = []
+    for changes in (SEARCH, {"batch_size": 8}):
+        cfg = resumed(tiny_config("full", tmp_path, **changes), tmp_path)
+        run, *_ = run_ranks(run_ours, 2, "full", cfg, join=False)
+        losses.append([step["loss"] for step in run])
+    assert written(tmp_path)["batch_size"] == 8, "the second run below is told this size"
+    assert losses[0] == losses[1]
+
+
+def test_the_global_batch_can_stay(tmp_path: Path) -> None:
+    changes = {
+        **SEARCH,
+        "batch_size": 3,
+        "gradient_accumulation_steps": 4,
+        "adaptive_batching.keep_global_batch": True,
+    }
+    run, *_ = run_ranks(run_ours, 2, "full", tiny_config("full", tmp_path, **changes), join=False)
+    found = written(tmp_path)
+    assert found["global_batch_size"] == found["before"]["global_batch_size"] == 24
+    # The divisors of 12 are 1, 2, 3, 4, 6, 12; the largest that fits is the answer.
+    assert (found["batch_size"], found["gradient_accumulation_steps"]) == (6, 2)
+    assert {step["global_batch_size"] for step in run} == {24}
+
+
+def test_a_found_size_is_remembered_and_confirmed_by_one_trial(tmp_path: Path) -> None:
+    changes = {**SEARCH, "adaptive_batching.cache": str(tmp_path / "cache")}
+    for number, trials in ((1, 4), (2, 1)):
+        cfg = tiny_config("full", tmp_path / str(number), **changes)
+        run_ranks(run_ours, 2, "full", cfg, join=False)
+        assert len(written(tmp_path / str(number))["trials"]) == trials
+    assert written(tmp_path / "1")["batch_size"] == written(tmp_path / "2")["batch_size"]
+    # Remembered, but too much for a device that shrank: the facts say so, and the search is made again.
+    cfg = tiny_config(
+        "full", tmp_path / "3", **{**changes, "adaptive_batching.memory_limit": "12MiB"}
+    )
+    run_ranks(run_ours, 2, "full", cfg, join=False)
+    assert written(tmp_path / "3")["batch_size"] < written(tmp_path / "1")["batch_size"]
+
+
+def test_what_an_epoch_can_hold_is_the_ceiling(tmp_path: Path) -> None:
+    changes = {**SEARCH, "dataset.split": "train[:10]", "adaptive_batching.rounding": "none"}
+    run, *_ = run_ranks(run_ours, 2, "full", tiny_config("full", tmp_path, **changes), join=False)
+    found = written(tmp_path)
+    assert found["batch_size"] == 5 and found["reason"] == "it is the largest size allowed"
+    assert len(run) == 2, "one step in each of two epochs"
+
+
+def find_nothing(cfg: Any) -> str:
+    with pytest.raises(NothingFits) as raised:
+        run_ours("full", cfg)
+    return str(raised.value)
+
+
+def test_nothing_fits_is_an_error_that_helps(tmp_path: Path) -> None:
+    changes = {**SEARCH, "adaptive_batching.memory_limit": "3MiB"}
+    messages = run_ranks(
+        find_nothing, 2, tiny_config("full", tmp_path, **changes), join=False, timeout=60
+    )
+    for message in messages:
+        assert "Not even 1 row of 103 tokens" in message
+        assert "out of memory in" in message and "may use 3,145,728" in message
+        assert "enable_activation_checkpointing" in message and "memory_limit" in message
+
+
+def test_a_batch_larger_than_the_data_is_an_error(tmp_path: Path) -> None:
+    """torchtune trains nothing, saves untrained weights, and exits with 0."""
+    with pytest.raises(
+        AssertionError, match=r"batch_size: 1000 .* the data has 320.* Lower batch_size"
+    ):
+        run_ranks(run_ours, 2, "full", tiny_config("full", tmp_path, batch_size=1000), join=False)
+    assert not list(tmp_path.glob("epoch_*"))
