@@ -65,7 +65,9 @@ def start(cfg: DictConfig) -> Environment:
     device = utils.get_device(cfg.device)
     dtype = training.get_dtype(cfg.dtype, device)
     on_cpu_too = cfg.get("fsdp_cpu_offload", False) or cfg.get("enable_async_checkpointing", False)
-    backend = training.get_distributed_backend(cfg.device, offload_ops_to_cpu=on_cpu_too)
+    backend = training.get_distributed_backend(
+        cfg.device, offload_ops_to_cpu=on_cpu_too and device.type != "cpu"
+    )
     if training.is_distributed():
         dist.init_process_group(backend)
     else:
@@ -317,9 +319,12 @@ def lr_scheduler(
     if cfg.get("lr_scheduler", None) is None:
         log.info("No learning rate scheduler configured. Using constant learning rate.")
         return None
+    optimizer = built.steppers[0]  # if there are more, all have the same learning rate
+    for group in optimizer.param_groups if steps_done else ():
+        group.setdefault("initial_lr", optimizer.defaults["lr"])  # an asynchronous checkpoint lacks it
     scheduler = config.instantiate(
         cfg.lr_scheduler,
-        built.steppers[0],  # all have the same learning rate
+        optimizer,
         num_training_steps=total_steps,
         last_epoch=steps_done - 1,
     )

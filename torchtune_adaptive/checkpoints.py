@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state  # as torchtune does
 from torchtune import config, training
 from torchtune.modules.peft import (
     get_adapter_state_dict,
@@ -99,6 +100,11 @@ class FullCheckpoints:
 
     def load_asynchronous(self, model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
         """Put the latest asynchronous checkpoint into the model and the optimizer."""
+        if optimizers.in_backward:
+            # Only what the optimizer holds already is loaded. The client sees to that for one optimizer, and
+            # forgets it for many, which would go on without their state.
+            for optimizer in optimizers.steppers:
+                _init_optim_state(optimizer)
         return self._client.load_distributed_checkpoint(model, optimizers.saved)
 
     @property

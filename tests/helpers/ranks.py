@@ -89,6 +89,7 @@ def watch_ranks(
     *arguments: Any,
     until_exit_of: list[int],
     timeout: float = 60.0,
+    join: bool = True,
 ) -> list[Ended]:
     """Like ``run_ranks``, for ranks that may die: wait for some of them to exit, and see how it went.
 
@@ -99,7 +100,7 @@ def watch_ranks(
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(ranks):
-            setting = _Setting(rank, ranks, store.port, folder, timeout, join=True)
+            setting = _Setting(rank, ranks, store.port, folder, timeout, join)
             process = _context.Process(
                 target=_rank_main_to_file, args=(function, arguments, setting), daemon=True
             )
