@@ -321,7 +321,9 @@ def lr_scheduler(
         return None
     optimizer = built.steppers[0]  # if there are more, all have the same learning rate
     for group in optimizer.param_groups if steps_done else ():
-        group.setdefault("initial_lr", optimizer.defaults["lr"])  # an asynchronous checkpoint lacks it
+        group.setdefault(
+            "initial_lr", optimizer.defaults["lr"]
+        )  # an asynchronous checkpoint lacks it
     scheduler = config.instantiate(
         cfg.lr_scheduler,
         optimizer,

@@ -58,9 +58,7 @@ def test_a_compiled_run_searches_and_says_that_trials_ran_eager(tmp_path: Path) 
         "max_steps_per_epoch": 1,
     }
     cfg = tiny_config("full", tmp_path, **changes)
-    first, _ = watch_ranks(
-        run_compiled, 2, cfg, until_exit_of=[0, 1], join=False, timeout=120
-    )
+    first, _ = watch_ranks(run_compiled, 2, cfg, until_exit_of=[0, 1], join=False, timeout=120)
     assert first.exit_code == 0, first.said
     assert "compiled regions run eager in trials" in first.said
     assert re.search(r"batch_size 4 -> \d", first.said)

@@ -1,0 +1,175 @@
+"""Found sizes on a real device: measured, confirmed by training, and refuted one size further.
+
+    python benchmarks/gpu_search.py                      # Llama-3.2-1B and 3B full, Llama-3.1-8B LoRA
+    python benchmarks/gpu_search.py --models tiny --device cpu --memory_limit 40MiB
+
+Models have their real shapes and random weights, so nothing is downloaded. For each model and strategy:
+the size found and the peaks of its trial against the capacity; then 20 training steps at that size, which
+must pass, and one at the next candidate, which must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch import nn
+from torchtune import modules, training
+from torchtune.models import llama2, llama3_1, llama3_2
+from torchtune.modules.loss import CEWithChunkedOutputLoss
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
+
+from torchtune_adaptive.config import AdaptiveSettings
+from torchtune_adaptive.consensus import Ranks
+from torchtune_adaptive.memory import device_memory
+from torchtune_adaptive.probe import Probe, SizeTrial
+from torchtune_adaptive.report import trial_line
+from torchtune_adaptive.search import STRATEGIES, candidates, search
+from torchtune_adaptive.step import TrainStep
+
+LORA: dict[str, Any] = {
+    "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
+    "apply_lora_to_mlp": True,
+    "lora_rank": 8,
+    "lora_alpha": 16,
+}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "Llama-3.2-1B full": llama3_2.llama3_2_1b,
+    "Llama-3.2-3B full": llama3_2.llama3_2_3b,
+    "Llama-3.1-8B LoRA": lambda: llama3_1.lora_llama3_1_8b(**LORA),
+    "tiny full": lambda: llama2.llama2(512, 4, 4, 2, 64, 512, intermediate_dim=160),
+}
+TRAINING_STEPS = 20
+
+
+def build(name: str, device: torch.device, checkpointing: bool) -> tuple[nn.Module, Any]:
+    with training.set_default_dtype(torch.bfloat16), device:
+        model = MODELS[name]()
+    if "LoRA" in name:
+        set_trainable_params(model, get_adapter_params(model))
+    if checkpointing:
+        training.set_activation_checkpointing(
+            model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
+        )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=1e-5, fused=device.type != "cpu")
+
+
+def measure(name: str, asked: argparse.Namespace) -> None:
+    device = torch.device(asked.device)
+    limit = AdaptiveSettings.from_config(
+        OmegaConf.create({"adaptive_batching": {"memory_limit": asked.memory_limit}})
+    ).memory_limit
+    memory = device_memory(device, limit)
+    model, optimizer = build(name, device, asked.checkpointing)
+    loss_fn = CEWithChunkedOutputLoss()
+    model.set_num_output_chunks(loss_fn.num_output_chunks)  # type: ignore[operator]
+    ranks = Ranks()
+    step = TrainStep(
+        model=model,
+        optimizers=[optimizer],
+        loss_fn=loss_fn,
+        device=device,
+        memory=memory,
+        ranks=ranks,
+        survive=True,
+    )
+
+    def batch(rows: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 500, (rows, asked.length))
+        return {"tokens": tokens, "labels": tokens}
+
+    sizes = candidates(asked.rounding, asked.ceiling, 0)
+    print(f"\n## {name}, rows of {asked.length} tokens, {memory.name}\n", flush=True)
+    for strategy in STRATEGIES:
+        started = time.perf_counter()
+        probe = Probe(
+            step=step,
+            batch=batch,
+            accumulation=lambda size: 1,
+            headroom=asked.headroom,
+            ranks=ranks,
+            entering=lambda phase: None,
+        )
+        with probe:
+            if not (first := probe.prime()).fits:
+                print(f"not even one row: {trial_line(first)}")
+                return
+
+            def trial(size: int, probe: Probe = probe) -> SizeTrial:
+                outcome = probe.trial(size)
+                print(f"  {trial_line(outcome)}", flush=True)
+                return outcome
+
+            result = search(strategy, sizes, trial)
+        print(
+            f"{strategy}: {result.size} rows in {len(result.trials)} trials, "
+            f"{time.perf_counter() - started:.1f} s",
+            flush=True,
+        )
+    confirm(
+        step, batch, result.size, next((s for s in sizes if s > (result.size or 0)), None), asked
+    )
+
+
+def confirm(
+    step: TrainStep,
+    batch: Callable[[int], dict[str, torch.Tensor]],
+    found: int | None,
+    following: int | None,
+    asked: argparse.Namespace,
+) -> None:
+    """Train at the size that was found, and fail at the next, under the cap that the trials had."""
+    assert found is not None
+    memory = step.memory
+    memory.release()
+    with memory.capped(int(memory.capacity() * (1 - asked.headroom))):
+        memory.watch()
+        started = time.perf_counter()
+        for _ in range(TRAINING_STEPS):
+            step.forward_backward(batch(found))
+            assert not step.apply().lost, "a size that fitted in its trial did not fit in training"
+        usage = memory.usage()
+        tokens = found * asked.length * TRAINING_STEPS / (time.perf_counter() - started)
+        print(
+            f"{TRAINING_STEPS} steps of {found} rows: peak {usage.peak_bytes / 2**30:.2f} GiB reserved, "
+            f"{usage.peak_allocated_bytes / 2**30:.2f} GiB allocated, {usage.retries} retries, "
+            f"{tokens:,.0f} tokens/s",
+            flush=True,
+        )
+        if following is not None:
+            memory.watch()
+            step.forward_backward(batch(following))
+            lost, retries = step.apply().lost, memory.usage().retries
+            verdict = "out of memory" if lost else f"{retries} retries" if retries else "FITS"
+            print(f"1 step of {following} rows: {verdict}", flush=True)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--models", nargs="+", default=["1B", "3B", "8B"], help="parts of names")
+    arguments.add_argument("--device", default="cuda")
+    arguments.add_argument("--length", type=int, default=2048)
+    arguments.add_argument("--ceiling", type=int, default=4096)
+    arguments.add_argument("--rounding", default="power_of_two", choices=["power_of_two", "none"])
+    arguments.add_argument("--headroom", type=float, default=0.05)
+    arguments.add_argument("--memory_limit", default=None)
+    arguments.add_argument("--checkpointing", action="store_true")
+    asked = arguments.parse_args()
+    if "tiny" in asked.models:
+        asked.length = min(asked.length, 128)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    print(f"torch {torch.__version__}, headroom {asked.headroom:.0%}, rounding {asked.rounding}")
+    for name in MODELS:
+        if any(part in name for part in asked.models):
+            measure(name, asked)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What a search costs: trials and seconds, for each strategy and for what people did before.
+
+    python benchmarks/search_cost.py [--limit 40MiB] [--rounding power_of_two]
+
+All searches run on the same model, one after the other, with the same trial: a real step on the worst case.
+They differ in which sizes they try. Beside the three strategies of this package stand
+
+- the bisection between 0 and 100,000 of torchtune's RFC 2199, as it is written there, and
+- repeated halving from a start size (512), as trainers do that react to running out of memory.
+
+Runs on the CPU, on the simulated device, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config, training
+
+from torchtune_adaptive import build
+from torchtune_adaptive.checkpoints import FullCheckpoints
+from torchtune_adaptive.config import AdaptiveSettings
+from torchtune_adaptive.consensus import Ranks
+from torchtune_adaptive.memory import SimulatedMemory
+from torchtune_adaptive.probe import Probe, SizeTrial
+from torchtune_adaptive.registry import find_config
+from torchtune_adaptive.rows import worst_case
+from torchtune_adaptive.search import STRATEGIES, candidates, search
+
+Trial = Callable[[int], SizeTrial]
+
+
+def rfc_2199(trial: Trial) -> int:
+    """The RFC's bisection: sizes between 0 and 100,000, whatever the data or the rounding."""
+    low, high = 0, 100_000
+    while high - low > 1:
+        middle = (low + high) // 2
+        if trial(middle).fits:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def repeated_halving(trial: Trial) -> int:
+    """Start with 512 and halve until it fits."""
+    size = 512
+    while size > 1 and not trial(size).fits:
+        size //= 2
+    return size
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--limit", default="40MiB", help="memory of the simulated device")
+    arguments.add_argument("--rounding", default="power_of_two", choices=["power_of_two", "none"])
+    asked = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = OmegaConf.load(find_config("tiny/full"))
+        cfg.output_dir = folder
+        cfg.adaptive_batching.memory_limit = asked.limit
+        compare(cfg, asked.rounding)  # type: ignore[arg-type]
+
+
+def compare(cfg: DictConfig, rounding: str) -> None:
+    settings = AdaptiveSettings.from_config(cfg)
+    environment = build.start(cfg)
+    training.set_seed(1)
+    checkpoint = FullCheckpoints(cfg).load()
+    model = build.full_model(cfg, environment, checkpoint[training.MODEL_KEY])
+    tokenizer = config.instantiate(cfg.tokenizer)
+    optimizers = build.optimizers(cfg, environment, model.module, None)
+    loss_fn = build.loss(cfg, environment, model.module)
+    data = build.data(cfg, tokenizer, loss_fn)
+    ranks = Ranks()
+    memory = SimulatedMemory(settings.memory_limit)
+    step = build.train_step(
+        cfg,
+        environment,
+        model,
+        optimizers,
+        loss_fn,
+        memory=memory,
+        ranks=ranks,
+        survive=True,
+        launched=lambda: None,
+    )
+    worst = worst_case(data.dataset, tokenizer, data.packed, None, ranks)
+    sizes = candidates(rounding, len(data.dataset), 0)
+    ways: dict[str, Callable[[Trial], int | None]] = {
+        name: lambda trial, name=name: search(name, sizes, trial).size for name in STRATEGIES
+    }
+    ways["RFC 2199, 0..100000"] = rfc_2199
+    ways["halving from 512"] = repeated_halving
+
+    print(
+        f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; tiny Llama, rows of "
+        f"{worst.length} tokens, {settings.memory_limit:,} bytes, rounding {rounding}\n"
+    )
+    print(f"{'way':22}{'finds':>7}{'trials':>8}{'failed':>8}{'seconds':>9}  sizes tried")
+    for name, way in ways.items():
+        tried: list[SizeTrial] = []
+        probe = Probe(
+            step=step,
+            batch=lambda size: worst.batch(size, data.collate),
+            accumulation=lambda size: 1,
+            headroom=settings.headroom,
+            ranks=ranks,
+            entering=lambda phase: None,
+        )
+        started = time.perf_counter()
+        with probe:
+            probe.prime()
+
+            def trial(size: int, probe: Probe = probe, tried: list[SizeTrial] = tried) -> SizeTrial:
+                tried.append(probe.trial(size))
+                return tried[-1]
+
+            found = way(trial)
+        seconds = time.perf_counter() - started
+        failed = sum(not one.fits for one in tried)
+        print(
+            f"{name:22}{found!s:>7}{len(tried):>8}{failed:>8}{seconds:>9.1f}  "
+            f"{' '.join(str(one.size) for one in tried)}"
+        )
+
+
+if __name__ == "__main__":
+    main()

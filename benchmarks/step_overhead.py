@@ -1,0 +1,108 @@
+"""Steps per second of our recipe beside torchtune's, at the same batch size, in pairs.
+
+    python benchmarks/step_overhead.py [--pairs 5] [--steps 40] [--batch_size 8] [--kind full]
+
+Each pair runs torchtune's recipe and ours one after the other, in fresh processes on 2 ranks, and compares
+their median step. Pairs alternate which goes first, so that a machine that slows down slows both. Our side
+runs three times in each pair: with adaptive batching off; with recovery ready, as it is after a search;
+and as it is on a simulated device, where every operation is counted.
+
+Runs on the CPU; torchtune's recipe needs three of its lines replaced for that (see tests/helpers/recipes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.helpers import recipes
+from tests.helpers.ranks import run_ranks
+
+WARM_UP = 5
+"""Steps at the start that are not counted: the first ones allocate, and ours record."""
+
+
+class Clock(recipes.Recorder):
+    """A metric logger that notes when each step was over."""
+
+    def log_dict(self, payload: dict[str, Any], step: int) -> None:
+        recipes.RECORDS.append({"step": step, "time": time.perf_counter()})
+
+
+def seconds_per_step(whose: str, kind: str, changes: dict[str, Any]) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = recipes.tiny_config(
+            kind,
+            folder,
+            **{"metric_logger._component_": f"{__name__}.Clock", "epochs": 1, **changes},
+        )
+        run = recipes.run_ours if whose == "ours" else recipes.run_torchtunes
+        times = [record["time"] for record in run(kind, cfg)]
+    return [after - before for before, after in pairwise(times)][WARM_UP:]
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "torchtune": ("torchtune's", {}),
+    "ours, adaptive batching off": ("ours", {}),
+    "ours, recovery ready": (
+        "ours",
+        # A search that may find one size: what follows is training, ready to redo a step.
+        {"use_maximum_batch_size": True, "adaptive_batching.rounding": "divisor"},
+    ),
+    "ours, simulated device": ("ours", {"adaptive_batching.memory_limit": "8GiB"}),
+}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--pairs", type=int, default=5)
+    arguments.add_argument("--steps", type=int, default=35)
+    arguments.add_argument("--batch_size", type=int, default=8)
+    arguments.add_argument("--kind", choices=["full", "lora"], default="full")
+    arguments.add_argument("--clip", type=float, default=None, help="clip_grad_norm")
+    asked = arguments.parse_args()
+    base = {
+        "batch_size": asked.batch_size,
+        "max_steps_per_epoch": asked.steps,
+        "clip_grad_norm": asked.clip,
+    }
+    medians: dict[str, list[float]] = {way: [] for way in WAYS}
+    for pair in range(asked.pairs):
+        for way in list(WAYS) if pair % 2 == 0 else reversed(WAYS):
+            whose, changes = WAYS[way]
+            if changes.get("use_maximum_batch_size"):
+                changes = {**changes, "adaptive_batching.ceiling": asked.batch_size}
+            steps, *_ = run_ranks(
+                seconds_per_step, 2, whose, asked.kind, {**base, **changes}, join=False, timeout=300
+            )
+            medians[way].append(statistics.median(steps))
+
+    print(
+        f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; tiny Llama, {asked.kind}, "
+        f"2 ranks, {asked.batch_size} rows each, clip_grad_norm {asked.clip}; "
+        f"{asked.steps - WARM_UP} steps a run, {asked.pairs} pairs\n"
+    )
+    print(f"{'':30}{'steps/s':>9}{'torchtune / this, by pair':>30}")
+    print(f"{'':30}{'median':>9}{'median':>12}{'lowest':>9}{'highest':>9}")
+    for way, seconds in medians.items():
+        ratios = [theirs / ours for theirs, ours in zip(medians["torchtune"], seconds, strict=True)]
+        print(
+            f"{way:30}{1 / statistics.median(seconds):>9.2f}{statistics.median(ratios):>12.3f}"
+            f"{min(ratios):>9.3f}{max(ratios):>9.3f}"
+        )
+    print("\nAbove 1: faster than torchtune's recipe.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The wheel brings everything: what a user installs is what is tested here, away from this checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.test_launch import QUICK, launch, losses
+from torchtune_adaptive.registry import our_configs
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT],
+        check=True,
+        timeout=120,
+        stdout=subprocess.DEVNULL,
+    )
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, unpacked where it comes before the checkout on the path."""
+    folder = tmp_path_factory.mktemp("site")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def test_what_is_in_it(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for name in our_configs():
+        assert f"torchtune_adaptive/configs/{name}.yaml" in names
+    for recipe in (ROOT / "recipes").glob("*.py"):
+        assert recipe.name in names, "recipes are top-level modules: `tune run NAME` runs `-m NAME`"
+    top = {name.split("/")[0] for name in names}
+    # torchtune's own wheel has a package `recipes` that raises when it is imported.
+    assert not top & {"recipes", "configs", "tests", "benchmarks", "docs"}
+
+
+def test_its_dependencies_are_those_that_work(wheel: Path) -> None:
+    (name,) = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("/METADATA")]
+    metadata = zipfile.ZipFile(wheel).read(name).decode()
+    for requirement in ("torchtune==0.6.1", "torchao<0.16,>=0.13", "torch<2.16,>=2.11"):
+        assert f"Requires-Dist: {requirement}" in metadata
+
+
+def test_it_runs_under_the_stock_command_line(site: Path, tmp_path: Path) -> None:
+    where = subprocess.run(
+        [sys.executable, "-c", "import torchtune_adaptive as t; print(t.__file__)"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        check=True,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert where.startswith(str(site))
+    for kind, flags in (("full", ["--nproc_per_node", "2"]), ("lora", [])):
+        launch(
+            *("tune", "run", *flags, f"adaptive_{kind}_finetune_distributed"),
+            *("--config", f"tiny/{kind}", f"output_dir={kind}", *QUICK),
+            cwd=tmp_path,
+            PYTHONPATH=str(site),
+        )
+        assert len(losses(tmp_path / kind)) == 2
