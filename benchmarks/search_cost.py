@@ -25,12 +25,10 @@ from torchtune import config, training
 
 from torchtune_adaptive import build
 from torchtune_adaptive.checkpoints import FullCheckpoints
-from torchtune_adaptive.config import AdaptiveSettings
-from torchtune_adaptive.consensus import Ranks
-from torchtune_adaptive.memory import SimulatedMemory
 from torchtune_adaptive.probe import Probe, SizeTrial
 from torchtune_adaptive.registry import find_config
 from torchtune_adaptive.rows import worst_case
+from torchtune_adaptive.run import Run
 from torchtune_adaptive.search import STRATEGIES, candidates, search
 
 Trial = Callable[[int], SizeTrial]
@@ -69,28 +67,15 @@ def main() -> None:
 
 
 def compare(cfg: DictConfig, rounding: str) -> None:
-    settings = AdaptiveSettings.from_config(cfg)
-    environment = build.start(cfg)
-    training.set_seed(1)
+    run = Run(cfg, "full")
+    settings, ranks = run.settings, run.ranks
     checkpoint = FullCheckpoints(cfg).load()
-    model = build.full_model(cfg, environment, checkpoint[training.MODEL_KEY])
+    model = build.full_model(cfg, run.environment, checkpoint[training.MODEL_KEY])
+    optimizers = build.optimizers(cfg, run.environment, model.module, None)
+    loss_fn = build.loss(cfg, run.environment, model.module)
     tokenizer = config.instantiate(cfg.tokenizer)
-    optimizers = build.optimizers(cfg, environment, model.module, None)
-    loss_fn = build.loss(cfg, environment, model.module)
     data = build.data(cfg, tokenizer, loss_fn)
-    ranks = Ranks()
-    memory = SimulatedMemory(settings.memory_limit)
-    step = build.train_step(
-        cfg,
-        environment,
-        model,
-        optimizers,
-        loss_fn,
-        memory=memory,
-        ranks=ranks,
-        survive=True,
-        launched=lambda: None,
-    )
+    step = run.train_step(model, optimizers, loss_fn)
     worst = worst_case(data.dataset, tokenizer, data.packed, None, ranks)
     sizes = candidates(rounding, len(data.dataset), 0)
     ways: dict[str, Callable[[Trial], int | None]] = {

@@ -38,10 +38,6 @@ from torchtune.modules.peft import (
 from torchtune.training import OptimizerInBackwardWrapper
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
-from torchtune_adaptive.consensus import Ranks
-from torchtune_adaptive.memory import DeviceMemory
-from torchtune_adaptive.step import TrainStep
-
 log = logging.getLogger(__name__)
 
 
@@ -334,35 +330,6 @@ def lr_scheduler(
         built.saved.set_lr_scheduler(scheduler)
     log.info("Learning rate scheduler is initialized.")
     return scheduler
-
-
-def train_step(
-    cfg: DictConfig,
-    environment: Environment,
-    model: Model,
-    optimizers: Optimizers,
-    loss_fn: nn.Module,
-    *,
-    memory: DeviceMemory,
-    ranks: Ranks,
-    survive: bool,
-    launched: Callable[[], None],
-) -> TrainStep:
-    """The step of a run, for its trials and for its training."""
-    clip = cfg.get("clip_grad_norm", None)
-    return TrainStep(
-        model=model.module,
-        optimizers=optimizers.steppers,
-        loss_fn=loss_fn,
-        device=environment.device,
-        memory=memory,
-        ranks=ranks,
-        survive=survive,
-        activations=model.activations,
-        clip_grad_norm=None if clip is None else float(clip),
-        optimizer_in_backward=optimizers.in_backward,
-        launched=launched,
-    )
 
 
 # --- data -------------------------------------------------------------------------------------------

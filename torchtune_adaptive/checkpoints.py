@@ -13,7 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig
-from torch import nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state  # as torchtune does
 from torchtune import config, training
 from torchtune.modules.peft import (
@@ -23,7 +22,7 @@ from torchtune.modules.peft import (
 )
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient, TrainingProgress
 
-from torchtune_adaptive.build import Environment, Optimizers
+from torchtune_adaptive.build import Environment, Model, Optimizers
 
 log = logging.getLogger(__name__)
 
@@ -98,23 +97,21 @@ class FullCheckpoints:
         """The weights to start from and, in a run that is resumed, the recipe's state."""
         return self._client.load_base_checkpoint()
 
-    def load_asynchronous(self, model: nn.Module, optimizers: Optimizers) -> dict[str, Any]:
+    def load_asynchronous(self, model: Model, optimizers: Optimizers) -> dict[str, Any]:
         """Put the latest asynchronous checkpoint into the model and the optimizer."""
         if optimizers.in_backward:
             # Only what the optimizer holds already is loaded. The client sees to that for one optimizer, and
             # forgets it for many, which would go on without their state.
             for optimizer in optimizers.steppers:
                 _init_optim_state(optimizer)
-        return self._client.load_distributed_checkpoint(model, optimizers.saved)
+        return self._client.load_distributed_checkpoint(model.module, optimizers.saved)
 
     @property
     def asynchronous(self) -> bool:
         return self._asynchronous
 
-    def save(
-        self, model: nn.Module, optimizers: Optimizers, progress: Progress, epoch: int
-    ) -> None:
-        self._client.save_checkpoint(model, optimizers.saved, progress.as_torchtune(), epoch)
+    def save(self, model: Model, optimizers: Optimizers, progress: Progress, epoch: int) -> None:
+        self._client.save_checkpoint(model.module, optimizers.saved, progress.as_torchtune(), epoch)
 
 
 class LoRACheckpoints:
@@ -148,15 +145,13 @@ class LoRACheckpoints:
             )
         return checkpoint
 
-    def save(
-        self, model: nn.Module, optimizers: Optimizers, progress: Progress, epoch: int
-    ) -> None:
+    def save(self, model: Model, optimizers: Optimizers, progress: Progress, epoch: int) -> None:
         started = time.perf_counter()
         unfinished = epoch + 1 < progress.total_epochs
         is_rank_zero = self._environment.is_rank_zero
         log.info("Saving checkpoint. This may take some time. Retrieving full model state dict...")
         weights = training.gather_cpu_state_dict(
-            model,
+            model.module,
             is_rank_zero,
             device=self._environment.device,
             adapter_weights_only=self._adapters_only,
@@ -165,7 +160,7 @@ class LoRACheckpoints:
         if unfinished:
             checkpoint.update(progress.as_torchtune().state_dict())
             checkpoint[training.OPT_KEY] = training.get_full_optimizer_state_dict(
-                model, optimizers.saved, is_rank_zero, device=self._environment.device
+                model.module, optimizers.saved, is_rank_zero, device=self._environment.device
             )
         if is_rank_zero:
             checkpoint[training.ADAPTER_KEY] = get_adapter_state_dict(weights)

@@ -62,7 +62,7 @@ def run_ours(kind: str, cfg: DictConfig) -> list[dict[str, float]]:
         value for name, value in vars(module).items() if name.endswith("RecipeDistributed")
     )
     recipe = recipe_class(cfg)
-    with recipe.watchdog:
+    with recipe.run:
         recipe.setup(cfg)
         recipe.train()
     recipe.cleanup()

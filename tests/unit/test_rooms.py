@@ -31,6 +31,7 @@ FLOORS = {
     "checkpoints": 3,
     "find": 3,
     "loop": 3,
+    "run": 3,
     "registry": 3,
     "launch": 4,
     "cli": 4,
