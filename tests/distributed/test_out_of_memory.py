@@ -41,8 +41,7 @@ class Everywhere:
         self.memory = FailingMemory()
         self.snapshot = Snapshot(self.model, self.optimizers, torch.device("cpu"))
         self.new_step()
-        gc.collect()
-        gc.freeze()  # or each collection after a failure would walk through all of torch
+        gc.freeze()  # or each collection after a failure would walk through all that is built
 
     def new_step(self) -> None:
         """A step that has not seen the sequence of collectives yet."""

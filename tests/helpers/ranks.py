@@ -7,6 +7,7 @@ ranks are killed, and the test fails with the traceback of where each of them wa
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -178,6 +179,7 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Se
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the parent's
     )
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays; collections then take no time
     with open(Path(setting.folder) / f"stack_{setting.rank}", "w") as stack:
         # Just before the time is up, so that the parent finds it when it gives up.
         faulthandler.dump_traceback_later(setting.timeout * 0.97, file=stack)
