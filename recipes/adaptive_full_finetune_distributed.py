@@ -71,8 +71,8 @@ class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
 @launch.recipe
 def recipe_main(cfg: DictConfig) -> None:
     """Full finetuning that finds its own batch size."""
-    config.log_config(recipe_name="AdaptiveFullFinetuneRecipeDistributed", cfg=cfg)
     recipe = AdaptiveFullFinetuneRecipeDistributed(cfg)
+    config.log_config(recipe_name="AdaptiveFullFinetuneRecipeDistributed", cfg=cfg)
     with recipe.run:
         recipe.setup(cfg)
         recipe.train()

@@ -63,8 +63,8 @@ class AdaptiveLoRAFinetuneRecipeDistributed(FTRecipeInterface):
 @launch.recipe
 def recipe_main(cfg: DictConfig) -> None:
     """LoRA finetuning that finds its own batch size."""
-    config.log_config(recipe_name="AdaptiveLoRAFinetuneRecipeDistributed", cfg=cfg)
     recipe = AdaptiveLoRAFinetuneRecipeDistributed(cfg)
+    config.log_config(recipe_name="AdaptiveLoRAFinetuneRecipeDistributed", cfg=cfg)
     with recipe.run:
         recipe.setup(cfg)
         recipe.train()

@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torchtune_adaptive.consensus import Ranks
 from torchtune_adaptive.errors import RankLost
 
-EXIT_CODE = (
-    70  # "internal software error" of sysexits.h: tells our exit from a signal's or Python's
-)
+EXIT_CODE = 70
+"""Tells our exit from a signal's or Python's own ("internal software error" of sysexits.h)."""
 
 _DONE = "done"
 _BEATS_PER_LIMIT = 20
@@ -72,8 +71,8 @@ def lost_rank(own: Sign, others: dict[int, Sign], now: float, limit: float) -> s
             continue
         if now - sign.heard > limit:
             return (
-                f"rank {rank} has not been heard of for {now - sign.heard:.0f} s; "
-                f"it was in the phase '{sign.phase}'"
+                f"rank {rank} has not been heard of for {now - sign.heard:.0f} s, and this rank waits for it "
+                f"in the phase '{own.phase}'; its last word came from the phase '{sign.phase}'"
             )
         behind = sign.progress < own.progress
         if behind and sign.may_hang and own.may_hang and now - sign.moved > limit:
@@ -216,7 +215,7 @@ class Watchdog:
         self._closing.wait(silence + self._beat)  # the thread goes on listening meanwhile
         now = time.monotonic()
         missing = [
-            f"rank {rank} ({sign.stopped or 'silent'}; it was in the phase '{sign.phase}')"
+            f"rank {rank} ({sign.stopped or 'silent'}; its last word came from the phase '{sign.phase}')"
             for rank, sign in sorted(self._others.items())
             if sign.stopped or now - sign.heard > silence
         ]

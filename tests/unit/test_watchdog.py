@@ -22,7 +22,10 @@ def test_all_is_well() -> None:
 
 def test_a_silent_rank_is_named_with_its_last_phase() -> None:
     said = verdict(heard=50.0, phase="trial of 4 rows")
-    assert said == "rank 3 has not been heard of for 50 s; it was in the phase 'trial of 4 rows'"
+    assert said == (
+        "rank 3 has not been heard of for 50 s, and this rank waits for it in the phase 'trial of 8 rows'; "
+        "its last word came from the phase 'trial of 4 rows'"
+    )
     assert verdict(heard=56.0) is None
 
 
