@@ -1,16 +1,17 @@
 # Everything a newcomer types. Each target does all the set-up it needs, once.
 #
-#   make demo    watch a tiny Llama find its batch size and train, on 2 CPU ranks
-#   make test    lint, types, and all tests that need no GPU
-#   make check   lint and types only
-#   make bench   the benchmarks that run on a CPU
-#   make clean   remove what these made
+#   make demo      watch a tiny Llama find its batch size and train, on 2 CPU ranks
+#   make demo-oom  the same when a neighbour takes half the memory in mid-run, beside an undisturbed run
+#   make test      lint, types, and all tests that need no GPU
+#   make check     lint and types only
+#   make bench     the benchmarks that run on a CPU
+#   make clean     remove what these made
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check bench clean
+.PHONY: demo demo-oom test check bench clean
 .DEFAULT_GOAL := test
 
 # torch first: on its own, so that the version pinned in constraints.txt is the one that all else gets.
@@ -26,6 +27,15 @@ RUN := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONWARNINGS=i
 demo: $(READY)
 	$(RUN) $(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed \
 		--config tiny/full output_dir=demo_output
+
+demo-oom: $(READY)
+	$(RUN) $(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed \
+		--config tiny/full output_dir=demo_output/undisturbed \
+		adaptive_batching.memory_limit=30MiB
+	$(RUN) $(BIN)/tune run --nproc_per_node 2 demos/neighbour.py \
+		--config tiny/full output_dir=demo_output/disturbed \
+		adaptive_batching.memory_limit=30MiB adaptive_batching.grow_back_after=10
+	$(BIN)/python demos/compare_runs.py demo_output/undisturbed demo_output/disturbed
 
 test: check
 	$(RUN) $(BIN)/python -m pytest

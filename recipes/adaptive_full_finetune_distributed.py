@@ -48,7 +48,7 @@ class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
     def setup(self, cfg: DictConfig) -> None:
         """Load the model and its optimizer; the rest is the same in every recipe."""
         run = self.run
-        run.watchdog.enter("loading the model", may_hang=False)
+        run.watchdog.enter("loading the model", patience=None)
         checkpoints = FullCheckpoints(cfg)
         checkpoint = checkpoints.load()
         model = build.full_model(cfg, run.environment, checkpoint[training.MODEL_KEY])

@@ -41,7 +41,7 @@ class AdaptiveLoRAFinetuneRecipeDistributed(FTRecipeInterface):
     def setup(self, cfg: DictConfig) -> None:
         """Load the model, its adapters and their optimizer; the rest is the same in every recipe."""
         run = self.run
-        run.watchdog.enter("loading the model", may_hang=False)
+        run.watchdog.enter("loading the model", patience=None)
         checkpoints = LoRACheckpoints(cfg, run.environment)
         checkpoint = checkpoints.load()
         adapters = checkpoint.get(training.ADAPTER_KEY)

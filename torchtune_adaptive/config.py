@@ -135,16 +135,37 @@ class AdaptiveSettings:
     cache: bool | str = _setting(True, _cache)
     """Remember found sizes: in the user's cache folder (True), in a folder of your own, or not."""
 
+    on_out_of_memory: str = _setting("raise", _optional(_one_of("shrink", "raise")))
+    """What training does when memory runs out: take the step again with smaller micro-batches, or stop. By
+    default it shrinks where ``use_maximum_batch_size`` is on and the optimizer does not step in backward."""
+
+    grow_back_after: int | None = _setting(100, _optional(_whole_number(1)))
+    """Steps without trouble after which a micro-batch that failed in training is tried again; null: never."""
+
     rank_timeout: float = _setting(45.0, _number(1, 86400, "Use a number of seconds, as 45"))
-    """Seconds after which a rank that does not answer is given up, and the run with it."""
+    """Seconds after which a rank that gives no sign of life, or hangs in the search, is given up, and the
+    run with it."""
+
+    step_timeout: float = _setting(600.0, _number(1, 86400, "Use a number of seconds, as 600"))
+    """The same for a rank that is alive, but stands still in a training step while others wait for it."""
 
     search_only: bool = _setting(False, _boolean)
     """Stop after the search (what ``tune-adaptive find`` sets)."""
 
+    @property
+    def shrinks(self) -> bool:
+        """Whether a training step in which memory runs out is taken again."""
+        return self.on_out_of_memory == "shrink"
+
+    @property
+    def survives(self) -> bool:
+        """Whether ranks must stay together when memory runs out on one of them."""
+        return self.use_maximum_batch_size or self.shrinks
+
     def agreement_timeout(self, compiled: bool) -> float:
         """Seconds that ranks wait for each other to agree: long enough for the watchdog to speak first
         and, where models are compiled, for a rank that compiles while another has it cached."""
-        return 3600.0 if compiled else 2 * self.rank_timeout
+        return 3600.0 if compiled else 2 * max(self.rank_timeout, self.step_timeout)
 
     @classmethod
     def from_config(cls, cfg: DictConfig) -> AdaptiveSettings:
@@ -163,8 +184,11 @@ class AdaptiveSettings:
                     f"{BLOCK}.{key}", block[key], "is not a setting", _did_you_mean(key, readers)
                 )
         values = {key: readers[key](f"{BLOCK}.{key}", block[key]) for key in block}
-        for switch in ("use_maximum_batch_size",):
-            values[switch] = _boolean(switch, cfg.get(switch, False))
+        switch = "use_maximum_batch_size"
+        values[switch] = _boolean(switch, cfg.get(switch, False))
+        if values.get("on_out_of_memory") is None:
+            can_redo = values[switch] and not cfg.get("optimizer_in_bwd", False)
+            values["on_out_of_memory"] = "shrink" if can_redo else "raise"
         return cls(**values)
 
 
@@ -296,16 +320,25 @@ def check_adaptive_config(cfg: DictConfig, settings: AdaptiveSettings) -> None:
             "has nothing to search for",
             "Set use_maximum_batch_size=True as well",
         )
-    if not settings.use_maximum_batch_size:
-        return
-    if cfg.get("tensor_parallel_dim", 1) > 1:
+    if settings.shrinks and cfg.get("optimizer_in_bwd", False):
+        raise ConfigError(
+            f"{BLOCK}.on_out_of_memory",
+            "shrink",
+            "takes a step again, and with optimizer_in_bwd a step has changed parameters before it is over",
+            "Set it to raise, or set optimizer_in_bwd=False",
+        )
+    if settings.survives and cfg.get("tensor_parallel_dim", 1) > 1:
+        ours = "use_maximum_batch_size" if settings.use_maximum_batch_size else "shrink"
         raise ConfigError(
             "tensor_parallel_dim",
             cfg.tensor_parallel_dim,
-            "cannot be combined with use_maximum_batch_size: a rank that runs out of memory finishes the "
+            f"cannot be combined with {ours}: a rank that runs out of memory finishes the "
             "step's collectives in the others' place, and can do so for FSDP's collectives only",
-            "Set tensor_parallel_dim=1, or use_maximum_batch_size=False and choose batch_size yourself",
+            "Set tensor_parallel_dim=1, or use_maximum_batch_size=False, "
+            f"{BLOCK}.on_out_of_memory=raise, and choose batch_size yourself",
         )
+    if not settings.use_maximum_batch_size:
+        return
     if settings.keep_global_batch and cfg.get("optimizer_in_bwd", False):
         raise ConfigError(
             f"{BLOCK}.keep_global_batch",

@@ -5,7 +5,8 @@
     |-- UnsupportedVersion     a library version that this release was not made for
     |-- NothingFits            not even one row fits on the device
     |-- EmptyTrial             a trial that trained nothing, so its verdict would be worthless
-    |-- TrainingOutOfMemory    memory ran out in training and the step cannot be redone
+    |-- TrainingOutOfMemory    memory ran out in a training step, and it cannot be redone
+    |-- OutOfMemoryElsewhere   memory ran out between steps: the batch size is not to blame
     `-- RankLost               another rank died, hung, or stopped answering
 
 Every message gives the value, the reason and the remedy.
@@ -41,7 +42,11 @@ class EmptyTrial(AdaptiveBatchingError):
 
 
 class TrainingOutOfMemory(AdaptiveBatchingError):
-    """Memory ran out in training and the step cannot be redone."""
+    """Memory ran out in a training step, and it cannot be redone."""
+
+
+class OutOfMemoryElsewhere(AdaptiveBatchingError):
+    """Memory ran out between training steps, as while saving."""
 
 
 class RankLost(AdaptiveBatchingError):

@@ -84,7 +84,7 @@ def find_batch_size(
     started = time.perf_counter()
     asked = Split(cfg.batch_size, cfg.gradient_accumulation_steps, ranks.size)
     sizes = possible_sizes(settings, asked, rows_per_rank)
-    watchdog.enter("looking for the longest row")
+    watchdog.enter("looking for the longest row", patience=None)
     worst = worst_case(data.dataset, data.tokenizer, data.packed, settings.probe_length, ranks)
     log.info(
         f"Searching for the largest micro-batch: rows of {worst.length} tokens ({worst.source})."
@@ -100,7 +100,10 @@ def find_batch_size(
         accumulation=lambda size: split_for(settings, asked, size).accumulation,
         headroom=settings.headroom,
         ranks=ranks,
-        entering=lambda phase: watchdog.enter(phase, may_hang=not compiled),
+        # How long a rank compiles is its own affair.
+        entering=lambda phase: watchdog.enter(
+            phase, patience=None if compiled else settings.rank_timeout
+        ),
         compiled=compiled,
     )
     with probe:

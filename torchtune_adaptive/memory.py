@@ -96,6 +96,15 @@ class DeviceMemory(ABC):
         """What has been used since ``watch``."""
 
     @abstractmethod
+    def retries(self) -> int:
+        """How often, since the process began, the allocator had to give memory back to go on."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is anything to be seen in ``usage``."""
+        return True
+
+    @abstractmethod
     def in_use(self) -> int:
         """Bytes held by tensors now."""
 
@@ -157,16 +166,16 @@ class AcceleratorMemory(DeviceMemory):
 
     def watch(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self._device)
-        self._retries_before = self._retries()
+        self._retries_before = self.retries()
 
     def usage(self) -> Usage:
         return Usage(
             peak_bytes=torch.accelerator.max_memory_reserved(self._device),
             peak_allocated_bytes=torch.accelerator.max_memory_allocated(self._device),
-            retries=self._retries() - self._retries_before,
+            retries=self.retries() - self._retries_before,
         )
 
-    def _retries(self) -> int:
+    def retries(self) -> int:
         return torch.accelerator.memory_stats(self._device).get("num_alloc_retries", 0)
 
     def in_use(self) -> int:
@@ -229,7 +238,14 @@ class SimulatedMemory(DeviceMemory):
         self._peak = self._in_use
 
     def usage(self) -> Usage:
-        return Usage(peak_bytes=self._peak, peak_allocated_bytes=self._peak, retries=0)
+        return Usage(self._peak, self._peak, self.retries())
+
+    def retries(self) -> int:
+        return 0  # there is no cache to give back
+
+    @property
+    def measured(self) -> bool:
+        return self.limit is not None
 
     def in_use(self) -> int:
         return self._in_use

@@ -1,8 +1,10 @@
-"""What the user sees of a search: each trial as it happens, a table, the choice and why, JSON, a plot."""
+"""What the user sees: of a search each trial, a table, the choice and why, JSON, a plot; of training, what
+changed the batch."""
 
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,11 @@ from typing import Any
 from torchtune_adaptive.probe import SizeTrial
 from torchtune_adaptive.search import SearchResult, Status
 
+log = logging.getLogger(__name__)
+
 JSON_NAME = "batch_size_search.json"
 PLOT_NAME = "batch_size_search.png"
+EVENTS_NAME = "batch_size_events.jsonl"
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,43 @@ class SearchReport:
         path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
         plot = _plot(self, folder / PLOT_NAME)
         return [path, plot] if plot else [path]
+
+
+class Events:
+    """What happened to the batch in training: a log line and a row of JSON for each.
+
+    Args:
+        folder: where the file lies; None on ranks that do not write. A resumed run goes on with the file.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = folder / EVENTS_NAME if folder else None
+
+    def changed(self, before: Split, after: Split, step: int, reason: str) -> None:
+        """The micro-batch is another one from ``step`` on."""
+        line = f"micro-batch {before.micro_batch} -> {after.micro_batch} ({reason}, step {step})"
+        if before.accumulation != after.accumulation:
+            line += f"; accumulation {before.accumulation} -> {after.accumulation}"
+        log.info(line)
+        self._write(
+            {
+                "step": step,
+                "reason": reason,
+                "micro_batch": [before.micro_batch, after.micro_batch],
+                "accumulation": [before.accumulation, after.accumulation],
+            }
+        )
+
+    def noticed(self, step: int, what: str) -> None:
+        """Something that changed nothing."""
+        log.warning(f"{what} (step {step})")
+        self._write({"step": step, "reason": what})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 def trial_line(trial: SizeTrial) -> str:

@@ -18,8 +18,10 @@ from torchtune_adaptive.consensus import Ranks
 from torchtune_adaptive.find import announce, find_batch_size
 from torchtune_adaptive.loop import Logging, Profiling, TrainingLoop, steps_per_epoch
 from torchtune_adaptive.memory import device_memory
-from torchtune_adaptive.report import Split
+from torchtune_adaptive.recovery import Recovery
+from torchtune_adaptive.report import Events, Split
 from torchtune_adaptive.sampler import Loader, SampleOrder
+from torchtune_adaptive.search import candidates
 from torchtune_adaptive.step import TrainStep
 from torchtune_adaptive.watchdog import Watchdog
 
@@ -47,7 +49,7 @@ class Run:
         self.watchdog = Watchdog(
             self.ranks,
             limit=self.settings.rank_timeout,
-            on_duty=self.settings.use_maximum_batch_size,
+            on_duty=self.settings.survives,
         )
         seed = training.set_seed(cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self.progress = Progress(seed, cfg.epochs, cfg.max_steps_per_epoch)
@@ -83,7 +85,7 @@ class Run:
         """
         cfg, environment, progress = self._cfg, self.environment, self.progress
         loss_fn = build.loss(cfg, environment, model.module)
-        self.watchdog.enter("loading the data", may_hang=False)
+        self.watchdog.enter("loading the data", patience=None)
         data = build.data(cfg, config.instantiate(cfg.tokenizer), loss_fn)
         order = SampleOrder(len(data.dataset), model.data_ranks, cfg.shuffle)
         step = self.train_step(model, optimizers, loss_fn)
@@ -93,6 +95,7 @@ class Run:
         if self.settings.search_only:
             return None
         steps = steps_per_epoch(order.rows_per_rank, split, progress.max_steps_per_epoch)
+        output_dir = Path(cfg.output_dir)
         return TrainingLoop(
             environment=environment,
             step=step,
@@ -102,14 +105,25 @@ class Run:
             ),
             loader=Loader(data.dataset, data.collate, order, model.data_rank, model.data_ranks),
             split=split,
+            recovery=self._recovery(split),
             steps_per_epoch=steps,
             progress=progress,
             logging=Logging.from_config(cfg, self.metrics, environment),
+            events=Events(output_dir if environment.is_rank_zero else None),
             profiling=Profiling(*build.profiler(cfg), environment, self.memory),
             watchdog=self.watchdog,
+            step_timeout=self.settings.step_timeout,
             save=lambda epoch: save(model, optimizers, progress, epoch),
-            output_dir=Path(cfg.output_dir),
+            output_dir=output_dir,
         )
+
+    def _recovery(self, split: Split) -> Recovery | None:
+        if not self.settings.shrinks:
+            return None
+        rows = split.micro_batch * split.accumulation
+        rounding = "divisor" if self.settings.keep_global_batch else self.settings.rounding
+        smaller = candidates(rounding, split.micro_batch, rows)
+        return Recovery(split.micro_batch, smaller, self.settings.grow_back_after)
 
     def train_step(
         self, model: build.Model, optimizers: build.Optimizers, loss_fn: Any
@@ -123,7 +137,7 @@ class Run:
             device=self.environment.device,
             memory=self.memory,
             ranks=self.ranks,
-            survive=self.settings.use_maximum_batch_size,
+            survive=self.settings.survives,
             activations=model.activations,
             clip_grad_norm=None if clip is None else float(clip),
             optimizer_in_backward=optimizers.in_backward,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -83,14 +84,12 @@ class Loader:
         self._rank = rank
         self._ranks = ranks
 
-    def micro_batches(self, epoch: int, rows: int, start: int = 0) -> Iterator[MicroBatch]:
-        """This rank's samples of an epoch, ``rows`` at a time, from its ``start``-th on.
+    def epoch(self, epoch: int) -> EpochRows:
+        """This rank's samples of an epoch, from the first on."""
+        return EpochRows(self, self.order.epoch(epoch)[self._rank :: self._ranks])
 
-        What is left at the end, too few for ``rows``, is left out: compiled models and flex attention do
-        not like another shape.
-        """
-        mine = self.order.epoch(epoch)[self._rank :: self._ranks][start:]
-        portions = [mine[i : i + rows] for i in range(0, len(mine) - rows + 1, rows)]
+    def bring(self, portions: list[list[int]]) -> Iterator[MicroBatch]:
+        """The samples with these numbers, each portion as one micro-batch."""
         loader = DataLoader(
             self.dataset,
             batch_sampler=portions,
@@ -99,3 +98,40 @@ class Loader:
         )
         for sample_ids, batch in zip(portions, loader, strict=True):
             yield MicroBatch(tuple(sample_ids), batch)
+
+
+class EpochRows:
+    """One rank's samples of an epoch, a step at a time.
+
+    A step is the same until ``advance`` is called, in whatever micro-batches it is asked for: what takes
+    it again, in smaller ones, loses and repeats nothing.
+    """
+
+    def __init__(self, loader: Loader, sample_ids: list[int]) -> None:
+        self._loader = loader
+        self._sample_ids = sample_ids
+        self.used = 0
+        self._running: tuple[int, int, int] | None = None
+        """For what step, from where and in what portions, the micro-batches being loaded are."""
+
+    def step(self, rows: int, micro_batch: int) -> Iterator[MicroBatch]:
+        """The next ``rows`` samples, ``micro_batch`` at a time; the last portion may be smaller."""
+        if self._running != (self.used, rows, micro_batch):
+            mine = self._sample_ids[self.used :]
+            self._micro_batches = self._loader.bring(_portions(mine, rows, micro_batch))
+        self._running = (self.used + rows, rows, micro_batch)
+        return islice(self._micro_batches, -(-rows // micro_batch))
+
+    def advance(self, rows: int) -> None:
+        """The step is done."""
+        self.used += rows
+
+
+def _portions(sample_ids: list[int], rows: int, micro_batch: int) -> list[list[int]]:
+    """The micro-batches of one full step after the other; what does not fill a step is left out."""
+    full = len(sample_ids) // rows * rows
+    return [
+        sample_ids[i : min(i + micro_batch, start + rows)]
+        for start in range(0, full, rows)
+        for i in range(start, start + rows, micro_batch)
+    ]

@@ -32,7 +32,7 @@ class Snapshot:
     ) -> None:
         self._optimizers = [_OptimizerSnapshot(optimizer) for optimizer in optimizers]
         self._tensors = _Copies([*_trained(model), *model.buffers()])
-        self._generators = _Generators(device)
+        self._generators = Generators(device)
 
     def restore(self) -> None:
         """Everything as it was, except that a fresh optimizer keeps the memory that its state takes, as it
@@ -91,7 +91,7 @@ class _OptimizerSnapshot:
             self._optimizer.state.clear()
 
 
-class _Generators:
+class Generators:
     """The state of every random number generator that a step or a dataset may use."""
 
     def __init__(self, device: torch.device) -> None:

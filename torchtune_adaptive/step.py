@@ -66,6 +66,9 @@ class StepOutcome:
     gradient_norm: float | None = None
     """Where gradients are clipped: their norm before clipping."""
 
+    retries: int = 0
+    """How often the allocators of all ranks had to give memory back to go on."""
+
 
 class _Total(IntEnum):
     """What the ranks sum up in a step's one all-reduce."""
@@ -74,6 +77,7 @@ class _Total(IntEnum):
     LOSS = 1
     SQUARED_GRADIENT_NORM = 2
     FAILED = 3
+    RETRIES = 4
 
 
 class TrainStep:
@@ -122,6 +126,7 @@ class TrainStep:
         self._collectives = Collectives(model, ranks, device, launched) if survive else None
         self._totals = torch.zeros(len(_Total), dtype=torch.float64, device=device)
         memory.adopt([*model.parameters(), *model.buffers(), *_optimizer_state(optimizers)])
+        self._retries_before = memory.retries()
         self._begin()
 
     def _begin(self) -> None:
@@ -209,9 +214,10 @@ class TrainStep:
             outcome = self._exchange(squared_norm)
         if self._lost:
             return self._lose()
+        scale = self._scale(outcome)
         try:
             with self.memory.running():
-                self._scale_gradients(outcome)
+                self._scale_gradients(scale)
                 self.phase = "optimizer step"
                 for optimizer in self.optimizers:
                     optimizer.step()
@@ -240,9 +246,11 @@ class TrainStep:
             totals[_Total.LOSS].copy_(self._sum_of_losses())
             if squared_norm is not None:
                 totals[_Total.SQUARED_GRADIENT_NORM].copy_(squared_norm)
+        if self._collectives is not None:
+            totals[_Total.RETRIES].fill_(float(self._new_retries()))
         if self.ranks.size > 1:
             dist.all_reduce(totals)
-        tokens, loss, squared, failed = totals.tolist()
+        tokens, loss, squared, failed, retries = totals.tolist()
         self._lost = failed > 0
         if self._lost:
             return StepOutcome(lost=True)
@@ -250,8 +258,17 @@ class TrainStep:
         if self._clip_grad_norm is not None:
             norm = squared**0.5 * _over(self.ranks.size, tokens)
         return StepOutcome(
-            lost=False, tokens=int(tokens), loss=_over(loss, tokens), gradient_norm=norm
+            lost=False,
+            tokens=int(tokens),
+            loss=_over(loss, tokens),
+            gradient_norm=norm,
+            retries=int(retries),
         )
+
+    def _new_retries(self) -> int:
+        """Since the last step, whether that was lost or not."""
+        before, self._retries_before = self._retries_before, self.memory.retries()
+        return self._retries_before - before
 
     def _sum_of_losses(self) -> torch.Tensor:
         if self._loss is None:
@@ -280,19 +297,33 @@ class TrainStep:
         ]
         return torch.stack(norms).sum() if norms else torch.zeros((), device=self.device)
 
-    @torch.no_grad()
-    def _scale_gradients(self, outcome: StepOutcome) -> None:
-        """From the sum over tokens (averaged over ranks, by FSDP) to the mean, clipped; in place."""
-        self.phase = "gradient scaling"
+    def _scale(self, outcome: StepOutcome) -> float:
+        """From the sum over tokens (averaged over ranks, by FSDP) to the mean, clipped."""
         scale = _over(self.ranks.size, outcome.tokens)
         if outcome.gradient_norm is not None and self._clip_grad_norm is not None:
             scale *= min(1.0, self._clip_grad_norm / (outcome.gradient_norm + 1e-6))
+        return scale
+
+    @torch.no_grad()
+    def _scale_gradients(self, scale: float) -> None:
+        self.phase = "gradient scaling"
         gradients = [_local(gradient) for gradient in self._gradients()]
         if self.device.type != "cpu" and gradients:
-            torch._foreach_mul_(gradients, scale)
+            self._insist(torch._foreach_mul_, gradients, scale)
         else:  # where foreach would round the number to the gradients' dtype first
             for gradient in gradients:
-                gradient.mul_(scale)
+                self._insist(gradient.mul_, scale)
+
+    def _insist(self, multiply: Callable[..., Any], *arguments: Any) -> None:
+        """A product in place needs no memory. What may fail for want of it is the loading of its kernel,
+        before anything is multiplied, so it is done again: the other ranks rely on this one's step by now."""
+        try:
+            multiply(*arguments)
+        except Exception as error:
+            if self._collectives is None or not is_out_of_memory(error):
+                raise
+            self.memory.release()
+            multiply(*arguments)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
@@ -350,6 +381,7 @@ class TrainStep:
     def _lose(self) -> StepOutcome:
         failures = self.ranks.gather(self._failed_in)
         self.forget()
+        self._new_retries()  # those of a lost step say nothing about the size that follows
         return StepOutcome(lost=True, failures=tuple(failures))
 
 

@@ -1,10 +1,10 @@
 """Notice a rank that died or hangs, say which and where, and stop: long before the process group would.
 
 Each rank has a thread that publishes where its main thread is, and reads the same of the others. Two
-things make a rank lost: it is not heard of at all (killed, stopped, its machine gone), or it stays where
-it is while the others are past that point and wait for it (a hang). Either must last for ``limit``
-seconds. Then every other rank says so and exits, whatever its main thread is waiting in; the launcher
-sees the exit and ends the run.
+things make a rank lost: it is not heard of at all for ``limit`` seconds (killed, stopped, its machine
+gone), or it stays where it is while the others are past that point and wait for it (a hang), for longer
+than the phase allows. Then every other rank says so and exits, whatever its main thread is waiting in;
+the launcher sees the exit and ends the run.
 
 Nothing here touches the device or delays a step: the main thread writes a few attributes, no more.
 """
@@ -51,8 +51,8 @@ class Sign:
     phase: str
     progress: int
     """Counts everything that all ranks do in the same order; who is behind holds the others up."""
-    may_hang: bool
-    """Whether standing still in this phase is a hang (saving a large checkpoint is not)."""
+    patience: float | None
+    """Seconds after which standing still in this phase is a hang (saving a large checkpoint never is)."""
     stopped: str = ""
     """Set when the rank has ended: why."""
     beats: int = 0
@@ -74,8 +74,9 @@ def lost_rank(own: Sign, others: dict[int, Sign], now: float, limit: float) -> s
                 f"rank {rank} has not been heard of for {now - sign.heard:.0f} s, and this rank waits for it "
                 f"in the phase '{own.phase}'; its last word came from the phase '{sign.phase}'"
             )
-        behind = sign.progress < own.progress
-        if behind and sign.may_hang and own.may_hang and now - sign.moved > limit:
+        if sign.progress >= own.progress or sign.patience is None or own.patience is None:
+            continue
+        if now - sign.moved > max(sign.patience, own.patience):
             return (
                 f"rank {rank} has been hanging for {now - sign.moved:.0f} s in the phase '{sign.phase}', "
                 f"and this rank waits for it in '{own.phase}'"
@@ -88,7 +89,7 @@ class Watchdog:
 
     Args:
         ranks: the ranks to watch; with one rank there is nothing to do.
-        limit: seconds without a sign after which a rank is lost.
+        limit: seconds without any sign of life after which a rank is lost.
         on_duty: if not, it does nothing.
     """
 
@@ -98,7 +99,7 @@ class Watchdog:
         self._limit = limit
         self._phase = "starting"
         self._progress = 0
-        self._may_hang = True
+        self._patience: float | None = limit
         self._stopped = ""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -112,9 +113,12 @@ class Watchdog:
         """One more thing done that every rank does."""
         self._progress += 1
 
-    def enter(self, phase: str, may_hang: bool = True) -> None:
-        """The main thread is in ``phase`` from now on; every rank must enter the same phases."""
-        self._phase, self._may_hang = phase, may_hang
+    def enter(self, phase: str, patience: float | None) -> None:
+        """The main thread is in ``phase`` from now on; every rank must enter the same phases.
+
+        A rank that stands still in it for more than ``patience`` seconds, while others wait for it, hangs.
+        """
+        self._phase, self._patience = phase, patience
         self._progress += 1
 
     # --- life -----------------------------------------------------------------------------------------
@@ -195,14 +199,14 @@ class Watchdog:
             {
                 "phase": self._phase,
                 "progress": self._progress,
-                "may_hang": self._may_hang,
+                "patience": self._patience,
                 "beats": self._beats,
                 "stopped": self._stopped,
             }
         )
 
     def _own(self) -> Sign:
-        return Sign(self._phase, self._progress, self._may_hang)
+        return Sign(self._phase, self._progress, self._patience)
 
     def _who_is_missing(self) -> str:
         """Called when a collective broke: who has not been heard of for a few beats?"""
@@ -227,7 +231,8 @@ class Watchdog:
     def _stop(self, why: str) -> None:
         print(
             f"rank {self._ranks.rank}: {why}. Stopping, or it would wait for ever. "
-            f"(adaptive_batching.rank_timeout is {self._limit:g} s; raise it if this rank was merely slow.)",
+            "(If that rank was merely slow, raise adaptive_batching.rank_timeout or, for a hang in training, "
+            "step_timeout.)",
             file=sys.stderr,
             flush=True,
         )

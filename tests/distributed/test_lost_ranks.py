@@ -65,7 +65,7 @@ def search_until(fate: str) -> None:
         accumulation=lambda size: 1,
         headroom=0.0,
         ranks=ranks,
-        entering=watchdog.enter,
+        entering=lambda phase: watchdog.enter(phase, LIMIT),
     )
     with watchdog, probe:
         probe.prime()
@@ -102,10 +102,10 @@ def slow_but_alive() -> str:
     ranks = Ranks(timeout=20 * LIMIT)
     watchdog = Watchdog(ranks, limit=1.0)
     with watchdog:
-        watchdog.enter("loading the model", may_hang=False)
+        watchdog.enter("loading the model", patience=None)
         time.sleep(4.0 if ranks.rank == 0 else 0.1)
         ranks.any(False)
-        watchdog.enter("a long computation")
+        watchdog.enter("a long computation", patience=1.0)
         time.sleep(4.0)
     return "done"
 

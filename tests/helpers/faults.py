@@ -42,12 +42,19 @@ class FailingMemory(SimulatedMemory):
     def __init__(self) -> None:
         super().__init__(limit=None)
         self.fault: OutOfMemoryAt | None = None
+        self.retried = 0
+
+    def retries(self) -> int:
+        return self.retried
+
+    def arm(self, operation: int) -> OutOfMemoryAt:
+        self.fault = OutOfMemoryAt(operation)
+        return self.fault
 
     @contextmanager
     def fail_at(self, operation: int) -> Iterator[OutOfMemoryAt]:
-        self.fault = OutOfMemoryAt(operation)
         try:
-            yield self.fault
+            yield self.arm(operation)
         finally:
             self.fault = None
 

@@ -55,11 +55,18 @@ def tiny_config(kind: str, output_dir: Path | str, **changes: Any) -> DictConfig
 
 def run_ours(kind: str, cfg: DictConfig) -> list[dict[str, float]]:
     """Run our recipe in this process; what it logged (on rank 0)."""
-    module = _module_at(
-        Path(__file__).parents[2] / "recipes" / f"adaptive_{kind}_finetune_distributed.py"
-    )
+    return run_recipe_at(f"recipes/adaptive_{kind}_finetune_distributed.py", cfg)
+
+
+def run_recipe_at(path: str, cfg: DictConfig) -> list[dict[str, float]]:
+    """Run the recipe that a file of this repository defines."""
+    module = _module_at(Path(__file__).parents[2] / path)
     recipe_class = next(
-        value for name, value in vars(module).items() if name.endswith("RecipeDistributed")
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and value.__module__ == module.__name__
+        and hasattr(value, "train")
     )
     recipe = recipe_class(cfg)
     with recipe.run:

@@ -54,7 +54,7 @@ def test_training_after_a_search_is_training_without(
         run_ours, 2, kind, tiny_config(kind, tmp_path / "fixed", **told), join=False
     )
     for one, other in zip(searched, fixed, strict=True):
-        for key in one.keys() - {"tokens_per_second_per_gpu"}:
+        for key in other.keys() - {"tokens_per_second_per_gpu"}:
             assert one[key] == other[key]
         assert one["batch_size"] == found["batch_size"]
         assert one["global_batch_size"] == found["global_batch_size"]

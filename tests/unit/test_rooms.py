@@ -13,6 +13,7 @@ PACKAGE = Path(torchtune_adaptive.__file__).parent
 FLOORS = {
     "errors": 0,
     "search": 0,
+    "recovery": 0,
     "versions": 0,
     "config": 0,
     "memory": 1,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from torchtune_adaptive.sampler import Loader, SampleOrder
+from torchtune_adaptive.sampler import EpochRows, Loader, SampleOrder
 
 
 @pytest.mark.parametrize("samples", [1, 2, 7, 64, 103])
@@ -33,34 +33,66 @@ def loader(samples: int = 20, rank: int = 0, ranks: int = 1) -> Loader:
 
 
 def test_a_micro_batch_knows_its_samples() -> None:
-    for micro_batch in loader().micro_batches(epoch=0, rows=4):
+    for micro_batch in loader().epoch(0).step(rows=20, micro_batch=4):
         assert (micro_batch.batch["rows"] // 10).tolist() == list(micro_batch.sample_ids)
 
 
-def ids(bringing: Loader, rows: int, start: int = 0) -> list[int]:
-    return [i for batch in bringing.micro_batches(0, rows, start) for i in batch.sample_ids]
+def take(rows: EpochRows, *, step: int, micro_batch: int) -> list[int]:
+    """The samples of the next step, which is then done."""
+    taken = [i for batch in rows.step(step, micro_batch) for i in batch.sample_ids]
+    rows.advance(step)
+    return taken
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 7, 20])
-def test_the_order_does_not_depend_on_the_portions(rows: int) -> None:
-    every = loader().order.epoch(0)
-    assert ids(loader(), rows) == every[: 20 // rows * rows]
-
-
-def test_the_size_can_change_in_mid_epoch_without_losing_a_sample() -> None:
-    bringing = loader()
-    taken = [i for batch in list(bringing.micro_batches(0, rows=2))[:3] for i in batch.sample_ids]
-    taken += ids(bringing, rows=7, start=6)
+@pytest.mark.parametrize("micro_batch", [1, 3, 4, 10])
+def test_the_order_does_not_depend_on_the_portions(micro_batch: int) -> None:
+    rows = loader().epoch(0)
+    taken = take(rows, step=10, micro_batch=micro_batch) + take(
+        rows, step=10, micro_batch=micro_batch
+    )
     assert taken == loader().order.epoch(0)
 
 
+def test_the_last_portion_of_a_step_may_be_smaller_and_none_crosses_into_the_next() -> None:
+    rows = loader().epoch(0)
+    for _ in range(2):
+        assert [len(batch.sample_ids) for batch in rows.step(7, 3)] == [3, 3, 1]
+        rows.advance(7)
+
+
+def test_sizes_can_change_at_every_step_without_losing_a_sample() -> None:
+    rows = loader().epoch(0)
+    taken: list[int] = []
+    for step, micro_batch in [(4, 4), (4, 2), (6, 2), (2, 2), (4, 3)]:
+        taken += take(rows, step=step, micro_batch=micro_batch)
+    assert taken == loader().order.epoch(0) and rows.used == 20
+
+
+@pytest.mark.parametrize("seen", [0, 1, 3])
+def test_a_step_can_be_taken_again_in_smaller_portions(seen: int) -> None:
+    rows = loader().epoch(0)
+    first = take(rows, step=6, micro_batch=2)
+    lost = rows.step(6, 2)
+    for _ in range(seen):
+        next(lost)
+    again = take(rows, step=6, micro_batch=1)
+    assert first + again + take(rows, step=6, micro_batch=2) == loader().order.epoch(0)[:18]
+
+
+def test_a_step_can_be_taken_again_in_the_same_portions() -> None:
+    rows = loader().epoch(0)
+    lost = [batch.sample_ids for batch in rows.step(6, 2)]
+    assert lost == [batch.sample_ids for batch in rows.step(6, 2)]
+
+
 def test_every_sample_goes_to_one_rank() -> None:
-    everyone = [i for rank in range(4) for i in ids(loader(20, rank, 4), rows=1)]
+    ranks = [loader(20, rank, 4).epoch(0) for rank in range(4)]
+    everyone = [i for rows in ranks for i in take(rows, step=5, micro_batch=2)]
     assert sorted(everyone) == list(range(20))
 
 
 def test_bringing_samples_draws_nothing_from_the_runs_generator() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    list(loader().micro_batches(0, rows=3))
+    take(loader().epoch(0), step=20, micro_batch=3)
     assert torch.equal(before, torch.get_rng_state())

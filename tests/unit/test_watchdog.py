@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torchtune_adaptive.watchdog import Sign, lost_rank
 
-OWN = Sign("trial of 8 rows", progress=50, may_hang=True)
-HEALTHY = Sign("trial of 8 rows", progress=50, may_hang=True, heard=99.0, moved=99.0)
+OWN = Sign("trial of 8 rows", progress=50, patience=45.0)
+HEALTHY = Sign("trial of 8 rows", progress=50, patience=45.0, heard=99.0, moved=99.0)
 
 
 def verdict(now: float = 100.0, own: Sign = OWN, **changes: object) -> str | None:
@@ -43,9 +43,9 @@ def test_who_is_as_far_as_this_rank_is_not_waited_for() -> None:
 
 
 def test_some_phases_may_take_as_long_as_they_like() -> None:
-    assert verdict(moved=1.0, progress=49, may_hang=False) is None
-    assert verdict(own=replace(OWN, may_hang=False), moved=1.0, progress=49) is None
-    assert verdict(heard=1.0, may_hang=False) is not None, "but no rank may die in them"
+    assert verdict(moved=1.0, progress=49, patience=None) is None
+    assert verdict(own=replace(OWN, patience=None), moved=1.0, progress=49) is None
+    assert verdict(heard=1.0, patience=None) is not None, "but no rank may die in them"
 
 
 def test_a_rank_that_ended_says_why() -> None:

@@ -1,0 +1,57 @@
+"""The full recipe on a simulated device into which a neighbour moves for a while: `make demo-oom`.
+
+At step 20 something else takes half the memory of rank 0's device; at step 45 it leaves. Nothing else is
+changed, and the recipe is told nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from adaptive_full_finetune_distributed import AdaptiveFullFinetuneRecipeDistributed
+from omegaconf import DictConfig
+
+from torchtune_adaptive import launch
+from torchtune_adaptive.memory import SimulatedMemory
+
+MOVES_IN, LEAVES = 20, 45
+
+
+class Neighbour:
+    """Stands where the metric logger stands, which is how it knows the step."""
+
+    def __init__(self, metrics: Any, memory: SimulatedMemory) -> None:
+        self._metrics = metrics
+        self._memory = memory
+
+    def log_dict(self, payload: dict[str, Any], step: int) -> None:
+        self._metrics.log_dict(payload, step)
+        assert self._memory.limit is not None, "give the device a memory_limit"
+        if step == MOVES_IN:
+            self._memory.limit //= 2
+        elif step == LEAVES:
+            self._memory.limit *= 2
+
+
+class FullFinetuneWithANeighbour(AdaptiveFullFinetuneRecipeDistributed):
+    def setup(self, cfg: DictConfig) -> None:
+        super().setup(cfg)
+        assert self._loop is not None and isinstance(self.run.memory, SimulatedMemory)
+        if self.run.environment.is_rank_zero:
+            neighbour = Neighbour(self._loop.logging.metrics, self.run.memory)
+            self._loop.logging = replace(self._loop.logging, metrics=neighbour)
+
+
+@launch.recipe
+def recipe_main(cfg: DictConfig) -> None:
+    recipe = FullFinetuneWithANeighbour(cfg)
+    with recipe.run:
+        recipe.setup(cfg)
+        recipe.train()
+    recipe.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

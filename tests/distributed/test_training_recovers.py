@@ -1,0 +1,203 @@
+"""Training in which memory runs out: the step is taken again, smaller, and nothing else is different."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.helpers.loops import Sizes, Training
+from tests.helpers.models import same_bits
+from tests.helpers.ranks import run_ranks, watch_ranks
+from torchtune_adaptive.errors import OutOfMemoryElsewhere, TrainingOutOfMemory
+from torchtune_adaptive.recovery import Recovery
+from torchtune_adaptive.watchdog import EXIT_CODE, Watchdog
+
+
+def fail_everywhere(stride: int, settings: dict[str, Any]) -> dict[str, int]:
+    """Fail at each operation of the first step, on one rank after the other."""
+    training = Training(rows=4, micro_batch=2, **settings)
+    unharmed = training.run(Sizes([2]))
+    smaller = training.run(Sizes([1]))
+    assert not same_bits(unharmed.parameters, smaller.parameters)
+    operations = training.operations_before_the_optimizer()
+    counts = {"tried": 0, "redone": 0, "wrong": 0}
+    for operation in range(1, operations + 1, stride):
+        victim = operation // stride % training.ranks.size
+        if victim == training.ranks.rank:
+            with training.memory.fail_at(operation):
+                trained = training.run(Recovery(2, (1, 2), calm_steps=None))
+        else:
+            trained = training.run(Recovery(2, (1, 2), calm_steps=None))
+        expected = smaller if trained.redone else unharmed
+        counts["tried"] += 1
+        counts["redone"] += trained.redone
+        counts["wrong"] += not (
+            same_bits(trained.parameters, expected.parameters)
+            and trained.losses == expected.losses
+            and trained.rates == expected.rates
+            and trained.sizes == expected.sizes
+            and trained.taken == expected.taken
+        )
+    return counts
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_at_every_operation_of_a_step(lora: bool) -> None:
+    settings = {"steps": 1, "lora": lora}
+    for count in run_ranks(fail_everywhere, 2, 1, settings, timeout=300):
+        assert count["wrong"] == 0
+        assert count["tried"] >= 300
+        # Only the scaling of gradients, in place, is simply done again: one operation for each gradient.
+        assert count["tried"] - 12 <= count["redone"] < count["tried"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(3, {"layers": 2}), (1, {"sharded": False}), (2, {"reshard": False, "output_apart": True})],
+    ids=["three ranks", "one rank", "not resharded, output apart"],
+)
+def test_other_kinds_of_run_at_a_sample_of_operations(ranks: int, settings: dict[str, Any]) -> None:
+    settings = {"steps": 3, "dropout": 0.1, **settings}
+    for count in run_ranks(fail_everywhere, ranks, 29, settings, timeout=120):
+        assert count["wrong"] == 0 and count["redone"] >= 15
+
+
+def soak(steps: int) -> dict[str, Any]:
+    """Memory runs out now and then, anywhere, on any rank."""
+    training = Training(rows=4, micro_batch=4, steps=steps, dropout=0.1)
+    training.run(Sizes([4]))  # learns the sequence of collectives
+    operations = training.operations_before_the_optimizer()
+    fate = random.Random(1)  # the same on every rank
+    resident: list[int] = []
+
+    def arm(step: int) -> None:
+        training.memory.fault = None
+        recovery._wait = 2  # or it would soon have learnt to stay small
+        if step % 100 == 0:
+            resident.append(psutil.Process().memory_info().rss)
+        if fate.random() < 0.1 and recovery.size > 1:
+            operation, victim = fate.randrange(1, operations), fate.randrange(training.ranks.size)
+            training.memory.arm(operation if victim == training.ranks.rank else 0)
+
+    recovery = Recovery(4, (1, 2, 3, 4), calm_steps=2)
+    trained = training.run(recovery, arm)
+    training.memory.fault = None
+    reference = training.run(Sizes(trained.sizes))
+    return {
+        "redone": trained.redone,
+        "sizes": set(trained.sizes),
+        "same": same_bits(trained.parameters, reference.parameters),
+        "same losses": trained.losses == reference.losses,
+        "same samples": trained.taken == reference.taken,
+        "samples": len(set(trained.taken)),
+        "growth": resident[-1] - resident[len(resident) // 3],
+    }
+
+
+def test_a_thousand_steps_in_which_anything_may_fail() -> None:
+    started = time.monotonic()
+    for seen in run_ranks(soak, 2, 1000, timeout=400):
+        assert seen["redone"] >= 50 and seen["sizes"] == {1, 2, 4}
+        assert seen["same"] and seen["same losses"] and seen["same samples"]
+        assert seen["samples"] == 4000
+        assert seen["growth"] < 20 << 20
+    assert time.monotonic() - started < 400
+
+
+def thrash(retries: dict[int, int], micro_batch: int, folder: str) -> tuple[list[int], list[Any]]:
+    """Sizes and events of a run in which rank 1's allocator has had to retry before some steps."""
+    training = Training(rows=4, micro_batch=micro_batch, steps=8)
+
+    def retry(step: int) -> None:
+        training.memory.retried += retries.get(step, 0) if training.ranks.rank == 1 else 0
+
+    trained = training.run(Recovery(micro_batch, (1, 2, 4), calm_steps=3), retry, Path(folder))
+    unharmed = training.run(Sizes(trained.sizes))
+    assert same_bits(trained.parameters, unharmed.parameters) and trained.redone == 0
+    rows = (Path(folder) / "batch_size_events.jsonl").read_text() if training.ranks.rank else ""
+    return trained.sizes, [json.loads(row) for row in rows.splitlines()]
+
+
+def test_an_isolated_retry_changes_nothing_two_in_a_row_lower_the_next_step(tmp_path: Path) -> None:
+    (sizes, _), (other_sizes, events) = run_ranks(
+        thrash, 2, {0: 3, 2: 1, 3: 5}, 4, str(tmp_path), timeout=60
+    )
+    assert sizes == other_sizes == [4, 4, 4, 4, 2, 2, 2, 4]
+    assert events[0]["step"] == 5 and events[0]["micro_batch"] == [4, 2]
+    assert "two steps in a row" in events[0]["reason"] and events[0]["accumulation"] == [1, 2]
+    assert events[-1]["reason"] == "calm again"
+
+
+def test_at_size_one_thrashing_is_a_warning(tmp_path: Path) -> None:
+    (sizes, _), (_, events) = run_ranks(thrash, 2, {2: 1, 3: 1}, 1, str(tmp_path), timeout=60)
+    assert sizes == [1] * 8
+    assert any("cannot shrink" in event["reason"] for event in events)
+
+
+def cannot_go_on(what: str) -> str:
+    """A failure that ends training; what it says on this rank."""
+    training = Training(rows=2, micro_batch=1, steps=3)
+    training.run(Sizes([1]))
+    operations = training.operations_before_the_optimizer()
+
+    def always(step: int) -> None:
+        training.memory.arm(operations // 2)
+
+    def no_room(epoch: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    error = OutOfMemoryElsewhere if what == "saving" else TrainingOutOfMemory
+    with pytest.raises(error) as raised:
+        if what == "size one":
+            training.run(Recovery(1, (1,), None), always)
+        elif what == "raise":
+            training.run(None, always)
+        else:
+            training.run(Recovery(1, (1,), None), save=no_room)
+    return str(raised.value)
+
+
+def test_size_one_is_the_end() -> None:
+    for said in run_ranks(cannot_go_on, 2, "size one"):
+        assert "Step 1 in micro-batches of 1 rows: out of memory on rank 0, " in said
+        assert (
+            "on rank 1, " in said and "none has been saved yet" in said and "shorter rows" in said
+        )
+
+
+def test_raise_stops_every_rank_with_the_reason() -> None:
+    for said in run_ranks(cannot_go_on, 2, "raise"):
+        assert "on_out_of_memory is raise" in said
+
+
+def test_out_of_memory_while_saving_is_not_the_batchs_fault() -> None:
+    for said in run_ranks(cannot_go_on, 2, "saving"):
+        assert "while saving the checkpoint of epoch 0" in said and "not to blame" in said
+
+
+def half_applied() -> None:
+    training = Training(rows=4, micro_batch=2, steps=4)
+    training.run(Sizes([2]))
+    operations = training.operations_before_the_optimizer()
+    watchdog = Watchdog(training.ranks, limit=3.0)
+
+    def fail_in_the_optimizer(step: int) -> None:
+        if step == 1 and training.ranks.rank == 1:
+            training.memory.arm(operations + 5)
+
+    with watchdog:
+        training.run(Recovery(2, (1, 2), None), fail_in_the_optimizer, watchdog=watchdog)
+
+
+def test_out_of_memory_in_the_optimizer_stops_every_rank_and_says_so() -> None:
+    survivor, victim = watch_ranks(half_applied, 2, until_exit_of=[0, 1], timeout=60)
+    assert "Out of memory in the optimizer step of step 2" in victim.said
+    assert "some parameters may have changed" in victim.said and "last checkpoint" in victim.said
+    assert survivor.exit_code in (EXIT_CODE, 1) and "rank 1" in survivor.said

@@ -1,0 +1,205 @@
+"""The training loop of the recipes on a tiny model, run again and again from the same start."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from torchtune.data import padded_collate_sft
+
+from tests.helpers.faults import FailingMemory
+from tests.helpers.models import VOCABULARY, adamw, local_values, tiny_llama, train_step
+from torchtune_adaptive import loop as loop_module
+from torchtune_adaptive.build import Environment, Optimizers
+from torchtune_adaptive.checkpoints import Progress
+from torchtune_adaptive.consensus import Ranks
+from torchtune_adaptive.loop import Logging, TrainingLoop
+from torchtune_adaptive.recovery import Recovery
+from torchtune_adaptive.report import Events, Split
+from torchtune_adaptive.sampler import EpochRows, Loader, MicroBatch, SampleOrder
+from torchtune_adaptive.snapshot import Snapshot
+from torchtune_adaptive.watchdog import Watchdog
+
+
+loop_module.tqdm = MagicMock()  # type: ignore[attr-defined]
+
+
+class Sizes(Recovery):
+    """Not a recovery: the sizes of a run that is known, step by step."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(sizes[0], (), None)
+        self._later = iter(sizes[1:])
+
+    def grow_back(self) -> bool:
+        self.size = next(self._later, self.size)
+        return False
+
+
+@dataclass
+class Trained:
+    """What a run has done."""
+
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Of the micro-batch in each step, at its end."""
+    losses: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    redone: int = 0
+    taken: list[int] = field(default_factory=list)
+    """This rank's samples, in the order in which steps used them up."""
+
+
+class Training:
+    """A model that can be trained, with faults or without, as often as one likes."""
+
+    def __init__(
+        self,
+        *,
+        rows: int,
+        micro_batch: int,
+        steps: int,
+        clip_grad_norm: float | None = 1.0,
+        **kind_of_model: Any,
+    ) -> None:
+        self.ranks = Ranks(timeout=20)
+        self.model = tiny_llama(**kind_of_model)
+        self.optimizer = adamw(self.model)
+        self.memory = FailingMemory()
+        self.split = Split(micro_batch, rows // micro_batch, self.ranks.size)
+        self.steps = steps
+        self.step = train_step(
+            self.model,
+            [self.optimizer],
+            memory=self.memory,
+            ranks=self.ranks,
+            clip_grad_norm=clip_grad_norm,
+        )
+        self.dataset = _rows_of_many_lengths(rows * steps * self.ranks.size)
+        self.snapshot = Snapshot(self.model, [self.optimizer], torch.device("cpu"))
+        gc.freeze()  # or each collection after a failure would walk through all that is built
+
+    def run(
+        self,
+        recovery: Recovery | None,
+        before_step: Callable[[int], None] = lambda step: None,
+        folder: Path | None = None,
+        save: Callable[[int], None] = lambda epoch: None,
+        watchdog: Watchdog | None = None,
+    ) -> Trained:
+        """Train from the start. ``before_step`` may arm a fault."""
+        self.snapshot.close()
+        trained = Trained()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 1 - step / self.steps
+        )
+        order = SampleOrder(len(self.dataset), self.ranks.size, shuffle=True)
+        loop = TrainingLoop(
+            environment=Environment(torch.device("cpu"), torch.float32, 0, self.ranks.size),
+            step=self.step,
+            optimizers=Optimizers((self.optimizer,), self.optimizer),
+            lr_scheduler=scheduler,
+            loader=_Watched(
+                trained,
+                self.dataset,  # type: ignore[arg-type]
+                padded_collate_sft,
+                order,
+                self.ranks.rank,
+                self.ranks.size,
+            ),
+            split=self.split,
+            recovery=recovery,
+            steps_per_epoch=self.steps,
+            progress=Progress(0, 1, None),
+            logging=Logging(_Metrics(trained), every_n_steps=1, memory=False),
+            events=Events(folder),
+            profiling=_BeforeStep(before_step),  # type: ignore[arg-type]
+            watchdog=watchdog or Watchdog(self.ranks, 20.0, on_duty=False),
+            step_timeout=20.0,
+            save=save,
+            output_dir=folder or Path("nowhere"),
+        )
+        loop.run()
+        trained.parameters = local_values(self.model)
+        return trained
+
+    def operations_before_the_optimizer(self) -> int:
+        """How many operations of a step at the largest size can run out of memory and be survived."""
+        seen: list[int] = []
+        scale_gradients = self.step._scale_gradients
+
+        def scale_and_count(scale: float) -> None:
+            scale_gradients(scale)
+            seen.append(fault.seen)
+
+        self.step._scale_gradients = scale_and_count  # type: ignore[method-assign]
+        with self.memory.fail_at(0) as fault:
+            self.run(Sizes([self.split.micro_batch]))
+        self.step._scale_gradients = scale_gradients  # type: ignore[method-assign]
+        return seen[0]
+
+
+class _Watched(Loader):
+    def __init__(self, trained: Trained, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._trained = trained
+
+    def epoch(self, epoch: int) -> EpochRows:
+        return _WatchedRows(self._trained, self, super().epoch(epoch)._sample_ids)
+
+
+class _WatchedRows(EpochRows):
+    def __init__(self, trained: Trained, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._trained = trained
+        self._brought: list[MicroBatch] = []
+
+    def step(self, rows: int, micro_batch: int) -> Any:
+        self._brought = list(super().step(rows, micro_batch))
+        return self._brought
+
+    def advance(self, rows: int) -> None:
+        super().advance(rows)
+        for micro_batch in self._brought:
+            self._trained.taken += micro_batch.sample_ids
+
+
+class _Metrics:
+    def __init__(self, trained: Trained) -> None:
+        self._trained = trained
+
+    def log_dict(self, payload: dict[str, Any], step: int) -> None:
+        self._trained.losses.append(payload["loss"])
+        self._trained.rates.append(payload["lr"])
+        self._trained.sizes.append(payload.get("micro_batch_size", payload["batch_size"]))
+        self._trained.redone = payload.get("redone_steps", 0)
+
+
+class _BeforeStep:
+    def __init__(self, before_step: Callable[[int], None]) -> None:
+        self._before_step = before_step
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def before_step(self, epoch: int, number: int) -> None:
+        self._before_step(number)
+
+    def after_step(self, epoch: int, number: int) -> None: ...
+
+
+def _rows_of_many_lengths(rows: int) -> list[dict[str, list[int]]]:
+    numbers = random.Random(0)
+
+    def row() -> dict[str, list[int]]:
+        tokens = [numbers.randrange(VOCABULARY) for _ in range(numbers.randrange(4, 24))]
+        return {"tokens": tokens, "labels": [-100, -100, *tokens[2:]]}
+
+    return [row() for _ in range(rows)]
