@@ -26,7 +26,6 @@ from torchtune_adaptive.sampler import EpochRows, Loader, MicroBatch, SampleOrde
 from torchtune_adaptive.snapshot import Snapshot
 from torchtune_adaptive.watchdog import Watchdog
 
-
 loop_module.tqdm = MagicMock()  # type: ignore[attr-defined]
 
 
