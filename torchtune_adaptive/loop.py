@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from torch.optim.lr_scheduler import LRScheduler
 from torchtune import training
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtune_adaptive.build import Environment, Optimizers
 from torchtune_adaptive.checkpoints import Progress, last_saved
@@ -96,7 +97,8 @@ class TrainingLoop:
         self._losses: list[float] = []
         self._step_started = time.perf_counter()
         for epoch in range(self.progress.epochs_run, self.progress.total_epochs):
-            self._epoch(epoch)
+            with logging_redirect_tqdm([logging.getLogger("torchtune_adaptive")]):
+                self._epoch(epoch)
             self.progress.epochs_run += 1
             self._save(epoch)
         self.profiling.stop()

@@ -114,7 +114,7 @@ class Events:
     """What happened to the batch in training: a log line and a row of JSON for each.
 
     Args:
-        folder: where the file lies; None on ranks that do not write. A resumed run goes on with the file.
+        folder: where the file lies; None on ranks that keep silent. A resumed run goes on with the file.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -122,6 +122,8 @@ class Events:
 
     def changed(self, before: Split, after: Split, step: int, reason: str) -> None:
         """The micro-batch is another one from ``step`` on."""
+        if self._path is None:
+            return
         line = f"micro-batch {before.micro_batch} -> {after.micro_batch} ({reason}, step {step})"
         if before.accumulation != after.accumulation:
             line += f"; accumulation {before.accumulation} -> {after.accumulation}"
@@ -137,14 +139,16 @@ class Events:
 
     def noticed(self, step: int, what: str) -> None:
         """Something that changed nothing."""
+        if self._path is None:
+            return
         log.warning(f"{what} (step {step})")
         self._write({"step": step, "reason": what})
 
     def _write(self, row: dict[str, Any]) -> None:
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        assert self._path is not None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def trial_line(trial: SizeTrial) -> str:
