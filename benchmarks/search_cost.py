@@ -69,7 +69,7 @@ def main() -> None:
 def compare(cfg: DictConfig, rounding: str) -> None:
     run = Run(cfg, "full")
     settings, ranks = run.settings, run.ranks
-    checkpoint = FullCheckpoints(cfg).load()
+    checkpoint = FullCheckpoints(cfg, run.environment).load()
     model = build.full_model(cfg, run.environment, checkpoint[training.MODEL_KEY])
     optimizers = build.optimizers(cfg, run.environment, model.module, None)
     loss_fn = build.loss(cfg, run.environment, model.module)

@@ -49,15 +49,16 @@ class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
         """Load the model and its optimizer; the rest is the same in every recipe."""
         run = self.run
         run.watchdog.enter("loading the model", patience=None)
-        checkpoints = FullCheckpoints(cfg)
+        checkpoints = FullCheckpoints(cfg, run.environment)
         checkpoint = checkpoints.load()
         model = build.full_model(cfg, run.environment, checkpoint[training.MODEL_KEY])
         state = checkpoint.get(training.OPT_KEY)
         optimizers = build.optimizers(cfg, run.environment, model.module, state)
         if cfg.resume_from_checkpoint:
             if checkpoints.asynchronous:
-                checkpoint = checkpoints.load_asynchronous(model, optimizers)
-            run.progress.resume(checkpoint)
+                checkpoints.resume_asynchronous(model, optimizers, run.progress)
+            else:
+                run.progress.resume(checkpoint)
         self._loop = run.prepare(model, optimizers, checkpoints.save)
 
     def train(self) -> None:

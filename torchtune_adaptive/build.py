@@ -38,6 +38,10 @@ from torchtune.modules.peft import (
 from torchtune.training import OptimizerInBackwardWrapper
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
+from torchtune_adaptive.config import AdaptiveSettings
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.schedule import GradientNoise, IncreaseFunction, Schedule
+
 log = logging.getLogger(__name__)
 
 
@@ -330,6 +334,42 @@ def lr_scheduler(
         built.saved.set_lr_scheduler(scheduler)
     log.info("Learning rate scheduler is initialized.")
     return scheduler
+
+
+def batch_increase(
+    cfg: DictConfig, settings: AdaptiveSettings
+) -> Schedule | IncreaseFunction | None:
+    """What makes the batch grow: a function, or a component that is a schedule or gives a function."""
+    node = cfg.get("batch_increase_function")
+    if settings.gradient_noise == "act":
+        return GradientNoise()
+    if node is None:
+        return None
+    try:
+        built = function(node) if isinstance(node, str) else _instantiate(node)
+    except Exception as error:
+        raise ConfigError(
+            "batch_increase_function",
+            node if isinstance(node, str) else OmegaConf.to_container(node),
+            f"cannot be made: {type(error).__name__}: {error}",
+            "Give the dotted path of a function, or a _component_ with what it takes",
+        ) from error
+    if not isinstance(built, Schedule) and not callable(built):
+        raise ConfigError(
+            "batch_increase_function",
+            str(node),
+            f"gives a {type(built).__name__}, which cannot be called",
+            "Give the dotted path of a function f(epoch, current_batch_size), or one of the schedules",
+        )
+    return built
+
+
+def _instantiate(node: DictConfig) -> Any:
+    """As torchtune does, but modules in the working directory count."""
+    values = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(values, dict)
+    component = function(values.pop("_component_"))
+    return component(**{str(key): value for key, value in values.items()})
 
 
 # --- data -------------------------------------------------------------------------------------------

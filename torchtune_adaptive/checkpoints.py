@@ -6,11 +6,14 @@ A checkpoint of these recipes is a checkpoint of torchtune's and the other way r
 from __future__ import annotations
 
 import logging
+import shutil
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch.distributed.checkpoint.state_dict import _init_optim_state  # as torchtune does
@@ -20,11 +23,14 @@ from torchtune.modules.peft import (
     get_lora_module_names,
     get_merged_lora_ckpt,
 )
+from torchtune.training import OptimizerInBackwardWrapper
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient, TrainingProgress
 
 from torchtune_adaptive.build import Environment, Model, Optimizers
 
 log = logging.getLogger(__name__)
+
+TRAINING_KEY = "adaptive_training"
 
 
 @dataclass
@@ -35,6 +41,12 @@ class Progress:
     total_epochs: int
     max_steps_per_epoch: int | None
     epochs_run: int = 0
+    training: dict[str, Any] | None = None
+    """What the training loop needs to go on exactly; None in torchtune's own checkpoints."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self.epochs_run < self.total_epochs
 
     def resume(self, checkpoint: dict[str, Any]) -> None:
         """Go on where a checkpoint was saved; what would change the run's course stays as it was."""
@@ -52,6 +64,7 @@ class Progress:
             )
         epochs_run, seed, max_steps, total_epochs = (checkpoint[key] for key in keys)
         self.epochs_run = epochs_run
+        self.training = checkpoint.get(TRAINING_KEY)
         if self.seed != seed:
             log.warning(
                 f"seed {self.seed} -> {seed} (the checkpoint's; a resumed run keeps its seed)"
@@ -73,53 +86,136 @@ class Progress:
             max_steps_per_epoch=self.max_steps_per_epoch,
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """torchtune's recipe state, with ours in it."""
+        return {**self.as_torchtune().state_dict(), TRAINING_KEY: self.training}
 
-class FullCheckpoints:
-    """Checkpoints of a model of which every weight is trained; also asynchronous ones."""
 
-    def __init__(self, cfg: DictConfig) -> None:
-        self._client = CheckpointClient(cfg)
+class Checkpoints(ABC):
+    """Loads what a run starts from, and saves what it has become, by torchtune's checkpointer."""
+
+    _adapters_only = False
+
+    def __init__(self, cfg: DictConfig, environment: Environment) -> None:
+        self._environment = environment
+        self._resumes = cfg.resume_from_checkpoint
         self._asynchronous = cfg.get("enable_async_checkpointing", False)
-        if self._asynchronous:
-            self._save_on_a_group_of_its_own(cfg)
-
-    def _save_on_a_group_of_its_own(self, cfg: DictConfig) -> None:
-        """An asynchronous save runs collectives in a thread; on the group that training uses, the two
-        would meet. The client makes its checkpointer on first use and has no setting for the group, hence
-        the private attribute (torchtune 0.6.1)."""
-        self._client._dcp_checkpointer = training.DistributedCheckpointer(
-            checkpoint_dir=cfg.checkpointer.checkpoint_dir,
-            output_dir=cfg.checkpointer.output_dir,
-            process_group=dist.new_group(backend="gloo"),
+        self._output_dir = Path(cfg.output_dir)
+        self._in_mid_epoch: str | None = None
+        self._checkpointer = config.instantiate(
+            cfg.checkpointer, should_load_recipe_state=self._resumes and not self._asynchronous
         )
 
     def load(self) -> dict[str, Any]:
         """The weights to start from and, in a run that is resumed, the recipe's state."""
-        return self._client.load_base_checkpoint()
+        return self._checkpointer.load_checkpoint()
 
-    def load_asynchronous(self, model: Model, optimizers: Optimizers) -> dict[str, Any]:
-        """Put the latest asynchronous checkpoint into the model and the optimizer."""
+    def save(self, model: Model, optimizers: Optimizers, progress: Progress, name: str) -> None:
+        """Save a checkpoint ``epoch_<name>``; of those in mid-epoch, only the newest stays."""
+        started = time.perf_counter()
+        is_rank_zero = self._environment.is_rank_zero
+        log.info("Saving checkpoint. This may take some time. Retrieving full model state dict...")
+        weights = training.gather_cpu_state_dict(
+            model.module,
+            is_rank_zero,
+            device=self._environment.device,
+            adapter_weights_only=self._adapters_only,
+        )
+        state: dict[str, Any] = {}
+        if progress.is_unfinished:
+            state = progress.state_dict()
+            state[training.OPT_KEY] = self._optimizer_state(model, optimizers)
+        if is_rank_zero:
+            self._checkpointer.save_checkpoint(
+                {**state, **self._parts(weights)},
+                epoch=name,
+                intermediate_checkpoint=progress.is_unfinished,
+                adapter_only=self._adapters_only,
+            )
+            log.info(f"Saving checkpoint took {time.perf_counter() - started:.2f} secs")
+            self._keep_only(name)
+        dist.barrier()
+
+    def _optimizer_state(self, model: Model, optimizers: Optimizers) -> dict[str, Any]:
+        def full_state(optimizer: Any) -> dict[str, Any]:
+            return training.get_full_optimizer_state_dict(
+                model.module,
+                optimizer,
+                self._environment.is_rank_zero,
+                device=self._environment.device,
+            )
+
+        if isinstance(optimizers.saved, OptimizerInBackwardWrapper):
+            return {name: full_state(one) for name, one in optimizers.saved.optim_map.items()}
+        return full_state(optimizers.saved)
+
+    def _keep_only(self, name: str) -> None:
+        """A checkpoint in mid-epoch gives way to the next one, once that is complete."""
+        if self._in_mid_epoch is not None:
+            shutil.rmtree(self._output_dir / f"epoch_{self._in_mid_epoch}", ignore_errors=True)
+        self._in_mid_epoch = name if "_" in name else None
+
+    @abstractmethod
+    def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """What the checkpointer expects of the weights, on rank 0."""
+
+
+class FullCheckpoints(Checkpoints):
+    """Of a model of which every weight is trained; also asynchronous ones."""
+
+    def __init__(self, cfg: DictConfig, environment: Environment) -> None:
+        super().__init__(cfg, environment)
+        if self._asynchronous:
+            self._client = CheckpointClient(cfg)
+            # An asynchronous save runs collectives in a thread; on the group that training uses, the two
+            # would meet. The client makes its checkpointer on first use and has no setting for the group,
+            # hence the private attribute (torchtune 0.6.1).
+            self._client._dcp_checkpointer = training.DistributedCheckpointer(
+                checkpoint_dir=cfg.checkpointer.checkpoint_dir,
+                output_dir=cfg.checkpointer.output_dir,
+                process_group=dist.new_group(backend="gloo"),
+            )
+
+    def resume_asynchronous(self, model: Model, optimizers: Optimizers, progress: Progress) -> None:
+        """Put the latest asynchronous checkpoint into the model, the optimizer, and the progress."""
         if optimizers.in_backward:
             # Only what the optimizer holds already is loaded. The client sees to that for one optimizer, and
             # forgets it for many, which would go on without their state.
             for optimizer in optimizers.steppers:
                 _init_optim_state(optimizer)
-        return self._client.load_distributed_checkpoint(model.module, optimizers.saved)
+        progress.resume(self._client.load_distributed_checkpoint(model.module, optimizers.saved))
+        beside = self._beside(f"{progress.epochs_run - 1}")
+        if beside.exists():
+            progress.training = torch.load(beside, weights_only=True)
 
     @property
     def asynchronous(self) -> bool:
         return self._asynchronous
 
-    def save(self, model: Model, optimizers: Optimizers, progress: Progress, epoch: int) -> None:
-        self._client.save_checkpoint(model.module, optimizers.saved, progress.as_torchtune(), epoch)
+    def save(self, model: Model, optimizers: Optimizers, progress: Progress, name: str) -> None:
+        if not (self._asynchronous and progress.is_unfinished):
+            super().save(model, optimizers, progress, name)
+            return
+        if self._environment.is_rank_zero:
+            self._beside(name).parent.mkdir(parents=True, exist_ok=True)
+            torch.save(progress.training, self._beside(name))
+        self._client.save_checkpoint(
+            model.module, optimizers.saved, progress.as_torchtune(), int(name)
+        )
+
+    def _beside(self, name: str) -> Path:
+        """A distributed checkpoint has no place for what torchtune does not know."""
+        return self._output_dir / "recipe_state" / f"training_state_{name}.pt"
+
+    def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
+        return {training.MODEL_KEY: weights}
 
 
-class LoRACheckpoints:
-    """Checkpoints of adapters, and of the model that they are merged into."""
+class LoRACheckpoints(Checkpoints):
+    """Of adapters, and of the model that they are merged into."""
 
     def __init__(self, cfg: DictConfig, environment: Environment) -> None:
-        self._environment = environment
-        self._resumes = cfg.resume_from_checkpoint
+        super().__init__(cfg, environment)
         self._adapters_only = cfg.get("save_adapter_weights_only", False)
         self._adapter = {
             "r": cfg.model.lora_rank,
@@ -131,13 +227,10 @@ class LoRACheckpoints:
             ),
             "peft_type": "LORA",
         }
-        self._checkpointer = config.instantiate(
-            cfg.checkpointer, should_load_recipe_state=self._resumes
-        )
 
     def load(self) -> dict[str, Any]:
         """The base weights and, in a run that is resumed, the adapters and the recipe's state."""
-        checkpoint = self._checkpointer.load_checkpoint()
+        checkpoint = super().load()
         if self._resumes and training.ADAPTER_KEY not in checkpoint:
             raise ValueError(
                 "There are no adapter weights to resume from. Set checkpointer.adapter_checkpoint to the "
@@ -145,38 +238,16 @@ class LoRACheckpoints:
             )
         return checkpoint
 
-    def save(self, model: Model, optimizers: Optimizers, progress: Progress, epoch: int) -> None:
-        started = time.perf_counter()
-        unfinished = epoch + 1 < progress.total_epochs
-        is_rank_zero = self._environment.is_rank_zero
-        log.info("Saving checkpoint. This may take some time. Retrieving full model state dict...")
-        weights = training.gather_cpu_state_dict(
-            model.module,
-            is_rank_zero,
-            device=self._environment.device,
-            adapter_weights_only=self._adapters_only,
-        )
-        checkpoint: dict[str, Any] = {}
-        if unfinished:
-            checkpoint.update(progress.as_torchtune().state_dict())
-            checkpoint[training.OPT_KEY] = training.get_full_optimizer_state_dict(
-                model.module, optimizers.saved, is_rank_zero, device=self._environment.device
+    def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
+        parts = {
+            training.ADAPTER_KEY: get_adapter_state_dict(weights),
+            training.ADAPTER_CONFIG: dict(self._adapter),
+        }
+        if not self._adapters_only:
+            parts[training.MODEL_KEY] = get_merged_lora_ckpt(
+                weights, rank=self._adapter["r"], alpha=self._adapter["lora_alpha"]
             )
-        if is_rank_zero:
-            checkpoint[training.ADAPTER_KEY] = get_adapter_state_dict(weights)
-            if not self._adapters_only:
-                checkpoint[training.MODEL_KEY] = get_merged_lora_ckpt(
-                    weights, rank=self._adapter["r"], alpha=self._adapter["lora_alpha"]
-                )
-            checkpoint[training.ADAPTER_CONFIG] = dict(self._adapter)
-            self._checkpointer.save_checkpoint(
-                checkpoint,
-                epoch=epoch,
-                intermediate_checkpoint=unfinished,
-                adapter_only=self._adapters_only,
-            )
-            log.info(f"Saving checkpoint took {time.perf_counter() - started:.2f} secs")
-        dist.barrier()
+        return parts
 
 
 def last_saved(output_dir: Path) -> str:

@@ -100,6 +100,13 @@ def _rounding(key: str, value: object) -> str:
     return _one_of("power_of_two", "divisor", "none")(key, value)
 
 
+def _gradient_noise(key: str, value: object) -> str:
+    # YAML reads a bare ``off`` as False.
+    if value is None or isinstance(value, bool):
+        return "observe" if value else "off"
+    return _one_of("off", "observe", "act")(key, value)
+
+
 def _setting(default: Any, read: Callable[[str, object], Any]) -> Any:
     return field(default=default, metadata={"read": read})
 
@@ -110,6 +117,9 @@ class AdaptiveSettings:
 
     use_maximum_batch_size: bool = False
     """Search for the largest micro-batch that fits, then train with it."""
+
+    grows: bool = False
+    """Whether ``batch_increase_function`` or ``gradient_noise: act`` is set."""
 
     search: str = _setting("extrapolate", _one_of("extrapolate", "bisect", "halve"))
     """How to search; all three find the same size."""
@@ -135,6 +145,21 @@ class AdaptiveSettings:
     cache: bool | str = _setting(True, _cache)
     """Remember found sizes: in the user's cache folder (True), in a folder of your own, or not."""
 
+    grow_past_memory: bool = _setting(False, _boolean)
+    """Let the global batch grow by accumulation once the micro-batch is the largest that fits."""
+
+    lr_scaling: str | None = _setting(None, _optional(_one_of("none", "sqrt", "linear", "gain")))
+    """What a grown batch does to the learning rate; by default what the schedule is meant for."""
+
+    beta2: str = _setting("fixed", _one_of("fixed", "half_life"))
+    """Adam's second beta: as configured, or forgetting over as many samples as it did at the start."""
+
+    gradient_noise: str = _setting("off", _gradient_noise)
+    """Measure the gradient noise scale: ``observe`` logs it, ``act`` lets the batch grow by it."""
+
+    workers: int = _setting(0, _whole_number(0))
+    """Processes on each rank that fetch and collate rows ahead."""
+
     on_out_of_memory: str = _setting("raise", _optional(_one_of("shrink", "raise")))
     """What training does when memory runs out: take the step again with smaller micro-batches, or stop. By
     default it shrinks where ``use_maximum_batch_size`` is on and the optimizer does not step in backward."""
@@ -158,9 +183,14 @@ class AdaptiveSettings:
         return self.on_out_of_memory == "shrink"
 
     @property
+    def searches(self) -> bool:
+        """Whether the largest micro-batch must be known."""
+        return self.use_maximum_batch_size or self.grows
+
+    @property
     def survives(self) -> bool:
         """Whether ranks must stay together when memory runs out on one of them."""
-        return self.use_maximum_batch_size or self.shrinks
+        return self.searches or self.shrinks
 
     def agreement_timeout(self, compiled: bool) -> float:
         """Seconds that ranks wait for each other to agree: long enough for the watchdog to speak first
@@ -186,8 +216,11 @@ class AdaptiveSettings:
         values = {key: readers[key](f"{BLOCK}.{key}", block[key]) for key in block}
         switch = "use_maximum_batch_size"
         values[switch] = _boolean(switch, cfg.get(switch, False))
+        acts = values.get("gradient_noise") == "act"
+        values["grows"] = acts or cfg.get("batch_increase_function") is not None
         if values.get("on_out_of_memory") is None:
-            can_redo = values[switch] and not cfg.get("optimizer_in_bwd", False)
+            adapts = values[switch] or values["grows"]
+            can_redo = adapts and not cfg.get("optimizer_in_bwd", False)
             values["on_out_of_memory"] = "shrink" if can_redo else "raise"
         return cls(**values)
 
@@ -229,6 +262,7 @@ _COMMON_KEYS = frozenset(
         "use_maximum_batch_size",
         "batch_increase_function",
         "adaptive_batching",
+        "save_every_n_steps",
     ]
 )
 _RECIPE_KEYS = {
@@ -306,13 +340,7 @@ def check_recipe_config(cfg: DictConfig, recipe: str) -> None:
 
 def check_adaptive_config(cfg: DictConfig, settings: AdaptiveSettings) -> None:
     """Stop at what cannot work together with adaptive batching."""
-    if cfg.get("batch_increase_function") is not None:
-        raise ConfigError(
-            "batch_increase_function",
-            _plain(cfg, "batch_increase_function"),
-            "cannot be used yet: this release does not grow the batch during training",
-            "Set it to null",
-        )
+    _check_growth(cfg, settings)
     if settings.search_only and not settings.use_maximum_batch_size:
         raise ConfigError(
             f"{BLOCK}.search_only",
@@ -328,13 +356,12 @@ def check_adaptive_config(cfg: DictConfig, settings: AdaptiveSettings) -> None:
             "Set it to raise, or set optimizer_in_bwd=False",
         )
     if settings.survives and cfg.get("tensor_parallel_dim", 1) > 1:
-        ours = "use_maximum_batch_size" if settings.use_maximum_batch_size else "shrink"
         raise ConfigError(
             "tensor_parallel_dim",
             cfg.tensor_parallel_dim,
-            f"cannot be combined with {ours}: a rank that runs out of memory finishes the "
-            "step's collectives in the others' place, and can do so for FSDP's collectives only",
-            "Set tensor_parallel_dim=1, or use_maximum_batch_size=False, "
+            "cannot be combined with use_maximum_batch_size, growth or shrink: a rank that runs out of "
+            "memory finishes the step's collectives in the others' place, and can do so for FSDP's only",
+            "Set tensor_parallel_dim=1, or use_maximum_batch_size=False, batch_increase_function=null, "
             f"{BLOCK}.on_out_of_memory=raise, and choose batch_size yourself",
         )
     if not settings.use_maximum_batch_size:
@@ -345,6 +372,57 @@ def check_adaptive_config(cfg: DictConfig, settings: AdaptiveSettings) -> None:
             True,
             "needs gradient accumulation, and with optimizer_in_bwd there is none",
             "Set one of the two to False",
+        )
+
+
+def _check_growth(cfg: DictConfig, settings: AdaptiveSettings) -> None:
+    in_backward = cfg.get("optimizer_in_bwd", False)
+    if settings.grow_past_memory and in_backward:
+        raise ConfigError(
+            f"{BLOCK}.grow_past_memory",
+            True,
+            "needs gradient accumulation, and with optimizer_in_bwd there is none",
+            "Set one of the two to False",
+        )
+    if settings.gradient_noise != "off" and in_backward:
+        raise ConfigError(
+            f"{BLOCK}.gradient_noise",
+            settings.gradient_noise,
+            "needs the gradients of a whole step, and with optimizer_in_bwd they never exist together",
+            "Set it to off, or set optimizer_in_bwd=False",
+        )
+    if settings.gradient_noise == "act" and cfg.get("batch_increase_function") is not None:
+        raise ConfigError(
+            f"{BLOCK}.gradient_noise",
+            "act",
+            "decides about the batch, and so does batch_increase_function",
+            "Set it to observe, or batch_increase_function=null",
+        )
+    if settings.lr_scaling == "gain" and settings.gradient_noise == "off":
+        raise ConfigError(
+            f"{BLOCK}.lr_scaling",
+            "gain",
+            "is computed from the gradient noise scale, which is not measured",
+            f"Set {BLOCK}.gradient_noise=observe, or another rule",
+        )
+    if settings.beta2 == "half_life" and not re.search(
+        r"^torch\.optim\.Adam(W)?$", cfg.optimizer.get("_component_", "")
+    ):
+        raise ConfigError(
+            f"{BLOCK}.beta2",
+            "half_life",
+            "corrects the second moment of torch's Adam, which the optimizer is not "
+            f"({cfg.optimizer.get('_component_')})",
+            "Use torch.optim.AdamW or torch.optim.Adam, or set it to fixed",
+        )
+    steps = cfg.get("save_every_n_steps")
+    _optional(_whole_number(1))("save_every_n_steps", steps)
+    if steps is not None and cfg.get("enable_async_checkpointing", False):
+        raise ConfigError(
+            "save_every_n_steps",
+            steps,
+            "cannot be asynchronous: torchtune finds asynchronous checkpoints by their epoch",
+            "Set enable_async_checkpointing=False, or save_every_n_steps=null",
         )
 
 

@@ -5,6 +5,7 @@
     |-- UnsupportedVersion     a library version that this release was not made for
     |-- NothingFits            not even one row fits on the device
     |-- EmptyTrial             a trial that trained nothing, so its verdict would be worthless
+    |-- BatchIncreaseError     the batch cannot grow as asked, or cannot be shared by the ranks
     |-- TrainingOutOfMemory    memory ran out in a training step, and it cannot be redone
     |-- OutOfMemoryElsewhere   memory ran out between steps: the batch size is not to blame
     `-- RankLost               another rank died, hung, or stopped answering
@@ -39,6 +40,10 @@ class NothingFits(AdaptiveBatchingError):
 
 class EmptyTrial(AdaptiveBatchingError):
     """A trial that trained nothing."""
+
+
+class BatchIncreaseError(AdaptiveBatchingError):
+    """The batch cannot grow as asked, or cannot be shared by the ranks."""
 
 
 class TrainingOutOfMemory(AdaptiveBatchingError):

@@ -69,6 +69,7 @@ def find_batch_size(
     step: TrainStep,
     ranks: Ranks,
     watchdog: Watchdog,
+    known: int | None = None,
 ) -> SearchReport:
     """Search on the run itself, which is afterwards as it was before.
 
@@ -80,6 +81,7 @@ def find_batch_size(
         step: the step that training will use.
         ranks: the ranks of the run.
         watchdog: is told about each phase.
+        known: what an earlier part of this run has found; it is confirmed by one trial.
     """
     started = time.perf_counter()
     asked = Split(cfg.batch_size, cfg.gradient_accumulation_steps, ranks.size)
@@ -97,7 +99,9 @@ def find_batch_size(
     probe = Probe(
         step=step,
         batch=lambda size: worst.batch(size, data.collate),
-        accumulation=lambda size: split_for(settings, asked, size).accumulation,
+        accumulation=lambda size: max(
+            split_for(settings, asked, size).accumulation, 2 if settings.grow_past_memory else 1
+        ),
         headroom=settings.headroom,
         ranks=ranks,
         # How long a rank compiles is its own affair.
@@ -110,7 +114,7 @@ def find_batch_size(
         first = probe.prime()
         if not first.fits:
             raise nothing_fits(first, worst)
-        known = facts(
+        about = facts(
             cfg,
             settings,
             row_length=worst.length,
@@ -119,7 +123,7 @@ def find_batch_size(
             device=step.memory.name,
             capacity=min(report.usable_bytes for report in first.reports),
         )
-        result = _search_or_remember(settings, sizes, probe, known, ranks)
+        result = _search_or_remember(settings, sizes, probe, about, known, ranks)
     if result.size is None:
         raise nothing_fits(result.trials[-1], worst)
     return SearchReport(
@@ -147,7 +151,8 @@ def _search_or_remember(
     settings: AdaptiveSettings,
     sizes: tuple[int, ...],
     probe: Probe,
-    known: Mapping[str, Any],
+    about: Mapping[str, Any],
+    known: int | None,
     ranks: Ranks,
 ) -> SearchResult[SizeTrial]:
     def trial(size: int) -> SizeTrial:
@@ -156,9 +161,8 @@ def _search_or_remember(
         return outcome
 
     cache = ResultCache.from_setting(settings.cache)
-    remembered = ranks.from_rank_zero(
-        cache.get(known)
-    )  # or ranks with other caches would part ways
+    # From rank 0, or ranks with other caches would part ways.
+    remembered = known or ranks.from_rank_zero(cache.get(about))
     tried: tuple[SizeTrial, ...] = ()
     if remembered is not None and remembered in sizes:
         log.info(f"An earlier run like this one found {remembered} rows; confirming it.")
@@ -168,7 +172,7 @@ def _search_or_remember(
         log.info("It does not fit any more; searching anew.")
     result = search(settings.search, sizes, trial)
     if ranks.rank == 0 and result.size is not None:
-        cache.put(known, result.size)
+        cache.put(about, result.size)
     return SearchResult(result.size, result.status, tried + result.trials)
 
 

@@ -10,20 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
-from torch.optim.lr_scheduler import LRScheduler
 from torchtune import training
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from torchtune_adaptive.build import Environment, Optimizers
+from torchtune_adaptive.build import Environment
 from torchtune_adaptive.checkpoints import Progress, last_saved
 from torchtune_adaptive.config import BLOCK
 from torchtune_adaptive.errors import ConfigError, OutOfMemoryElsewhere, TrainingOutOfMemory
-from torchtune_adaptive.memory import DeviceMemory, is_out_of_memory
+from torchtune_adaptive.growth import Grown, Growth
+from torchtune_adaptive.instruments import History, Logging, Profiling
+from torchtune_adaptive.learning_rate import LearningRate
+from torchtune_adaptive.memory import is_out_of_memory
 from torchtune_adaptive.recovery import Recovery
 from torchtune_adaptive.report import Events, Split
 from torchtune_adaptive.sampler import EpochRows, Loader, MicroBatch
+from torchtune_adaptive.schedule import Epochs, Moment
 from torchtune_adaptive.snapshot import Generators
 from torchtune_adaptive.step import StepHalfApplied, StepOutcome, TrainStep
 from torchtune_adaptive.watchdog import Watchdog
@@ -31,39 +33,25 @@ from torchtune_adaptive.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 
-def steps_per_epoch(rows_per_rank: int, split: Split, at_most: int | None) -> int:
-    """The optimizer steps in an epoch; a run without any would save untrained weights as its result."""
-    steps = rows_per_rank // (split.micro_batch * split.accumulation)
-    if steps == 0:
+def epochs_of(rows_per_rank: int, split: Split, max_steps: int | None) -> Epochs:
+    """What a rank may use in an epoch; a run without a step would save untrained weights as its result.
+
+    Args:
+        rows_per_rank: that there are.
+        split: of the first step.
+        max_steps: of that size, in an epoch.
+    """
+    if rows_per_rank < split.rows:
         raise ConfigError(
             "batch_size",
             split.micro_batch,
             f"with gradient_accumulation_steps {split.accumulation} makes steps of "
-            f"{split.micro_batch * split.accumulation} rows per rank, and the data has {rows_per_rank}",
+            f"{split.rows} rows per rank, and the data has {rows_per_rank}",
             "Lower batch_size or gradient_accumulation_steps, or use more data",
         )
-    return min(steps, at_most) if at_most is not None else steps
-
-
-@dataclass(frozen=True)
-class Logging:
-    """What is written down, and how often."""
-
-    metrics: Any
-    """torchtune's metric logger; on rank 0 only."""
-    every_n_steps: int
-    memory: bool
-    """Log the accelerator's peak memory as well."""
-
-    @classmethod
-    def from_config(cls, cfg: DictConfig, metrics: Any, environment: Environment) -> Logging:
-        memory = cfg.get("log_peak_memory_stats", False)
-        if memory and environment.device.type == "cpu":
-            log.info(
-                "log_peak_memory_stats is True, but a CPU has no such statistics; not logging them."
-            )
-            memory = False
-        return cls(metrics, cfg.get("log_every_n_steps", 1), memory)
+    if max_steps is not None:
+        rows_per_rank = min(rows_per_rank, max_steps * split.rows)
+    return Epochs(rows_per_rank, split.rows)
 
 
 @dataclass
@@ -72,25 +60,31 @@ class TrainingLoop:
 
     environment: Environment
     step: TrainStep
-    optimizers: Optimizers
-    lr_scheduler: LRScheduler | None
+    growth: Growth
+    learning_rate: LearningRate
+    make_recovery: Callable[[Split], Recovery | None]
+    """What decides about smaller micro-batches when memory runs out; None to stop then."""
     loader: Loader
-    split: Split
-    recovery: Recovery | None
-    """Decides about smaller micro-batches when memory runs out; None to stop then."""
-    steps_per_epoch: int
+    epochs: Epochs
     progress: Progress
     logging: Logging
     events: Events
     profiling: Profiling
     watchdog: Watchdog
     step_timeout: float
-    save: Callable[[int], None]
+    save: Callable[[str], None]
+    """Saves a checkpoint of this name, with the progress as it is."""
+    save_every_n_steps: int | None
     output_dir: Path
 
     def run(self) -> None:
-        self.global_step = self.progress.epochs_run * self.steps_per_epoch
+        self.global_step = self.progress.epochs_run * self.epochs.base_steps
+        self.samples = self.progress.epochs_run * self.epochs.base_steps * self.split.global_batch
         self.redone_steps = self.retries = 0
+        self.recovery = self.make_recovery(self.split)
+        self.history = History()
+        self._noise: float | None = None
+        used = self._go_on(self.progress.training) if self.progress.training else 0
         self.step.memory.release()
         self.step.memory.watch()
         self.profiling.start()
@@ -98,32 +92,74 @@ class TrainingLoop:
         self._step_started = time.perf_counter()
         for epoch in range(self.progress.epochs_run, self.progress.total_epochs):
             with logging_redirect_tqdm([logging.getLogger("torchtune_adaptive")]):
-                self._epoch(epoch)
+                self._epoch(epoch, used)
+            used = 0
             self.progress.epochs_run += 1
-            self._save(epoch)
+            self._save(f"{epoch}", used)
         self.profiling.stop()
         self._say_where_everything_is()
 
-    def _epoch(self, epoch: int) -> None:
-        # torchtune's loader draws one number from the run's generator in each epoch. So that dropout sees
-        # the same numbers here as there, one is drawn.
-        torch.empty((), dtype=torch.int64).random_()
-        # What does not fill a step is left at the end, not carried into the next epoch's first step.
-        rows = self.loader.epoch(epoch)
-        bar = tqdm(total=self.steps_per_epoch, disable=not self.environment.is_rank_zero)
-        for number in range(self.steps_per_epoch):
+    @property
+    def split(self) -> Split:
+        """How the step is put together, as long as nothing goes wrong."""
+        return self.growth.split
+
+    def _epoch(self, epoch: int, used: int) -> None:
+        rows = self.loader.epoch(epoch, used)
+        if used == 0:
+            # torchtune's loader draws one number from the run's generator in each epoch. So that dropout
+            # sees the same numbers here as there, one is drawn.
+            torch.empty((), dtype=torch.int64).random_()
+            self._grow(self.growth.as_epoch_begins(epoch, self.samples))
+        bar = tqdm(
+            total=self.epochs.base_steps,
+            initial=self.epochs.position(0, used),
+            disable=not self.environment.is_rank_zero,
+        )
+        number = 0
+        while self._is_room_for_a_step(epoch, rows):
             self.profiling.before_step(epoch, number)
             outcome = self._take_step(rows)
             self.global_step += 1
+            self.samples += self.split.global_batch
             self._losses.append(outcome.loss)
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-            bar.update(1)
+            self.learning_rate.move_to(self.epochs.position(epoch, rows.used))
+            bar.update(self.epochs.position(0, rows.used) - bar.n)
             bar.set_description(f"{epoch + 1}|{self.global_step}|Loss: {outcome.loss}")
             self._log(outcome)
-            self._choose_next_size(outcome)
+            self._heed(outcome)
             self.profiling.after_step(epoch, number)
+            number += 1
+            if self.save_every_n_steps and self.global_step % self.save_every_n_steps == 0:
+                self._save(f"{epoch}_step_{self.global_step}", rows.used)
+        # What does not fill a step is left at the end, not carried into the next epoch's first step.
+        self.learning_rate.move_to(self.epochs.position(epoch, self.epochs.rows))
         bar.close()
+
+    def _is_room_for_a_step(self, epoch: int, rows: EpochRows) -> bool:
+        """Once the schedule has said how large the step is to be."""
+        self._grow(self.growth.before_step(self._moment(epoch, rows)))
+        return rows.used + self.split.rows <= self.epochs.rows
+
+    # --- the batch grows -------------------------------------------------------------------------------
+
+    def _moment(self, epoch: int, rows: EpochRows) -> Moment:
+        return Moment(
+            samples=self.samples,
+            epochs=self.epochs.progress(epoch, rows.used),
+            start=self.growth.start.global_batch,
+            current=self.split.global_batch,
+            lr_factor=self.learning_rate.base_factor,
+            noise=self._noise,
+        )
+
+    def _grow(self, grown: Grown | None) -> None:
+        if grown is not None:
+            self.recovery = self.make_recovery(self.split)
+            self.events.grown(
+                grown.before, grown.after, grown.samples, self.global_step + 1, grown.reason
+            )
+        self.learning_rate.follow(self.split.global_batch, self._noise)
 
     # --- a step, as often as it takes -----------------------------------------------------------------
 
@@ -135,9 +171,9 @@ class TrainingLoop:
                 f"step {self.global_step + 1} in micro-batches of {split.micro_batch} rows",
                 self.step_timeout,
             )
-            outcome = self._try_step(rows.step(self.rows_per_rank, split.micro_batch))
+            outcome = self._try_step(rows.step(split.rows, split.micro_batch))
             if not outcome.lost:
-                rows.advance(self.rows_per_rank)
+                rows.advance(split.rows)
                 return outcome
             self._shrink(outcome)
             self.redone_steps += 1
@@ -156,17 +192,12 @@ class TrainingLoop:
                 f"{self._advice()}"
             ) from None
 
-    @property
-    def rows_per_rank(self) -> int:
-        """That each rank puts into a step, in however many micro-batches."""
-        return self.split.micro_batch * self.split.accumulation
-
     def _split_now(self) -> Split:
         """The step's rows, in micro-batches of the size that is right now; the last may be smaller."""
-        if self.recovery is None:
+        if self.recovery is None or self.recovery.size == self.split.micro_batch:
             return self.split
-        size = self.recovery.size
-        return Split(size, -(-self.rows_per_rank // size), self.split.ranks)
+        size, rows = self.recovery.size, self.split.rows
+        return Split(size, -(-rows // size), self.split.ranks, rows)
 
     def _shrink(self, outcome: StepOutcome) -> None:
         where = ", ".join(
@@ -183,8 +214,8 @@ class TrainingLoop:
             )
         self.events.changed(before, self._split_now(), self.global_step + 1, where)
 
-    def _choose_next_size(self, outcome: StepOutcome) -> None:
-        """At the boundary between two steps; what the step saw is the same on every rank."""
+    def _heed(self, outcome: StepOutcome) -> None:
+        """What a good step says about the next; it is the same on every rank."""
         self.retries += outcome.retries
         if self.recovery is None:
             return
@@ -205,45 +236,92 @@ class TrainingLoop:
             "shorter rows (tokenizer.max_seq_len)."
         )
 
-    # --- between steps --------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------------
 
-    def _save(self, epoch: int) -> None:
-        self.watchdog.enter(f"saving the checkpoint of epoch {epoch}", patience=None)
+    def _save(self, name: str, used: int) -> None:
+        self.watchdog.enter(f"saving the checkpoint epoch_{name}", patience=None)
         # What saving needs is not what training needs: neither should find the other's cached memory.
         self.step.memory.release()
         try:
-            self.save(epoch)
+            self.progress.training = self._state(used)
+            self.save(name)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemoryElsewhere(
-                f"Out of memory while saving the checkpoint of epoch {epoch}, not in a training step: the "
+                f"Out of memory while saving the checkpoint epoch_{name}, not in a training step: the "
                 "batch size is not to blame. Gathering the weights needs room for the largest of them: keep "
                 f"the device for this process, or set enable_async_checkpointing. ({error})"
             ) from error
         self.step.memory.release()
 
+    def _state(self, used: int) -> dict[str, Any]:
+        """All that a run needs to go on as if it had never stopped, beside model and optimizer."""
+        ranks = self.step.ranks
+        return {
+            "global_step": self.global_step,
+            "samples": self.samples,
+            "samples_of_epoch": used * ranks.size,
+            "growth": self.growth.state_dict(),
+            "learning_rate": self.learning_rate.state_dict(),
+            "recovery": self.recovery.state_dict() if self.recovery else None,
+            "redone_steps": self.redone_steps,
+            "retries": self.retries,
+            "generators": ranks.gather(Generators(self.environment.device).state_dict()),
+        }
+
+    def _go_on(self, state: dict[str, Any]) -> int:
+        """Take up a saved state; the rows of its epoch that each rank has used."""
+        self.global_step, self.samples = state["global_step"], state["samples"]
+        self.redone_steps, self.retries = state["redone_steps"], state["retries"]
+        self.learning_rate.load_state_dict(state["learning_rate"])
+        if self.recovery is not None and state["recovery"] is not None:
+            self.recovery.load_state_dict(state["recovery"])
+        generators = state["generators"]
+        if len(generators) == self.step.ranks.size:
+            Generators(self.environment.device).load_state_dict(generators[self.step.ranks.rank])
+        else:
+            log.warning(
+                f"The checkpoint is of {len(generators)} ranks and this run has {self.step.ranks.size}: the "
+                "samples go on where they were, random numbers (dropout) do not."
+            )
+        return int(state["samples_of_epoch"]) // self.step.ranks.size
+
+    # --- what the user sees -----------------------------------------------------------------------------
+
     def _say_where_everything_is(self) -> None:
         if self._losses:
             log.info(
-                f"Trained {len(self._losses)} steps of {self.split.global_batch} rows; loss "
+                f"Trained {len(self._losses)} steps, the last of {self.split.global_batch} rows; loss "
                 f"{_mean(self._losses[:5]):.2f} -> {_mean(self._losses[-5:]):.2f} (first and last steps)."
             )
+        adapts = self.recovery is not None or self.growth.grows
+        if (
+            adapts
+            and self.environment.is_rank_zero
+            and (plot := self.history.plot(self.output_dir))
+        ):
+            log.info(f"Batch, learning rate and loss over samples: {plot}.")
         log.info(f"Checkpoint: {last_saved(self.output_dir)}. Everything else: {self.output_dir}.")
 
     def _log(self, outcome: StepOutcome) -> None:
         now = time.perf_counter()
+        split, lr = self._split_now(), self.learning_rate.now
+        self.history.add(self.samples, split.global_batch, split.micro_batch, lr, outcome.loss)
         if self.environment.is_rank_zero and self.global_step % self.logging.every_n_steps == 0:
             seconds = now - self._step_started
             record: dict[str, Any] = {
                 "loss": outcome.loss,
-                "lr": float(self.optimizers.steppers[0].param_groups[0]["lr"]),
+                "lr": lr,
                 "tokens_per_second_per_gpu": outcome.tokens / (seconds * self.environment.ranks),
                 "batch_size": self.split.micro_batch,
-                "global_batch_size": self.split.global_batch,
+                "micro_batch_size": split.micro_batch,
+                "gradient_accumulation_steps": split.accumulation,
+                "global_batch_size": split.global_batch,
+                "samples_seen": self.samples,
             }
             if self.recovery is not None:
-                record.update(self._health(self.recovery))
+                record.update(self._health())
             if self.logging.memory:
                 record.update(training.get_memory_stats(device=self.environment.device))
             if outcome.gradient_norm is not None:
@@ -251,11 +329,10 @@ class TrainingLoop:
             self.logging.metrics.log_dict(record, step=self.global_step)
         self._step_started = time.perf_counter()
 
-    def _health(self, recovery: Recovery) -> dict[str, float]:
+    def _health(self) -> dict[str, float]:
         """How training does with its memory; the headroom is this rank's, since the last record."""
         memory = self.step.memory
         health: dict[str, float] = {
-            "micro_batch_size": recovery.size,
             "redone_steps": self.redone_steps,
             "alloc_retries": self.retries,
         }
@@ -267,32 +344,3 @@ class TrainingLoop:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
-
-
-class Profiling:
-    """torchtune's profiler, and the memory history that it asks for in the first epoch, on rank 0."""
-
-    def __init__(
-        self, profiler: Any, settings: DictConfig, environment: Environment, memory: DeviceMemory
-    ) -> None:
-        self._profiler = profiler
-        self._memory = memory
-        self._first = self._last = -1
-        if settings.enabled and settings.get("profile_memory", False) and environment.is_rank_zero:
-            self._first = settings.wait_steps + settings.warmup_steps
-            self._last = self._first + settings.active_steps
-
-    def start(self) -> None:
-        self._profiler.start()
-
-    def stop(self) -> None:
-        self._profiler.stop()
-
-    def before_step(self, epoch: int, number: int) -> None:
-        if epoch == 0 and number == self._first:
-            self._memory.record_history(True)
-
-    def after_step(self, epoch: int, number: int) -> None:
-        if epoch == 0 and number == self._last:
-            self._memory.record_history(False)
-        self._profiler.step()

@@ -6,6 +6,7 @@ Every rank holds one of these and is told the same, so all ranks decide the same
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class Recovery:
@@ -67,3 +68,23 @@ class Recovery:
         self.size = self._given_up.pop()
         self._calm, self._on_trial = 0, True
         return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "size": self.size,
+            "given_up": list(self._given_up),
+            "wait": self._wait,
+            "calm": self._calm,
+            "on_trial": self._on_trial,
+            "retried": self._retried,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was called, unless that was above what this run begins with."""
+        if max([state["size"], *state["given_up"]]) != self.size:
+            return
+        self.size, self._given_up = state["size"], list(state["given_up"])
+        self._calm, self._on_trial = state["calm"], state["on_trial"]
+        self._retried = state["retried"]
+        if self._wait is not None and state["wait"] is not None:
+            self._wait = state["wait"]

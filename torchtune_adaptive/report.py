@@ -26,10 +26,15 @@ class Split:
     micro_batch: int
     accumulation: int
     ranks: int
+    rows: int = 0
+    """On each rank; given where the last micro-batch is smaller than the others."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", self.rows or self.micro_batch * self.accumulation)
 
     @property
     def global_batch(self) -> int:
-        return self.micro_batch * self.accumulation * self.ranks
+        return self.rows * self.ranks
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,25 @@ class Events:
             {
                 "step": step,
                 "reason": reason,
+                "micro_batch": [before.micro_batch, after.micro_batch],
+                "accumulation": [before.accumulation, after.accumulation],
+            }
+        )
+
+    def grown(self, before: Split, after: Split, samples: int, step: int, reason: str) -> None:
+        """The global batch is another one from ``step`` on; as ``schedule.Replay`` reads it."""
+        if self._path is None:
+            return
+        log.info(
+            f"global batch {before.global_batch} -> {after.global_batch} ({reason}, after {samples} samples, "
+            f"step {step}): {after.micro_batch} x {after.accumulation} x {after.ranks} ranks"
+        )
+        self._write(
+            {
+                "step": step,
+                "reason": reason,
+                "samples": samples,
+                "global_batch": [before.global_batch, after.global_batch],
                 "micro_batch": [before.micro_batch, after.micro_batch],
                 "accumulation": [before.accumulation, after.accumulation],
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -15,17 +16,24 @@ from torchtune_adaptive import build
 from torchtune_adaptive.checkpoints import Progress
 from torchtune_adaptive.config import check
 from torchtune_adaptive.consensus import Ranks
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.find import announce, find_batch_size
-from torchtune_adaptive.loop import Logging, Profiling, TrainingLoop, steps_per_epoch
+from torchtune_adaptive.growth import Growth, resumed_start
+from torchtune_adaptive.instruments import Logging, Profiling
+from torchtune_adaptive.learning_rate import LearningRate
+from torchtune_adaptive.loop import TrainingLoop, epochs_of
 from torchtune_adaptive.memory import device_memory
 from torchtune_adaptive.recovery import Recovery
-from torchtune_adaptive.report import Events, Split
+from torchtune_adaptive.report import Events, SearchReport, Split
 from torchtune_adaptive.sampler import Loader, SampleOrder
+from torchtune_adaptive.schedule import Epochs
 from torchtune_adaptive.search import candidates
 from torchtune_adaptive.step import TrainStep
 from torchtune_adaptive.watchdog import Watchdog
 
-Save = Callable[[build.Model, build.Optimizers, Progress, int], None]
+log = logging.getLogger(__name__)
+
+Save = Callable[[build.Model, build.Optimizers, Progress, str], None]
 
 
 class Run:
@@ -83,46 +91,97 @@ class Run:
         Returns:
             The loop, or None where only the search was asked for.
         """
-        cfg, environment, progress = self._cfg, self.environment, self.progress
+        cfg, environment, settings = self._cfg, self.environment, self.settings
+        progress, state = self.progress, self.progress.training
         loss_fn = build.loss(cfg, environment, model.module)
         self.watchdog.enter("loading the data", patience=None)
         data = build.data(cfg, config.instantiate(cfg.tokenizer), loss_fn)
         order = SampleOrder(len(data.dataset), model.data_ranks, cfg.shuffle)
+        grow = build.batch_increase(cfg, settings)
         step = self.train_step(model, optimizers, loss_fn)
-        split = Split(cfg.batch_size, cfg.gradient_accumulation_steps, model.data_ranks)
-        if self.settings.use_maximum_batch_size:
-            split = self._find_batch_size(step, data, order)
-        if self.settings.search_only:
+        start = Split(cfg.batch_size, cfg.gradient_accumulation_steps, model.data_ranks)
+        largest = start.micro_batch
+        if settings.searches:
+            known = state["growth"]["largest"] if state else None
+            report = self._find_batch_size(step, data, order, known)
+            largest = report.after.micro_batch
+            if settings.use_maximum_batch_size:
+                start = report.after
+            elif start.micro_batch > largest:
+                raise ConfigError(
+                    "batch_size",
+                    start.micro_batch,
+                    f"does not fit: {report.reason()}",
+                    f"Use {largest}",
+                )
+        if settings.search_only:
             return None
-        steps = steps_per_epoch(order.rows_per_rank, split, progress.max_steps_per_epoch)
+        if state and settings.searches:
+            start = resumed_start(state["growth"], largest, model.data_ranks)
+        epochs = epochs_of(order.rows_per_rank, start, progress.max_steps_per_epoch)
+        growth = Growth(start, largest, grow, settings.grow_past_memory, epochs.rows, self.ranks)
+        used = 0
+        if state:
+            used = state["samples_of_epoch"] // model.data_ranks
+            if settings.searches:
+                growth.load_state_dict(state["growth"])
+        elif grow is not None:
+            self._say_what_is_ahead(growth, epochs)
         output_dir = Path(cfg.output_dir)
+        learning_rate = LearningRate(
+            optimizers,
+            lambda position: build.lr_scheduler(
+                cfg, optimizers, progress.total_epochs * epochs.base_steps, position
+            ),
+            position=epochs.position(progress.epochs_run, used),
+            rule=settings.lr_scaling or (growth.schedule.lr_scaling if growth.schedule else "none"),
+            half_life=settings.beta2 == "half_life",
+            start=start.global_batch,
+        )
         return TrainingLoop(
             environment=environment,
             step=step,
-            optimizers=optimizers,
-            lr_scheduler=build.lr_scheduler(
-                cfg, optimizers, progress.total_epochs * steps, progress.epochs_run * steps
+            growth=growth,
+            learning_rate=learning_rate,
+            make_recovery=self._recovery,
+            loader=Loader(
+                data.dataset,
+                data.collate,
+                order,
+                model.data_rank,
+                model.data_ranks,
+                settings.workers,
             ),
-            loader=Loader(data.dataset, data.collate, order, model.data_rank, model.data_ranks),
-            split=split,
-            recovery=self._recovery(split),
-            steps_per_epoch=steps,
+            epochs=epochs,
             progress=progress,
             logging=Logging.from_config(cfg, self.metrics, environment),
             events=Events(output_dir if environment.is_rank_zero else None),
             profiling=Profiling(*build.profiler(cfg), environment, self.memory),
             watchdog=self.watchdog,
-            step_timeout=self.settings.step_timeout,
-            save=lambda epoch: save(model, optimizers, progress, epoch),
+            step_timeout=settings.step_timeout,
+            save=lambda name: save(model, optimizers, progress, name),
+            save_every_n_steps=cfg.get("save_every_n_steps"),
             output_dir=output_dir,
+        )
+
+    def _say_what_is_ahead(self, growth: Growth, epochs: Epochs) -> None:
+        total = self.progress.total_epochs
+        steps = growth.steps_ahead(epochs, total)
+        log.info(
+            f"The batch starts at {growth.start.micro_batch} rows and may grow; the largest that fits is "
+            f"{growth.largest}. The base schedule has {total * epochs.base_steps} steps; "
+            + (
+                f"the run will take {steps}."
+                if steps
+                else "how many the run takes is not known ahead."
+            )
         )
 
     def _recovery(self, split: Split) -> Recovery | None:
         if not self.settings.shrinks:
             return None
-        rows = split.micro_batch * split.accumulation
         rounding = "divisor" if self.settings.keep_global_batch else self.settings.rounding
-        smaller = candidates(rounding, split.micro_batch, rows)
+        smaller = candidates(rounding, split.micro_batch, split.rows)
         return Recovery(split.micro_batch, smaller, self.settings.grow_back_after)
 
     def train_step(
@@ -149,7 +208,9 @@ class Run:
             self.metrics.close()
         dist.destroy_process_group()
 
-    def _find_batch_size(self, step: TrainStep, data: build.Data, order: SampleOrder) -> Split:
+    def _find_batch_size(
+        self, step: TrainStep, data: build.Data, order: SampleOrder, known: int | None
+    ) -> SearchReport:
         report = find_batch_size(
             cfg=self._cfg,
             settings=self.settings,
@@ -158,7 +219,8 @@ class Run:
             step=step,
             ranks=self.ranks,
             watchdog=self.watchdog,
+            known=known,
         )
         if self.environment.is_rank_zero:
             announce(report, Path(self._cfg.output_dir))
-        return report.after
+        return report

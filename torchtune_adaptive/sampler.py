@@ -68,6 +68,7 @@ class Loader:
         collate: makes a batch of rows.
         order: of the samples.
         rank: whose samples to bring, and of how many ranks.
+        workers: processes that fetch and collate ahead.
     """
 
     def __init__(
@@ -77,16 +78,18 @@ class Loader:
         order: SampleOrder,
         rank: int,
         ranks: int,
+        workers: int = 0,
     ) -> None:
         self.dataset = dataset
         self.collate = collate
         self.order = order
         self._rank = rank
         self._ranks = ranks
+        self._workers = workers
 
-    def epoch(self, epoch: int) -> EpochRows:
-        """This rank's samples of an epoch, from the first on."""
-        return EpochRows(self, self.order.epoch(epoch)[self._rank :: self._ranks])
+    def epoch(self, epoch: int, used: int = 0) -> EpochRows:
+        """This rank's samples of an epoch, of which so many have been used."""
+        return EpochRows(self, self.order.epoch(epoch)[self._rank :: self._ranks], used)
 
     def bring(self, portions: list[list[int]]) -> Iterator[MicroBatch]:
         """The samples with these numbers, each portion as one micro-batch."""
@@ -95,6 +98,7 @@ class Loader:
             batch_sampler=portions,
             collate_fn=self.collate,
             generator=torch.Generator(),  # or each loader would draw from the run's own
+            num_workers=self._workers,
         )
         for sample_ids, batch in zip(portions, loader, strict=True):
             yield MicroBatch(tuple(sample_ids), batch)
@@ -107,10 +111,10 @@ class EpochRows:
     it again, in smaller ones, loses and repeats nothing.
     """
 
-    def __init__(self, loader: Loader, sample_ids: list[int]) -> None:
+    def __init__(self, loader: Loader, sample_ids: list[int], used: int = 0) -> None:
         self._loader = loader
         self._sample_ids = sample_ids
-        self.used = 0
+        self.used = used
         self._running: tuple[int, int, int] | None = None
         """For what step, from where and in what portions, the micro-batches being loaded are."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,10 +98,34 @@ class Generators:
     def __init__(self, device: torch.device) -> None:
         self._device = None if device.type == "cpu" else device
         self._python = random.getstate()
-        self._numpy = np.random.get_state()
+        self._numpy: dict[str, Any] = np.random.get_state(legacy=False)
         self._torch = torch.get_rng_state()
         if self._device is not None:
             self._accelerator = torch.get_device_module(device).get_rng_state(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """In types that a checkpoint may hold."""
+        version, words, gauss = self._python
+        numpy = dict(self._numpy)
+        numpy["state"] = {"key": numpy["state"]["key"].tolist(), "pos": numpy["state"]["pos"]}
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": numpy,
+            "torch": self._torch,
+            "accelerator": None if self._device is None else self._accelerator,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put the generators to where ``state_dict`` was called."""
+        version, words, gauss = state["python"]
+        self._python = (version, tuple(words), gauss)
+        key = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)
+        pos = state["numpy"]["state"]["pos"]
+        self._numpy = {**state["numpy"], "state": {"key": key, "pos": pos}}
+        self._torch = state["torch"]
+        if self._device is not None and state["accelerator"] is not None:
+            self._accelerator = state["accelerator"]
+        self.restore()
 
     def restore(self) -> None:
         random.setstate(self._python)

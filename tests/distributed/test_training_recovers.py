@@ -150,7 +150,7 @@ def cannot_go_on(what: str) -> str:
     def always(step: int) -> None:
         training.memory.arm(operations // 2)
 
-    def no_room(epoch: int) -> None:
+    def no_room(name: str) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     if what == "saving":
@@ -178,7 +178,7 @@ def test_raise_stops_every_rank_with_the_reason() -> None:
 
 def test_out_of_memory_while_saving_is_not_the_batchs_fault() -> None:
     for said in run_ranks(cannot_go_on, 2, "saving"):
-        assert "while saving the checkpoint of epoch 0" in said and "not to blame" in said
+        assert "while saving the checkpoint epoch_0" in said and "not to blame" in said
 
 
 def half_applied() -> None:

@@ -19,7 +19,10 @@ from torchtune_adaptive import loop as loop_module
 from torchtune_adaptive.build import Environment, Optimizers
 from torchtune_adaptive.checkpoints import Progress
 from torchtune_adaptive.consensus import Ranks
-from torchtune_adaptive.loop import Logging, TrainingLoop
+from torchtune_adaptive.growth import Growth
+from torchtune_adaptive.instruments import Logging
+from torchtune_adaptive.learning_rate import LearningRate
+from torchtune_adaptive.loop import TrainingLoop, epochs_of
 from torchtune_adaptive.recovery import Recovery
 from torchtune_adaptive.report import Events, Split
 from torchtune_adaptive.sampler import EpochRows, Loader, MicroBatch, SampleOrder
@@ -89,21 +92,29 @@ class Training:
         recovery: Recovery | None,
         before_step: Callable[[int], None] = lambda step: None,
         folder: Path | None = None,
-        save: Callable[[int], None] = lambda epoch: None,
+        save: Callable[[str], None] = lambda name: None,
         watchdog: Watchdog | None = None,
     ) -> Trained:
         """Train from the start. ``before_step`` may arm a fault."""
         self.snapshot.close()
         trained = Trained()
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: 1 - step / self.steps
-        )
+        optimizers = Optimizers((self.optimizer,), self.optimizer)
         order = SampleOrder(len(self.dataset), self.ranks.size, shuffle=True)
+        epochs = epochs_of(order.rows_per_rank, self.split, None)
+
+        def falling(position: int) -> torch.optim.lr_scheduler.LRScheduler:
+            return torch.optim.lr_scheduler.LambdaLR(
+                self.optimizer, lambda step: 1 - step / self.steps
+            )
+
         loop = TrainingLoop(
             environment=Environment(torch.device("cpu"), torch.float32, 0, self.ranks.size),
             step=self.step,
-            optimizers=Optimizers((self.optimizer,), self.optimizer),
-            lr_scheduler=scheduler,
+            growth=Growth(self.split, self.split.micro_batch, None, False, epochs.rows, self.ranks),
+            learning_rate=LearningRate(
+                optimizers, falling, 0, "none", False, self.split.global_batch
+            ),
+            make_recovery=lambda split: recovery,
             loader=_Watched(
                 trained,
                 self.dataset,  # type: ignore[arg-type]
@@ -112,9 +123,7 @@ class Training:
                 self.ranks.rank,
                 self.ranks.size,
             ),
-            split=self.split,
-            recovery=recovery,
-            steps_per_epoch=self.steps,
+            epochs=epochs,
             progress=Progress(0, 1, None),
             logging=Logging(_Metrics(trained), every_n_steps=1, memory=False),
             events=Events(folder),
@@ -122,6 +131,7 @@ class Training:
             watchdog=watchdog or Watchdog(self.ranks, 20.0, on_duty=False),
             step_timeout=20.0,
             save=save,
+            save_every_n_steps=None,
             output_dir=folder or Path("nowhere"),
         )
         loop.run()
@@ -149,8 +159,8 @@ class _Watched(Loader):
         super().__init__(*arguments)
         self._trained = trained
 
-    def epoch(self, epoch: int) -> EpochRows:
-        return _WatchedRows(self._trained, self, super().epoch(epoch)._sample_ids)
+    def epoch(self, epoch: int, used: int = 0) -> EpochRows:
+        return _WatchedRows(self._trained, self, super().epoch(epoch)._sample_ids, used)
 
 
 class _WatchedRows(EpochRows):
@@ -176,7 +186,7 @@ class _Metrics:
     def log_dict(self, payload: dict[str, Any], step: int) -> None:
         self._trained.losses.append(payload["loss"])
         self._trained.rates.append(payload["lr"])
-        self._trained.sizes.append(payload.get("micro_batch_size", payload["batch_size"]))
+        self._trained.sizes.append(payload["micro_batch_size"])
         self._trained.redone = payload.get("redone_steps", 0)
 
 

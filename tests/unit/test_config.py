@@ -105,7 +105,7 @@ def test_a_misspelt_setting_is_an_error_that_knows_better() -> None:
         ConfigError, match=r"adaptive_batching.headrom: 0.1 .* Did you mean headroom\?"
     ):
         settings(headrom=0.1)
-    with pytest.raises(ConfigError, match="The settings are cache, ceiling, "):
+    with pytest.raises(ConfigError, match="The settings are beta2, cache, ceiling, "):
         settings(zzz=1)
 
 
