@@ -101,7 +101,6 @@ class Checkpoints(ABC):
         self._resumes = cfg.resume_from_checkpoint
         self._asynchronous = cfg.get("enable_async_checkpointing", False)
         self._output_dir = Path(cfg.output_dir)
-        self._in_mid_epoch: str | None = None
         self._checkpointer = config.instantiate(
             cfg.checkpointer, should_load_recipe_state=self._resumes and not self._asynchronous
         )
@@ -151,9 +150,9 @@ class Checkpoints(ABC):
 
     def _keep_only(self, name: str) -> None:
         """A checkpoint in mid-epoch gives way to the next one, once that is complete."""
-        if self._in_mid_epoch is not None:
-            shutil.rmtree(self._output_dir / f"epoch_{self._in_mid_epoch}", ignore_errors=True)
-        self._in_mid_epoch = name if "_" in name else None
+        for folder in self._output_dir.glob("epoch_*_step_*"):
+            if folder.name != f"epoch_{name}":
+                shutil.rmtree(folder, ignore_errors=True)
 
     @abstractmethod
     def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:

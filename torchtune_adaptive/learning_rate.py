@@ -113,6 +113,7 @@ class LearningRate:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "position": self._position,
             "base": self._base,
             "highest": self._highest,
             "batch": self._batch,
@@ -123,6 +124,7 @@ class LearningRate:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was called; the optimizer's own state is loaded by then."""
+        self._position = state["position"]
         self._base, self._highest = list(state["base"]), state["highest"]
         self._batch, self._factor = state["batch"], state["factor"]
         if self._half_life:

@@ -90,6 +90,14 @@ def test_none_on_the_command_line_means_no_rounding() -> None:
         ("cache", "", "a folder"),
         ("rank_timeout", 0, "seconds"),
         ("search_only", "no", "True or False"),
+        ("on_out_of_memory", "ignore", "shrink, raise"),
+        ("grow_back_after", 0, "1 or more"),
+        ("step_timeout", -1, "seconds"),
+        ("grow_past_memory", 1, "True or False"),
+        ("lr_scaling", "cubic", "none, sqrt, linear, gain"),
+        ("beta2", 0.99, "fixed, half_life"),
+        ("gradient_noise", "loud", "off, observe, act"),
+        ("workers", -1, "0 or more"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_remedy(key: str, value: Any, remedy: str) -> None:
@@ -205,7 +213,52 @@ IMPOSSIBLE: list[tuple[str, list[str], str, str]] = [
         "adaptive_batching.search_only",
         "use_maximum_batch_size=True",
     ),
-    ("full", ["batch_increase_function=my_module.grow"], "batch_increase_function", "null"),
+    (
+        "full",
+        [
+            "optimizer_in_bwd=True",
+            "clip_grad_norm=null",
+            "adaptive_batching.on_out_of_memory=shrink",
+        ],
+        "adaptive_batching.on_out_of_memory",
+        "raise",
+    ),
+    (
+        "full",
+        ["optimizer_in_bwd=True", "clip_grad_norm=null", "adaptive_batching.grow_past_memory=True"],
+        "adaptive_batching.grow_past_memory",
+        "False",
+    ),
+    (
+        "full",
+        [
+            "optimizer_in_bwd=True",
+            "clip_grad_norm=null",
+            "adaptive_batching.gradient_noise=observe",
+        ],
+        "adaptive_batching.gradient_noise",
+        "optimizer_in_bwd=False",
+    ),
+    (
+        "full",
+        ["batch_increase_function=m.grow", "adaptive_batching.gradient_noise=act"],
+        "adaptive_batching.gradient_noise",
+        "observe",
+    ),
+    ("full", ["adaptive_batching.lr_scaling=gain"], "adaptive_batching.lr_scaling", "observe"),
+    (
+        "full",
+        ["optimizer._component_=torch.optim.SGD", "adaptive_batching.beta2=half_life"],
+        "adaptive_batching.beta2",
+        "AdamW",
+    ),
+    ("full", ["save_every_n_steps=0"], "save_every_n_steps", "1 or more"),
+    (
+        "full",
+        ["save_every_n_steps=5", "enable_async_checkpointing=True"],
+        "save_every_n_steps",
+        "enable_async_checkpointing=False",
+    ),
     ("lora", ["optimizer_in_bwd=True"], "optimizer_in_bwd", "Remove"),
 ]
 

@@ -1,0 +1,222 @@
+"""What is asked for, and what the run can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.ranks import run_ranks
+from torchtune_adaptive.build import Optimizers
+from torchtune_adaptive.consensus import Ranks
+from torchtune_adaptive.errors import BatchIncreaseError
+from torchtune_adaptive.growth import Growth, resumed_start
+from torchtune_adaptive.learning_rate import LearningRate
+from torchtune_adaptive.report import Split
+from torchtune_adaptive.schedule import Epochs, Geometric, Moment
+
+
+class Alone(Ranks):
+    """One rank, or some that always agree, without a process group."""
+
+    def __init__(self, size: int = 1) -> None:
+        self.rank, self.size = 0, size
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+def rfc(epoch: int, current_batch_size: int) -> int:
+    """The RFC's own example: grow by 2 in every second epoch."""
+    return 2 if epoch % 2 == 1 else 0
+
+
+ALONE = Split(2, 1, 1)
+
+
+def growth(grow: Any, *, start: Split = ALONE, **settings: Any) -> Growth:
+    return Growth(
+        **{
+            "start": start,
+            "largest": 8,
+            "grow": grow,
+            "past_memory": False,
+            "rows_per_epoch": 100,
+            "ranks": Alone(start.ranks),
+            **settings,
+        }
+    )
+
+
+def sizes(growing: Growth, epochs: int) -> list[tuple[int, int]]:
+    seen = []
+    for epoch in range(epochs):
+        growing.as_epoch_begins(epoch, epoch * 100)
+        seen.append((growing.split.micro_batch, growing.split.accumulation))
+    return seen
+
+
+def test_the_rfcs_function() -> None:
+    assert sizes(growth(rfc), 5) == [(2, 1), (4, 1), (4, 1), (6, 1), (6, 1)]
+
+
+def test_what_does_not_fit_is_skipped() -> None:
+    growing = growth(lambda epoch, size: 5)
+    assert sizes(growing, 4) == [(7, 1)] * 4 and growing.decisions == [[0, 7]]
+
+
+def test_accumulation_stays_as_configured_while_the_micro_batch_grows() -> None:
+    assert sizes(growth(lambda epoch, size: size, start=Split(2, 3, 2)), 4) == [
+        (4, 3), (8, 3), (8, 3), (8, 3),
+    ]  # fmt: skip
+
+
+def test_past_memory_it_goes_on_by_accumulation_up_to_one_step_per_epoch() -> None:
+    growing = growth(lambda epoch, size: size, past_memory=True)
+    assert sizes(growing, 7) == [(4, 1), (8, 1), (8, 2), (8, 4), (8, 8), (8, 13), (8, 13)]
+    assert growing.split.rows == 100
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda e, s: 1.5, "returned 1.5, which is not a whole number"),
+        (lambda e, s: float("nan"), "returned nan"),
+        (lambda e, s: float("inf"), "returned inf"),
+        (lambda e, s: "2", "returned '2'"),
+        (lambda e, s: None, "returned None"),
+        (lambda e, s: True, "returned True"),
+        (lambda e, s: -1, "returned -1: a batch never shrinks"),
+        (lambda e, s: 1 // 0, "raised ZeroDivisionError"),
+    ],
+)
+def test_a_wrong_answer_names_the_function_the_epoch_and_the_value(
+    answer: Callable[[int, int], Any], said: str
+) -> None:
+    with pytest.raises(BatchIncreaseError) as raised:
+        growth(answer).as_epoch_begins(3, 300)
+    message = str(raised.value)
+    assert said in message and "epoch 3 and batch size 2" in message and "<lambda>" in message
+    assert "on rank 0" in message
+
+
+def test_whole_floats_count_as_whole_numbers() -> None:
+    growing = growth(lambda epoch, size: 2.0)  # type: ignore[arg-type, return-value]
+    assert sizes(growing, 1) == [(4, 1)]
+
+
+def ask_ranks_that_disagree(fail_on: int | None) -> int | str:
+    ranks = Ranks(timeout=20)
+
+    def function(epoch: int, size: int) -> int:
+        if ranks.rank == fail_on:
+            raise RuntimeError("no idea")
+        return 1 + ranks.rank
+
+    growing = growth(function, start=Split(2, 1, ranks.size), ranks=ranks)
+    try:
+        growing.as_epoch_begins(0, 0)
+    except BatchIncreaseError as error:
+        return str(error)
+    dist.barrier()
+    return growing.split.micro_batch
+
+
+def test_ranks_that_disagree_follow_rank_zero_and_fail_together() -> None:
+    assert run_ranks(ask_ranks_that_disagree, 2, None) == [3, 3]
+    for said in run_ranks(ask_ranks_that_disagree, 2, 1):
+        assert "raised RuntimeError: no idea (on rank 1)" in said
+
+
+def test_steps_can_be_counted_ahead() -> None:
+    epochs = Epochs(rows=100, base_rows=2)
+    assert growth(None).steps_ahead(epochs, 3) == 150
+    assert growth(Geometric()).steps_ahead(epochs, 3) == 50 + 25 + 12
+    assert growth(rfc).steps_ahead(epochs, 3) is None
+
+
+def test_a_saved_growth_goes_on() -> None:
+    first = growth(Geometric(), start=Split(2, 2, 2))
+    first.before_step(Moment(200, 1.0, 8, 8))
+    second = growth(Geometric(), start=Split(2, 2, 2))
+    second.load_state_dict(first.state_dict())
+    assert second.split == first.split == Split(4, 2, 2) and second.decisions == [[200, 16]]
+
+
+def test_other_ranks_keep_the_global_batch_or_say_that_they_cannot() -> None:
+    state = growth(Geometric(), start=Split(2, 2, 3)).state_dict()
+    assert resumed_start(state, 8, 2) == Split(3, 2, 2)
+    with pytest.raises(BatchIncreaseError, match="12 rows, which 5 ranks cannot share"):
+        resumed_start(state, 8, 5)
+
+
+class TestLearningRate:
+    """The base schedule moves with samples; what the batch does is never multiplied into it."""
+
+    def make(self, rule: str = "none", half_life: bool = False, **optimizer: Any) -> LearningRate:
+        self.parameter = torch.nn.Parameter(torch.ones(3))
+        self.optimizer = torch.optim.AdamW([self.parameter], **{"lr": 0.1, **optimizer})
+
+        def halving(position: int) -> torch.optim.lr_scheduler.LRScheduler:
+            # One that computes each rate from the one that it finds.
+            return torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=10, gamma=0.5)
+
+        optimizers = Optimizers((self.optimizer,), self.optimizer)
+        rate = LearningRate(optimizers, halving, 0, rule, half_life, start=8)
+        self.optimizer.step()
+        return rate
+
+    def test_a_larger_step_moves_it_further(self) -> None:
+        rate = self.make()
+        rate.move_to(9)
+        assert rate.now == 0.1
+        rate.move_to(25)
+        assert rate.now == pytest.approx(0.025) and rate.base_factor == pytest.approx(0.25)
+
+    def test_scaling_does_not_leak_into_the_base_schedule(self) -> None:
+        rate = self.make("linear")
+        for position in range(1, 26):
+            rate.move_to(position)
+            rate.follow(8 * (1 + position // 5), None)
+        assert rate.now == pytest.approx(0.025 * 6)
+        rate.follow(8, None)
+        assert rate.now == pytest.approx(0.025)
+
+    def test_a_rate_that_is_a_tensor_stays_one(self) -> None:
+        rate = self.make("sqrt", lr=torch.tensor(0.1))
+        rate.move_to(10)
+        rate.follow(32, None)
+        assert isinstance(self.optimizer.param_groups[0]["lr"], torch.Tensor)
+        assert rate.now == pytest.approx(0.1)
+
+    @pytest.mark.parametrize("steps", [1, 10, 300])
+    def test_beta2_can_change_without_a_jump(self, steps: int) -> None:
+        """With a constant gradient Adam's update is 1 whatever beta2 is, if the moment is right."""
+        rate = self.make(half_life=True, lr=0.0, weight_decay=0.0, eps=0.0)
+        for _ in range(steps):
+            self.parameter.grad = torch.full((3,), 0.3)
+            self.optimizer.step()
+        rate.follow(32, None)
+        assert self.optimizer.param_groups[0]["betas"] == (0.9, pytest.approx(0.999**4))
+        self.optimizer.param_groups[0]["lr"] = 1.0
+        before = self.parameter.detach().clone()
+        self.parameter.grad = torch.full((3,), 0.3)
+        self.optimizer.step()
+        assert torch.allclose(before - self.parameter.detach(), torch.ones(3), atol=1e-4)
+        assert self.optimizer.state[self.parameter]["exp_avg"].abs().min() > 0
+
+    def test_a_saved_rate_goes_on(self) -> None:
+        first = self.make("sqrt")
+        for position in range(1, 15):
+            first.move_to(position)
+        first.follow(16, None)
+        state = first.state_dict()
+        second = self.make("sqrt")
+        second.load_state_dict(state)
+        assert second.now == first.now
+        for rate in (first, second):
+            rate.move_to(30)
+        assert second.now == first.now
