@@ -16,6 +16,7 @@ FLOORS = {
     "recovery": 0,
     "versions": 0,
     "config": 0,
+    "noise": 0,
     "memory": 1,
     "fsdp": 1,
     "snapshot": 2,
