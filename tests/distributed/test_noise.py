@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchtune import training
 
 from tests.helpers.faults import FailingMemory
 from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
@@ -186,8 +187,6 @@ def test_on_one_rank_the_first_micro_batch_is_the_small_one(sharded: bool) -> No
 
 def in_backward() -> Any:
     model = tiny_llama()
-    from torchtune import training
-
     by_parameter = {p: torch.optim.SGD([p], lr=0.0) for p in model.parameters()}
     training.register_optim_in_bwd_hooks(model, by_parameter)
     step = train_step(
@@ -202,7 +201,8 @@ def test_where_the_optimizer_steps_in_backward_there_is_nothing_to_measure() -> 
 
 # --- what all this is for ---------------------------------------------------------------------------------
 
-ROWS, LENGTH, ROWS_PER_MICRO_BATCH = 64, 6, 2
+ROWS, LENGTH = 64, 6
+STEPS, ACCUMULATION, ROWS_PER_MICRO_BATCH = 500, 4, 2
 
 
 def population() -> Batch:
@@ -215,10 +215,35 @@ def population() -> Batch:
     return {"tokens": tokens, "labels": labels}
 
 
+def part(rows: Batch, chosen: Any) -> Batch:
+    return {name: value[chosen] for name, value in rows.items()}
+
+
+def drawn(rank: int) -> list[list[Batch]]:
+    """The micro-batches of each step: rows drawn with replacement, so that what is true is known."""
+    generator, rows = torch.Generator().manual_seed(1 + rank), population()
+    shape = (STEPS, ACCUMULATION, ROWS_PER_MICRO_BATCH)
+    return [
+        [part(rows, micro_batch) for micro_batch in step]
+        for step in torch.randint(0, ROWS, shape, generator=generator)
+    ]
+
+
+def measured_scales() -> tuple[float | None, float | None]:
+    model, ranks = tiny_llama(), Ranks(timeout=20)
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = train_step(model, [still], ranks=ranks, survive=False, measure_noise=True)
+    noise = GradientNoise(window=10**9)
+    for batches in drawn(ranks.rank):
+        noise.update(take(step, batches).noise)
+    assert noise.steps == STEPS
+    return noise.scale_in_tokens, noise.scale_in_rows
+
+
 def true_scale() -> float:
-    """In tokens: of drawing rows, by one backward pass for each row that there is."""
+    """In tokens, of the rows that are drawn from, by one backward pass for each."""
     model, rows = tiny_llama(sharded=False), population()
-    singles = [{name: value[i : i + 1] for name, value in rows.items()} for i in range(ROWS)]
+    singles = [part(rows, slice(i, i + 1)) for i in range(ROWS)]
     gradients = torch.stack([gradient(model, one) for one in singles])
     tokens = torch.tensor([tokens_of(one) for one in singles]).double()
     mean = gradients.sum(0) / tokens.sum()  # of a token
@@ -226,24 +251,10 @@ def true_scale() -> float:
     return float(spread.square().sum() / tokens.sum() / mean.square().sum())
 
 
-def measured_scales(accumulation: int, steps: int) -> tuple[float | None, float | None]:
-    model, rows, ranks = tiny_llama(), population(), Ranks(timeout=20)
-    still = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = train_step(model, [still], ranks=ranks, survive=False, measure_noise=True)
-    noise = GradientNoise(window=10**9)
-    generator = torch.Generator().manual_seed(1 + ranks.rank)
-    for _ in range(steps):
-        draws = torch.randint(0, ROWS, (accumulation, ROWS_PER_MICRO_BATCH), generator=generator)
-        batches = [{name: value[draw] for name, value in rows.items()} for draw in draws]
-        noise.update(take(step, batches).noise)
-    assert noise.steps == steps
-    return noise.scale_in_tokens, noise.scale_in_rows
-
-
 def test_over_many_steps_the_scale_is_the_true_one() -> None:
     truth = true_scale()
     tokens_per_row = tokens_of(population()) / ROWS
-    first, second = run_ranks(measured_scales, 2, 4, 500, timeout=120)
+    first, second = run_ranks(measured_scales, 2, timeout=120)
     assert first == second  # every rank decides on the same numbers
     assert first[0] == pytest.approx(truth, rel=0.05)
     assert first[1] == pytest.approx(truth / tokens_per_row, rel=0.05)
