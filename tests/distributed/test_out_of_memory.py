@@ -26,11 +26,13 @@ class Everywhere:
         accumulation: int = 1,
         in_backward: bool = False,
         output_apart: bool = False,
+        measure_noise: bool = False,
         **kind_of_model: Any,
     ) -> None:
         self.ranks = Ranks(timeout=20)
         self.model = tiny_llama(output_apart=output_apart, **kind_of_model)
         self.in_backward = in_backward
+        self.measure_noise = measure_noise
         if in_backward:
             by_parameter = {p: torch.optim.AdamW([p]) for p in self.model.parameters()}
             training.register_optim_in_bwd_hooks(self.model, by_parameter)
@@ -52,6 +54,7 @@ class Everywhere:
             ranks=self.ranks,
             clip_grad_norm=None if self.in_backward else 1.0,
             optimizer_in_backward=self.in_backward,
+            measure_noise=self.measure_noise,
         )
 
     def probe(self) -> Probe:
@@ -139,6 +142,8 @@ SAMPLES: dict[str, tuple[int, bool, dict[str, Any]]] = {
     "optimizer in backward": (2, False, {"layers": 2, "in_backward": True}),
     "not resharded": (2, False, {"layers": 2, "reshard": False, "accumulation": 2}),
     "output sharded apart": (2, False, {"output_apart": True, "checkpointing": True}),
+    "measuring noise": (2, False, {"layers": 2, "accumulation": 2, "measure_noise": True}),
+    "one rank, measuring noise": (1, False, {"accumulation": 2, "measure_noise": True}),
     "one rank": (1, False, {"layers": 2, "accumulation": 2}),
     "one rank, not sharded": (1, False, {"sharded": False}),
 }
@@ -176,8 +181,13 @@ def fail_while_recording(stride: int, settings: dict[str, Any]) -> dict[str, int
 
 @pytest.mark.parametrize(
     "settings",
-    [{"accumulation": 2, "checkpointing": True}, {"in_backward": True}, {"lora": True}],
-    ids=["full", "optimizer in backward", "lora"],
+    [
+        {"accumulation": 2, "checkpointing": True},
+        {"in_backward": True},
+        {"lora": True},
+        {"accumulation": 2, "measure_noise": True},
+    ],
+    ids=["full", "optimizer in backward", "lora", "measuring noise"],
 )
 def test_while_the_sequence_is_being_recorded(settings: dict[str, Any]) -> None:
     assert_survived(run_ranks(fail_while_recording, 2, 11, settings, timeout=300), at_least=20)
