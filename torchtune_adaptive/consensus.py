@@ -79,7 +79,8 @@ class Collectives:
     """The collectives of a pass (one forward and backward): recorded, then finished when need be.
 
     A pass is a sequence of named *segments*; between them the ranks may do something else together.
-    ``launched`` is called after each launch: there is no finer sign of progress.
+    ``launched`` is called after each launch: there is no finer sign of progress. ``reducing`` sees the
+    gradients that FSDP reduces, but not the scratch buffers that ``finish`` does.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Collectives:
         ranks: Ranks,
         device: torch.device,
         launched: Callable[[], None] = lambda: None,
+        reducing: fsdp.Reducing | None = None,
     ) -> None:
         self._ranks = ranks
         self._device = device
@@ -97,7 +99,7 @@ class Collectives:
         self._pass: dict[str, list[fsdp.Collective]] = {}
         self._count: dict[str, int] = {}
         self._segment = ""
-        fsdp.watch_collectives(model, self._watch)
+        fsdp.watch_collectives(model, self._watch, reducing)
 
     @property
     def recording(self) -> bool:

@@ -48,12 +48,25 @@ Watcher = Callable[[Callable[[], Any], Callable[[], Collective]], Any]
 the launch returns."""
 
 
-def watch_collectives(model: nn.Module, watcher: Watcher) -> None:
-    """Route every all-gather and reduce-scatter of an FSDP2 model through ``watcher``."""
+Reducing = Callable[[torch.Tensor], None]
+"""Is shown each gradient of this rank's own, before it becomes one of all ranks."""
+
+
+def watch_collectives(model: nn.Module, watcher: Watcher, reducing: Reducing | None = None) -> None:
+    """Route every all-gather and reduce-scatter of an FSDP2 model through ``watcher``.
+
+    ``reducing`` sees what is about to be reduced, on the stream that will do it. There is nothing to see
+    where FSDP has one rank to reduce over: it then leaves out the collective.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_AllGather(watcher))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(_ReduceScatter(watcher))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(_ReduceScatter(watcher, reducing))  # type: ignore[arg-type]
+
+
+def launch_only(launch: Callable[[], Any], describe: Callable[[], Collective]) -> Any:
+    """The watcher that does nothing."""
+    return launch()
 
 
 class _Watched:
@@ -90,7 +103,14 @@ class _AllGather(_Watched):
 
 
 class _ReduceScatter(_Watched):
+    def __init__(self, watcher: Watcher, reducing: Reducing | None) -> None:
+        super().__init__(watcher)
+        self._reducing = reducing
+
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):  # type: ignore[no-untyped-def]
+        # Before the watcher hears of the collective: where this runs out of memory, it is not launched.
+        if self._reducing is not None:
+            self._reducing(input_tensor)
         return self._watch(_reduce_scatter, output_tensor, input_tensor, group, async_op, op=op)
 
 

@@ -22,6 +22,7 @@ class OutOfMemoryAt(TorchDispatchMode):
         super().__init__()
         self.operation = operation
         self.seen = 0
+        self.failed: Any = None  # the operation that raised
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
@@ -29,6 +30,7 @@ class OutOfMemoryAt(TorchDispatchMode):
         if func.namespace != "c10d":
             self.seen += 1
             if self.seen == self.operation:
+                self.failed = func
                 raise torch.OutOfMemoryError(f"injected at operation {self.seen}, {func}")
         return func(*args, **(kwargs or {}))
 

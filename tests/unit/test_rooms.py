@@ -18,6 +18,7 @@ FLOORS = {
     "schedule": 0,
     "versions": 0,
     "config": 0,
+    "noise": 0,
     "memory": 1,
     "fsdp": 1,
     "snapshot": 2,
