@@ -129,7 +129,7 @@ def find_batch_size(
     return SearchReport(
         result=result,
         before=asked,
-        after=split_for(settings, asked, result.size),
+        after=split_for(settings, asked, result.size) if settings.use_maximum_batch_size else asked,
         strategy=settings.search,
         row_length=worst.length,
         row_source=worst.source,
@@ -144,7 +144,8 @@ def announce(report: SearchReport, output_dir: Path) -> None:
     log.info(report.text())
     files = report.write(output_dir)
     log.info(f"In detail: {', '.join(map(str, files))}")
-    log.info(f"To use it without searching: {report.overrides()}")
+    if report.uses_what_was_found:
+        log.info(f"To use it without searching: {report.overrides()}")
 
 
 def _search_or_remember(

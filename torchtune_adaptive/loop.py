@@ -22,6 +22,7 @@ from torchtune_adaptive.growth import Grown, Growth
 from torchtune_adaptive.instruments import History, Logging, Profiling
 from torchtune_adaptive.learning_rate import LearningRate
 from torchtune_adaptive.memory import is_out_of_memory
+from torchtune_adaptive.noise import GradientNoise
 from torchtune_adaptive.recovery import Recovery
 from torchtune_adaptive.report import Events, Split
 from torchtune_adaptive.sampler import EpochRows, Loader, MicroBatch
@@ -75,15 +76,17 @@ class TrainingLoop:
     save: Callable[[str], None]
     """Saves a checkpoint of this name, with the progress as it is."""
     save_every_n_steps: int | None
+    noise: GradientNoise | None
+    """Of the gradient, where it is measured."""
     output_dir: Path
 
     def run(self) -> None:
         self.global_step = self.progress.epochs_run * self.epochs.base_steps
         self.samples = self.progress.epochs_run * self.epochs.base_steps * self.split.global_batch
         self.redone_steps = self.retries = 0
+        self._noise_is_missing = False
         self.recovery = self.make_recovery(self.split)
         self.history = History()
-        self._noise: float | None = None
         used = self._go_on(self.progress.training) if self.progress.training else 0
         self.step.memory.release()
         self.step.memory.watch()
@@ -150,7 +153,7 @@ class TrainingLoop:
             start=self.growth.start.global_batch,
             current=self.split.global_batch,
             lr_factor=self.learning_rate.base_factor,
-            noise=self._noise,
+            noise=self.noise.scale_in_rows if self.noise else None,
         )
 
     def _grow(self, grown: Grown | None) -> None:
@@ -159,7 +162,8 @@ class TrainingLoop:
             self.events.grown(
                 grown.before, grown.after, grown.samples, self.global_step + 1, grown.reason
             )
-        self.learning_rate.follow(self.split.global_batch, self._noise)
+        noise = self.noise.scale_in_rows if self.noise else None
+        self.learning_rate.follow(self.split.global_batch, noise)
 
     # --- a step, as often as it takes -----------------------------------------------------------------
 
@@ -217,6 +221,8 @@ class TrainingLoop:
     def _heed(self, outcome: StepOutcome) -> None:
         """What a good step says about the next; it is the same on every rank."""
         self.retries += outcome.retries
+        if self.noise is not None:
+            self._listen(self.noise, outcome)
         if self.recovery is None:
             return
         before, next_step = self._split_now(), self.global_step + 1
@@ -228,6 +234,15 @@ class TrainingLoop:
                 self.events.noticed(next_step, f"{reason}, and the micro-batch cannot shrink")
         elif self.recovery.grow_back():
             self.events.changed(before, self._split_now(), next_step, "calm again")
+
+    def _listen(self, noise: GradientNoise, outcome: StepOutcome) -> None:
+        if outcome.noise is None and not self._noise_is_missing:
+            self._noise_is_missing = True
+            log.warning(
+                "The gradient noise cannot be measured in this run: a step is one batch, and there is "
+                "nothing smaller to hold against it. Use more ranks, or gradient accumulation."
+            )
+        noise.update(outcome.noise)
 
     def _advice(self) -> str:
         return (
@@ -265,6 +280,7 @@ class TrainingLoop:
             "growth": self.growth.state_dict(),
             "learning_rate": self.learning_rate.state_dict(),
             "recovery": self.recovery.state_dict() if self.recovery else None,
+            "noise": self.noise.state_dict() if self.noise else None,
             "redone_steps": self.redone_steps,
             "retries": self.retries,
             "generators": ranks.gather(Generators(self.environment.device).state_dict()),
@@ -277,6 +293,8 @@ class TrainingLoop:
         self.learning_rate.load_state_dict(state["learning_rate"])
         if self.recovery is not None and state["recovery"] is not None:
             self.recovery.load_state_dict(state["recovery"])
+        if self.noise is not None and state["noise"] is not None:
+            self.noise.load_state_dict(state["noise"])
         generators = state["generators"]
         if len(generators) == self.step.ranks.size:
             Generators(self.environment.device).load_state_dict(generators[self.step.ranks.rank])
@@ -322,6 +340,8 @@ class TrainingLoop:
             }
             if self.recovery is not None:
                 record.update(self._health())
+            if self.noise is not None and (scale := self.noise.scale_in_rows) is not None:
+                record["gradient_noise_scale"] = scale
             if self.logging.memory:
                 record.update(training.get_memory_stats(device=self.environment.device))
             if outcome.gradient_norm is not None:

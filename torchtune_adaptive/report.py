@@ -51,6 +51,11 @@ class SearchReport:
     headroom: float
     seconds: float
 
+    @property
+    def uses_what_was_found(self) -> bool:
+        """Or whether it is only how far the batch may grow."""
+        return self.after.micro_batch == self.result.size
+
     def reason(self) -> str:
         """Why this size and not the next."""
         if self.result.status is not Status.NEXT_DOES_NOT_FIT:
@@ -73,7 +78,9 @@ class SearchReport:
             f"Trials of {self.row_length} tokens a row ({self.row_source}) on {self.device}, "
             f"{self.headroom:.0%} of memory kept free; {self.strategy}, {self.seconds:.1f} s:",
             *_table(self.result.trials),
-            f"batch_size {old.micro_batch} -> {new.micro_batch} ({self.reason()})",
+            f"batch_size {old.micro_batch} -> {new.micro_batch} ({self.reason()})"
+            if self.uses_what_was_found
+            else f"batch_size {old.micro_batch} may grow to {self.result.size} ({self.reason()})",
         ]
         if new.accumulation != old.accumulation:
             lines.append(f"gradient_accumulation_steps {old.accumulation} -> {new.accumulation}")
@@ -87,6 +94,7 @@ class SearchReport:
     def as_dict(self) -> dict[str, Any]:
         return {
             "batch_size": self.after.micro_batch,
+            "largest_batch_size": self.result.size,
             "gradient_accumulation_steps": self.after.accumulation,
             "global_batch_size": self.after.global_batch,
             "before": {
@@ -244,7 +252,7 @@ def _plot(report: SearchReport, path: Path) -> Path | None:
     axes.axhline(
         trials[0].deciding.usable_bytes / divisor, color="gray", linestyle="--", label="usable"
     )
-    axes.axvline(report.after.micro_batch, color="tab:green", alpha=0.4, label="chosen")
+    axes.axvline(report.result.size or 0, color="tab:green", alpha=0.4, label="largest that fits")
     axes.set(
         xlabel=f"rows of {report.row_length} tokens in a micro-batch",
         ylabel=f"peak memory of the tightest rank ({unit})",

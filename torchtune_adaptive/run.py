@@ -23,6 +23,7 @@ from torchtune_adaptive.instruments import Logging, Profiling
 from torchtune_adaptive.learning_rate import LearningRate
 from torchtune_adaptive.loop import TrainingLoop, epochs_of
 from torchtune_adaptive.memory import device_memory
+from torchtune_adaptive.noise import GradientNoise
 from torchtune_adaptive.recovery import Recovery
 from torchtune_adaptive.report import Events, SearchReport, Split
 from torchtune_adaptive.sampler import Loader, SampleOrder
@@ -98,13 +99,14 @@ class Run:
         data = build.data(cfg, config.instantiate(cfg.tokenizer), loss_fn)
         order = SampleOrder(len(data.dataset), model.data_ranks, cfg.shuffle)
         grow = build.batch_increase(cfg, settings)
-        step = self.train_step(model, optimizers, loss_fn)
+        measures_noise = settings.gradient_noise != "off" or getattr(grow, "needs_noise", False)
+        step = self.train_step(model, optimizers, loss_fn, measures_noise)
         start = Split(cfg.batch_size, cfg.gradient_accumulation_steps, model.data_ranks)
         largest = start.micro_batch
         if settings.searches:
             known = state["growth"]["largest"] if state else None
             report = self._find_batch_size(step, data, order, known)
-            largest = report.after.micro_batch
+            largest = report.result.size or largest
             if settings.use_maximum_batch_size:
                 start = report.after
             elif start.micro_batch > largest:
@@ -161,6 +163,7 @@ class Run:
             step_timeout=settings.step_timeout,
             save=lambda name: save(model, optimizers, progress, name),
             save_every_n_steps=cfg.get("save_every_n_steps"),
+            noise=GradientNoise() if measures_noise else None,
             output_dir=output_dir,
         )
 
@@ -185,7 +188,11 @@ class Run:
         return Recovery(split.micro_batch, smaller, self.settings.grow_back_after)
 
     def train_step(
-        self, model: build.Model, optimizers: build.Optimizers, loss_fn: Any
+        self,
+        model: build.Model,
+        optimizers: build.Optimizers,
+        loss_fn: Any,
+        measure_noise: bool = False,
     ) -> TrainStep:
         """The step of this run, for its trials and for its training."""
         clip = self._cfg.get("clip_grad_norm", None)
@@ -201,6 +208,7 @@ class Run:
             clip_grad_norm=None if clip is None else float(clip),
             optimizer_in_backward=optimizers.in_backward,
             launched=self.watchdog.tick,
+            measure_noise=measure_noise,
         )
 
     def close(self) -> None:

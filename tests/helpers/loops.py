@@ -132,6 +132,7 @@ class Training:
             step_timeout=20.0,
             save=save,
             save_every_n_steps=None,
+            noise=None,
             output_dir=folder or Path("nowhere"),
         )
         loop.run()

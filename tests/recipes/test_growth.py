@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torchtune.data import padded_collate_sft
 
 from tests.helpers import recipes
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, saved_weights, tiny_config
+from torchtune_adaptive import build
+from torchtune_adaptive.config import check
 from torchtune_adaptive.errors import BatchIncreaseError, ConfigError
+from torchtune_adaptive.registry import find_config
 
 ROWS: list[list[int]] = []
 """Of each micro-batch that this process has collated: a number for each row, the same in every run."""
@@ -217,3 +220,75 @@ def test_checkpoints_in_mid_epoch_give_way_to_the_next(tmp_path: Path) -> None:
     changes = {"save_every_n_steps": 2, "max_steps_per_epoch": 5, "epochs": 1}
     run_ranks(run_ours, 1, "full", tiny_config("full", tmp_path, **changes), join=False)
     assert [path.name for path in tmp_path.glob("epoch_*")] == ["epoch_0"]
+
+
+def test_a_recorded_run_can_be_replayed(tmp_path: Path) -> None:
+    recorded = tiny_config("full", tmp_path / "recorded", **WITHIN_EPOCHS)
+    expected, *_ = run_ranks(run_ours, 2, "full", recorded, join=False)
+    replay = {
+        "_component_": "torchtune_adaptive.schedule.Replay",
+        "path": str(tmp_path / "recorded" / "batch_size_events.jsonl"),
+    }
+    changes = {**WITHIN_EPOCHS, "batch_increase_function": replay}
+    replayed, *_ = run_ranks(
+        run_ours, 2, "full", tiny_config("full", tmp_path / "replayed", **changes), join=False
+    )
+    assert [r["loss"] for r in replayed] == [r["loss"] for r in expected]
+
+
+def test_measuring_the_noise_changes_no_bit_and_act_grows_by_it(tmp_path: Path) -> None:
+    plain = {"batch_size": 2, "max_steps_per_epoch": 30, "clip_grad_norm": 1.0}
+    expected, *_ = run_ranks(
+        run_ours, 2, "full", tiny_config("full", tmp_path / "plain", **plain), join=False
+    )
+    observing = {**plain, "adaptive_batching.gradient_noise": "observe"}
+    observed, *_ = run_ranks(
+        run_ours, 2, "full", tiny_config("full", tmp_path / "observed", **observing), join=False
+    )
+    for one, other in zip(expected, observed, strict=True):
+        assert all(one[key] == other[key] for key in one.keys() - {"tokens_per_second_per_gpu"})
+    assert all("gradient_noise_scale" not in record for record in observed[:9])
+    assert observed[-1]["gradient_noise_scale"] > 0
+
+    acting = {
+        **plain,
+        "batch_increase_function": {
+            "_component_": "torchtune_adaptive.schedule.GradientNoise",
+            "dwell": 12,
+            "factor": 1000,
+        },
+        "adaptive_batching.memory_limit": "40MiB",
+        "adaptive_batching.lr_scaling": "gain",
+        "adaptive_batching.gradient_noise": "observe",
+    }
+    acted, *_ = run_ranks(
+        run_ours, 2, "full", tiny_config("full", tmp_path / "acted", **acting), join=False
+    )
+    sizes = [record["global_batch_size"] for record in acted]
+    assert sizes[:12] == [4] * 12 and sizes[12] == 8 and max(sizes) == 16
+    assert acted[12]["lr"] > expected[12]["lr"]
+
+
+def test_noise_that_cannot_be_measured_is_said_and_not_logged(tmp_path: Path) -> None:
+    changes = {"max_steps_per_epoch": 12, "adaptive_batching.gradient_noise": "observe"}
+    cfg = tiny_config("full", tmp_path, **changes)
+    (alone,) = watch_ranks(run_ours, 1, "full", cfg, until_exit_of=[0], timeout=60, join=False)
+    assert alone.exit_code == 0 and "cannot be measured in this run" in alone.said
+    changes["gradient_accumulation_steps"] = 2
+    records, *_ = run_ranks(
+        run_ours, 1, "full", tiny_config("full", tmp_path, **changes), join=False
+    )
+    assert records[-1]["gradient_noise_scale"] > 0
+
+
+@pytest.mark.parametrize(
+    "schedule", ["function", "step", "geometric", "linear", "seesaw", "gradient_noise"]
+)
+def test_the_ready_config_has_every_schedule(schedule: str) -> None:
+    cfg = OmegaConf.load(find_config("tiny/full_growing"))
+    cfg.schedule = schedule
+    assert isinstance(cfg, DictConfig)
+    settings = check(cfg, "full")
+    grow = build.batch_increase(cfg, settings)
+    assert settings.grows and grow is not None
+    assert callable(grow) == (schedule == "function")

@@ -140,7 +140,7 @@ def test_our_configs_are_without_fault(name: str) -> None:
     cfg = config(name)
     kind = "lora" if "lora" in name else "full"
     assert unused_keys(cfg, kind) == []
-    assert check(cfg, kind).use_maximum_batch_size
+    assert check(cfg, kind).searches
     assert name in (CONFIGS / f"{name}.yaml").read_text(), "a config says how it is run"
 
 

@@ -14,7 +14,6 @@ FLOORS = {
     "errors": 0,
     "search": 0,
     "recovery": 0,
-    "noise": 0,
     "schedule": 0,
     "versions": 0,
     "config": 0,

@@ -24,12 +24,14 @@ def test_the_order_is_torchtunes(samples: int, ranks: int, shuffle: bool) -> Non
         assert order.rows_per_rank == len(sampler)
 
 
-def loader(samples: int = 20, rank: int = 0, ranks: int = 1) -> Loader:
-    def collate(rows: list[int]) -> dict[str, Any]:
-        return {"rows": torch.tensor(rows)}
+def collate(rows: list[int]) -> dict[str, Any]:
+    return {"rows": torch.tensor(rows)}
 
+
+def loader(samples: int = 20, rank: int = 0, ranks: int = 1, workers: int = 0) -> Loader:
     dataset: Any = [index * 10 for index in range(samples)]
-    return Loader(dataset, collate, SampleOrder(samples, ranks, shuffle=True), rank, ranks)
+    order = SampleOrder(samples, ranks, shuffle=True)
+    return Loader(dataset, collate, order, rank, ranks, workers)
 
 
 def test_a_micro_batch_knows_its_samples() -> None:
@@ -83,6 +85,19 @@ def test_a_step_can_be_taken_again_in_the_same_portions() -> None:
     rows = loader().epoch(0)
     lost = [batch.sample_ids for batch in rows.step(6, 2)]
     assert lost == [batch.sample_ids for batch in rows.step(6, 2)]
+
+
+def test_workers_bring_the_same_rows_also_where_sizes_change() -> None:
+    taken = []
+    for workers in (0, 2):
+        rows = loader(workers=workers).epoch(0)
+        taken.append([take(rows, step=s, micro_batch=m) for s, m in [(4, 4), (4, 2), (12, 6)]])
+    assert taken[0] == taken[1]
+
+
+def test_an_epoch_can_begin_where_it_was_left() -> None:
+    rows = loader().epoch(0, used=6)
+    assert take(rows, step=7, micro_batch=3) == loader().order.epoch(0)[6:13]
 
 
 def test_every_sample_goes_to_one_rank() -> None:
