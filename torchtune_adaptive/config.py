@@ -107,6 +107,12 @@ def _gradient_noise(key: str, value: object) -> str:
     return _one_of("off", "observe", "act")(key, value)
 
 
+def _token_budget(key: str, value: object) -> bool | int:
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    return _whole_number(1)(key, value)
+
+
 def _setting(default: Any, read: Callable[[str, object], Any]) -> Any:
     return field(default=default, metadata={"read": read})
 
@@ -151,6 +157,10 @@ class AdaptiveSettings:
     lr_scaling: str | None = _setting(None, _optional(_one_of("none", "sqrt", "linear", "gain")))
     """What a grown batch does to the learning rate; by default what the schedule is meant for."""
 
+    token_budget: bool | int = _setting(False, _token_budget)
+    """Make micro-batches by tokens, not rows: find how many fit at each row length (True), or the most
+    tokens of a micro-batch with its padding. The rows in a step stay as configured."""
+
     beta2: str = _setting("fixed", _one_of("fixed", "half_life"))
     """Adam's second beta: as configured, or forgetting over as many samples as it did at the start."""
 
@@ -183,14 +193,24 @@ class AdaptiveSettings:
         return self.on_out_of_memory == "shrink"
 
     @property
+    def budgets(self) -> bool:
+        """Whether micro-batches are made by tokens."""
+        return self.token_budget is not False
+
+    @property
     def searches(self) -> bool:
         """Whether the largest micro-batch must be known."""
-        return self.use_maximum_batch_size or self.grows
+        return (self.use_maximum_batch_size or self.grows) and not self.budgets
+
+    @property
+    def adapts(self) -> bool:
+        """Whether a run decides about its batch at all, and goes on with its decisions on resume."""
+        return self.use_maximum_batch_size or self.grows or self.budgets
 
     @property
     def survives(self) -> bool:
         """Whether ranks must stay together when memory runs out on one of them."""
-        return self.searches or self.shrinks
+        return self.adapts or self.shrinks
 
     def agreement_timeout(self, compiled: bool) -> float:
         """Seconds that ranks wait for each other to agree: long enough for the watchdog to speak first
@@ -219,7 +239,8 @@ class AdaptiveSettings:
         acts = values.get("gradient_noise") == "act"
         values["grows"] = acts or cfg.get("batch_increase_function") is not None
         if values.get("on_out_of_memory") is None:
-            adapts = values[switch] or values["grows"]
+            budgets = values.get("token_budget", False) is not False
+            adapts = values[switch] or values["grows"] or budgets
             can_redo = adapts and not cfg.get("optimizer_in_bwd", False)
             values["on_out_of_memory"] = "shrink" if can_redo else "raise"
         return cls(**values)
@@ -377,6 +398,20 @@ def check_adaptive_config(cfg: DictConfig, settings: AdaptiveSettings) -> None:
 
 def _check_growth(cfg: DictConfig, settings: AdaptiveSettings) -> None:
     in_backward = cfg.get("optimizer_in_bwd", False)
+    if settings.budgets and in_backward:
+        raise ConfigError(
+            f"{BLOCK}.token_budget",
+            settings.token_budget,
+            "makes several micro-batches of a step, and with optimizer_in_bwd there can be one only",
+            "Set it to False, or set optimizer_in_bwd=False",
+        )
+    if settings.budgets and settings.use_maximum_batch_size:
+        raise ConfigError(
+            f"{BLOCK}.token_budget",
+            settings.token_budget,
+            "fills the memory without changing the rows in a step, and use_maximum_batch_size changes them",
+            "Set one of the two to False",
+        )
     if settings.grow_past_memory and in_backward:
         raise ConfigError(
             f"{BLOCK}.grow_past_memory",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from torchtune_adaptive.build import Data
 from torchtune_adaptive.config import BLOCK, AdaptiveSettings
 from torchtune_adaptive.consensus import Ranks
 from torchtune_adaptive.errors import ConfigError, NothingFits
+from torchtune_adaptive.packing import Budget
 from torchtune_adaptive.probe import Probe, SizeTrial
 from torchtune_adaptive.report import SearchReport, Split, trial_line
 from torchtune_adaptive.result_cache import ResultCache, facts
 from torchtune_adaptive.rows import WorstCase, worst_case
 from torchtune_adaptive.search import SearchResult, Status, candidates, search
 from torchtune_adaptive.step import TrainStep
+from torchtune_adaptive.token_budget import LengthTrial, confirm, find_budget, lengths_to_measure
 from torchtune_adaptive.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -91,24 +93,16 @@ def find_batch_size(
     log.info(
         f"Searching for the largest micro-batch: rows of {worst.length} tokens ({worst.source})."
     )
-    compiled = cfg.get("compile", False)
-    if compiled and step.device.type == "cpu":
-        log.info(
-            "The simulated device sees single operations, so compiled regions run eager in trials."
-        )
-    probe = Probe(
-        step=step,
+    probe = _probe(
+        cfg,
+        settings,
+        step,
+        watchdog,
+        ranks,
         batch=lambda size: worst.batch(size, data.collate),
         accumulation=lambda size: max(
             split_for(settings, asked, size).accumulation, 2 if settings.grow_past_memory else 1
         ),
-        headroom=settings.headroom,
-        ranks=ranks,
-        # How long a rank compiles is its own affair.
-        entering=lambda phase: watchdog.enter(
-            phase, patience=None if compiled else settings.rank_timeout
-        ),
-        compiled=compiled,
     )
     with probe:
         first = probe.prime()
@@ -136,6 +130,106 @@ def find_batch_size(
         device=step.memory.name,
         headroom=settings.headroom,
         seconds=time.perf_counter() - started,
+    )
+
+
+def find_token_budget(
+    *,
+    cfg: DictConfig,
+    settings: AdaptiveSettings,
+    data: Data,
+    row_lengths: Sequence[int],
+    rows_in_step: int,
+    step: TrainStep,
+    ranks: Ranks,
+    watchdog: Watchdog,
+    known: Budget | None = None,
+) -> tuple[Budget, list[LengthTrial]]:
+    """Find the token budget on the run itself, which is afterwards as it was before.
+
+    Args:
+        cfg: what the config asks for.
+        settings: how to search.
+        data: what the trials are made of.
+        row_lengths: of every row of the data.
+        rows_in_step: of each rank.
+        step: the step that training will use.
+        ranks: the ranks of the run.
+        watchdog: is told about each phase.
+        known: what an earlier part of this run has found; it is confirmed by one trial.
+    """
+    longest = settings.probe_length or max(row_lengths)
+    if max(row_lengths) > longest:
+        index = max(range(len(row_lengths)), key=row_lengths.__getitem__)
+        raise ConfigError(
+            f"{BLOCK}.probe_length",
+            longest,
+            f"is less than row {index} of the data has, {row_lengths[index]} tokens",
+            "Leave it out, or cut rows with tokenizer.max_seq_len",
+        )
+    worst = worst_case(data.dataset, data.tokenizer, False, longest, ranks)
+    length_now = longest
+    log.info(f"Searching for the token budget: the longest row has {longest} tokens.")
+    probe = _probe(
+        cfg,
+        settings,
+        step,
+        watchdog,
+        ranks,
+        batch=lambda rows: worst.of_length(length_now).batch(rows, data.collate),
+        accumulation=lambda rows: 2,  # a step has as many micro-batches as it takes
+    )
+
+    def probe_at(length: int) -> Probe:
+        nonlocal length_now
+        length_now = length
+        return probe
+
+    with probe:
+        first = probe.prime()
+        if not first.fits:
+            raise nothing_fits(first, worst)
+        if settings.token_budget is not True:
+            budget, trial = confirm(settings.token_budget, probe, longest, rows_in_step)
+            return budget, [trial]
+        if known is not None and known.longest == longest:
+            trial = LengthTrial(longest, probe.trial(known.rows(longest)))
+            if trial.trial.fits:
+                return known, [trial]
+            log.info("What the checkpoint's budget allows does not fit any more; searching anew.")
+        lengths = lengths_to_measure(row_lengths, longest)
+        found, trials = find_budget(probe_at, lengths, rows_in_step)
+    if found is None:
+        raise nothing_fits(trials[-1].trial, worst)
+    return found, trials
+
+
+def _probe(
+    cfg: DictConfig,
+    settings: AdaptiveSettings,
+    step: TrainStep,
+    watchdog: Watchdog,
+    ranks: Ranks,
+    *,
+    batch: Callable[[int], dict[str, Any]],
+    accumulation: Callable[[int], int],
+) -> Probe:
+    compiled = cfg.get("compile", False)
+    if compiled and step.device.type == "cpu":
+        log.info(
+            "The simulated device sees single operations, so compiled regions run eager in trials."
+        )
+    return Probe(
+        step=step,
+        batch=batch,
+        accumulation=accumulation,
+        headroom=settings.headroom,
+        ranks=ranks,
+        # How long a rank compiles is its own affair.
+        entering=lambda phase: watchdog.enter(
+            phase, patience=None if compiled else settings.rank_timeout
+        ),
+        compiled=compiled,
     )
 
 

@@ -81,6 +81,7 @@ class TrainingLoop:
     output_dir: Path
 
     def run(self) -> None:
+        self._taken: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # in this step
         self.global_step = self.progress.epochs_run * self.epochs.base_steps
         self.samples = self.progress.epochs_run * self.epochs.base_steps * self.split.global_batch
         self.redone_steps = self.retries = 0
@@ -170,14 +171,10 @@ class TrainingLoop:
     def _take_step(self, rows: EpochRows) -> StepOutcome:
         before = Generators(self.environment.device) if self.recovery is not None else None
         while True:
-            split = self._split_now()
-            self.watchdog.enter(
-                f"step {self.global_step + 1} in micro-batches of {split.micro_batch} rows",
-                self.step_timeout,
-            )
-            outcome = self._try_step(rows.step(split.rows, split.micro_batch))
+            self.watchdog.enter(f"step {self.global_step + 1}{self._in_what()}", self.step_timeout)
+            outcome = self._try_step(rows.step(self.split.rows, self._size))
             if not outcome.lost:
-                rows.advance(split.rows)
+                rows.advance(self.split.rows)
                 return outcome
             self._shrink(outcome)
             self.redone_steps += 1
@@ -185,8 +182,12 @@ class TrainingLoop:
                 before.restore()  # dropout is part of the step
 
     def _try_step(self, micro_batches: Iterable[MicroBatch]) -> StepOutcome:
+        self._taken = []
         try:
             for micro_batch in micro_batches:
+                self._taken.append(
+                    (micro_batch.sample_ids, tuple(micro_batch.batch["tokens"].shape))
+                )
                 self.step.forward_backward(micro_batch.batch)
             return self.step.apply()
         except StepHalfApplied as half_applied:
@@ -196,12 +197,30 @@ class TrainingLoop:
                 f"{self._advice()}"
             ) from None
 
-    def _split_now(self) -> Split:
-        """The step's rows, in micro-batches of the size that is right now; the last may be smaller."""
-        if self.recovery is None or self.recovery.size == self.split.micro_batch:
-            return self.split
-        size, rows = self.recovery.size, self.split.rows
-        return Split(size, -(-rows // size), self.split.ranks, rows)
+    @property
+    def _size(self) -> int:
+        """Of the micro-batches right now: in rows or, with a token budget, in tokens."""
+        if self.recovery is not None:
+            return self.recovery.size
+        packer = self.loader.packer
+        return packer.largest if packer is not None else self.split.micro_batch
+
+    def _in_what(self) -> str:
+        unit = "rows" if self.loader.packer is None else "tokens"
+        return f" in micro-batches of {self._size} {unit}"
+
+    def _changed(self, before: int, reason: str) -> None:
+        """Write down that the size is another one from the next step on."""
+        if self.loader.packer is not None:
+            self.events.changed(self.global_step + 1, reason, token_budget=(before, self._size))
+            return
+        accumulation = tuple(-(-self.split.rows // size) for size in (before, self._size))
+        self.events.changed(
+            self.global_step + 1,
+            reason,
+            micro_batch=(before, self._size),
+            accumulation=accumulation,  # type: ignore[arg-type]
+        )
 
     def _shrink(self, outcome: StepOutcome) -> None:
         where = ", ".join(
@@ -209,14 +228,13 @@ class TrainingLoop:
             for rank, phase in enumerate(outcome.failures)
             if phase
         )
-        before = self._split_now()
+        before = self._size
         if self.recovery is None or not self.recovery.shrink():
             redo = f"; {BLOCK}.on_out_of_memory is raise" if self.recovery is None else ""
             raise TrainingOutOfMemory(
-                f"Step {self.global_step + 1} in micro-batches of {before.micro_batch} rows: {where}{redo}. "
-                f"{self._advice()}"
+                f"Step {self.global_step + 1}{self._in_what()}: {where}{redo}. {self._advice()}"
             )
-        self.events.changed(before, self._split_now(), self.global_step + 1, where)
+        self._changed(before, where)
 
     def _heed(self, outcome: StepOutcome) -> None:
         """What a good step says about the next; it is the same on every rank."""
@@ -225,15 +243,17 @@ class TrainingLoop:
             self._listen(self.noise, outcome)
         if self.recovery is None:
             return
-        before, next_step = self._split_now(), self.global_step + 1
+        before = self._size
         if self.recovery.is_thrashing(outcome.retries):
             reason = "allocation retries in two steps in a row"
             if self.recovery.shrink():
-                self.events.changed(before, self._split_now(), next_step, reason)
+                self._changed(before, reason)
             else:
-                self.events.noticed(next_step, f"{reason}, and the micro-batch cannot shrink")
+                self.events.noticed(
+                    self.global_step + 1, f"{reason}, and the micro-batch cannot shrink"
+                )
         elif self.recovery.grow_back():
-            self.events.changed(before, self._split_now(), next_step, "calm again")
+            self._changed(before, "calm again")
 
     def _listen(self, noise: GradientNoise, outcome: StepOutcome) -> None:
         if outcome.noise is None and not self._noise_is_missing:
@@ -281,6 +301,7 @@ class TrainingLoop:
             "learning_rate": self.learning_rate.state_dict(),
             "recovery": self.recovery.state_dict() if self.recovery else None,
             "noise": self.noise.state_dict() if self.noise else None,
+            "token_budget": self.loader.packer.state() if self.loader.packer else None,
             "redone_steps": self.redone_steps,
             "retries": self.retries,
             "generators": ranks.gather(Generators(self.environment.device).state_dict()),
@@ -324,8 +345,9 @@ class TrainingLoop:
 
     def _log(self, outcome: StepOutcome) -> None:
         now = time.perf_counter()
-        split, lr = self._split_now(), self.learning_rate.now
-        self.history.add(self.samples, split.global_batch, split.micro_batch, lr, outcome.loss)
+        split, lr = self.split, self.learning_rate.now
+        micro_batch = max(rows for _, (rows, _) in self._taken)
+        self.history.add(self.samples, split.global_batch, micro_batch, lr, outcome.loss)
         if self.environment.is_rank_zero and self.global_step % self.logging.every_n_steps == 0:
             seconds = now - self._step_started
             record: dict[str, Any] = {
@@ -333,11 +355,13 @@ class TrainingLoop:
                 "lr": lr,
                 "tokens_per_second_per_gpu": outcome.tokens / (seconds * self.environment.ranks),
                 "batch_size": self.split.micro_batch,
-                "micro_batch_size": split.micro_batch,
-                "gradient_accumulation_steps": split.accumulation,
+                "micro_batch_size": micro_batch,
+                "gradient_accumulation_steps": len(self._taken),
                 "global_batch_size": split.global_batch,
                 "samples_seen": self.samples,
             }
+            if self.loader.packer is not None:
+                record["padding_share"] = self.loader.packer.padding_share(self._taken)
             if self.recovery is not None:
                 record.update(self._health())
             if self.noise is not None and (scale := self.noise.scale_in_rows) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,22 +134,17 @@ class Events:
     def __init__(self, folder: Path | None) -> None:
         self._path = folder / EVENTS_NAME if folder else None
 
-    def changed(self, before: Split, after: Split, step: int, reason: str) -> None:
-        """The micro-batch is another one from ``step`` on."""
+    def changed(self, step: int, reason: str, **what: tuple[int, int]) -> None:
+        """Something, as ``micro_batch``, is another one from ``step`` on; before and after."""
         if self._path is None:
             return
-        line = f"micro-batch {before.micro_batch} -> {after.micro_batch} ({reason}, step {step})"
-        if before.accumulation != after.accumulation:
-            line += f"; accumulation {before.accumulation} -> {after.accumulation}"
-        log.info(line)
-        self._write(
-            {
-                "step": step,
-                "reason": reason,
-                "micro_batch": [before.micro_batch, after.micro_batch],
-                "accumulation": [before.accumulation, after.accumulation],
-            }
+        (first, change), *others = (
+            (name.replace("_", "-" if name == "micro_batch" else " "), f"{before} -> {after}")
+            for name, (before, after) in what.items()
         )
+        line = f"{first} {change} ({reason}, step {step})"
+        log.info("; ".join([line, *(f"{name} {change}" for name, change in others)]))
+        self._write({"step": step, "reason": reason, **{k: list(v) for k, v in what.items()}})
 
     def grown(self, before: Split, after: Split, samples: int, step: int, reason: str) -> None:
         """The global batch is another one from ``step`` on; as ``schedule.Replay`` reads it."""
@@ -205,6 +201,11 @@ def _table(trials: tuple[SizeTrial, ...]) -> list[str]:
         )
         for trial in trials
     ]
+    return table(header, rows)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns that are as wide as they must be."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     return [
         "  "

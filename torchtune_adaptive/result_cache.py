@@ -82,6 +82,16 @@ def facts(
     }
 
 
+def cache_folder(cache: bool | str) -> Path | None:
+    """Where the setting says that things are remembered, if they are."""
+    if cache is False:
+        return None
+    if cache is True:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(base) / "torchtune_adaptive"
+    return Path(cache).expanduser()
+
+
 class ResultCache:
     """Found sizes in a folder; without one, nothing is ever remembered."""
 
@@ -90,12 +100,8 @@ class ResultCache:
 
     @classmethod
     def from_setting(cls, cache: bool | str) -> ResultCache:
-        if cache is False:
-            return cls(None)
-        if cache is True:
-            base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-            return cls(Path(base) / "torchtune_adaptive" / "batch_sizes")
-        return cls(Path(cache).expanduser())
+        folder = cache_folder(cache)
+        return cls(folder / "batch_sizes" if cache is True and folder else folder)
 
     def get(self, facts: Mapping[str, Any]) -> int | None:
         """The size that was found under exactly these facts."""

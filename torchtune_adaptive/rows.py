@@ -31,6 +31,10 @@ class WorstCase:
     def batch(self, rows: int, collate: Callable[[list[Row]], dict[str, Any]]) -> dict[str, Any]:
         return collate([self.row] * rows)
 
+    def of_length(self, length: int) -> WorstCase:
+        """The same row, cut or repeated to another length."""
+        return _stretched(self.row, length, self.source)
+
 
 def worst_case(
     dataset: Any, tokenizer: Any, packed: bool, probe_length: int | None, ranks: Ranks

@@ -17,19 +17,28 @@ from torchtune_adaptive.checkpoints import Progress
 from torchtune_adaptive.config import check
 from torchtune_adaptive.consensus import Ranks
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.find import announce, find_batch_size
+from torchtune_adaptive.find import announce, find_batch_size, find_token_budget
 from torchtune_adaptive.growth import Growth, resumed_start
 from torchtune_adaptive.instruments import Logging, Profiling
 from torchtune_adaptive.learning_rate import LearningRate
+from torchtune_adaptive.lengths import row_lengths
 from torchtune_adaptive.loop import TrainingLoop, epochs_of
 from torchtune_adaptive.memory import device_memory
 from torchtune_adaptive.noise import GradientNoise
+from torchtune_adaptive.packing import Budget
 from torchtune_adaptive.recovery import Recovery
 from torchtune_adaptive.report import Events, SearchReport, Split
 from torchtune_adaptive.sampler import Loader, SampleOrder
 from torchtune_adaptive.schedule import Epochs
 from torchtune_adaptive.search import candidates
 from torchtune_adaptive.step import TrainStep
+from torchtune_adaptive.token_budget import (
+    TokenPacker,
+    budget_text,
+    compared,
+    length_buckets,
+    plot,
+)
 from torchtune_adaptive.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -103,6 +112,12 @@ class Run:
         step = self.train_step(model, optimizers, loss_fn, measures_noise)
         start = Split(cfg.batch_size, cfg.gradient_accumulation_steps, model.data_ranks)
         largest = start.micro_batch
+        packer = None
+        if settings.budgets and data.packed:
+            log.info("token_budget: packed rows are all full, so there is nothing for it to do.")
+        elif settings.budgets:
+            packer = self._find_token_budget(step, data, start, loss_fn)
+            largest = order.rows_per_rank  # tokens are bounded, not rows
         if settings.searches:
             known = state["growth"]["largest"] if state else None
             report = self._find_batch_size(step, data, order, known)
@@ -118,14 +133,14 @@ class Run:
                 )
         if settings.search_only:
             return None
-        if state and settings.searches:
+        if state and settings.adapts:
             start = resumed_start(state["growth"], largest, model.data_ranks)
         epochs = epochs_of(order.rows_per_rank, start, progress.max_steps_per_epoch)
         growth = Growth(start, largest, grow, settings.grow_past_memory, epochs.rows, self.ranks)
         used = 0
         if state:
             used = state["samples_of_epoch"] // model.data_ranks
-            if settings.searches:
+            if settings.adapts:
                 growth.load_state_dict(state["growth"])
         elif grow is not None:
             self._say_what_is_ahead(growth, epochs)
@@ -145,7 +160,7 @@ class Run:
             step=step,
             growth=growth,
             learning_rate=learning_rate,
-            make_recovery=self._recovery,
+            make_recovery=lambda split: self._recovery(split, packer),
             loader=Loader(
                 data.dataset,
                 data.collate,
@@ -153,6 +168,7 @@ class Run:
                 model.data_rank,
                 model.data_ranks,
                 settings.workers,
+                packer,
             ),
             epochs=epochs,
             progress=progress,
@@ -180,9 +196,11 @@ class Run:
             )
         )
 
-    def _recovery(self, split: Split) -> Recovery | None:
+    def _recovery(self, split: Split, packer: TokenPacker | None) -> Recovery | None:
         if not self.settings.shrinks:
             return None
+        if packer is not None:
+            return Recovery(packer.largest, packer.sizes(), self.settings.grow_back_after)
         rounding = "divisor" if self.settings.keep_global_batch else self.settings.rounding
         smaller = candidates(rounding, split.micro_batch, split.rows)
         return Recovery(split.micro_batch, smaller, self.settings.grow_back_after)
@@ -215,6 +233,40 @@ class Run:
         if self.metrics is not None:
             self.metrics.close()
         dist.destroy_process_group()
+
+    def _find_token_budget(
+        self, step: TrainStep, data: build.Data, start: Split, loss_fn: Any
+    ) -> TokenPacker:
+        cfg, settings = self._cfg, self.settings
+        is_rank_zero = self.environment.is_rank_zero
+        self.watchdog.enter("looking up the lengths of all rows", patience=None)
+        lengths = row_lengths(data.dataset, cfg, self.ranks, settings.cache, is_rank_zero)
+        state = self.progress.training
+        saved = state["token_budget"] if state else None
+        budget, trials = find_token_budget(
+            cfg=cfg,
+            settings=settings,
+            data=data,
+            row_lengths=lengths,
+            rows_in_step=start.rows,
+            step=step,
+            ranks=self.ranks,
+            watchdog=self.watchdog,
+            known=Budget(tuple((length, rows) for length, rows in saved)) if saved else None,
+        )
+        log.info(budget_text(budget, trials))
+        if is_rank_zero and (path := plot(budget, trials, Path(cfg.output_dir))):
+            log.info(f"Rows over length: {path}")
+        compiled = cfg.get("compile", False)
+        packer = TokenPacker(
+            budget,
+            lengths,
+            data.tokenizer.pad_id,
+            loss_fn.ignore_index,
+            length_buckets(budget.longest, min(lengths)) if compiled else (),
+        )
+        log.info(compared(packer, start))
+        return packer
 
     def _find_batch_size(
         self, step: TrainStep, data: build.Data, order: SampleOrder, known: int | None

@@ -8,13 +8,13 @@ out to the ranks one by one and repeats the first few if they do not divide.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from itertools import islice, tee
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Loader:
         order: of the samples.
         rank: whose samples to bring, and of how many ranks.
         workers: processes that fetch and collate ahead.
+        packer: makes micro-batches of rows by their lengths; None to make them of a number of rows.
     """
 
     def __init__(
@@ -79,29 +80,88 @@ class Loader:
         rank: int,
         ranks: int,
         workers: int = 0,
+        packer: Packer | None = None,
     ) -> None:
         self.dataset = dataset
         self.collate = collate
         self.order = order
+        self.packer = packer
         self._rank = rank
         self._ranks = ranks
         self._workers = workers
 
     def epoch(self, epoch: int, used: int = 0) -> EpochRows:
         """This rank's samples of an epoch, of which so many have been used."""
-        return EpochRows(self, self.order.epoch(epoch)[self._rank :: self._ranks], used)
+        return EpochRows(self, self.order.epoch(epoch), used)
 
-    def bring(self, portions: list[list[int]]) -> Iterator[MicroBatch]:
+    def portions(self, step: list[int], size: int) -> list[Portion]:
+        """This rank's micro-batches of a step.
+
+        Args:
+            step: the samples of the step, over all ranks.
+            size: rows in a micro-batch; with a packer, what it makes of that.
+        """
+        if self.packer is not None:
+            return self.packer.portions(step, size, self._rank, self._ranks)
+        mine = step[self._rank :: self._ranks]
+        return [Portion(mine[i : i + size]) for i in range(0, len(mine), size)]
+
+    def bring(self, steps: Iterable[list[Portion]]) -> Iterator[MicroBatch]:
         """The samples with these numbers, each portion as one micro-batch."""
+        # Twice: once to fetch, ahead if there are workers, and once to say what has come.
+        fetched, brought = tee(portion for portions in steps for portion in portions)
         loader = DataLoader(
             self.dataset,
-            batch_sampler=portions,
+            batch_sampler=_SampleIds(fetched),
             collate_fn=self.collate,
             generator=torch.Generator(),  # or each loader would draw from the run's own
             num_workers=self._workers,
         )
-        for sample_ids, batch in zip(portions, loader, strict=True):
-            yield MicroBatch(tuple(sample_ids), batch)
+        for portion, batch in zip(brought, loader, strict=True):
+            if self.packer is not None:
+                self.packer.finish(portion, batch)
+            sample_ids = () if portion.weightless else tuple(portion.sample_ids)
+            yield MicroBatch(sample_ids, batch)
+
+    @property
+    def ranks(self) -> int:
+        return self._ranks
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The samples of one micro-batch."""
+
+    sample_ids: list[int]
+    weightless: bool = False
+    """Whether it only keeps other ranks company: it is run, and nothing is learnt from it."""
+
+
+class Packer(Protocol):
+    """Makes micro-batches of rows by their lengths."""
+
+    @property
+    def largest(self) -> int:
+        """The size that ``portions`` is asked for as long as nothing goes wrong."""
+
+    def portions(self, step: list[int], size: int, rank: int, ranks: int) -> list[Portion]: ...
+
+    def finish(self, portion: Portion, batch: dict[str, Any]) -> None:
+        """Change a collated batch in place: pad it, or take its weight away."""
+
+    def padding_share(self, taken: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> float:
+        """Of what was computed in some micro-batches, given their samples and shapes."""
+
+    def state(self) -> list[list[int]]:
+        """What a checkpoint keeps."""
+
+
+class _SampleIds(Sampler[list[int]]):
+    def __init__(self, portions: Iterator[Portion]) -> None:
+        self._portions = portions
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (portion.sample_ids for portion in self._portions)
 
 
 class EpochRows:
@@ -113,29 +173,29 @@ class EpochRows:
 
     def __init__(self, loader: Loader, sample_ids: list[int], used: int = 0) -> None:
         self._loader = loader
-        self._sample_ids = sample_ids
+        self._sample_ids = sample_ids  # of all ranks
         self.used = used
+        """Rows, on each rank."""
         self._running: tuple[int, int, int] | None = None
-        """For what step, from where and in what portions, the micro-batches being loaded are."""
+        """For what step, of how many rows and in what portions, micro-batches are being loaded."""
 
-    def step(self, rows: int, micro_batch: int) -> Iterator[MicroBatch]:
-        """The next ``rows`` samples, ``micro_batch`` at a time; the last portion may be smaller."""
-        if self._running != (self.used, rows, micro_batch):
-            mine = self._sample_ids[self.used :]
-            self._micro_batches = self._loader.bring(_portions(mine, rows, micro_batch))
-        self._running = (self.used + rows, rows, micro_batch)
-        return islice(self._micro_batches, -(-rows // micro_batch))
+    def step(self, rows: int, size: int) -> Iterator[MicroBatch]:
+        """The next ``rows`` samples on each rank, in portions of ``size``; the last may be smaller."""
+        if self._running != (self.used, rows, size):
+            self._micro_batches = self._loader.bring(self._steps(self.used, rows, size))
+        self._running = (self.used + rows, rows, size)
+        return islice(self._micro_batches, len(self._portions(self.used, rows, size)))
 
     def advance(self, rows: int) -> None:
         """The step is done."""
         self.used += rows
 
+    def _steps(self, used: int, rows: int, size: int) -> Iterator[list[Portion]]:
+        """Of full steps; what does not fill one is left out."""
+        while (used + rows) * self._loader.ranks <= len(self._sample_ids):
+            yield self._portions(used, rows, size)
+            used += rows
 
-def _portions(sample_ids: list[int], rows: int, micro_batch: int) -> list[list[int]]:
-    """The micro-batches of one full step after the other; what does not fill a step is left out."""
-    full = len(sample_ids) // rows * rows
-    return [
-        sample_ids[i : min(i + micro_batch, start + rows)]
-        for start in range(0, full, rows)
-        for i in range(start, start + rows, micro_batch)
-    ]
+    def _portions(self, used: int, rows: int, size: int) -> list[Portion]:
+        ranks = self._loader.ranks
+        return self._loader.portions(self._sample_ids[used * ranks : (used + rows) * ranks], size)

@@ -22,6 +22,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtune_adaptive.consensus import Ranks
+
+
+class Alone(Ranks):
+    """One rank, or some that always agree, without a process group."""
+
+    def __init__(self, size: int = 1) -> None:
+        self.rank, self.size = 0, size
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def from_rank_zero(self, value: Any) -> Any:
+        return value
+
+
 # Imported once, in the server that all ranks are forked from: torch and torchtune take seconds.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.helpers.preload"])

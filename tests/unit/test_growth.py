@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import Alone, run_ranks
 from torchtune_adaptive.build import Optimizers
 from torchtune_adaptive.consensus import Ranks
 from torchtune_adaptive.errors import BatchIncreaseError
@@ -17,16 +17,6 @@ from torchtune_adaptive.growth import Growth, resumed_start
 from torchtune_adaptive.learning_rate import LearningRate
 from torchtune_adaptive.report import Split
 from torchtune_adaptive.schedule import Epochs, Geometric, Moment
-
-
-class Alone(Ranks):
-    """One rank, or some that always agree, without a process group."""
-
-    def __init__(self, size: int = 1) -> None:
-        self.rank, self.size = 0, size
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value] * self.size
 
 
 def rfc(epoch: int, current_batch_size: int) -> int:

@@ -35,7 +35,7 @@ def loader(samples: int = 20, rank: int = 0, ranks: int = 1, workers: int = 0) -
 
 
 def test_a_micro_batch_knows_its_samples() -> None:
-    for micro_batch in loader().epoch(0).step(rows=20, micro_batch=4):
+    for micro_batch in loader().epoch(0).step(rows=20, size=4):
         assert (micro_batch.batch["rows"] // 10).tolist() == list(micro_batch.sample_ids)
 
 

@@ -1,0 +1,104 @@
+"""Whole runs under a token budget: the same steps as without, in less memory or less time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import run_ours, run_recipe_at, tiny_config
+
+PLAIN = {"batch_size": 16, "max_steps_per_epoch": 10, "clip_grad_norm": 1.0, "epochs": 1}
+BUDGET = {
+    **PLAIN,
+    "adaptive_batching.token_budget": True,
+    "adaptive_batching.memory_limit": "24MiB",
+}
+
+
+def run(folder: Path, kind: str = "full", ranks: int = 2, **changes: Any) -> list[dict[str, float]]:
+    records, *_ = run_ranks(
+        run_ours, ranks, kind, tiny_config(kind, folder, **changes), join=False, timeout=100
+    )
+    return records
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_steps_are_what_they_were(kind: str, tmp_path: Path) -> None:
+    """The same rows in each step and the same gradient, to rounding; every micro-batch fits."""
+    plain = run(tmp_path / "plain", kind, **PLAIN)
+    packed = run(tmp_path / "packed", kind, **BUDGET)
+    for one, other in zip(plain, packed, strict=True):
+        for key in ("lr", "samples_seen", "global_batch_size"):
+            assert one[key] == other[key]
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
+    assert packed[-1]["redone_steps"] == 0, "nothing ran out of memory"
+    assert all(0 <= record["padding_share"] < 0.35 for record in packed)
+    assert {record["gradient_accumulation_steps"] for record in packed} != {1}
+    assert (tmp_path / "packed" / "token_budget.png").exists()
+
+
+def test_three_ranks_and_one_agree(tmp_path: Path) -> None:
+    changes = {**BUDGET, "batch_size": 4}
+    three = run(tmp_path / "three", ranks=3, **changes)
+    alone = run(tmp_path / "alone", ranks=1, **{**changes, "batch_size": 12})
+    for one, other in zip(three, alone, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
+
+
+def test_a_budget_of_ones_own_is_confirmed(tmp_path: Path) -> None:
+    records = run(tmp_path, **{**BUDGET, "adaptive_batching.token_budget": 300})
+    assert max(record["micro_batch_size"] for record in records) >= 3
+    for budget, said in ((50, "less than the longest row"), (100_000, "does not fit")):
+        changes = {**BUDGET, "batch_size": 160, "adaptive_batching.token_budget": budget}
+        with pytest.raises(AssertionError, match=said):
+            run(tmp_path, **changes)
+
+
+def test_it_shrinks_when_a_neighbour_moves_in(tmp_path: Path) -> None:
+    changes = {**BUDGET, "epochs": 2, "max_steps_per_epoch": None}
+    changes["adaptive_batching.grow_back_after"] = 10
+    cfg = tiny_config("full", tmp_path, **changes)
+    disturbed, *_ = run_ranks(run_recipe_at, 2, "demos/neighbour.py", cfg, join=False, timeout=100)
+    del changes["adaptive_batching.memory_limit"], changes["adaptive_batching.token_budget"]
+    plain = run(tmp_path / "plain", **changes)
+    assert disturbed[-1]["redone_steps"] >= 1
+    for one, other in zip(plain, disturbed, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)
+    events = (tmp_path / "batch_size_events.jsonl").read_text().splitlines()
+    before, after = json.loads(events[0])["token_budget"]
+    assert after == before // 2
+
+
+def test_with_growth_and_resume_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    changes = {
+        **BUDGET,
+        "batch_size": 4,
+        "epochs": 2,
+        "batch_increase_function": {
+            "_component_": "torchtune_adaptive.schedule.Geometric",
+            "every": 0.5,
+        },
+    }
+    whole = run(tmp_path / "whole", **changes)
+    assert len({record["global_batch_size"] for record in whole}) >= 3
+    again = {
+        **changes,
+        "resume_from_checkpoint": True,
+        "checkpointer.checkpoint_files": ["epoch_0/model-00001-of-00001.safetensors"],
+        "checkpointer.recipe_checkpoint": "recipe_state/recipe_state.pt",
+    }
+    resumed = run(tmp_path / "whole", **again)
+    later = [record for record in whole if record["step"] >= resumed[0]["step"]]
+    machine = {"tokens_per_second_per_gpu", "headroom"}
+    for one, other in zip(later, resumed, strict=True):
+        assert all(one[key] == other[key] for key in one.keys() - machine)
+
+
+def test_compiled_models_see_few_shapes_and_packed_data_have_no_use_for_it(tmp_path: Path) -> None:
+    packed = {"dataset.packed": True, "tokenizer.max_seq_len": 128, "batch_size": 2}
+    records = run(tmp_path, **{**BUDGET, **packed})
+    assert "padding_share" not in records[0]

@@ -1,0 +1,69 @@
+"""Row lengths are looked up once, and remembered as long as they are true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from tests.helpers.ranks import Alone
+from torchtune_adaptive.lengths import row_lengths
+
+
+class Rows(list[dict[str, list[int]]]):
+    """Counts how often a row is looked at."""
+
+    looked = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.looked += 1
+        return super().__getitem__(index)
+
+
+def dataset(lengths: list[int]) -> Rows:
+    return Rows({"tokens": list(range(length))} for length in lengths)
+
+
+CFG = OmegaConf.create({"dataset": {"source": "a"}, "tokenizer": {"path": "b"}})
+
+
+def look(rows: Rows, folder: Path, cfg: Any = CFG) -> list[int]:
+    return row_lengths(rows, cfg, Alone(), str(folder), say_progress=False)
+
+
+def test_they_are_remembered(tmp_path: Path) -> None:
+    lengths = [n % 7 + 1 for n in range(1000)]
+    first, second = dataset(lengths), dataset(lengths)
+    assert look(first, tmp_path) == lengths and first.looked == 1000
+    assert look(second, tmp_path) == lengths and second.looked < 100
+
+
+def test_another_tokenizer_is_another_matter(tmp_path: Path) -> None:
+    look(dataset([3, 4]), tmp_path)
+    other = OmegaConf.create({**CFG, "tokenizer": {"path": "c"}})
+    assert look(dataset([5, 6]), tmp_path, other) == [5, 6]
+
+
+def test_what_is_stale_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    look(dataset([3, 4, 5]), tmp_path)
+    with caplog.at_level("WARNING"):
+        assert look(dataset([3, 4, 6]), tmp_path) == [3, 4, 6]
+    assert "row 2 had 5 tokens and has 6" in caplog.text
+    assert look(dataset([3, 4, 6]), tmp_path) == [3, 4, 6]
+
+
+@pytest.mark.parametrize("spoilt", [b"", b"nonsense", b"\x93NUMPY\x01\x00"])
+def test_what_is_spoilt_is_looked_up_again(tmp_path: Path, spoilt: bytes) -> None:
+    look(dataset([3, 4]), tmp_path)
+    (path,) = tmp_path.rglob("*.npy")
+    path.write_bytes(spoilt)
+    assert look(dataset([3, 4]), tmp_path) == [3, 4]
+    assert np.load(path).tolist() == [3, 4]
+
+
+def test_nothing_is_remembered_where_nothing_shall_be(tmp_path: Path) -> None:
+    rows = dataset([3, 4])
+    assert row_lengths(rows, CFG, Alone(), False, say_progress=False) == [3, 4]  # type: ignore[arg-type]

@@ -1,0 +1,128 @@
+"""Rows of different lengths into micro-batches: none over the budget, as many on every rank.
+
+A micro-batch of ``rows`` rows is padded to its longest, and takes the memory of ``rows`` rows of that
+length. How many rows of a length fit is measured at some lengths (see ``Budget``); between them a rule
+decides that never gives more than what was measured allows.
+
+Only the rows of one step are packed together. Which rows make up a step is decided by the order of the
+epoch, as without a budget, so the shuffling is what it was, and so is the gradient of every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+_COST_OF_A_MICRO_BATCH = 1 / 8
+"""Beside its tokens (gathered weights, launches), as a share of a full micro-batch."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many rows of a length fit.
+
+    Between two measured lengths as many as keep the tokens of the longer one, and never more than fit at
+    the shorter one: with as many tokens in shorter rows nothing takes more memory (attention takes less),
+    and with longer rows nothing takes less.
+    """
+
+    measured: tuple[tuple[int, int], ...]
+    """Length, and rows that fit, ascending by length."""
+
+    def __post_init__(self) -> None:
+        lengths = [length for length, _ in self.measured]
+        if not lengths or lengths != sorted(set(lengths)) or min(map(min, self.measured)) < 1:
+            raise ValueError(f"measured: {self.measured!r} is not lengths, ascending, with rows")
+
+    @classmethod
+    def of_tokens(cls, tokens: int, longest: int) -> Budget:
+        """As many rows as have no more than ``tokens`` tokens with padding."""
+        if longest > tokens:
+            raise ValueError(f"tokens: {tokens} is less than the longest row has, {longest}")
+        return cls(((longest, tokens // longest),))
+
+    @property
+    def longest(self) -> int:
+        return self.measured[-1][0]
+
+    @property
+    def tokens(self) -> int:
+        """Of the largest micro-batch of the longest rows."""
+        length, rows = self.measured[-1]
+        return length * rows
+
+    def rows(self, length: int) -> int:
+        """That fit in one micro-batch whose longest row has ``length`` tokens; 0 if it is too long."""
+        most = None  # at the next shorter length that was measured
+        for measured, rows in self.measured:
+            if length <= measured:
+                fit = rows * measured // length
+                return fit if most is None else min(fit, most)
+            most = rows
+        return 0
+
+    def shrunk(self, divisor: int) -> Budget:
+        """A part of the rows at every length; of one row there is no part."""
+        return Budget(tuple((length, max(1, rows // divisor)) for length, rows in self.measured))
+
+
+def pack(lengths: Sequence[int], budget: Budget, ranks: int) -> list[list[list[int]]]:
+    """The micro-batches of one step, for each rank: positions in ``lengths``, every one of them once.
+
+    All ranks get the same number of micro-batches; some of the last ones may be empty. Rows are sorted by
+    length and cut where the budget says so, shortest first: as few micro-batches as sorted rows can have,
+    and the one that is not full is that of the longest rows, where padding costs most. Then they are cut
+    once more where that saves more padding than a micro-batch costs. If ranks would be left with nothing to
+    do in the end, the largest micro-batches are cut in two for them.
+
+    Args:
+        lengths: of the rows of the step, over all ranks.
+        budget: of one micro-batch.
+        ranks: that share them.
+    """
+    parts: list[list[int]] = [[]]
+    for row in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        fit = budget.rows(lengths[row])
+        if fit == 0:
+            raise ValueError(
+                f"a row of {lengths[row]} tokens is longer than the budget's {budget.longest}"
+            )
+        if len(parts[-1]) + 1 > fit:
+            parts.append([])
+        parts[-1].append(row)
+
+    def work(part: list[int]) -> int:
+        """What a micro-batch computes, with its padding; its longest row is its last."""
+        return len(part) * lengths[part[-1]]
+
+    parts = [piece for part in parts for piece in _pieces(part, lengths, budget)]
+    while len(parts) % ranks and (divisible := [part for part in parts if len(part) > 1]):
+        largest = max(divisible, key=work)
+        half = len(largest) // 2
+        parts.append(largest[half:])
+        del largest[half:]
+    # In rounds of micro-batches of like size, so that no rank waits long for another.
+    parts.sort(key=lambda part: (-work(part), part[0]))
+    parts += [[] for _ in range(-len(parts) % ranks)]
+    return [parts[rank::ranks] for rank in range(ranks)]
+
+
+def _pieces(part: list[int], lengths: Sequence[int], budget: Budget) -> list[list[int]]:
+    """A micro-batch, cut where the rows before the cut have much less padding without those behind it."""
+    longest = lengths[part[-1]]
+    saved, cut = max(
+        (((longest - lengths[part[i - 1]]) * i, i) for i in range(1, len(part))), default=(0, 0)
+    )
+    if saved <= budget.tokens * _COST_OF_A_MICRO_BATCH:
+        return [part]
+    return [piece for half in (part[:cut], part[cut:]) for piece in _pieces(half, lengths, budget)]
+
+
+def padding(micro_batches: Iterable[Iterable[int]]) -> float:
+    """The share of what is computed that is padding, given the lengths of the rows in each micro-batch."""
+    tokens = computed = 0
+    for lengths in map(list, micro_batches):
+        tokens += sum(lengths)
+        computed += len(lengths) * max(lengths)
+    return 1 - tokens / computed if computed else 0.0
