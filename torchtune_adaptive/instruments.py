@@ -105,6 +105,7 @@ class History:
         rates.set(ylabel="learning rate")
         losses.plot(samples, loss)
         losses.set(ylabel="loss", xlabel="samples")
+        folder.mkdir(parents=True, exist_ok=True)
         path = folder / PLOT_NAME
         figure.savefig(path, dpi=120)
         return path

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-
 _COST_OF_A_MICRO_BATCH = 1 / 8
 """Beside its tokens (gathered weights, launches), as a share of a full micro-batch."""
 

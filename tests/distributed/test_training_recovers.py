@@ -51,7 +51,7 @@ def fail_everywhere(stride: int, settings: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_at_every_operation_of_a_step(lora: bool) -> None:
     settings = {"steps": 1, "lora": lora}
-    for count in run_ranks(fail_everywhere, 2, 1, settings, timeout=300):
+    for count in run_ranks(fail_everywhere, 2, 1, settings, timeout=900):
         assert count["wrong"] == 0
         assert count["tried"] >= 300
         # Only the scaling of gradients, in place, is simply done again: one operation for each gradient.
@@ -65,7 +65,7 @@ def test_at_every_operation_of_a_step(lora: bool) -> None:
 )
 def test_other_kinds_of_run_at_a_sample_of_operations(ranks: int, settings: dict[str, Any]) -> None:
     settings = {"steps": 3, "dropout": 0.1, **settings}
-    for count in run_ranks(fail_everywhere, ranks, 29, settings, timeout=120):
+    for count in run_ranks(fail_everywhere, ranks, 29, settings, timeout=600):
         assert count["wrong"] == 0 and count["redone"] >= 15
 
 
@@ -103,12 +103,12 @@ def soak(steps: int) -> dict[str, Any]:
 
 def test_a_thousand_steps_in_which_anything_may_fail() -> None:
     started = time.monotonic()
-    for seen in run_ranks(soak, 2, 1000, timeout=400):
+    for seen in run_ranks(soak, 2, 1000, timeout=900):
         assert seen["redone"] >= 50 and seen["sizes"] == {1, 2, 4}
         assert seen["same"] and seen["same losses"] and seen["same samples"]
         assert seen["samples"] == 4000
         assert seen["growth"] < 20 << 20
-    assert time.monotonic() - started < 400
+    assert time.monotonic() - started < 900
 
 
 def thrash(retries: dict[int, int], micro_batch: int, folder: str) -> tuple[list[int], list[Any]]:

@@ -30,6 +30,7 @@ from torchtune_adaptive.snapshot import Snapshot
 from torchtune_adaptive.watchdog import Watchdog
 
 loop_module.tqdm = MagicMock()  # type: ignore[attr-defined]
+loop_module.History = MagicMock()  # type: ignore[misc]  # or each of thousands of runs would draw a plot
 
 
 class Sizes(Recovery):
