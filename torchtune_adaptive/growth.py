@@ -30,7 +30,7 @@ class Growth:
 
     Args:
         start: what the run begins with.
-        largest: the largest micro-batch that fits, as the search found it.
+        largest: the largest micro-batch that fits, as the search found it; None if there was none.
         grow: what asks for more; None where the batch stays.
         past_memory: go on by accumulation where the micro-batch cannot grow any more.
         rows_per_epoch: that a rank may use in an epoch; one step must remain.
@@ -40,14 +40,15 @@ class Growth:
     def __init__(
         self,
         start: Split,
-        largest: int,
+        largest: int | None,
         grow: Schedule | IncreaseFunction | None,
         past_memory: bool,
         rows_per_epoch: int,
         ranks: Ranks,
     ) -> None:
         self.start = start
-        self.largest = largest
+        self.largest = start.micro_batch if largest is None else largest
+        self._was_found = largest is not None
         self.split = start
         self.schedule = grow if isinstance(grow, Schedule) else None
         self._function = None if isinstance(grow, Schedule) else grow
@@ -158,7 +159,7 @@ class Growth:
         return {
             "start": [self.start.micro_batch, self.start.accumulation, self.start.ranks],
             "global_batch": self.split.global_batch,
-            "largest": self.largest,
+            "largest": self.largest if self._was_found else None,
             "decisions": self.decisions,
             "schedule": self.schedule.state_dict() if self.schedule else {},
         }

@@ -113,6 +113,7 @@ class LearningRate:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "start": self._start,
             "position": self._position,
             "base": self._base,
             "highest": self._highest,
@@ -123,7 +124,12 @@ class LearningRate:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was called; the optimizer's own state is loaded by then."""
+        """Go on where ``state_dict`` was called; the optimizer's own state is loaded by then.
+
+        Unless the run was told another batch size since: then its positions mean something else.
+        """
+        if state["start"] != self._start:
+            return
         self._position = state["position"]
         self._base, self._highest = list(state["base"]), state["highest"]
         self._batch, self._factor = state["batch"], state["factor"]

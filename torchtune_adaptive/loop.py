@@ -296,7 +296,7 @@ class TrainingLoop:
         return {
             "global_step": self.global_step,
             "samples": self.samples,
-            "samples_of_epoch": used * ranks.size,
+            "samples_of_epoch": used * self.loader.ranks,
             "growth": self.growth.state_dict(),
             "learning_rate": self.learning_rate.state_dict(),
             "recovery": self.recovery.state_dict() if self.recovery else None,
@@ -324,7 +324,7 @@ class TrainingLoop:
                 f"The checkpoint is of {len(generators)} ranks and this run has {self.step.ranks.size}: the "
                 "samples go on where they were, random numbers (dropout) do not."
             )
-        return int(state["samples_of_epoch"]) // self.step.ranks.size
+        return int(state["samples_of_epoch"]) // self.loader.ranks
 
     # --- what the user sees -----------------------------------------------------------------------------
 

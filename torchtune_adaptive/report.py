@@ -53,9 +53,15 @@ class SearchReport:
     seconds: float
 
     @property
+    def largest(self) -> int:
+        """The largest micro-batch that fits."""
+        assert self.result.size is not None, "a search that found nothing has no report"
+        return self.result.size
+
+    @property
     def uses_what_was_found(self) -> bool:
         """Or whether it is only how far the batch may grow."""
-        return self.after.micro_batch == self.result.size
+        return self.after.micro_batch == self.largest
 
     def reason(self) -> str:
         """Why this size and not the next."""
@@ -81,7 +87,7 @@ class SearchReport:
             *_table(self.result.trials),
             f"batch_size {old.micro_batch} -> {new.micro_batch} ({self.reason()})"
             if self.uses_what_was_found
-            else f"batch_size {old.micro_batch} may grow to {self.result.size} ({self.reason()})",
+            else f"batch_size {old.micro_batch} may grow to {self.largest} ({self.reason()})",
         ]
         if new.accumulation != old.accumulation:
             lines.append(f"gradient_accumulation_steps {old.accumulation} -> {new.accumulation}")
@@ -95,7 +101,7 @@ class SearchReport:
     def as_dict(self) -> dict[str, Any]:
         return {
             "batch_size": self.after.micro_batch,
-            "largest_batch_size": self.result.size,
+            "largest_batch_size": self.largest,
             "gradient_accumulation_steps": self.after.accumulation,
             "global_batch_size": self.after.global_batch,
             "before": {
@@ -253,7 +259,7 @@ def _plot(report: SearchReport, path: Path) -> Path | None:
     axes.axhline(
         trials[0].deciding.usable_bytes / divisor, color="gray", linestyle="--", label="usable"
     )
-    axes.axvline(report.result.size or 0, color="tab:green", alpha=0.4, label="largest that fits")
+    axes.axvline(report.largest, color="tab:green", alpha=0.4, label="largest that fits")
     axes.set(
         xlabel=f"rows of {report.row_length} tokens in a micro-batch",
         ylabel=f"peak memory of the tightest rank ({unit})",

@@ -111,7 +111,9 @@ class Run:
         measures_noise = settings.gradient_noise != "off" or getattr(grow, "needs_noise", False)
         step = self.train_step(model, optimizers, loss_fn, measures_noise)
         start = Split(cfg.batch_size, cfg.gradient_accumulation_steps, model.data_ranks)
-        largest = start.micro_batch
+        # What a run decided that is resumed; one that decided nothing binds nobody.
+        known = state["growth"]["largest"] if state and settings.adapts else None
+        largest: int | None = None
         packer = None
         if settings.budgets and data.packed:
             log.info("token_budget: packed rows are all full, so there is nothing for it to do.")
@@ -119,9 +121,8 @@ class Run:
             packer = self._find_token_budget(step, data, start, loss_fn)
             largest = order.rows_per_rank  # tokens are bounded, not rows
         if settings.searches:
-            known = state["growth"]["largest"] if state else None
             report = self._find_batch_size(step, data, order, known)
-            largest = report.result.size or largest
+            largest = report.largest
             if settings.use_maximum_batch_size:
                 start = report.after
             elif start.micro_batch > largest:
@@ -133,14 +134,14 @@ class Run:
                 )
         if settings.search_only:
             return None
-        if state and settings.adapts:
-            start = resumed_start(state["growth"], largest, model.data_ranks)
+        if state and known is not None:
+            start = resumed_start(state["growth"], largest or known, model.data_ranks)
         epochs = epochs_of(order.rows_per_rank, start, progress.max_steps_per_epoch)
         growth = Growth(start, largest, grow, settings.grow_past_memory, epochs.rows, self.ranks)
         used = 0
         if state:
             used = state["samples_of_epoch"] // model.data_ranks
-            if settings.adapts:
+            if known is not None:
                 growth.load_state_dict(state["growth"])
         elif grow is not None:
             self._say_what_is_ahead(growth, epochs)
