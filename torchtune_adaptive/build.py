@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,6 +43,8 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.schedule import GradientNoise, IncreaseFunction, Schedule
 
 log = logging.getLogger(__name__)
+
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,25 @@ class Model:
 def full_model(cfg: DictConfig, environment: Environment, weights: dict[str, Any]) -> Model:
     """A model of which every weight is trained."""
     started = time.perf_counter()
+    model, mesh = full_model_without_weights(cfg, environment)
+    initialize_ropes(model, environment)
+    _load(model, cfg, environment, weights, strict=True)
+    activations = _finish(model, cfg, environment, started)
+    return Model(model, activations, mesh["dp"].get_local_rank(), mesh["dp"].size())
+
+
+def full_model_without_weights(
+    cfg: DictConfig,
+    environment: Environment,
+    sharding: AbstractContextManager[Any] = _AS_IT_IS,
+) -> tuple[nn.Module, DeviceMesh]:
+    """The same model as it is spread over the ranks, but still on the meta device.
+
+    Args:
+        cfg: the config.
+        environment: where the rank runs.
+        sharding: what the model is sharded in, where tensors are not what they seem.
+    """
     tensor_ranks = cfg.get("tensor_parallel_dim", 1)
     if environment.ranks % tensor_ranks != 0:
         raise ValueError(
@@ -129,12 +150,10 @@ def full_model(cfg: DictConfig, environment: Environment, weights: dict[str, Any
         apply_selective_activation_checkpointing(model, ac_mode, cfg.get("ac_option", None))
 
     if data_ranks > 1:
-        _shard(model, cfg, mesh["dp"])
-    with training.set_default_dtype(environment.dtype), environment.device:
-        _initialize_ropes(model)
-    _load(model, cfg, environment, weights, strict=True)
-    activations = _finish(model, cfg, environment, started)
-    return Model(model, activations, mesh["dp"].get_local_rank(), data_ranks)
+        share = mesh["dp"]
+        with sharding:
+            _shard(model, cfg, share)
+    return model, mesh
 
 
 def lora_model(
@@ -145,21 +164,13 @@ def lora_model(
 ) -> Model:
     """A frozen model with adapters that are trained: new ones, or those of a checkpoint."""
     started = time.perf_counter()
-    model = _on_meta(cfg.model, environment)
-    set_trainable_params(model, get_adapter_params(model))
-    if cfg.get("compile", False):
-        training.compile_model(model, verbose=environment.is_rank_zero)
-    if cfg.get("enable_activation_checkpointing", False):
-        _checkpoint_activations(model)
-    _shard(model, cfg, init_device_mesh(environment.device.type, (environment.ranks,)))
-
+    model = lora_model_without_weights(cfg, environment)
     missing, unexpected = None, None
     if adapter_weights:
         missing, unexpected = _load(model, cfg, environment, adapter_weights)
-    with training.set_default_dtype(environment.dtype), environment.device:
-        if not adapter_weights:
-            _initialize_adapters(model, cfg, environment)
-        _initialize_ropes(model)
+    else:
+        _initialize_adapters(model, cfg, environment)
+    initialize_ropes(model, environment)
     base_missing, base_unexpected = _load(model, cfg, environment, weights)
     for module in model.modules():
         if hasattr(module, "initialize_dora_magnitude"):
@@ -175,6 +186,24 @@ def lora_model(
     )
     activations = _finish(model, cfg, environment, started)
     return Model(model, activations, environment.rank, environment.ranks)
+
+
+def lora_model_without_weights(
+    cfg: DictConfig,
+    environment: Environment,
+    sharding: AbstractContextManager[Any] = _AS_IT_IS,
+) -> nn.Module:
+    """The same model as it is spread over the ranks, but still on the meta device."""
+    model = _on_meta(cfg.model, environment)
+    set_trainable_params(model, get_adapter_params(model))
+    if cfg.get("compile", False):
+        training.compile_model(model, verbose=environment.is_rank_zero)
+    if cfg.get("enable_activation_checkpointing", False):
+        _checkpoint_activations(model)
+    mesh = init_device_mesh(environment.device.type, (environment.ranks,))
+    with sharding:
+        _shard(model, cfg, mesh)
+    return model
 
 
 def _on_meta(cfg_model: DictConfig, environment: Environment) -> nn.Module:
@@ -218,16 +247,19 @@ def _load(
 
 def _initialize_adapters(model: nn.Module, cfg: DictConfig, environment: Environment) -> None:
     device = "cpu" if cfg.get("fsdp_cpu_offload", False) else environment.device
-    for module in model.modules():
-        if isinstance(module, (LoRALinear, DoRALinear)):
-            module.to_empty(device=device)
-            module.initialize_parameters()
+    with training.set_default_dtype(environment.dtype), environment.device:
+        for module in model.modules():
+            if isinstance(module, (LoRALinear, DoRALinear)):
+                module.to_empty(device=device)
+                module.initialize_parameters()
 
 
-def _initialize_ropes(model: nn.Module) -> None:
-    for module in model.modules():  # no checkpoint has them
-        if hasattr(module, "rope_init"):
-            module.rope_init()  # type: ignore[operator]
+def initialize_ropes(model: nn.Module, environment: Environment) -> None:
+    """Compute what no checkpoint has."""
+    with training.set_default_dtype(environment.dtype), environment.device:
+        for module in model.modules():
+            if hasattr(module, "rope_init"):
+                module.rope_init()  # type: ignore[operator]
 
 
 def _finish(

@@ -1,4 +1,4 @@
-"""``tune-adaptive``: torchtune's command line with our recipes and configs in it, and a command more."""
+"""``tune-adaptive``: torchtune's command line with our recipes and configs in it, and two commands more."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def main() -> None:
 def _run(argv: list[str]) -> None:
     from torchtune._cli import cat, cp, download, ls, run, validate
 
+    from torchtune_adaptive import planning
     from torchtune_adaptive.registry import find_config, register
 
     register()
@@ -52,6 +53,9 @@ def _run(argv: list[str]) -> None:
         help=_FIND_HELP,
         description=f"{_FIND_HELP} Takes what `run` takes.",
         usage="tune-adaptive find [TORCHRUN-OPTIONS] <recipe> --config <config> [RECIPE-OPTIONS]",
+    )
+    planning.add_arguments(
+        commands.add_parser("plan", help=planning.HELP, description=planning.HELP)
     )
     arguments = parser.parse_args(argv[1:])
     arguments.func(arguments)

@@ -73,7 +73,7 @@ def _optional(read: Callable[[str, object], Any]) -> Callable[[str, object], Any
     return lambda key, value: None if value is None else read(key, value)
 
 
-def _bytes(key: str, value: object) -> int:
+def amount_of_memory(key: str, value: object) -> int:
     """``24GiB``, ``512 MB`` or a plain number of bytes."""
     if isinstance(value, (str, int)) and not isinstance(value, bool):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
@@ -127,8 +127,8 @@ class AdaptiveSettings:
     grows: bool = False
     """Whether ``batch_increase_function`` or ``gradient_noise: act`` is set."""
 
-    search: str = _setting("extrapolate", _one_of("extrapolate", "bisect", "halve"))
-    """How to search; all three find the same size."""
+    search: str = _setting("extrapolate", _one_of("extrapolate", "bisect", "halve", "predict"))
+    """How to search. The first three find the same size; ``predict`` confirms a predicted one."""
 
     rounding: str = _setting("power_of_two", _rounding)
     """Which sizes may be found: powers of two, divisors of the rows per rank in a step, or any."""
@@ -139,7 +139,7 @@ class AdaptiveSettings:
     headroom: float = _setting(0.05, _number(0, 1, "Use the share of memory to keep free, as 0.05"))
     """The share of memory that a trial must leave free."""
 
-    memory_limit: int | None = _setting(None, _optional(_bytes))
+    memory_limit: int | None = _setting(None, _optional(amount_of_memory))
     """Behave as a device with this much memory; on CPU, simulate one."""
 
     probe_length: int | None = _setting(None, _optional(_whole_number(2)))

@@ -8,6 +8,7 @@
     |-- BatchIncreaseError     the batch cannot grow as asked, or cannot be shared by the ranks
     |-- TrainingOutOfMemory    memory ran out in a training step, and it cannot be redone
     |-- OutOfMemoryElsewhere   memory ran out between steps: the batch size is not to blame
+    |-- NoPrediction           a run whose memory cannot be told ahead, and why
     `-- RankLost               another rank died, hung, or stopped answering
 
 Every message gives the value, the reason and the remedy.
@@ -52,6 +53,10 @@ class TrainingOutOfMemory(AdaptiveBatchingError):
 
 class OutOfMemoryElsewhere(AdaptiveBatchingError):
     """Memory ran out between training steps, as while saving."""
+
+
+class NoPrediction(AdaptiveBatchingError):
+    """A run whose memory cannot be told ahead."""
 
 
 class RankLost(AdaptiveBatchingError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torchtune_adaptive.config import BLOCK, AdaptiveSettings
 from torchtune_adaptive.consensus import Ranks
 from torchtune_adaptive.errors import ConfigError, NothingFits
 from torchtune_adaptive.packing import Budget
+from torchtune_adaptive.prediction import Prediction
 from torchtune_adaptive.probe import Probe, SizeTrial
 from torchtune_adaptive.report import SearchReport, Split, trial_line
 from torchtune_adaptive.result_cache import ResultCache, facts
@@ -93,6 +95,15 @@ def find_batch_size(
     log.info(
         f"Searching for the largest micro-batch: rows of {worst.length} tokens ({worst.source})."
     )
+    prediction = None
+    if settings.search == "predict" and ranks.rank == 0:  # beside the first steps
+        prediction = Prediction(
+            cfg,
+            settings,
+            row_length=worst.length,
+            ranks=ranks.size,
+            capacity=step.memory.capacity(),
+        )
     probe = _probe(
         cfg,
         settings,
@@ -104,6 +115,11 @@ def find_batch_size(
             split_for(settings, asked, size).accumulation, 2 if settings.grow_past_memory else 1
         ),
     )
+
+    def foretold() -> int | None:
+        watchdog.enter("predicting the batch size", patience=None)
+        return ranks.from_rank_zero(prediction.size() if prediction is not None else None)
+
     with probe:
         first = probe.prime()
         if not first.fits:
@@ -117,7 +133,9 @@ def find_batch_size(
             device=step.memory.name,
             capacity=min(report.usable_bytes for report in first.reports),
         )
-        result = _search_or_remember(settings, sizes, probe, about, known, ranks)
+        result = _search_or_remember(settings, sizes, probe, about, known, ranks, foretold)
+    if prediction is not None:
+        prediction.close()
     if result.size is None:
         raise nothing_fits(result.trials[-1], worst)
     return SearchReport(
@@ -249,6 +267,7 @@ def _search_or_remember(
     about: Mapping[str, Any],
     known: int | None,
     ranks: Ranks,
+    foretold: Callable[[], int | None],
 ) -> SearchResult[SizeTrial]:
     def trial(size: int) -> SizeTrial:
         outcome = probe.trial(size)
@@ -265,7 +284,18 @@ def _search_or_remember(
         if tried[0].fits:
             return SearchResult(remembered, Status.REMEMBERED, tried)
         log.info("It does not fit any more; searching anew.")
-    result = search(settings.search, sizes, trial)
+    result: SearchResult[SizeTrial] | None = None
+    strategy = settings.search
+    if strategy == "predict":
+        strategy = "extrapolate"
+        at = bisect_right(sizes, foretold() or 0) - 1
+        if at >= 0:
+            tried += (trial(sizes[at]),)
+            if tried[-1].fits:
+                result = SearchResult(sizes[at], Status.PREDICTED, ())
+            else:
+                log.info("It does not fit: the prediction missed. Searching without it.")
+    result = result or search(strategy, sizes, trial)
     if ranks.rank == 0 and result.size is not None:
         cache.put(about, result.size)
     return SearchResult(result.size, result.status, tried + result.trials)

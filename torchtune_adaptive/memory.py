@@ -295,7 +295,7 @@ class _CountNewTensors(TorchDispatchMode):
         if func.namespace == "c10d":
             return _communicate_through_copies(func, args, kwargs)
         result = func(*args, **kwargs)
-        if _allocates(func):
+        if allocates(func):
             for tensor in tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
                     self._memory.count(tensor.untyped_storage())
@@ -304,7 +304,7 @@ class _CountNewTensors(TorchDispatchMode):
 
 
 @functools.cache
-def _allocates(func: torch._ops.OpOverload) -> bool:
+def allocates(func: torch._ops.OpOverload) -> bool:
     """Whether an operation gives new tensors, not views of its inputs or the inputs themselves."""
     return any(returned.alias_info is None for returned in func._schema.returns)
 

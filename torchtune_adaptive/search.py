@@ -49,6 +49,7 @@ class Status(Enum):
     NEXT_DOES_NOT_FIT = "the next size does not fit"
     CEILING = "it is the largest size allowed"
     NOTHING_FITS = "not even the smallest size fits"
+    PREDICTED = "it was predicted, and it fits"
     REMEMBERED = "an earlier run found it, and it still fits"
 
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, saved_weights, tiny_config
+from torchtune_adaptive import prediction
 from torchtune_adaptive.errors import NothingFits
 
 SEARCH = {
@@ -29,6 +30,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("lora", {"model.use_dora": True}),
     "any size": ("full", {"adaptive_batching.rounding": "none"}),
     "bisect": ("full", {"adaptive_batching.search": "bisect"}),
+    "predict": ("lora", {"adaptive_batching.search": "predict"}),
 }
 
 
@@ -104,6 +106,34 @@ def test_a_found_size_is_remembered_and_confirmed_by_one_trial(tmp_path: Path) -
     )
     run_ranks(run_ours, 2, "full", cfg, join=False)
     assert written(tmp_path / "3")["batch_size"] < written(tmp_path / "1")["batch_size"]
+
+
+def test_a_predicted_size_is_confirmed_by_one_trial(tmp_path: Path) -> None:
+    changes = {
+        **SEARCH,
+        "adaptive_batching.rounding": "none",
+        "adaptive_batching.search_only": True,
+    }
+    found = {}
+    for way in ("predict", "bisect"):
+        cfg = tiny_config("full", tmp_path / way, **changes, **{"adaptive_batching.search": way})
+        run_ranks(run_ours, 2, "full", cfg, join=False, timeout=90)
+        found[way] = written(tmp_path / way)
+    assert found["predict"]["batch_size"] == found["bisect"]["batch_size"]
+    assert len(found["predict"]["trials"]) == 1
+
+
+def test_without_a_prediction_the_search_goes_on(tmp_path: Path) -> None:
+    # What fails here is the process that predicts: it is given no time.
+    changes = {**SEARCH, "adaptive_batching.search": "predict"}
+    cfg = tiny_config("full", tmp_path, **changes, **{"adaptive_batching.search_only": True})
+    run_ranks(run_ours_without_patience, 1, cfg, join=False)
+    assert [trial["size"] for trial in written(tmp_path)["trials"]][:2] == [1, 2]
+
+
+def run_ours_without_patience(cfg: Any) -> None:
+    prediction.PATIENCE = 0.0
+    run_ours("full", cfg)
 
 
 def test_what_an_epoch_can_hold_is_the_ceiling(tmp_path: Path) -> None:

@@ -1,0 +1,170 @@
+"""From a few steps to all of them: structure, sizes, peaks, and what is asked of them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+
+from torchtune_adaptive import plan as plan_module
+from torchtune_adaptive.allocator import MIB
+from torchtune_adaptive.forecast import (
+    Beginning,
+    Bilinear,
+    Device,
+    Event,
+    Label,
+    NotRegular,
+    Step,
+    largest,
+    peak,
+    timeline,
+)
+from torchtune_adaptive.plan import Question, answer
+
+SIMULATED = Device("simulated device", 1000, caching=False)
+NOTHING = Step([], {})
+
+
+def step(*allocations: int, freed: bool = True, start: int = 100) -> Step:
+    """Allocations one after the other, then freed in the same order."""
+    blocks = range(start, start + len(allocations))
+    events = [Event(block, n, 0) for block, n in zip(blocks, allocations, strict=True)]
+    events += [Event(block, -1, 0) for block in blocks] if freed else []
+    labels = {block: Label("activations", "forward", f"op {block - start}") for block in blocks}
+    return Step(events, labels)
+
+
+def sizes(of: Step) -> list[int]:
+    return [event.nbytes for event in of.events if event.nbytes >= 0]
+
+
+def growing(rows: int, length: int) -> Step:
+    return step(1000, 8 * rows, 4 * length, 3 * rows * length, start=7 * rows + length)
+
+
+class TestBilinear:
+    corners: ClassVar = {(r, n): growing(r, n) for r in (2, 3) for n in (64, 128)}
+
+    @pytest.mark.parametrize("size", [(1, 64), (5, 96), (30, 4096), (2, 128)])
+    def test_gives_every_other_step(self, size: tuple[int, int]) -> None:
+        assert sizes(Bilinear(self.corners).step(*size)) == sizes(growing(*size))
+
+    def test_one_length_is_enough_for_that_length(self) -> None:
+        one = Bilinear({(r, 64): growing(r, 64) for r in (2, 3)})
+        assert sizes(one.step(9, 64)) == sizes(growing(9, 64))
+        with pytest.raises(ValueError, match="rows of 64 tokens say nothing about 65"):
+            one.step(9, 65)
+
+    def test_other_structures_are_refused(self) -> None:
+        with pytest.raises(NotRegular, match=r"\(3, 64\) have other allocations"):
+            Bilinear({(2, 64): step(1, 2), (3, 64): step(1, 2, 3)})
+
+    def test_a_step_must_leave_things_as_they_were(self) -> None:
+        with pytest.raises(NotRegular, match="leaves 2 blocks behind"):
+            step(1, 2, freed=False).renumbered()
+        with pytest.raises(NotRegular, match="memory of the step before"):
+            Step([Event(3, -1, 0)], {}).renumbered()
+
+
+def test_a_peak_says_what_is_held_and_where_it_is_reached() -> None:
+    parameters = Step([Event(1, 500, 0)], {1: Label("parameters", "set-up", "")})
+    state = Step([Event(2, 100, 0)], {2: Label("optimizer state", "optimizer step", "")})
+    found = peak(Beginning(parameters, state), step(50, 300, 20), 4, 64, SIMULATED)
+    assert found.live == found.allocated == found.reserved == 970
+    assert found.parts == {"parameters": 500, "optimizer state": 100, "activations": 370}
+    assert (found.phase, found.operation) == ("forward", "op 2")
+
+
+def test_a_caching_allocator_rounds_and_keeps() -> None:
+    found = peak(Beginning(NOTHING, NOTHING), step(11 * MIB + 1), 4, 64, Device("gpu", 1 << 30))
+    assert (found.live, found.allocated, found.reserved) == (11 * MIB + 1, 12 * MIB, 12 * MIB)
+
+
+def test_workspaces_are_part_of_the_peak() -> None:
+    device = Device("gpu", 1 << 30, workspaces=(32 * MIB, 32 * MIB))
+    found = peak(Beginning(NOTHING, NOTHING), step(MIB), 4, 64, device)
+    assert found.reserved == 64 * MIB + 2 * MIB
+    assert found.parts["workspaces"] == 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("usable", "verdict"), [(1030, "FITS"), (1029, "UNCERTAIN"), (970, "UNCERTAIN"), (969, "NOT")]
+)
+def test_a_verdict_is_given_where_the_error_leaves_no_doubt(usable: int, verdict: str) -> None:
+    device = Device("", usable, caching=False, band=0.03)
+    found = peak(Beginning(NOTHING, NOTHING), step(1000), 1, 1, device)
+    assert verdict in found.verdict(device)
+
+
+def test_a_timeline_shows_the_highest_moment_of_each_stretch() -> None:
+    line = timeline(Beginning(NOTHING, NOTHING), step(1, 2, 3), SIMULATED, points=3)
+    assert [parts["activations"] for _, parts in line] == [3, 6, 3]
+
+
+@pytest.mark.parametrize("guess", [-5, 1, 2, 9, 10, 11, 500])
+@pytest.mark.parametrize("end", [0, 1, 2, 10, 300])
+def test_the_largest_is_found_from_any_guess(guess: int, end: int) -> None:
+    assert largest(lambda rows: rows <= end, guess) == end
+
+
+class FakeTracer:
+    """Steps by a formula."""
+
+    set_up = NOTHING
+
+    def __init__(self, formula: Any) -> None:
+        self.formula = formula
+        self.traced: list[int] = []
+
+    def take_step(self, rows: int, length: int) -> Step:
+        self.traced.append(rows)
+        return step(*self.formula(rows, length))
+
+    def stream_categories(self) -> dict[int, str]:
+        return {}
+
+
+def ask(
+    tracer: FakeTracer, monkeypatch: pytest.MonkeyPatch, *other_lengths: int
+) -> plan_module.Answer:
+    from torchtune_adaptive import trace
+
+    monkeypatch.setattr(trace, "Tracer", lambda cfg, ranks: tracer)
+    monkeypatch.setattr(plan_module.logging, "disable", lambda level: None)
+    return answer(
+        Question({}, 1, SIMULATED, rows=4, length=10, other_lengths=other_lengths, confirmed=True)
+    )
+
+
+def test_two_traces_and_one_that_confirms_are_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer = FakeTracer(lambda rows, length: (100, rows * length))
+    found = ask(tracer, monkeypatch)
+    assert (found.largest, found.traced_directly) == (90, False)
+    assert tracer.traced == [2, 2, 3, 90]  # the first makes the optimizer's state
+    assert found.at_largest is not None and found.at_largest.live == 1000
+
+
+def test_what_is_not_bilinear_is_traced_size_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ask(FakeTracer(lambda rows, length: (rows * rows,)), monkeypatch)
+    assert (found.largest, found.traced_directly) == (31, True)
+
+
+def test_so_is_what_has_another_structure(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ask(FakeTracer(lambda rows, length: (10,) * rows), monkeypatch)
+    assert (found.largest, found.traced_directly) == (100, True)
+
+
+def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ask(FakeTracer(lambda rows, length: (1000, rows)), monkeypatch)
+    assert (found.largest, found.at_largest) == (0, None)
+
+
+@pytest.mark.parametrize("formula", [lambda n: n, lambda n: n * n], ids=["linear", "quadratic"])
+def test_other_lengths_are_right_also_where_memory_is_not_linear_in_them(
+    formula: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = ask(FakeTracer(lambda rows, n: (rows * formula(n),)), monkeypatch, 5, 20)
+    assert {n: rows for n, (rows, _) in found.lengths.items()} == {
+        n: 1000 // formula(n) for n in (5, 20)
+    }

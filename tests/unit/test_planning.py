@@ -1,0 +1,150 @@
+"""The command: what it says, its exit status, and that it leaves the process that asks alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.errors import ConfigError, NoPrediction
+from torchtune_adaptive.gpus import GPUS, gpu
+from torchtune_adaptive.plan import make_plan
+from torchtune_adaptive.planning import add_arguments, plan_command
+from torchtune_adaptive.registry import find_config
+from torchtune_adaptive.what_if import what_ifs
+
+PROGRAM = """
+import sys, torch
+from torch import distributed
+from torchtune_adaptive.cli import main
+
+if __name__ == "__main__":
+    before = torch._C._get_privateuse1_backend_name(), torch.UntypedStorage.resize_
+    try:
+        main()
+    finally:
+        assert before == (torch._C._get_privateuse1_backend_name(), torch.UntypedStorage.resize_)
+        assert not distributed.is_initialized() and not hasattr(torch, "imagined")
+"""
+
+
+def run_plan(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = folder / "asking.py"  # a file: processes are made by importing it again
+    script.write_text(PROGRAM)
+    command = [sys.executable, str(script), "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
+
+def test_a_plan_for_the_simulated_device(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    done = run_plan("--config", "tiny/full", "--nproc", "2", "--json", "--no-what-ifs",
+                    "--plot", str(picture), "adaptive_batching.probe_length=103",
+                    folder=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["verdict"] == "FITS"
+    assert said["largest"] == 14  # what the searches find without rounding
+    assert said["configured"]["parts"].keys() >= {"activations", "logits and loss", "parameters"}
+    assert said["configured"]["phase"] in ("forward", "backward")
+    assert not said["traced_directly"]
+    assert picture.stat().st_size > 10_000
+
+
+def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
+    done = run_plan("--config", "tiny/full", "--memory", "1MiB", "--no-what-ifs", "batch_size=1",
+                    folder=tmp_path)  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "batch_size 1: DOES NOT FIT" in done.stdout
+    assert "Not even one row of 512 tokens fits." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--config", "tiny/ful"], "Did you mean tiny/full"),
+        (["--config", "llama3_1/8B_full", "--gpu", "h10-80gb"], "Did you mean h100-80gb"),
+        (["--config", "tiny/full", "adaptive_batching.memory_limit=null"], "has no memory of its"),
+        (["--config", "tiny/full", "batch_size=0"], "whole number of at least 1"),
+        (["--config", "tiny/full", "batch_size"], "Write key=value"),
+        (["--config", "tiny/full", "--memory", "lots"], "not an amount of memory"),
+        (["--config", "tiny/full", "--nproc", "0"], "Use 1 or more"),
+        ([], "Give the name of a config"),
+    ],
+)
+def test_no_answer_has_status_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert plan_command(parser.parse_args(arguments)) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_step_that_cannot_be_traced_has_status_2(tmp_path: Path) -> None:
+    done = run_plan("--config", "tiny/full", "--no-what-ifs", "model.num_heads=3", folder=tmp_path)
+    assert done.returncode == 2
+    assert "NoPrediction: A step of this config could not be traced: ValueError" in done.stderr
+
+
+def stock(name: str, **changes: Any) -> Any:
+    return OmegaConf.merge(OmegaConf.load(find_config(name)), changes)
+
+
+class TestWhatIsAssumed:
+    def test_a_device_by_name(self) -> None:
+        plan = make_plan(stock("llama3_1/8B_full"), 8, "a100-40gb")
+        assert plan.device.usable == int(GPUS["a100-40gb"].usable(8) * 0.95)
+        assert any("CUDA's context and NCCL" in line for line in plan.assumptions)
+
+    def test_memory_is_what_a_process_can_get(self) -> None:
+        plan = make_plan(stock("llama3_1/8B_full"), 8, memory=76 << 30)
+        assert plan.device.usable == int((76 << 30) * 0.95)
+
+    def test_the_allocator_is_that_of_the_environment(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        assert make_plan(stock("llama3_1/8B_full"), 8).device.expandable
+
+    def test_the_length_of_rows(self) -> None:
+        assert make_plan(stock("llama3_1/8B_full"), 8).length_source.startswith("assumed")
+        longer = stock("llama3_1/8B_full", tokenizer={"max_seq_len": 4096})
+        assert make_plan(longer, 8).length == 4096
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"fsdp_cpu_offload": True},
+            {"tensor_parallel_dim": 2, "tensor_parallel_plan": {}, "optimizer": {"fused": False}},
+        ],
+    )
+    def test_what_cannot_be_told_is_refused(self, changes: dict[str, Any]) -> None:
+        with pytest.raises(NoPrediction, match=r"(is|are) not traced yet"):
+            make_plan(stock("llama3_1/8B_full", **changes), 8)
+
+    def test_compiling_is_said_to_err_high(self) -> None:
+        plan = make_plan(stock("llama3_1/8B_full", compile=True), 8)
+        assert any("compile" in line and "errs high" in line for line in plan.assumptions)
+
+
+def test_what_ifs_change_one_thing_each() -> None:
+    plan = make_plan(stock("llama3_1/8B_full"), 8)
+    changed = {one.name: one.question for one in what_ifs(plan)}
+    assert changed["no activation checkpointing"].cfg["enable_activation_checkpointing"] is False
+    assert changed["QLoRA (rank 8)"].cfg["model"]["_component_"].endswith("qlora_llama3_1_8b")
+    assert changed["16 ranks"].ranks == 16
+    assert changed["expandable segments"].device.expandable
+    for question in changed.values():  # each is a config that a recipe would take
+        make_plan(OmegaConf.create(question.cfg), question.ranks)
+
+
+def test_an_unknown_device_is_an_error_with_a_guess() -> None:
+    with pytest.raises(ConfigError, match="Did you mean h100-80gb"):
+        gpu("h100")
+    assert gpu("H100-80GB").usable(1) > gpu("h100-80gb").usable(2)

@@ -1,0 +1,136 @@
+"""What the user sees of a plan: text, JSON, pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.forecast import Peak
+from torchtune_adaptive.gpus import GIB
+from torchtune_adaptive.plan import Answer, Plan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a what-if: what is predicted, or why nothing is."""
+
+    name: str
+    answer: Answer | None
+    reason: str = ""
+
+
+def answer_text(plan: Plan, found: Answer, config: str) -> str:
+    """The prediction for what was asked."""
+    usable = plan.device.usable
+    verdict = found.configured.verdict(plan.device)
+    lines = [
+        f"{config} on {plan.ranks} rank{'s'[: plan.ranks > 1]} of {plan.device.name}, "
+        f"rows of {found.length} tokens ({plan.length_source})",
+        "",
+        f"batch_size {found.rows}: {verdict}",
+        *_peak_lines(found.configured, usable),
+    ]
+    if found.largest != found.rows and found.at_largest is not None:
+        lines += ["", f"batch_size {found.largest}:", *_peak_lines(found.at_largest, usable)]
+    lines += ["", _largest_line(found)]
+    if found.traced_directly:
+        lines.append("Steps of this config are not bilinear, so every size was traced by itself.")
+    if plan.assumptions:
+        lines += ["", "Assumed:", *(f"  {line}" for line in plan.assumptions)]
+    return "\n".join(lines)
+
+
+def _largest_line(found: Answer) -> str:
+    if not found.largest:
+        return f"Not even one row of {found.length} tokens fits."
+    power = 1 << (found.largest.bit_length() - 1)
+    return f"The largest micro-batch that fits: {found.largest} (power of two: {power})"
+
+
+def _peak_lines(peak: Peak, usable: int) -> list[str]:
+    parts = sorted(peak.parts.items(), key=lambda part: -part[1])
+    return [
+        f"  peak: {_gib(peak.allocated)} allocated, {_gib(peak.reserved)} reserved, "
+        f"of {_gib(usable)}; in {peak.phase}, at {peak.operation or 'its start'}",
+        *(f"    {name:<36}{_gib(nbytes):>12}" for name, nbytes in parts if nbytes >= 2**20),
+    ]
+
+
+def table_text(plan: Plan, found: Answer, outcomes: Sequence[Outcome]) -> str:
+    """The what-ifs, those with the most rows first."""
+    as_asked = ("as configured", found.largest, found.rows, found.configured)
+    rows: list[tuple[str, int, int, Peak]] = [as_asked]
+    rows += [
+        (one.name, one.answer.largest, one.answer.rows, one.answer.configured)
+        for one in outcomes
+        if one.answer is not None
+    ]
+    lines = ["", "What if", f"  {'':<32}{'largest':>8}  peak reserved (allocated) at the config's"]
+    for name, largest, batch, peak in sorted(rows, key=lambda row: -row[1]):
+        lines.append(
+            f"  {name:<32}{largest or 'none':>8}  "
+            f"{_gib(peak.reserved):>11} ({_gib(peak.allocated)}) at {batch}"
+        )
+    for length, (largest, _) in sorted(found.lengths.items()):
+        lines.append(f"  {f'rows of {length} tokens':<32}{largest or 'none':>8}")
+    lines += [f"  {one.name:<32}    no answer: {one.reason}" for one in outcomes if one.reason]
+    return "\n".join(lines)
+
+
+def as_dict(plan: Plan, found: Answer, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Everything, for machines."""
+    return {
+        "verdict": found.configured.verdict(plan.device),
+        "device": asdict(plan.device),
+        "assumptions": list(plan.assumptions),
+        "row_length_source": plan.length_source,
+        **asdict(found),
+        "what_ifs": [asdict(outcome) for outcome in outcomes],
+    }
+
+
+def draw(plan: Plan, found: Answer, outcomes: Sequence[Outcome], path: Path) -> None:
+    """Peak against batch size, and memory over one step.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "--plot", str(path), "needs matplotlib", "Install torchtune-adaptive[plot]"
+        ) from error
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    sizes, step = figure.subplots(2, 1)
+    named = [("as configured", found), *((one.name, one.answer) for one in outcomes if one.answer)]
+    for name, one in named:
+        rows, _, reserved = zip(*one.curve, strict=True)
+        sizes.plot(rows, [n / GIB for n in reserved], marker=".", label=name)
+    sizes.axhline(plan.device.usable / GIB, color="black", linestyle="--", label="limit")
+    sizes.set(
+        xlabel="rows in a micro-batch",
+        ylabel="peak reserved, GiB",
+        ylim=(0, 1.5 * plan.device.usable / GIB),
+    )
+    sizes.legend(fontsize="small")
+    categories = sorted({category for _, parts in found.timeline for category in parts})
+    stacks = [[parts.get(name, 0) / GIB for _, parts in found.timeline] for name in categories]
+    step.stackplot(range(len(found.timeline)), *stacks, labels=categories, linewidth=0)
+    begun = ""
+    for at, (phase, _) in enumerate(found.timeline):
+        if phase != begun:
+            step.axvline(at, color="grey", linewidth=0.5)
+            step.text(at, step.get_ylim()[1], f" {phase}", va="top", fontsize="x-small")
+            begun = phase
+    step.set(xlabel=f"one step of {found.rows} rows, operation by operation", ylabel="live, GiB")
+    step.set_xticks([])
+    step.legend(fontsize="small", loc="lower right")
+    figure.savefig(path)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes / 2**20:.2f} MiB"

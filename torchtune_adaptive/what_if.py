@@ -1,0 +1,89 @@
+"""What a user would try next: the same run with one thing changed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.plan import Plan, Question
+
+_CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
+_WHOLE = "torch.nn.CrossEntropyLoss"
+_ADAPTERS = {
+    "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
+    "apply_lora_to_mlp": True,
+    "lora_rank": 8,
+    "lora_alpha": 16,
+}
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A change by name, and what to ask about it."""
+
+    name: str
+    question: Question
+
+
+def what_ifs(plan: Plan) -> Iterator[WhatIf]:
+    """The changes that this config allows."""
+    cfg = plan.cfg
+    for name, changes in _changes(cfg):
+        changed = OmegaConf.merge(cfg, OmegaConf.create(changes))
+        assert isinstance(changed, DictConfig)
+        yield WhatIf(name, replace(plan, cfg=changed).question())
+    for name, model in _other_models(cfg):
+        changed = cfg.copy()
+        changed.model = model
+        changed.optimizer_in_bwd = changed.ac_mode = None
+        yield WhatIf(name, replace(plan, cfg=changed).question())
+    for ranks in (plan.ranks // 2, plan.ranks * 2):
+        if ranks:
+            yield WhatIf(f"{ranks} rank{'s'[: ranks > 1]}", plan.question(ranks=ranks))
+    if plan.device.caching and not plan.device.expandable:
+        device = replace(plan.device, expandable=True)
+        yield WhatIf("expandable segments", plan.question(device=device))
+
+
+def _changes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    full = "lora_attn_modules" not in cfg.model
+    checkpointing = "enable_activation_checkpointing"
+    offloading = "enable_activation_offloading"
+    if cfg.get(checkpointing, False):
+        yield "no activation checkpointing", {checkpointing: False, offloading: False}
+    else:
+        selective = {"ac_mode": None} if full else {}
+        yield "activation checkpointing", {checkpointing: True, **selective}
+    if not cfg.get(offloading, False) and cfg.device != "cpu":
+        yield "activations offloaded", {checkpointing: True, offloading: True}
+    if cfg.loss._component_ == _CHUNKED:
+        yield "loss not in chunks", {"loss": {"_component_": _WHOLE}}
+    else:
+        yield "loss in chunks", {"loss": {"_component_": _CHUNKED}}
+    if not full:
+        return
+    reshard = not cfg.get("fsdp_reshard_after_forward", True)
+    name = "parameters freed after forward" if reshard else "parameters kept after forward"
+    yield name, {"fsdp_reshard_after_forward": reshard}
+    if not cfg.get("optimizer_in_bwd", False):
+        in_backward = {"gradient_accumulation_steps": 1, "clip_grad_norm": None}
+        yield "optimizer in backward", {"optimizer_in_bwd": True, **in_backward}
+    if cfg.optimizer._component_ == "torch.optim.AdamW":
+        fused = not cfg.optimizer.get("fused", False)
+        name = "fused optimizer" if fused else "optimizer not fused"
+        yield name, {"optimizer": {"fused": fused}}
+
+
+def _other_models(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Adapters in place of full finetuning, as far as torchtune has the model with them."""
+    module, _, name = cfg.model._component_.rpartition(".")
+    if "lora_attn_modules" in cfg.model:
+        return
+    for prefix, label in (("lora_", "LoRA (rank 8)"), ("qlora_", "QLoRA (rank 8)")):
+        if hasattr(importlib.import_module(module), prefix + name):
+            given = {key: value for key, value in cfg.model.items() if key != "_component_"}
+            yield label, {"_component_": f"{module}.{prefix}{name}", **given, **_ADAPTERS}
