@@ -38,7 +38,8 @@ class Gpu:
 
 _SMALL, _LARGE = 8 * MIB + 128 * 1024, 32 * MIB
 
-# Capacities as torch prints them in out-of-memory errors that people have published.
+# Capacities as torch prints them in out-of-memory errors that people have published. Those of A100, H200 and
+# B200 were not looked up again and may be off by a few tenths; --memory says it exactly.
 GPUS = {
     gpu.name: gpu
     for gpu in (

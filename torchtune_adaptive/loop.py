@@ -136,9 +136,11 @@ class TrainingLoop:
             number += 1
             if self.save_every_n_steps and self.global_step % self.save_every_n_steps == 0:
                 self._save(f"{epoch}_step_{self.global_step}", rows.used)
-        # What does not fill a step is left at the end, not carried into the next epoch's first step.
-        self.learning_rate.move_to(self.epochs.position(epoch, self.epochs.rows))
         bar.close()
+        # What does not fill a step is left at the end, not carried into the next epoch's first step.
+        if left := self.epochs.rows - rows.used:
+            log.info(f"Epoch {epoch}: {left} rows on each rank do not fill a step and are left out.")
+        self.learning_rate.move_to(self.epochs.position(epoch, self.epochs.rows))
 
     def _is_room_for_a_step(self, epoch: int, rows: EpochRows) -> bool:
         """Once the schedule has said how large the step is to be."""
