@@ -139,7 +139,9 @@ class TrainingLoop:
         bar.close()
         # What does not fill a step is left at the end, not carried into the next epoch's first step.
         if left := self.epochs.rows - rows.used:
-            log.info(f"Epoch {epoch}: {left} rows on each rank do not fill a step and are left out.")
+            log.info(
+                f"Epoch {epoch}: {left} rows on each rank do not fill a step and are left out."
+            )
         self.learning_rate.move_to(self.epochs.position(epoch, self.epochs.rows))
 
     def _is_room_for_a_step(self, epoch: int, rows: EpochRows) -> bool:
