@@ -48,6 +48,7 @@ check: $(READY)
 bench: $(READY)
 	$(RUN) $(BIN)/python benchmarks/search_cost.py
 	$(RUN) $(BIN)/python benchmarks/step_overhead.py
+	$(RUN) $(BIN)/python benchmarks/token_budget.py
 
 clean:
 	rm -rf .venv demo_output build dist .mypy_cache .ruff_cache .pytest_cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,10 @@ def test_the_schedule_ends_where_it_should_and_no_sample_is_lost(tmp_path: Path)
     warm_up = [record["lr"] for record in records[:5]]
     assert warm_up == sorted(warm_up) and records[4]["lr"] == max(r["lr"] for r in records)
     assert records[-1]["samples_seen"] == 2 * 640
-    micro_batches = [rows for _, brought in ranks for rows in brought]
-    assert max(map(len, micro_batches)) == 8
+    brought = [[row for rows in micro_batches for row in rows] for _, micro_batches in ranks]
+    # Of what each rank has collated, the trials of the search came first; then 320 rows in each epoch.
+    epochs = [Counter(row for rows in brought for row in rows[at:][:320]) for at in (-640, -320)]
+    assert sum(epochs[0].values()) == sum(epochs[1].values()) == 640 and epochs[0] == epochs[1]
 
 
 class StopAt(recipes.Recorder):

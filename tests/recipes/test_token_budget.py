@@ -98,7 +98,7 @@ def test_with_growth_and_resume_it_goes_on_to_the_bit(tmp_path: Path) -> None:
         assert all(one[key] == other[key] for key in one.keys() - machine)
 
 
-def test_compiled_models_see_few_shapes_and_packed_data_have_no_use_for_it(tmp_path: Path) -> None:
+def test_packed_data_have_no_use_for_it(tmp_path: Path) -> None:
     packed = {"dataset.packed": True, "tokenizer.max_seq_len": 128, "batch_size": 2}
     records = run(tmp_path, **{**BUDGET, **packed})
     assert "padding_share" not in records[0]

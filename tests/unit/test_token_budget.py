@@ -1,0 +1,57 @@
+"""The packer of a run, and the lengths at which a budget is measured."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torchtune.data import padded_collate_sft
+
+from torchtune_adaptive.packing import Budget
+from torchtune_adaptive.token_budget import TokenPacker, length_buckets, lengths_to_measure
+
+PADDING, IGNORED = 7, -100
+
+
+def test_lengths_halve_from_the_longest_to_the_median() -> None:
+    assert lengths_to_measure([10] * 9 + [400], longest=400) == [400, 200, 100, 50, 25, 12]
+    assert lengths_to_measure([300, 390, 400], longest=400) == [400]
+
+
+def test_a_compiled_model_sees_few_lengths_and_nothing_is_over_budget() -> None:
+    numbers = random.Random(0)
+    lengths = [numbers.randint(5, 1000) for _ in range(400)]
+    budget = Budget.of_tokens(4000, 1000)
+    buckets = length_buckets(1000, min(lengths))
+    packer = TokenPacker(budget, lengths, PADDING, IGNORED, buckets)
+    seen = set()
+    for start in range(0, 400, 40):
+        step = list(range(start, start + 40))
+        for rank in range(2):
+            for portion in packer.portions(step, packer.largest, rank, 2):
+                rows = [
+                    {"tokens": [1] * lengths[i], "labels": [1] * lengths[i]}
+                    for i in portion.sample_ids
+                ]
+                batch = padded_collate_sft(rows, padding_idx=PADDING, ignore_idx=IGNORED)  # type: ignore[arg-type]
+                packer.finish(portion, batch)  # type: ignore[arg-type]
+                count, length = batch["tokens"].shape
+                seen.add(length)
+                assert count <= budget.rows(length)
+                real = 0 if portion.weightless else sum(lengths[i] for i in portion.sample_ids)
+                assert int((batch["labels"] != IGNORED).sum()) == real
+                assert batch["labels"].shape == batch["tokens"].shape
+                longest = max(lengths[i] for i in portion.sample_ids)
+                assert bool((batch["tokens"][:, longest:] == PADDING).all())
+    assert seen <= set(buckets) and len(buckets) <= 8
+
+
+def test_a_rank_without_rows_runs_one_that_weighs_nothing() -> None:
+    packer = TokenPacker(Budget.of_tokens(100, 50), [50, 20], PADDING, IGNORED)
+    portions = [packer.portions([0, 1], packer.largest, rank, 3) for rank in range(3)]
+    assert [len(each) for each in portions] == [1, 1, 1]
+    ((empty,),) = [each for each in portions if each[0].weightless]
+    assert empty.sample_ids == [1], "the shortest will do"
+    batch = {"tokens": torch.ones(1, 20, dtype=torch.long), "labels": torch.ones(1, 20)}
+    packer.finish(empty, batch)
+    assert bool((batch["labels"] == IGNORED).all())
