@@ -126,7 +126,7 @@ class _DeviceModule:
 def device() -> torch.device:
     """The imagined device; registers it with torch.
 
-    Private, and the only way to have a device without building torch (checked on torch 2.13).
+    Private, and the only way to have a device without building torch (checked on torch 2.11, 2.13 and 2.15).
     """
     if not hasattr(torch, NAME):
         _setup_privateuseone_for_python_backend(NAME, backend_module=_DeviceModule())

@@ -189,7 +189,7 @@ def _any_value(dtype: torch.dtype) -> bool | float:
 def _is_accumulation(summands: tuple[Any, ...], recorder: Recorder) -> bool:
     """Whether autograd adds two gradients that meet: in place on real tensors, but never on fake ones.
 
-    Private: the two counts that autograd itself goes by (checked on torch 2.13).
+    Private: the two counts that autograd itself goes by (checked on torch 2.11, 2.13 and 2.15).
     """
     if torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
         return False
@@ -425,7 +425,7 @@ class Tracer:
             norm.register_forward_hook(passed_norm)
 
     def stream_categories(self) -> dict[int, str]:
-        """What FSDP allocates on streams of its own. Private names (checked on torch 2.13)."""
+        """What FSDP allocates on streams of its own. Private names (checked on torch 2.11, 2.13 and 2.15)."""
         model = self.step.model
         if not isinstance(model, FSDPModule):
             return {}
