@@ -19,7 +19,7 @@ from torchtune_adaptive.packing import Budget
 from torchtune_adaptive.prediction import Prediction
 from torchtune_adaptive.probe import Probe, SizeTrial
 from torchtune_adaptive.report import SearchReport, Split, trial_line
-from torchtune_adaptive.result_cache import ResultCache, facts
+from torchtune_adaptive.result_cache import facts, found_sizes
 from torchtune_adaptive.rows import WorstCase, worst_case
 from torchtune_adaptive.search import SearchResult, Status, candidates, search
 from torchtune_adaptive.step import TrainStep
@@ -274,7 +274,7 @@ def _search_or_remember(
         log.info(trial_line(outcome))
         return outcome
 
-    cache = ResultCache.from_setting(settings.cache)
+    cache = found_sizes(settings.cache)
     # From rank 0, or ranks with other caches would part ways.
     remembered = known or ranks.from_rank_zero(cache.get(about))
     tried: tuple[SizeTrial, ...] = ()

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchtune_adaptive.allocator import Allocator, Block
 
@@ -58,6 +58,23 @@ class Step(NamedTuple):
         if left:
             raise NotRegular(f"a step leaves {left} blocks behind")
         return Step(events, {number[block]: label for block, label in self.labels.items()})
+
+
+def packed_up(step: Step) -> dict[str, Any]:
+    """A step as JSON can hold it, in little space: labels are few."""
+    kinds = {label: number for number, label in enumerate(dict.fromkeys(step.labels.values()))}
+    return {
+        "events": [list(event) for event in step.events],
+        "kinds": [list(label) for label in kinds],
+        "labels": [[block, kinds[label]] for block, label in step.labels.items()],
+    }
+
+
+def unpacked(packed: Mapping[str, Any]) -> Step:
+    """The step again."""
+    kinds = [Label(*kind) for kind in packed["kinds"]]
+    events = [Event(*event) for event in packed["events"]]
+    return Step(events, {block: kinds[number] for block, number in packed["labels"]})
 
 
 class NotRegular(Exception):

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from torchtune_adaptive.consensus import Ranks
-from torchtune_adaptive.result_cache import cache_folder
+from torchtune_adaptive.remembered import folder_for
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def _length(dataset: Any, index: int) -> int:
 
 
 def _path(dataset: Any, cfg: DictConfig, cache: bool | str) -> Path | None:
-    folder = cache_folder(cache)
+    folder = folder_for(cache, "row_lengths")
     if folder is None:
         return None
     about = {
@@ -68,7 +68,7 @@ def _path(dataset: Any, cfg: DictConfig, cache: bool | str) -> Path | None:
         "rows": len(dataset),
     }
     text = json.dumps(about, sort_keys=True, default=str)
-    return folder / "row_lengths" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.npy"
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.npy"
 
 
 def _read(path: Path | None, dataset: Any) -> list[int] | None:

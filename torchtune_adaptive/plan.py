@@ -12,35 +12,29 @@ import multiprocessing
 import os
 import resource
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.config import BLOCK, AdaptiveSettings, check
 from torchtune_adaptive.errors import AdaptiveBatchingError, NoPrediction
-from torchtune_adaptive.forecast import (
-    Beginning,
-    Bilinear,
-    Device,
-    NotRegular,
-    Peak,
-    Step,
-    largest,
-    peak,
-    timeline,
-)
+from torchtune_adaptive.forecast import Device, Peak
 from torchtune_adaptive.gpus import DEFAULT, GIB, Gpu, gpu
-
-ROWS_TRACED = (2, 3)
-"""Not 1: with one row torch takes other ways through some operations."""
+from torchtune_adaptive.traced_run import TracedRun, Traces
 
 ASSUMED_LENGTH = 2048
 ERROR_BAND = 0.03
 """Of predictions for a real device, as a share of the peak."""
+
+_PROCESSES = 4
+"""At once: each takes up to half a gigabyte."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +47,9 @@ class Question:
     rows: int
     """The micro-batch that the config has."""
     length: int
+    rank: int = 0
+    cache: bool | str = False
+    """Where traces are remembered."""
     other_lengths: tuple[int, ...] = ()
     in_detail: bool = False
     """Whether to make the curve and the timeline, too."""
@@ -67,17 +64,20 @@ class Answer:
     rows: int
     length: int
     ranks: int
+    rank: int
     largest: int
     """The largest micro-batch that fits; 0 if none does."""
     configured: Peak
     at_largest: Peak | None
-    lengths: dict[int, tuple[int, int]]
-    """Of other row lengths: the largest micro-batch, and its peak."""
+    lengths: dict[int, int]
+    """Of other row lengths: the largest micro-batch."""
     curve: list[tuple[int, int, int]]
     """Rows, allocated, reserved."""
     timeline: list[tuple[str, dict[str, int]]]
     traced_directly: bool
     """Whether steps were not bilinear, so that each size was traced by itself."""
+    uneven: bool
+    """Whether ranks hold different shares of the parameters."""
     seconds: float
     tool_bytes: int
     """The most memory that the process took which made the prediction."""
@@ -85,121 +85,42 @@ class Answer:
 
 def answer(question: Question) -> Answer:
     """Trace and predict. Call it in a process that does nothing else: see ``trace``."""
-    from torchtune_adaptive.trace import Tracer
-
     started = time.perf_counter()
-    logging.disable(logging.WARNING)
-    run = _Traced(Tracer(OmegaConf.create(question.cfg), question.ranks), question)
-    found = run.largest(question.length)
-    worked_out = found >= ROWS_TRACED[0] and not run.direct
-    if question.confirmed and worked_out and not run.holds_at(found, question.length):
-        run.direct = True
-        found = run.largest(question.length)
+    cfg, length, device = OmegaConf.create(question.cfg), question.length, question.device
+    traces = Traces(cfg, question.ranks, question.rank, question.cache)
+    run = TracedRun(traces, length, any_length=bool(question.other_lengths))
+    find = run.confirmed_largest if question.confirmed else run.largest
+    found = find(length, device)
     curve = []
     if question.in_detail:
         most = max(found * 5 // 4, question.rows, 8)
         sizes = sorted({question.rows, found or 1, *(max(2, most * n // 8) for n in range(9))})
-        curve = [
-            (r, p.allocated, p.reserved) for r in sizes for p in [run.peak(r, question.length)]
-        ]
-    lengths = {}
-    for length in question.other_lengths:
-        rows = run.largest(length)
-        lengths[length] = (rows, run.peak(max(rows, 1), length).reserved)
-    return Answer(
+        curve = [(r, p.allocated, p.reserved) for r in sizes for p in [run.peak(r, length, device)]]
+    lengths = {other: run.largest(other, device) for other in question.other_lengths}
+    told = Answer(
         rows=question.rows,
-        length=question.length,
+        length=length,
         ranks=question.ranks,
+        rank=question.rank,
         largest=found,
-        configured=run.peak(question.rows, question.length),
-        at_largest=run.peak(found, question.length) if found else None,
+        configured=run.peak(question.rows, length, device),
+        at_largest=run.peak(found, length, device) if found else None,
         lengths=lengths,
         curve=curve,
-        timeline=run.timeline(question.rows, question.length) if question.in_detail else [],
+        timeline=run.timeline(question.rows, length, device) if question.in_detail else [],
         traced_directly=run.direct,
+        uneven=bool(traces.uneven),
         seconds=time.perf_counter() - started,
         tool_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
+    traces.remember()
+    return told
 
 
-class _Traced:
-    """Peaks of one config, out of as few traces as will do."""
-
-    def __init__(self, tracer: Any, question: Question) -> None:
-        self._tracer = tracer
-        self._device = question.device
-        self._traces: dict[tuple[int, int], Step] = {}
-        self._peaks: dict[tuple[int, int, bool], Peak] = {}
-        self.direct = False
-        lengths = [question.length]
-        if question.other_lengths:
-            lengths.append(question.length // 2)
-        self._beginning = Beginning(tracer.set_up, tracer.take_step(ROWS_TRACED[0], lengths[-1]))
-        self._on_streams = tracer.stream_categories()
-        try:
-            corners = {(r, n): self._trace(r, n) for r in ROWS_TRACED for n in lengths}
-            self._bilinear = {question.length: Bilinear(corners)}
-            if question.other_lengths:
-                self._add_lengths(question)
-        except NotRegular:
-            self.direct = True
-
-    def _add_lengths(self, question: Question) -> None:
-        """Where a third length is what the first two say, so is any other; else each needs its traces:
-        attention that keeps its weights, for one, is quadratic in the length."""
-        every = self._bilinear[question.length]
-        few, third = ROWS_TRACED[0], max(2, question.length // 4)
-        holds = every.step(few, third).events == self._trace(few, third).renumbered().events
-        for length in question.other_lengths:
-            if holds:
-                self._bilinear[length] = every
-            else:
-                corners = {(rows, length): self._trace(rows, length) for rows in ROWS_TRACED}
-                self._bilinear[length] = Bilinear(corners)
-
-    def peak(self, rows: int, length: int) -> Peak:
-        key = (rows, length, self.direct)
-        if key not in self._peaks:
-            step = self._step(rows, length)
-            self._peaks[key] = peak(self._beginning, step, rows, length, self._device)
-        return self._peaks[key]
-
-    def largest(self, length: int) -> int:
-        """The largest micro-batch that fits."""
-        few, many = ROWS_TRACED[0], 4 * ROWS_TRACED[0]
-        low, high = self.peak(few, length).reserved, self.peak(many, length).reserved
-        each = max(1, (high - low) // (many - few))
-        guess = many + (self._device.usable - high) // each
-        if guess > many:  # nearer the end the line is another one
-            end = self.peak(guess, length).reserved
-            guess -= (end - self._device.usable) * (guess - many) // max(1, end - high)
-        return largest(lambda rows: self.fits(rows, length), guess)
-
-    def fits(self, rows: int, length: int) -> bool:
-        return self.peak(rows, length).reserved <= self._device.usable
-
-    def holds_at(self, rows: int, length: int) -> bool:
-        """Whether a trace of this size is what was worked out for it."""
-        traced = self._trace(rows, length).renumbered()
-        return traced.events == self._bilinear[length].step(rows, length).events
-
-    def timeline(self, rows: int, length: int) -> list[tuple[str, dict[str, int]]]:
-        return timeline(self._beginning, self._step(rows, length), self._device)
-
-    def _step(self, rows: int, length: int) -> Step:
-        if self.direct or rows < ROWS_TRACED[0]:
-            return self._trace(rows, length)
-        return self._bilinear[length].step(rows, length)
-
-    def _trace(self, rows: int, length: int) -> Step:
-        if (rows, length) not in self._traces:
-            step = self._tracer.take_step(rows, length)
-            for block, _, stream in step.events:
-                if category := self._on_streams.get(stream):
-                    label = step.labels[block]
-                    step.labels[block] = label._replace(category=category)
-            self._traces[rows, length] = step
-        return self._traces[rows, length]
+def be_quiet() -> None:
+    """What torch and torchtune say about a run is not about a prediction."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
 
 
 # --- from a config to questions -----------------------------------------------------------------------
@@ -214,6 +135,7 @@ class Plan:
     device: Device
     length: int
     length_source: str
+    cache: bool | str
     assumptions: tuple[str, ...] = field(default=())
 
     def question(self, **changes: Any) -> Question:
@@ -226,6 +148,7 @@ class Plan:
                 self.device,
                 self.cfg.batch_size,
                 self.length,
+                cache=self.cache,
             ),
             **changes,
         )
@@ -248,7 +171,7 @@ def make_plan(
             )
     length, source = _row_length(cfg, settings)
     device, assumed = _device(cfg, settings, ranks, gpu_name, memory)
-    return Plan(cfg, ranks, device, length, source, (*assumed, *_caveats(cfg)))
+    return Plan(cfg, ranks, device, length, source, settings.cache, (*assumed, *_caveats(cfg)))
 
 
 _CANNOT_TELL = (
@@ -324,17 +247,30 @@ def _caveats(cfg: DictConfig) -> Iterator[str]:
         yield "attention: flash; where torch picks cuDNN, its workspace comes on top (errs low)"
 
 
+def in_process_of_its_own(work: Callable[..., T], *arguments: Any) -> T:
+    """Run it with nothing but our own errors coming out: others may have classes that only it knows."""
+    be_quiet()
+    try:
+        return work(*arguments)
+    except AdaptiveBatchingError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        raise NoPrediction(f"A step of this config could not be traced: {reason}") from None
+
+
 @contextmanager
-def processes(at_once: int | None = None) -> Iterator[Callable[[Question], Future[Answer]]]:
-    """Ask questions, each in a process of its own that sees no GPU."""
+def processes() -> Iterator[Callable[..., Future[Any]]]:
+    """Call functions, each in a process of its own that sees no GPU."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchtune_adaptive.trace"])
+    context.set_forkserver_preload(["torchtune_adaptive.self_check"])
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in hidden}
     os.environ.update(hidden)
-    pool = ProcessPoolExecutor(at_once or os.cpu_count(), context, max_tasks_per_child=1)
+    at_once = min(os.cpu_count() or 1, _PROCESSES)
+    pool = ProcessPoolExecutor(at_once, context, max_tasks_per_child=1)
     try:
-        yield lambda question: pool.submit(_answer_or_reason, question)
+        yield lambda work, *arguments: pool.submit(in_process_of_its_own, work, *arguments)
     finally:
         pool.shutdown(cancel_futures=True)
         for name, value in before.items():
@@ -342,13 +278,3 @@ def processes(at_once: int | None = None) -> Iterator[Callable[[Question], Futur
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _answer_or_reason(question: Question) -> Answer:
-    try:
-        return answer(question)
-    except AdaptiveBatchingError:
-        raise
-    except Exception as error:  # whose class the asking process may not have
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        raise NoPrediction(f"A step of this config could not be traced: {reason}") from None

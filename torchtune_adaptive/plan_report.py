@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,26 @@ class Outcome:
     name: str
     answer: Answer | None
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Told:
+    """All that was found out for a plan."""
+
+    plan: Plan
+    found: Answer
+    last_rank: Answer | None
+    """The same on the last rank, where it does not hold the same share of the parameters as the first."""
+    outcomes: Sequence[Outcome]
+    lengths: Mapping[int, int]
+    """The largest micro-batch by row length."""
+
+    @property
+    def verdict(self) -> str:
+        """On the configured batch size, for whichever rank it looks worse."""
+        answers = [self.found, *([self.last_rank] if self.last_rank else [])]
+        verdicts = {one.configured.verdict(self.plan.device) for one in answers}
+        return next(v for v in ("DOES NOT FIT", "UNCERTAIN", "FITS") if v in verdicts)
 
 
 def answer_text(plan: Plan, found: Answer, config: str) -> str:
@@ -59,13 +79,28 @@ def _peak_lines(peak: Peak, usable: int) -> list[str]:
     ]
 
 
-def table_text(plan: Plan, found: Answer, outcomes: Sequence[Outcome]) -> str:
-    """The what-ifs, those with the most rows first."""
+def rest_text(told: Told) -> str:
+    """What comes after the first answer, if anything: the last rank; the what-ifs, most rows first."""
+    lines = []
+    if told.last_rank is not None:
+        peak = told.last_rank.configured
+        lines.append(
+            f"\nParameters cannot be split evenly; that was the first rank. The last one's peak is "
+            f"{_gib(peak.allocated)} allocated, {_gib(peak.reserved)} reserved; "
+            f"its largest micro-batch is {told.last_rank.largest}."
+        )
+    if told.outcomes:
+        lines += _table(told)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _table(told: Told) -> list[str]:
+    found = told.found
     as_asked = ("as configured", found.largest, found.rows, found.configured)
     rows: list[tuple[str, int, int, Peak]] = [as_asked]
     rows += [
         (one.name, one.answer.largest, one.answer.rows, one.answer.configured)
-        for one in outcomes
+        for one in told.outcomes
         if one.answer is not None
     ]
     lines = ["", "What if", f"  {'':<32}{'largest':>8}  peak reserved (allocated) at the config's"]
@@ -74,25 +109,27 @@ def table_text(plan: Plan, found: Answer, outcomes: Sequence[Outcome]) -> str:
             f"  {name:<32}{largest or 'none':>8}  "
             f"{_gib(peak.reserved):>11} ({_gib(peak.allocated)}) at {batch}"
         )
-    for length, (largest, _) in sorted(found.lengths.items()):
+    for length, largest in sorted(told.lengths.items()):
         lines.append(f"  {f'rows of {length} tokens':<32}{largest or 'none':>8}")
-    lines += [f"  {one.name:<32}    no answer: {one.reason}" for one in outcomes if one.reason]
-    return "\n".join(lines)
+    lines += [f"  {one.name:<32}    no answer: {one.reason}" for one in told.outcomes if one.reason]
+    return lines
 
 
-def as_dict(plan: Plan, found: Answer, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def as_dict(told: Told) -> dict[str, Any]:
     """Everything, for machines."""
     return {
-        "verdict": found.configured.verdict(plan.device),
-        "device": asdict(plan.device),
-        "assumptions": list(plan.assumptions),
-        "row_length_source": plan.length_source,
-        **asdict(found),
-        "what_ifs": [asdict(outcome) for outcome in outcomes],
+        "verdict": told.verdict,
+        "device": asdict(told.plan.device),
+        "assumptions": list(told.plan.assumptions),
+        "row_length_source": told.plan.length_source,
+        **asdict(told.found),
+        "last_rank": asdict(told.last_rank) if told.last_rank else None,
+        "lengths": dict(told.lengths),
+        "what_ifs": [asdict(outcome) for outcome in told.outcomes],
     }
 
 
-def draw(plan: Plan, found: Answer, outcomes: Sequence[Outcome], path: Path) -> None:
+def draw(told: Told, path: Path) -> None:
     """Peak against batch size, and memory over one step.
 
     Raises:
@@ -104,9 +141,13 @@ def draw(plan: Plan, found: Answer, outcomes: Sequence[Outcome], path: Path) -> 
         raise ConfigError(
             "--plot", str(path), "needs matplotlib", "Install torchtune-adaptive[plot]"
         ) from error
+    plan, found = told.plan, told.found
     figure = Figure(figsize=(9, 9), layout="constrained")
     sizes, step = figure.subplots(2, 1)
-    named = [("as configured", found), *((one.name, one.answer) for one in outcomes if one.answer)]
+    named = [
+        ("as configured", found),
+        *((one.name, one.answer) for one in told.outcomes if one.answer),
+    ]
     for name, one in named:
         rows, _, reserved = zip(*one.curve, strict=True)
         sizes.plot(rows, [n / GIB for n in reserved], marker=".", label=name)

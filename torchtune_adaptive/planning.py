@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import Future, as_completed
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.config import amount_of_memory
 from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError
 from torchtune_adaptive.gpus import DEFAULT, GIB, GPUS
-from torchtune_adaptive.plan import Answer, Plan, make_plan, processes
-from torchtune_adaptive.plan_report import Outcome, answer_text, as_dict, draw, table_text
+from torchtune_adaptive.plan import Answer, Plan, Question, answer, make_plan, processes
+from torchtune_adaptive.plan_report import Outcome, Told, answer_text, as_dict, draw, rest_text
 from torchtune_adaptive.registry import find_config
 from torchtune_adaptive.what_if import what_ifs
 
@@ -57,39 +56,59 @@ def _predict(arguments: argparse.Namespace) -> int:
     if arguments.nproc < 1:
         raise ConfigError("--nproc", arguments.nproc, "is not a number of ranks", "Use 1 or more")
     plan = make_plan(_config(arguments), arguments.nproc, arguments.gpu, memory)
-    longest = plan.cfg.model.get("max_seq_len") or 1 << 17
-    lengths = [n for n in (plan.length // 2, 2 * plan.length, 4 * plan.length) if 2 <= n <= longest]
     in_detail = arguments.plot is not None
-    outcomes: list[Outcome] = []
-    with processes() as ask:
-        asked = ask(
-            plan.question(other_lengths=tuple(lengths), in_detail=in_detail, confirmed=True)
-        )
-        others = {}
+    with processes() as run:
+
+        def ask(question: Question) -> Future[Answer]:
+            return run(answer, question)
+
+        checked = run(_check_method, plan.cache)
+        asked = ask(plan.question(in_detail=in_detail, confirmed=True))
+        others: dict[Future[Answer], str] = {}
         if not arguments.no_what_ifs:
             for one in what_ifs(plan):
                 others[ask(replace(one.question, in_detail=in_detail))] = one.name
+        checked.result()
         found = asked.result()
         if not arguments.json:
             print(answer_text(plan, found, arguments.config), flush=True)
-        for done in as_completed(others):
-            try:
-                outcomes.append(Outcome(others[done], done.result()))
-            except AdaptiveBatchingError as error:
-                outcomes.append(Outcome(others[done], None, str(error)))
-    _show(arguments, plan, found, outcomes)
-    return EXIT_STATUS[found.configured.verdict(plan.device)]
-
-
-def _show(
-    arguments: argparse.Namespace, plan: Plan, found: Answer, outcomes: Sequence[Outcome]
-) -> None:
+        # Asked only now, because they are about what has been traced already.
+        last = ask(plan.question(rank=plan.ranks - 1)) if found.uneven else None
+        lengths = ask(plan.question(other_lengths=_other_lengths(plan))) if others else None
+        outcomes = [_outcome(others[done], done) for done in as_completed(others)]
+        told = Told(
+            plan,
+            found,
+            last_rank=last.result() if last else None,
+            outcomes=outcomes,
+            lengths=lengths.result().lengths if lengths else {},
+        )
     if arguments.json:
-        print(json.dumps(as_dict(plan, found, outcomes), indent=1))
-    elif outcomes:
-        print(table_text(plan, found, outcomes))
+        print(json.dumps(as_dict(told), indent=1))
+    else:
+        print(rest_text(told), end="")
     if arguments.plot is not None:
-        draw(plan, found, outcomes, arguments.plot)
+        draw(told, arguments.plot)
+    return EXIT_STATUS[told.verdict]
+
+
+def _check_method(cache: bool | str) -> None:
+    from torchtune_adaptive.self_check import check_method  # not where commands are read
+
+    check_method(cache)
+
+
+def _other_lengths(plan: Plan) -> tuple[int, ...]:
+    longest = plan.cfg.model.get("max_seq_len") or 1 << 17
+    lengths = (plan.length // 2, 2 * plan.length, 4 * plan.length)
+    return tuple(length for length in lengths if 2 <= length <= longest)
+
+
+def _outcome(name: str, done: Future[Answer]) -> Outcome:
+    try:
+        return Outcome(name, done.result())
+    except AdaptiveBatchingError as error:
+        return Outcome(name, None, str(error))
 
 
 def _config(arguments: argparse.Namespace) -> DictConfig:

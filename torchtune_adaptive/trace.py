@@ -10,9 +10,7 @@ A tracer belongs in a process of its own (see ``imagined``).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,218 +19,29 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchtune import training
 
 from torchtune_adaptive import build, imagined
-from torchtune_adaptive.forecast import Event, Label, Step
-from torchtune_adaptive.memory import DeviceMemory, Usage, allocates, plain_tensors
+from torchtune_adaptive.forecast import Step
+from torchtune_adaptive.memory import DeviceMemory, Usage, plain_tensors
+from torchtune_adaptive.recorder import (
+    ACTIVATIONS,
+    GATHERED,
+    GRADIENTS,
+    INPUTS,
+    LOSS,
+    OPTIMIZER,
+    STEPPING,
+    Recorder,
+    Watch,
+    attention,
+)
 from torchtune_adaptive.step import TrainStep
-
-_aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
-_RECORD_STREAM = _aten.record_stream.default
-_SCALAR = _aten._local_scalar_dense.default
-
-PARAMETERS = "parameters"
-GRADIENTS = "gradients"
-OPTIMIZER = "optimizer state"
-ACTIVATIONS = "activations"
-GATHERED = "gathered parameters"
-LOSS = "logits and loss"
-INPUTS = "inputs"
-STEPPING = "temporaries of the optimizer step"
-WORKSPACES = "workspaces"
-
-
-class Recorder:
-    """Notes what is given out and taken back on one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.events: list[Event] = []
-        self.labels: dict[int, Label] = {}
-        self.phase: Callable[[], str] = lambda: "set-up"
-        self.category = PARAMETERS
-        self.in_use = 0
-        self.peak = 0
-        # A simulated device sees nothing but steps. It counts with a mode, and where there is one autograd
-        # adds gradients out of place.
-        self.simulated = device.type == "cpu"
-        self.listening = not self.simulated
-        self._blocks: dict[int, tuple[Any, int, int]] = {}  # by storage: reference, block, bytes
-        self._given = 0
-
-    def see(self, storage: torch.UntypedStorage, operation: str, category: str = "") -> None:
-        """Note ``storage`` as it is now, and when it is gone."""
-        key, nbytes = id(storage), storage.nbytes()
-        if known := self._blocks.get(key):
-            reference, block, before = known
-            if nbytes == before:
-                return
-            self._take_back(block, before)
-        else:
-            reference = weakref.ref(storage, functools.partial(self._gone, key))
-        block = self._give(nbytes, operation, category)
-        self._blocks[key] = (reference, block, nbytes)
-
-    def knows(self, storage: torch.UntypedStorage) -> bool:
-        return id(storage) in self._blocks
-
-    def relabel(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """What the tensors are for is only known now."""
-        for tensor in tensors:
-            for plain in plain_tensors(tensor):
-                known = self._blocks.get(id(plain.untyped_storage()))
-                if known and known[1] in self.labels:
-                    self.labels[known[1]] = self.labels[known[1]]._replace(category=category)
-
-    def hand_over(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
-        """``new`` is at the place of ``old``, which nothing will use any more."""
-        reference, block, nbytes = self._blocks[id(old)]
-        self._blocks[id(old)] = (reference, 0, 0)
-        gone = weakref.ref(new, functools.partial(self._gone, id(new)))
-        self._blocks[id(new)] = (gone, block, nbytes)
-
-    def workspace(self, sizes: Iterable[int], operation: str) -> None:
-        """Memory that an operation uses inside."""
-        held = [(self._give(nbytes, operation, WORKSPACES), nbytes) for nbytes in sizes]
-        for block, nbytes in held:
-            self._take_back(block, nbytes)
-
-    def _give(self, nbytes: int, operation: str, category: str) -> int:
-        if not nbytes:
-            return 0
-        self._given += 1
-        self.events.append(Event(self._given, nbytes, imagined.current_stream().number))
-        self.labels[self._given] = Label(category or self.category, self.phase(), operation)
-        self.in_use += nbytes
-        self.peak = max(self.peak, self.in_use)
-        return self._given
-
-    def _take_back(self, block: int, nbytes: int) -> None:
-        if block:
-            self.events.append(Event(block, -1, 0))
-            self.in_use -= nbytes
-
-    def _gone(self, key: int, _: object) -> None:
-        _reference, block, nbytes = self._blocks.pop(key)
-        self._take_back(block, nbytes)
-
-
-class _Watch(TorchDispatchMode):
-    """Tells a recorder of every storage that operations make, and answers what fake tensors cannot."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled, and being skipped costs a call around every call
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-        self._pausing = 0
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self._pausing += 1
-        try:
-            yield
-        finally:
-            self._pausing -= 1
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is _DEVICE and type(args[0]) is FakeTensor:  # a third of all calls
-            return args[0].fake_device
-        kwargs = kwargs or {}
-        if not all(kind in (torch.Tensor, nn.Parameter, FakeTensor) for kind in types):
-            return NotImplemented  # a sharded or quantised tensor: see the plain ones inside it
-        if func is _RECORD_STREAM:
-            return None  # frees when another stream is done: here, at once
-        if func is _SCALAR:
-            return _any_value(args[0].dtype)
-        recorder = self._recorder
-        if self._pausing or not recorder.listening:
-            return func(*args, **kwargs)
-        in_place = (
-            not recorder.simulated
-            and func is _aten.add.Tensor
-            and not kwargs
-            and _is_accumulation(args, recorder)
-        )
-        result = func(*args, **kwargs)
-        if in_place:
-            recorder.hand_over(args[0].untyped_storage(), result.untyped_storage())
-        if not allocates(func):
-            return result
-        name = str(func)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == recorder.device.type:
-                recorder.see(tensor.untyped_storage(), name)
-        if func in _WORKSPACES:
-            recorder.workspace(_WORKSPACES[func](*args), name)
-        return result
-
-
-def _any_value(dtype: torch.dtype) -> bool | float:
-    """For what is read from tensors: there is something to learn, and this is the optimizer's step 1. The
-    sums of all ranks, the only numbers in float64, are 0, or a rank would have failed."""
-    return True if dtype is torch.bool else 0.0 if dtype is torch.float64 else 1
-
-
-def _is_accumulation(summands: tuple[Any, ...], recorder: Recorder) -> bool:
-    """Whether autograd adds two gradients that meet: in place on real tensors, but never on fake ones.
-
-    Private: the two counts that autograd itself goes by (checked on torch 2.11, 2.13 and 2.15).
-    """
-    if torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
-        return False
-    left, right = summands
-    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
-        return False
-    if left.shape != right.shape or left.dtype != right.dtype or not left.is_contiguous():
-        return False
-    storage = left.untyped_storage()
-    alone = torch._C._storage_Use_Count(storage._cdata) <= 2
-    return alone and recorder.knows(storage) and storage.nbytes() == left.nbytes
-
-
-def _flash_backward(_grad: Any, query: torch.Tensor, *_: Any) -> list[int]:
-    """Flash attention's gradient of the queries in fp32, and its row sums."""
-    batch, heads, length, dim = query.shape
-    length = -(-length // 128) * 128
-    unit = 32 if dim <= 128 else 64
-    return [batch * length * heads * (-(-dim // unit) * unit) * 4, batch * heads * length * 4]
-
-
-_WORKSPACES: dict[Any, Callable[..., list[int]]] = {
-    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-}
-
-
-def _attention(  # type: ignore[no-untyped-def]
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):
-    """What scaled_dot_product_attention runs on CUDA; on other devices it would take another kernel."""
-    if attn_mask is None and query.dtype != torch.float32:
-        return _aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
-                attn_mask.logical_not(), float("-inf")
-            )
-        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    return _aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
-    )[0]
 
 
 class _FakeMemory(DeviceMemory):
@@ -279,25 +88,26 @@ class _FakeMemory(DeviceMemory):
 class _OneOfMany:
     """The ranks of a run, as far as a step that nothing goes wrong in asks for them."""
 
-    def __init__(self, ranks: int) -> None:
-        self.rank, self.size = 0, ranks
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.size = rank, ranks
 
 
 class Tracer:
-    """A run of a config, on the first of so many ranks, that can take steps of any size.
+    """A run of a config, on one of so many ranks, that can take steps of any size.
 
     Args:
         cfg: the config, of either recipe.
-        ranks: how many there are. The first has the largest share where parameters cannot be split evenly.
+        ranks: how many there are.
+        rank: which one it is. Where parameters cannot be split evenly, the first has the largest share.
     """
 
-    def __init__(self, cfg: DictConfig, ranks: int) -> None:
+    def __init__(self, cfg: DictConfig, ranks: int, rank: int = 0) -> None:
         device = torch.device("cpu") if cfg.device == "cpu" else imagined.device()
-        imagined.join(0, ranks)
+        imagined.join(rank, ranks)
         dtype = training.get_dtype(cfg.dtype, torch.device("cpu"))
-        environment = build.Environment(device, dtype, 0, ranks)
+        environment = build.Environment(device, dtype, rank, ranks)
         self.recorder = recorder = Recorder(device)
-        self._watch = _Watch(recorder)
+        self._watch = Watch(recorder)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         offloads = cfg.get("enable_activation_offloading", False)
         self._offloading = imagined.for_offloading if offloads else nullcontext
@@ -322,15 +132,18 @@ class Tracer:
                 loss_fn=loss_fn,
                 device=device,
                 memory=_FakeMemory(recorder),
-                ranks=_OneOfMany(ranks),  # type: ignore[arg-type]
+                ranks=_OneOfMany(rank, ranks),  # type: ignore[arg-type]
                 survive=False,
                 activations=activations,
                 clip_grad_norm=cfg.get("clip_grad_norm", None),
                 optimizer_in_backward=self._optimizers.in_backward,
             )
+        sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+        self.uneven = any(p.ndim and p.shape[0] % ranks for p in sharded)
+        """Whether ranks hold different shares of the parameters."""
         recorder.phase = lambda: self.step.phase
         self._note_what_is_what(model)
-        self.set_up = self._taken()
+        self.set_up = recorder.taken()
 
     def take_step(self, rows: int, length: int) -> Step:
         """A step of micro-batches of so many rows, each of so many tokens."""
@@ -355,13 +168,7 @@ class Tracer:
             gc.freeze()  # what is left stays, and need not be walked through again
         finally:
             gc.enable()
-        return self._taken()
-
-    def _taken(self) -> Step:
-        recorder = self.recorder
-        taken = Step(recorder.events, recorder.labels)
-        recorder.events, recorder.labels = [], {}
-        return taken
+        return recorder.taken()
 
     def _batch(self, rows: int, length: int) -> dict[str, torch.Tensor]:
         """As the collate functions make them, on the host. With packed rows torchtune's mask is dense on a
@@ -376,7 +183,7 @@ class Tracer:
     def _imagining(self) -> Iterator[None]:
         recorder, watch = self.recorder, self._watch
         resize = torch.UntypedStorage.resize_
-        attention = F.scaled_dot_product_attention
+        stock_attention = F.scaled_dot_product_attention
         current_stream = torch.accelerator.current_stream
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -393,7 +200,7 @@ class Tracer:
         torch.UntypedStorage.resize_ = seen_resize  # type: ignore[method-assign,assignment]
         ShardingPropagator._propagate_tensor_meta_non_cached = unseen_propagation  # type: ignore
         if not recorder.simulated:
-            F.scaled_dot_product_attention = _attention
+            F.scaled_dot_product_attention = attention
             torch.accelerator.current_stream = imagined.current_stream  # type: ignore[assignment]
         try:
             with self._fake, watch, self._offloading():
@@ -401,7 +208,7 @@ class Tracer:
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
             ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore
-            F.scaled_dot_product_attention = attention
+            F.scaled_dot_product_attention = stock_attention
             torch.accelerator.current_stream = current_stream
 
     def _note_what_is_what(self, model: nn.Module) -> None:

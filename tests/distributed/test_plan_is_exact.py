@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
-import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config
 
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive import build
-from torchtune_adaptive.consensus import Ranks
-from torchtune_adaptive.forecast import Beginning, Bilinear, Device, peak
-from torchtune_adaptive.memory import SimulatedMemory
-from torchtune_adaptive.step import TrainStep
+from torchtune_adaptive.forecast import Bilinear
+from torchtune_adaptive.self_check import measured_peaks, traced_peaks
 from torchtune_adaptive.trace import Tracer
 
-DEVICE = Device("simulated device", 1 << 40, caching=False)
 CORNERS = [(2, 64), (3, 64), (2, 128), (3, 128)]
 HELD_OUT = [(5, 256), (9, 32)]
 SIZES = [(1, 64), *CORNERS, *HELD_OUT]
@@ -49,65 +42,21 @@ def a_config(kind: str, checkpointing: bool, accumulation: int, vocabulary: int)
     )
 
 
-def a_step(cfg: DictConfig, memory: SimulatedMemory) -> TrainStep:
-    """As a recipe makes it, with random weights in place of a checkpoint."""
-    environment = build.Environment(
-        torch.device("cpu"), torch.float32, dist.get_rank(), dist.get_world_size()
-    )
-    weights = config.instantiate(cfg.model).state_dict()
-    if "lora_attn_modules" in cfg.model:
-        base = {k: v for k, v in weights.items() if "lora" not in k and "magnitude" not in k}
-        model = build.lora_model(cfg, environment, base, None)
-    else:
-        model = build.full_model(cfg, environment, weights)
-    optimizers = build.optimizers(cfg, environment, model.module, None)
-    return TrainStep(
-        model=model.module,
-        optimizers=optimizers.steppers,
-        loss_fn=build.loss(cfg, environment, model.module),
-        device=environment.device,
-        memory=memory,
-        ranks=Ranks(timeout=20),
-        survive=True,
-        clip_grad_norm=cfg.clip_grad_norm,
-    )
-
-
 def measured(configs: list[DictConfig]) -> list[dict[tuple[int, int], int]]:
-    found = []
-    for cfg in configs:
-        memory = SimulatedMemory(DEVICE.usable)
-        step = a_step(cfg, memory)
-
-        def take(rows: int, length: int, cfg: DictConfig = cfg, step: TrainStep = step) -> None:
-            tokens = torch.randint(0, cfg.model.vocab_size, (rows, length))
-            batch = {"tokens": tokens, "labels": tokens.clone()}
-            for _ in range(cfg.gradient_accumulation_steps):
-                step.forward_backward(batch)
-            step.apply()
-
-        for _ in range(2):  # the optimizer makes its state, and collectives are recorded
-            take(2, 32)
-        peaks = {}
-        for size in SIZES:
-            memory.watch()
-            take(*size)
-            peaks[size] = memory.usage().peak_bytes
-        found.append(peaks)
-    return found
+    return [measured_peaks(cfg, SIZES) for cfg in configs]
 
 
-def predicted(configs: list[DictConfig], ranks: int) -> list[dict[tuple[int, int], int]]:
+def predicted(configs: list[DictConfig], ranks: int, rank: int) -> list[dict[tuple[int, int], int]]:
     """By a trace of each size; those that are held out are also worked out of the others."""
     found = []
     for cfg in configs:
-        tracer = Tracer(cfg, ranks)
-        beginning = Beginning(tracer.set_up, tracer.take_step(2, 32))
-        steps = {size: tracer.take_step(*size).renumbered() for size in SIZES}
+        found.append(traced_peaks(cfg, ranks, rank, SIZES))
+        tracer = Tracer(cfg, ranks, rank)
+        tracer.take_step(2, 32)
+        steps = {size: tracer.take_step(*size).renumbered() for size in (*CORNERS, *HELD_OUT)}
         between = Bilinear({size: steps[size] for size in CORNERS})
         for size in HELD_OUT:
             assert between.step(*size).events == steps[size].events, (cfg, size)
-        found.append({s: peak(beginning, steps[s], *s, DEVICE).live for s in SIZES})
     return found
 
 
@@ -122,6 +71,15 @@ def test_predicted_peaks_are_measured_peaks(ranks: int) -> None:
     grid.append(("dora", True, 1, 512))
     configs = [a_config(*case) for case in grid]
     measurements = run_ranks(measured, ranks, configs, timeout=100)[0]
-    [predictions] = run_ranks(predicted, 1, configs, ranks, timeout=100, join=False)
+    [predictions] = run_ranks(predicted, 1, configs, ranks, 0, timeout=100, join=False)
     for case, prediction, measurement in zip(grid, predictions, measurements, strict=True):
         assert prediction == measurement, case  # to the byte
+
+
+def test_ranks_with_other_shares_have_other_peaks() -> None:
+    config = a_config("full", False, 1, 515)
+    measurements = [peaks for [peaks] in run_ranks(measured, 3, [config], timeout=100)]
+    assert measurements[0] != measurements[2]
+    for rank in (0, 2):
+        [[prediction]] = run_ranks(predicted, 1, [config], 3, rank, timeout=100, join=False)
+        assert prediction == measurements[rank]

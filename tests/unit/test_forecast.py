@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from torchtune_adaptive import plan as plan_module
 from torchtune_adaptive.allocator import MIB
 from torchtune_adaptive.forecast import (
     Beginning,
@@ -20,7 +21,7 @@ from torchtune_adaptive.forecast import (
     peak,
     timeline,
 )
-from torchtune_adaptive.plan import Question, answer
+from torchtune_adaptive.plan import Answer, Question, answer
 
 SIMULATED = Device("simulated device", 1000, caching=False)
 NOTHING = Step([], {})
@@ -112,6 +113,7 @@ class FakeTracer:
     """Steps by a formula."""
 
     set_up = NOTHING
+    uneven = False
 
     def __init__(self, formula: Any) -> None:
         self.formula = formula
@@ -126,14 +128,25 @@ class FakeTracer:
 
 
 def ask(
-    tracer: FakeTracer, monkeypatch: pytest.MonkeyPatch, *other_lengths: int
-) -> plan_module.Answer:
+    tracer: FakeTracer,
+    monkeypatch: pytest.MonkeyPatch,
+    *other_lengths: int,
+    cache: bool | str = False,
+) -> Answer:
     from torchtune_adaptive import trace
 
-    monkeypatch.setattr(trace, "Tracer", lambda cfg, ranks: tracer)
-    monkeypatch.setattr(plan_module.logging, "disable", lambda level: None)
+    monkeypatch.setattr(trace, "Tracer", lambda cfg, ranks, rank: tracer)
     return answer(
-        Question({}, 1, SIMULATED, rows=4, length=10, other_lengths=other_lengths, confirmed=True)
+        Question(
+            {"gradient_accumulation_steps": 1, "device": "cpu"},
+            1,
+            SIMULATED,
+            rows=4,
+            length=10,
+            cache=cache,
+            other_lengths=other_lengths,
+            confirmed=True,
+        )
     )
 
 
@@ -143,6 +156,16 @@ def test_two_traces_and_one_that_confirms_are_an_answer(monkeypatch: pytest.Monk
     assert (found.largest, found.traced_directly) == (90, False)
     assert tracer.traced == [2, 2, 3, 90]  # the first makes the optimizer's state
     assert found.at_largest is not None and found.at_largest.live == 1000
+
+
+def test_what_was_traced_once_is_not_traced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, again = (FakeTracer(lambda rows, length: (100, rows * length)) for _ in range(2))
+    found = ask(first, monkeypatch, 5, cache=str(tmp_path))
+    remembered = ask(again, monkeypatch, 5, cache=str(tmp_path))
+    assert again.traced == []
+    assert replace(remembered, seconds=0, tool_bytes=0) == replace(found, seconds=0, tool_bytes=0)
 
 
 def test_what_is_not_bilinear_is_traced_size_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +188,4 @@ def test_other_lengths_are_right_also_where_memory_is_not_linear_in_them(
     formula: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = ask(FakeTracer(lambda rows, n: (rows * formula(n),)), monkeypatch, 5, 20)
-    assert {n: rows for n, (rows, _) in found.lengths.items()} == {
-        n: 1000 // formula(n) for n in (5, 20)
-    }
+    assert found.lengths == {n: 1000 // formula(n) for n in (5, 20)}

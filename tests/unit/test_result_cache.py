@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ from omegaconf import OmegaConf
 
 from torchtune_adaptive.config import AdaptiveSettings
 from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.result_cache import ResultCache, facts
+from torchtune_adaptive.remembered import Remembered
+from torchtune_adaptive.result_cache import facts, found_sizes
 
 FACTS = {"model": {"layers": 2}, "row_length": 128}
+
+
+def sizes_in(folder: Path) -> Remembered[int]:
+    return found_sizes(str(folder))
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +33,12 @@ def heard(
 
 
 def only_file(folder: Path) -> Path:
-    (path,) = folder.iterdir()
+    (path,) = (folder / "batch_sizes").iterdir()
     return path
 
 
 def test_what_was_put_is_got(tmp_path: Path) -> None:
-    cache = ResultCache(tmp_path / "made" / "on the way")
+    cache = sizes_in(tmp_path / "made" / "on the way")
     assert cache.get(FACTS) is None
     cache.put(FACTS, 8)
     cache.put(FACTS, 16)
@@ -42,7 +48,7 @@ def test_what_was_put_is_got(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"row_length": 129}, {"model": {"layers": 3}}, {"new": None}])
 def test_any_other_fact_is_another_result(change: dict[str, Any], tmp_path: Path) -> None:
-    cache = ResultCache(tmp_path)
+    cache = sizes_in(tmp_path)
     cache.put(FACTS, 8)
     assert cache.get({**FACTS, **change}) is None
 
@@ -54,15 +60,15 @@ def test_any_other_fact_is_another_result(change: dict[str, Any], tmp_path: Path
         "{",
         "[]",
         "null",
-        '{"size": 8}',
-        '{"size": "8", "facts": FACTS}',
-        '{"size": 0, "facts": FACTS}',
+        '{"value": 8}',
+        '{"value": "8", "facts": FACTS}',
+        '{"value": 0, "facts": FACTS}',
     ],
 )
 def test_a_corrupt_file_is_a_miss_with_a_word(
     content: str, tmp_path: Path, heard: pytest.LogCaptureFixture
 ) -> None:
-    cache = ResultCache(tmp_path)
+    cache = sizes_in(tmp_path)
     cache.put(FACTS, 8)
     only_file(tmp_path).write_text(content.replace("FACTS", json.dumps(FACTS)))
     assert cache.get(FACTS) is None
@@ -70,10 +76,10 @@ def test_a_corrupt_file_is_a_miss_with_a_word(
 
 
 def test_a_file_of_another_run_under_this_name_is_a_miss(tmp_path: Path) -> None:
-    cache = ResultCache(tmp_path)
+    cache = sizes_in(tmp_path)
     cache.put(FACTS, 8)
     path = only_file(tmp_path)
-    path.write_text(json.dumps({"size": 8, "facts": {"model": "another"}}))
+    path.write_text(json.dumps({"value": 8, "facts": {"model": "another"}}))
     assert cache.get(FACTS) is None
 
 
@@ -81,14 +87,14 @@ def test_a_folder_that_cannot_be_written_is_said_and_no_more(
     tmp_path: Path, heard: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
-    cache = ResultCache(tmp_path / "file" / "cache")
+    cache = sizes_in(tmp_path / "file" / "cache")
     cache.put(FACTS, 8)
     assert cache.get(FACTS) is None
     assert "is not remembered" in heard.text
 
 
 def test_without_a_folder_nothing_is_remembered() -> None:
-    cache = ResultCache.from_setting(False)
+    cache = found_sizes(False)
     cache.put(FACTS, 8)
     assert cache.get(FACTS) is None
 
@@ -97,15 +103,24 @@ def test_the_folder_is_the_users_or_the_one_that_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    ResultCache.from_setting(True).put(FACTS, 8)
+    found_sizes(True).put(FACTS, 8)
     assert list((tmp_path / "home").rglob("*.json"))
-    ResultCache.from_setting(str(tmp_path / "mine")).put(FACTS, 8)
-    assert list((tmp_path / "mine").glob("*.json"))
+    found_sizes(str(tmp_path / "mine")).put(FACTS, 8)
+    assert list((tmp_path / "mine").rglob("*.json"))
+
+
+def test_what_was_written_longest_ago_goes(tmp_path: Path) -> None:
+    few: Remembered[int] = Remembered(tmp_path, "number", lambda n: True, most=3)
+    for n in range(5):
+        few.put({"n": n}, n)
+        for path in tmp_path.iterdir():  # as if time had passed
+            os.utime(path, (path.stat().st_atime - 10, path.stat().st_mtime - 10))
+    assert [few.get({"n": n}) for n in range(5)] == [None, None, 2, 3, 4]
 
 
 def _put_many(folder: str, sizes: list[int]) -> None:
     for size in sizes:
-        ResultCache(Path(folder)).put(FACTS, size)
+        sizes_in(Path(folder)).put(FACTS, size)
 
 
 def test_two_jobs_at_once_leave_one_whole_result(tmp_path: Path) -> None:
@@ -119,8 +134,8 @@ def test_two_jobs_at_once_leave_one_whole_result(tmp_path: Path) -> None:
     for job in jobs:
         job.join(timeout=60)
         assert job.exitcode == 0
-    assert ResultCache(tmp_path).get(FACTS) in (8, 16)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert sizes_in(tmp_path).get(FACTS) in (8, 16)
+    assert only_file(tmp_path)
 
 
 CHANGES = [
@@ -156,7 +171,7 @@ def facts_of(changes: dict[str, Any], **run: Any) -> dict[str, Any]:
 def test_everything_that_could_change_the_result_is_a_fact(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    cache = ResultCache(tmp_path)
+    cache = sizes_in(tmp_path)
     cache.put(facts_of({}), 8)
     assert cache.get(facts_of({})) == 8
     assert cache.get(facts_of(changes)) is None
