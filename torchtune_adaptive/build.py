@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
+from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import config, modules, training, utils
 from torchtune.config._utils import _get_component_from_path
 from torchtune.data import padded_collate_packed
@@ -149,10 +150,8 @@ def full_model_without_weights(
     elif not checkpointing and ac_mode is not None:
         apply_selective_activation_checkpointing(model, ac_mode, cfg.get("ac_option", None))
 
-    if data_ranks > 1:
-        share = mesh["dp"]
-        with sharding:
-            _shard(model, cfg, share)
+    with sharding:
+        _shard(model, cfg, mesh["dp"])
     return model, mesh
 
 
@@ -219,6 +218,8 @@ def _checkpoint_activations(model: nn.Module) -> None:
 
 
 def _shard(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh) -> None:
+    if mesh.size() == 1:
+        return  # FSDP would only make copies, and on a single rank it cannot hold quantised parameters
     names = cfg.get("custom_sharded_layers", None)
     training.shard_model(
         model=model,
@@ -236,6 +237,8 @@ def _load(
     weights: dict[str, Any],
     strict: bool = False,
 ) -> Any:
+    if any(isinstance(parameter, NF4Tensor) for parameter in model.parameters()):
+        return _load_quantised(model, environment, weights)
     return training.load_from_full_model_state_dict(
         model,
         weights,
@@ -243,6 +246,26 @@ def _load(
         strict=strict,
         cpu_offload=cfg.get("fsdp_cpu_offload", False),
     )
+
+
+def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters as they are, by the names of checkpoints; a state dict would dequantise them."""
+    wrapped = "_checkpoint_wrapped_module."  # part of the names of layers that torch checkpoints
+    return {name.replace(wrapped, ""): value for name, value in model.named_parameters()}
+
+
+def _load_quantised(model: nn.Module, environment: Environment, weights: dict[str, Any]) -> Any:
+    """torchtune's loading knows quantised parameters only when they are sharded, which on one rank they
+    are not."""
+    parameters = parameters_by_name(model)
+    loaded = {}
+    for name, weight in weights.items():
+        like = parameters[name]
+        weight = weight.to(environment.device, like.dtype)
+        if isinstance(like, NF4Tensor):
+            weight = to_nf4(weight, like.block_size, like.scaler_block_size)
+        loaded[name] = nn.Parameter(weight, requires_grad=like.requires_grad)
+    return model.load_state_dict(loaded, strict=False, assign=True)
 
 
 def _initialize_adapters(model: nn.Module, cfg: DictConfig, environment: Environment) -> None:

@@ -71,7 +71,7 @@ def check_method(cache: bool | str) -> None:
         measured = measured_peaks(cfg, _SIZES)
     finally:
         dist.destroy_process_group()
-    traced = traced_peaks(cfg, 1, 0, _SIZES)
+    traced = traced_peaks(Tracer(cfg, ranks=1), _SIZES)
     if traced != measured:
         raise _no_prediction(
             f"steps of {_SIZES} rows and tokens should take {list(traced.values())} bytes and took "
@@ -142,11 +142,8 @@ def _real_step(cfg: DictConfig, memory: SimulatedMemory) -> TrainStep:
     )
 
 
-def traced_peaks(
-    cfg: DictConfig, ranks: int, rank: int, sizes: Iterable[tuple[int, int]]
-) -> dict[tuple[int, int], int]:
+def traced_peaks(tracer: Tracer, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
     """The same, by a trace of each size."""
-    tracer = Tracer(cfg, ranks, rank)
     beginning = Beginning(tracer.set_up, tracer.take_step(*_FIRST))
     device = Device("simulated device", 1 << 40, caching=False)
     return {size: peak(beginning, tracer.take_step(*size), *size, device).live for size in sizes}

@@ -264,7 +264,7 @@ def _fill(model: nn.Module, device: torch.device) -> None:
         return nn.Parameter(parameter, requires_grad=trained)
 
     model.load_state_dict(
-        {name: filled(parameter) for name, parameter in model.state_dict(keep_vars=True).items()},
+        {name: filled(value) for name, value in build.parameters_by_name(model).items()},
         strict=False,
         assign=True,
     )

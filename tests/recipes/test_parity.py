@@ -93,7 +93,8 @@ def test_clipping_differs_by_rounding_only(kind: str, tmp_path: Path) -> None:
     assert_same_run(kind, tmp_path, CLIPPED, exactly=False)
 
 
-def test_qlora_is_torchtunes(tmp_path: Path) -> None:
+def quantised(folder: Path) -> dict[str, Any]:
+    """What makes the tiny LoRA config one of QLoRA."""
     size = {
         "num_layers": 1,
         "num_heads": 4,
@@ -101,16 +102,19 @@ def test_qlora_is_torchtunes(tmp_path: Path) -> None:
         "embed_dim": 256,
         "intermediate_dim": 256,
     }
-    assets = tmp_path / "assets"
+    assets = folder / "assets"
     assets.mkdir()
     tiny.make(assets, size)
-    changes = {
+    return {
         "assets": str(assets),
         "model.quantize_base": True,
         "batch_size": 2,
         **{f"model.{key}": value for key, value in size.items()},
     }
-    assert_same_run("lora", tmp_path, changes)
+
+
+def test_qlora_is_torchtunes(tmp_path: Path) -> None:
+    assert_same_run("lora", tmp_path, quantised(tmp_path))
 
 
 def test_three_ranks(tmp_path: Path) -> None:
@@ -163,6 +167,18 @@ def test_both_resume_what_either_saved(
         assert [step["step"] for step in second_epoch] == [4, 5, 6]
         assert [step["loss"] for step in second_epoch] == [step["loss"] for step in whole[3:]]
         assert [step["lr"] for step in second_epoch] == [step["lr"] for step in whole[3:]]
+
+
+def test_qlora_on_one_rank_goes_on_on_two(tmp_path: Path) -> None:
+    """One rank is where torchtune's recipe stops: torch's FSDP cannot hold quantised parameters there."""
+    changes = quantised(tmp_path)
+    one = tiny_config("lora", tmp_path, **{**changes, "batch_size": 4})
+    [whole] = run_ranks(run_ours, 1, "lora", one, join=False)
+    two = resumed(tiny_config("lora", tmp_path, **changes), tmp_path)
+    second_epoch, _ = run_ranks(run_ours, 2, "lora", two, join=False)
+    assert [step["loss"] for step in second_epoch] == pytest.approx(
+        [step["loss"] for step in whole[3:]], rel=1e-5
+    )
 
 
 def test_leftovers_do_not_leak_into_the_next_epoch(tmp_path: Path) -> None:
