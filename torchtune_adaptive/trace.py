@@ -85,6 +85,12 @@ class _FakeMemory(DeviceMemory):
                     self._recorder.see(plain.untyped_storage(), "")
 
 
+class _Fake(FakeTensorMode):
+    """Tensors made of numbers, as 8-bit optimizers make them, are otherwise made on the device itself."""
+
+    avoid_device_init = True
+
+
 class _OneOfMany:
     """The ranks of a run, as far as a step that nothing goes wrong in asks for them."""
 
@@ -108,7 +114,7 @@ class Tracer:
         environment = build.Environment(device, dtype, rank, ranks)
         self.recorder = recorder = Recorder(device)
         self._watch = Watch(recorder)
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = _Fake(allow_non_fake_inputs=True)
         offloads = cfg.get("enable_activation_offloading", False)
         self._offloading = imagined.for_offloading if offloads else nullcontext
         self._accumulation = min(cfg.gradient_accumulation_steps, 2)  # as in a trial
@@ -182,6 +188,7 @@ class Tracer:
     @contextmanager
     def _imagining(self) -> Iterator[None]:
         recorder, watch = self.recorder, self._watch
+        compile_ = torch.compile
         resize = torch.UntypedStorage.resize_
         stock_attention = F.scaled_dot_product_attention
         current_stream = torch.accelerator.current_stream
@@ -197,6 +204,16 @@ class Tracer:
             with watch.paused():  # works out shapes on tensors of the whole model's size
                 return propagate(propagator, schema)
 
+        def as_one_kernel(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+            """What an 8-bit optimizer compiles for each parameter: nothing in it takes memory."""
+
+            def run(*arguments: Any) -> Any:
+                with watch.paused():
+                    return function(*arguments)
+
+            return run
+
+        torch.compile = as_one_kernel  # type: ignore[assignment]
         torch.UntypedStorage.resize_ = seen_resize  # type: ignore[method-assign,assignment]
         ShardingPropagator._propagate_tensor_meta_non_cached = unseen_propagation  # type: ignore
         if not recorder.simulated:
@@ -206,6 +223,7 @@ class Tracer:
             with self._fake, watch, self._offloading():
                 yield
         finally:
+            torch.compile = compile_
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
             ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore
             F.scaled_dot_product_attention = stock_attention

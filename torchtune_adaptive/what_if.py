@@ -13,6 +13,7 @@ from torchtune_adaptive.plan import Plan, Question
 
 _CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
 _WHOLE = "torch.nn.CrossEntropyLoss"
+_EIGHT_BIT = "torchao.optim.AdamW8bit"
 _ADAPTERS = {
     "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
     "apply_lora_to_mlp": True,
@@ -36,10 +37,10 @@ def what_ifs(plan: Plan) -> Iterator[WhatIf]:
         changed = OmegaConf.merge(cfg, OmegaConf.create(changes))
         assert isinstance(changed, DictConfig)
         yield WhatIf(name, replace(plan, cfg=changed).question())
-    for name, model in _other_models(cfg):
+    for name, parts in _other_parts(cfg):
         changed = cfg.copy()
-        changed.model = model
-        changed.optimizer_in_bwd = changed.ac_mode = None
+        for key, part in parts.items():
+            changed[key] = part
         yield WhatIf(name, replace(plan, cfg=changed).question())
     for ranks in (plan.ranks // 2, plan.ranks * 2):
         if ranks:
@@ -78,12 +79,18 @@ def _changes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, {"optimizer": {"fused": fused}}
 
 
-def _other_models(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Adapters in place of full finetuning, as far as torchtune has the model with them."""
-    module, _, name = cfg.model._component_.rpartition(".")
+def _other_parts(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Whole parts of a config of full finetuning in place of its own: an optimizer with a small state;
+    adapters, as far as torchtune has the model with them."""
     if "lora_attn_modules" in cfg.model:
         return
+    if "8bit" not in cfg.optimizer._component_ and not cfg.get("optimizer_in_bwd", False):
+        unknown = ("fused", "foreach")
+        given = {key: value for key, value in cfg.optimizer.items() if key not in unknown}
+        yield "8-bit optimizer (torchao)", {"optimizer": {**given, "_component_": _EIGHT_BIT}}
+    module, _, name = cfg.model._component_.rpartition(".")
     for prefix, label in (("lora_", "LoRA (rank 8)"), ("qlora_", "QLoRA (rank 8)")):
         if hasattr(importlib.import_module(module), prefix + name):
             given = {key: value for key, value in cfg.model.items() if key != "_component_"}
-            yield label, {"_component_": f"{module}.{prefix}{name}", **given, **_ADAPTERS}
+            model = {"_component_": f"{module}.{prefix}{name}", **given, **_ADAPTERS}
+            yield label, {"model": model, "optimizer_in_bwd": None, "ac_mode": None}

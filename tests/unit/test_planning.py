@@ -138,6 +138,7 @@ def test_what_ifs_change_one_thing_each() -> None:
     changed = {one.name: one.question for one in what_ifs(plan)}
     assert changed["no activation checkpointing"].cfg["enable_activation_checkpointing"] is False
     assert changed["QLoRA (rank 8)"].cfg["model"]["_component_"].endswith("qlora_llama3_1_8b")
+    assert changed["8-bit optimizer (torchao)"].cfg["optimizer"].keys() == {"_component_", "lr"}
     assert changed["16 ranks"].ranks == 16
     assert changed["expandable segments"].device.expandable
     for question in changed.values():  # each is a config that a recipe would take
