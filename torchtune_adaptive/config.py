@@ -203,6 +203,11 @@ class AdaptiveSettings:
         return (self.use_maximum_batch_size or self.grows) and not self.budgets
 
     @property
+    def predicts(self) -> bool:
+        """Whether a search begins with a prediction."""
+        return self.searches and self.search == "predict"
+
+    @property
     def adapts(self) -> bool:
         """Whether a run decides about its batch at all, and goes on with its decisions on resume."""
         return self.use_maximum_batch_size or self.grows or self.budgets

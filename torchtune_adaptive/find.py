@@ -74,6 +74,7 @@ def find_batch_size(
     ranks: Ranks,
     watchdog: Watchdog,
     known: int | None = None,
+    prediction: Prediction | None = None,
 ) -> SearchReport:
     """Search on the run itself, which is afterwards as it was before.
 
@@ -86,6 +87,7 @@ def find_batch_size(
         ranks: the ranks of the run.
         watchdog: is told about each phase.
         known: what an earlier part of this run has found; it is confirmed by one trial.
+        prediction: on rank 0, of the size that should be found.
     """
     started = time.perf_counter()
     asked = Split(cfg.batch_size, cfg.gradient_accumulation_steps, ranks.size)
@@ -95,15 +97,6 @@ def find_batch_size(
     log.info(
         f"Searching for the largest micro-batch: rows of {worst.length} tokens ({worst.source})."
     )
-    prediction = None
-    if settings.search == "predict" and ranks.rank == 0:  # beside the first steps
-        prediction = Prediction(
-            cfg,
-            settings,
-            row_length=worst.length,
-            ranks=ranks.size,
-            capacity=step.memory.capacity(),
-        )
     probe = _probe(
         cfg,
         settings,
@@ -116,14 +109,11 @@ def find_batch_size(
         ),
     )
 
-    def foretold() -> int | None:
-        watchdog.enter("predicting the batch size", patience=None)
-        return ranks.from_rank_zero(prediction.size() if prediction is not None else None)
-
     with probe:
         first = probe.prime()
         if not first.fits:
             raise nothing_fits(first, worst)
+        capacity = min(report.usable_bytes for report in first.reports)
         about = facts(
             cfg,
             settings,
@@ -131,11 +121,22 @@ def find_batch_size(
             packed=data.packed,
             ranks=ranks.size,
             device=step.memory.name,
-            capacity=min(report.usable_bytes for report in first.reports),
+            capacity=capacity,
         )
+
+        def foretold(last: SizeTrial | None) -> int | None:
+            watchdog.enter("predicting the batch size", patience=None)
+            rows = None
+            if prediction is not None:
+                if last is not None:
+                    prediction.learn_from(last)
+                rows = prediction.largest(worst.length, capacity)
+            return ranks.from_rank_zero(rows)
+
         result = _search_or_remember(settings, sizes, probe, about, known, ranks, foretold)
-    if prediction is not None:
-        prediction.close()
+    was_a_search = result.status in (Status.NEXT_DOES_NOT_FIT, Status.CEILING)
+    if prediction is not None and was_a_search:
+        prediction.learn_from(next(t for t in result.trials if t.size == result.size))
     if result.size is None:
         raise nothing_fits(result.trials[-1], worst)
     return SearchReport(
@@ -267,7 +268,7 @@ def _search_or_remember(
     about: Mapping[str, Any],
     known: int | None,
     ranks: Ranks,
-    foretold: Callable[[], int | None],
+    foretold: Callable[[SizeTrial | None], int | None],
 ) -> SearchResult[SizeTrial]:
     def trial(size: int) -> SizeTrial:
         outcome = probe.trial(size)
@@ -288,13 +289,19 @@ def _search_or_remember(
     strategy = settings.search
     if strategy == "predict":
         strategy = "extrapolate"
-        at = bisect_right(sizes, foretold() or 0) - 1
-        if at >= 0:
+        last: SizeTrial | None = None
+        # A trial corrects the prediction; that may say that more would fit, and mostly says no such thing.
+        while (at := bisect_right(sizes, foretold(last) or 0) - 1) >= 0:
+            if last is not None and sizes[at] <= last.size:
+                break
             tried += (trial(sizes[at]),)
-            if tried[-1].fits:
-                result = SearchResult(sizes[at], Status.PREDICTED, ())
-            else:
-                log.info("It does not fit: the prediction missed. Searching without it.")
+            if not tried[-1].fits:
+                break
+            last = tried[-1]
+        if last is not None:
+            result = SearchResult(last.size, Status.PREDICTED, ())
+        elif tried:
+            log.info("It does not fit: the prediction missed. Searching without it.")
     result = result or search(strategy, sizes, trial)
     if ranks.rank == 0 and result.size is not None:
         cache.put(about, result.size)

@@ -149,6 +149,8 @@ class Device:
     """What libraries take from the allocator once and keep."""
     band: float = 0.0
     """The share by which a prediction may be wrong."""
+    correction: float = 1.0
+    """What peaks were found to be on it, by what was predicted."""
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,7 @@ def peak(beginning: Beginning, step: Step, rows: int, length: int, device: Devic
     allocated = reserved = live
     if device.caching:
         allocated, reserved = _replay(beginning, step, device)
+    reserved = round(reserved * device.correction)
     return Peak(
         rows=rows,
         length=length,

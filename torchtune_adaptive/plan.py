@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
+from torchtune_adaptive.calibration import Calibration, Calibrations
 from torchtune_adaptive.config import BLOCK, AdaptiveSettings, check
-from torchtune_adaptive.errors import AdaptiveBatchingError, NoPrediction
+from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError, NoPrediction
 from torchtune_adaptive.forecast import Device, Peak
 from torchtune_adaptive.gpus import DEFAULT, GIB, Gpu, gpu
 from torchtune_adaptive.traced_run import TracedRun, Traces
@@ -30,6 +31,9 @@ from torchtune_adaptive.traced_run import TracedRun, Traces
 ASSUMED_LENGTH = 2048
 ERROR_BAND = 0.03
 """Of predictions for a real device, as a share of the peak."""
+
+HERE = "here"
+"""In place of a device's name: the one of this machine, as searches found it."""
 
 _PROCESSES = 4
 """At once: each takes up to half a gigabyte."""
@@ -164,27 +168,17 @@ def make_plan(
         NoPrediction: its memory cannot be told ahead.
     """
     settings = check(cfg, "lora" if "lora_attn_modules" in cfg.model else "full")
-    for key, off, reason in _CANNOT_TELL:
-        if cfg.get(key, off) not in (off, None):
-            raise NoPrediction(
-                f"{key}: {cfg[key]!r} {reason}. Set {key}={off} to get a prediction."
-            )
-    length, source = _row_length(cfg, settings)
-    device, assumed = _device(cfg, settings, ranks, gpu_name, memory)
+    if (ways := cfg.get("tensor_parallel_dim") or 1) > 1:
+        raise NoPrediction(
+            f"tensor_parallel_dim: {ways} splits tensors in ways that are not traced yet. "
+            "Set tensor_parallel_dim=1 to get a prediction."
+        )
+    length, source = row_length(cfg, settings)
+    device, assumed = device_for(cfg, settings, ranks, gpu_name, memory)
     return Plan(cfg, ranks, device, length, source, settings.cache, (*assumed, *_caveats(cfg)))
 
 
-_CANNOT_TELL = (
-    ("tensor_parallel_dim", 1, "splits tensors in ways that are not traced yet"),
-    (
-        "fsdp_cpu_offload",
-        False,
-        "moves parameters between host and device, which is not traced yet",
-    ),
-)
-
-
-def _row_length(cfg: DictConfig, settings: AdaptiveSettings) -> tuple[int, str]:
+def row_length(cfg: DictConfig, settings: AdaptiveSettings) -> tuple[int, str]:
     if settings.probe_length is not None:
         return settings.probe_length, f"{BLOCK}.probe_length"
     for block in ("dataset", "tokenizer"):
@@ -195,13 +189,22 @@ def _row_length(cfg: DictConfig, settings: AdaptiveSettings) -> tuple[int, str]:
     return min(ASSUMED_LENGTH, longest), "assumed: set tokenizer.max_seq_len"
 
 
-def _device(
+def device_for(
     cfg: DictConfig,
     settings: AdaptiveSettings,
     ranks: int,
-    gpu_name: str | None,
-    memory: int | None,
+    gpu_name: str | None = None,
+    memory: int | None = None,
 ) -> tuple[Device, tuple[str, ...]]:
+    """What a run will have to do with, and what was assumed about it.
+
+    Args:
+        cfg: of the run.
+        settings: of the run.
+        ranks: how many there are.
+        gpu_name: a known kind of device, or what was measured on this machine.
+        memory: what a process can get, if that is known.
+    """
     memory = memory or settings.memory_limit
     share = 1 - settings.headroom
     if cfg.device == "cpu":
@@ -211,22 +214,47 @@ def _device(
                 f"{BLOCK}.memory_limit) to plan for a simulated device, or device=cuda."
             )
         return Device("simulated device", int(memory * share), caching=False, band=0.001), ()
+    measured = _measured_here(settings, ranks) if gpu_name == HERE else None
+    kind = gpu(gpu_name or DEFAULT) if measured is None else gpu(DEFAULT)
+    if measured is not None:
+        usable, name = min(memory or measured.capacity, measured.capacity), measured.device
+    elif memory is not None:
+        usable, name = memory, f"{memory / GIB:.4g} GiB"
+    else:
+        usable, name = kind.usable(ranks), kind.name
     variables = (os.environ.get(f"PYTORCH{x}_ALLOC_CONF", "") for x in ("", "_CUDA"))
     expandable = any("expandable_segments:true" in value.lower() for value in variables)
-    kind = gpu(gpu_name or DEFAULT)
-    usable = memory or kind.usable(ranks)
-    name = f"{kind.name}" if memory is None else f"{memory / GIB:.4g} GiB"
     device = Device(
-        name, int(usable * share), True, expandable, (kind.workspace, kind.workspace), ERROR_BAND
+        name=name,
+        usable=int(usable * share),
+        expandable=expandable,
+        workspaces=(kind.workspace, kind.workspace),
+        band=ERROR_BAND,
+        correction=measured.reserved if measured is not None else 1.0,
     )
     assumed = [
         f"usable: {usable / GIB:.2f} GiB, of which {settings.headroom:.0%} stay free (headroom)",
         f"allocator: {'expandable segments' if expandable else 'default segments'}",
         f"cuBLAS workspaces: 2 x {kind.workspace / 2**20:.4g} MiB",
     ]
-    if memory is None:
+    if measured is not None:
+        assumed.insert(0, measured.text())
+    elif memory is None:
         assumed.insert(0, _taken_before(kind, usable))
     return device, tuple(assumed)
+
+
+def _measured_here(settings: AdaptiveSettings, ranks: int) -> Calibration:
+    newest = Calibrations(settings.cache).newest(ranks)
+    if newest is None:
+        raise ConfigError(
+            "--gpu",
+            HERE,
+            "is the device of this machine as a search with as many ranks (one, or more) found it, "
+            "and none is remembered",
+            f"Run one with {BLOCK}.search=predict, or name a device (--list-gpus)",
+        )
+    return newest
 
 
 def _taken_before(kind: Gpu, usable: int) -> str:
@@ -241,6 +269,8 @@ def _caveats(cfg: DictConfig) -> Iterator[str]:
             "compile: predicted as it runs without; compiled steps usually take less (errs high), "
             "compiling itself may take more for a moment"
         )
+    if cfg.get("fsdp_cpu_offload", False):
+        yield "CPU offload: what the host needs is not predicted"
     if cfg.get("dataset", {}).get("packed", False):
         yield "packed rows: flex attention is counted as flash attention (errs high)"
     if cfg.device != "cpu":

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.config import amount_of_memory
 from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError
 from torchtune_adaptive.gpus import DEFAULT, GIB, GPUS
-from torchtune_adaptive.plan import Answer, Plan, Question, answer, make_plan, processes
+from torchtune_adaptive.plan import HERE, Answer, Plan, Question, answer, make_plan, processes
 from torchtune_adaptive.plan_report import Outcome, Told, answer_text, as_dict, draw, rest_text
 from torchtune_adaptive.registry import find_config
 from torchtune_adaptive.what_if import what_ifs
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="a config's name or file")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks (default: 1)")
     device = parser.add_mutually_exclusive_group()
-    device.add_argument("--gpu", help=f"a known device (default: {DEFAULT})")
+    device.add_argument(
+        "--gpu", help=f"a known device, or {HERE}: as searches found it (default: {DEFAULT})"
+    )
     device.add_argument("--memory", help="what a process can get of its device, as 76GiB")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, .pdf)")

@@ -26,6 +26,7 @@ _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _RECORD_STREAM = _aten.record_stream.default
 _SCALAR = _aten._local_scalar_dense.default
+_PIN = _aten._pin_memory.default
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -147,6 +148,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if not all(kind in (torch.Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a sharded or quantised tensor: see the plain ones inside it
+        if func is _PIN:
+            return args[0]  # on the host, which is not what this is about
         if func is _RECORD_STREAM:
             return None  # frees when another stream is done: here, at once
         if func is _SCALAR:

@@ -76,15 +76,27 @@ class Remembered(Generic[V]):
         path = self._path(facts)
         if path is None or not path.exists():
             return None
+        entry = self._read(path)
+        if entry is not None and entry[0] != _plain(facts):
+            log.warning(f"Not using the remembered {self._what} in {path}: it is of another run.")
+            return None
+        return entry[1] if entry else None
+
+    def all(self) -> list[tuple[dict[str, Any], V]]:
+        """All values, with their facts."""
+        paths = self._folder.glob("*.json") if self._folder else ()
+        return [entry for path in paths if (entry := self._read(path))]
+
+    def _read(self, path: Path) -> tuple[dict[str, Any], V] | None:
         try:
             entry = json.loads(path.read_text())
-            value: V = entry["value"]
-            if entry["facts"] != _plain(facts) or not self._valid(value):
-                raise ValueError("it is about something else")
+            facts, value = entry["facts"], entry["value"]
+            if not self._valid(value):
+                raise ValueError("what it holds makes no sense")
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning(f"Not using the remembered {self._what} in {path}: {error}.")
             return None
-        return value
+        return facts, value
 
     def put(self, facts: Mapping[str, Any], value: V) -> None:
         """Remember a value; whole or not at all, so that two jobs at once do no harm."""

@@ -26,6 +26,7 @@ from torchtune_adaptive.loop import TrainingLoop, epochs_of
 from torchtune_adaptive.memory import device_memory
 from torchtune_adaptive.noise import GradientNoise
 from torchtune_adaptive.packing import Budget
+from torchtune_adaptive.prediction import Prediction
 from torchtune_adaptive.recovery import Recovery
 from torchtune_adaptive.report import Events, SearchReport, Split
 from torchtune_adaptive.sampler import Loader, SampleOrder
@@ -73,6 +74,11 @@ class Run:
         self.progress = Progress(seed, cfg.epochs, cfg.max_steps_per_epoch)
         # Before the model: a cap on memory holds for its weights as well.
         self.memory = device_memory(self.environment.device, self.settings.memory_limit)
+        self.prediction: Prediction | None = None  # on rank 0, beside the set-up
+        if self.settings.predicts and self.environment.is_rank_zero:
+            self.prediction = Prediction.begin(
+                cfg, self.settings, self.ranks.size, self.memory.name
+            )
         self.metrics: Any = None  # torchtune's metric logger, on rank 0
         if self.environment.is_rank_zero:
             self.metrics = config.instantiate(cfg.metric_logger)
@@ -89,6 +95,12 @@ class Run:
         traceback: TracebackType | None,
     ) -> None:
         self.watchdog.__exit__(kind, error, traceback)
+        self._end_prediction()
+
+    def _end_prediction(self) -> None:
+        if self.prediction is not None:
+            self.prediction.close()
+            self.prediction = None
 
     def prepare(
         self, model: build.Model, optimizers: build.Optimizers, save: Save
@@ -122,6 +134,7 @@ class Run:
             largest = order.rows_per_rank  # tokens are bounded, not rows
         if settings.searches:
             report = self._find_batch_size(step, data, order, known)
+            self._end_prediction()
             largest = report.largest
             if settings.use_maximum_batch_size:
                 start = report.after
@@ -281,6 +294,7 @@ class Run:
             ranks=self.ranks,
             watchdog=self.watchdog,
             known=known,
+            prediction=self.prediction,
         )
         if self.environment.is_rank_zero:
             announce(report, Path(self._cfg.output_dir))

@@ -127,7 +127,8 @@ class Tracer:
         else:
             model, _ = build.full_model_without_weights(cfg, environment, self._fake)
         with self._imagining():
-            _fill(model, device)
+            # With CPU offload, parameters wait on the host, and the optimizer works there.
+            _fill(model, torch.device("cpu") if cfg.get("fsdp_cpu_offload", False) else device)
             _initialize_ropes(model, environment)
             self._optimizers = build.optimizers(cfg, environment, model, None)
             loss_fn = build.loss(cfg, environment, model)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, saved_weights, tiny_config
 from torchtune_adaptive import prediction
+from torchtune_adaptive.calibration import Calibration, Calibrations
 from torchtune_adaptive.errors import NothingFits
 
 SEARCH = {
@@ -113,27 +117,76 @@ def test_a_predicted_size_is_confirmed_by_one_trial(tmp_path: Path) -> None:
         **SEARCH,
         "adaptive_batching.rounding": "none",
         "adaptive_batching.search_only": True,
+        "adaptive_batching.cache": str(tmp_path / "cache"),
     }
     found = {}
     for way in ("predict", "bisect"):
+        shutil.rmtree(tmp_path / "cache" / "batch_sizes", ignore_errors=True)
         cfg = tiny_config("full", tmp_path / way, **changes, **{"adaptive_batching.search": way})
         run_ranks(run_ours, 2, "full", cfg, join=False, timeout=90)
         found[way] = written(tmp_path / way)
     assert found["predict"]["batch_size"] == found["bisect"]["batch_size"]
     assert len(found["predict"]["trials"]) == 1
+    learned = Calibrations(str(tmp_path / "cache")).of("simulated device", ranks=2)
+    assert learned is not None and learned.reserved == learned.allocated == 1.0  # to the byte
 
 
-def test_without_a_prediction_the_search_goes_on(tmp_path: Path) -> None:
-    # What fails here is the process that predicts: it is given no time.
+def test_what_was_learned_corrects_the_next_prediction(tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    changes = {
+        **SEARCH,
+        "adaptive_batching.rounding": "none",
+        "adaptive_batching.search": "predict",
+        "adaptive_batching.search_only": True,
+        "adaptive_batching.cache": cache,
+    }
+    wrong = Calibration("simulated device", 1, reserved=1.5, allocated=1.0, when=0.0)
+    Calibrations(cache).keep(wrong, ranks=1)
+    tried = []
+    for number in range(2):
+        shutil.rmtree(tmp_path / "cache" / "batch_sizes", ignore_errors=True)
+        cfg = tiny_config("full", tmp_path / str(number), **changes)
+        run_ranks(run_ours, 1, "full", cfg, join=False)
+        tried.append([trial["size"] for trial in written(tmp_path / str(number))["trials"]])
+    careful, right = tried[0]  # its first trial showed that predictions were too high by half
+    assert careful < right
+    assert tried[1] == [right]  # and the next run knew
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("is given no time", "No prediction: it took more than 0 s."),
+        ("cannot be started", "No prediction: [Errno 2] No such file"),
+        ("ends at once", "No prediction: it said nothing."),
+        ("cannot trace this", "NoPrediction: With torch"),
+    ],
+)
+def test_without_a_prediction_the_search_goes_on(fault: str, reason: str, tmp_path: Path) -> None:
     changes = {**SEARCH, "adaptive_batching.search": "predict"}
     cfg = tiny_config("full", tmp_path, **changes, **{"adaptive_batching.search_only": True})
-    run_ranks(run_ours_without_patience, 1, cfg, join=False)
+    [said] = run_ranks(run_ours_with_a_predictor_that, 1, fault, cfg, join=False)
+    assert reason in said and "Searching without it." in said
     assert [trial["size"] for trial in written(tmp_path)["trials"]][:2] == [1, 2]
 
 
-def run_ours_without_patience(cfg: Any) -> None:
-    prediction.PATIENCE = 0.0
+def run_ours_with_a_predictor_that(fault: str, cfg: Any) -> str:
+    if fault == "is given no time":
+        prediction.PATIENCE = 0.0
+    elif fault == "cannot be started":
+        prediction.sys.executable = "/no/python"
+    elif fault == "ends at once":
+        prediction.PROGRAM = "pass"
+    elif fault == "cannot trace this":
+        prediction.PROGRAM = (
+            "from torchtune_adaptive import recorder;"
+            "recorder.Recorder.knows = lambda *_: False;"
+            f"{prediction.PROGRAM}"
+        )
+    heard = io.StringIO()
+    logging.getLogger("torchtune_adaptive").addHandler(logging.StreamHandler(heard))
     run_ours("full", cfg)
+    return heard.getvalue()
 
 
 def test_what_an_epoch_can_hold_is_the_ceiling(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ FLOORS = {
     "planning": 4,
     "checkpoints": 3,
     "find": 3,
+    "calibration": 3,
     "prediction": 3,
     "growth": 3,
     "lengths": 3,
