@@ -1,23 +1,28 @@
 """Real tokens per second with a token budget, beside other ways to fill the same memory.
 
-    python benchmarks/token_budget.py [--lengths instructions] [--limit 640] [--steps 1] [--rounds 5]
+    python benchmarks/token_budget.py [--lengths openhermes] [--limit 1GiB] [--steps 1] [--rounds 5]
+    python benchmarks/token_budget.py --device cuda --steps 4     # Llama-3.2-1B, random weights, bf16
 
 All ways train the same model on the same rows, in steps of the same number of rows, on one rank, and none
-may take more than the simulated device's memory. What fits is found with this package's searches; then
-memory is not counted any more, because counting takes time. Rounds go through all ways, in turning order.
+may take more than the device's memory. What fits is found with this package's searches; then memory is not
+counted any more where it is simulated, because counting takes time. Rounds go through all ways, in turning
+order.
 
 - fixed: the largest micro-batch of the longest rows, in shuffled order, each padded to its longest row
 - sorted: the same size, with all rows sorted by length (which is not shuffled any more)
 - packed: torchtune's PackedDataset, full rows, with the mask that keeps the rows in them apart; the
   largest micro-batch of these
+- joined: the same without the mask, so that rows attend to those before them (another training)
 - budget: this package's token budget, in shuffled order
 
-"Real" tokens are those of rows, not of padding. Runs on the CPU, on one thread. Row lengths are log-normal,
-cut at 1024 tokens:
+"Real" tokens are those of rows, not of padding. On the CPU, one thread. Row lengths are log-normal, cut at
+the longest row:
 
-- instructions: median 274 and 90 % below 467 tokens, as published for recipe-nlg-alpaca, a dataset in
-  Alpaca's format counted with Llama 3's tokenizer
-- broad: median 150, sigma 1: short answers and long ones, as in chat data. An assumption, not a dataset.
+- alpaca: median 110 and longest 1304 tokens, as LitGPT's documentation prints for the cleaned dataset
+  (tutorials/prepare_dataset.md); 95 % have no more than 240, read off the curve in alpaca-lora's
+  lengths.ipynb. The mean of such rows is 123; that curve's is 128.
+- openhermes: mean 224 tokens of an answer of OpenHermes-2.5, longest 2048, as quadmix publishes for its
+  10,000 rows. How they spread is not published: sigma 1 is an assumption, as of other chat data.
 """
 
 from __future__ import annotations
@@ -29,39 +34,56 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchtune import training
 from torchtune.data import padded_collate_packed, padded_collate_sft
 from torchtune.datasets import PackedDataset
 from torchtune.models.llama3 import llama3
+from torchtune.models.llama3_2 import llama3_2_1b
+from torchtune.modules import TransformerDecoder
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
+from torchtune_adaptive.config import amount_of_memory
 from torchtune_adaptive.consensus import Ranks
-from torchtune_adaptive.memory import SimulatedMemory
+from torchtune_adaptive.memory import SimulatedMemory, device_memory
 from torchtune_adaptive.probe import Probe
 from torchtune_adaptive.search import search
 from torchtune_adaptive.step import TrainStep
 from torchtune_adaptive.token_budget import TokenPacker, find_budget, lengths_to_measure
 
-LONGEST, VOCABULARY, ROWS, ROWS_IN_STEP = 1024, 512, 2048, 128
+ROWS, ROWS_IN_STEP = 2048, 128
+SMALL_VOCABULARY = 512
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of rows: log-normal, cut at the longest."""
+
+    median: float
+    sigma: float
+    longest: int
+
+
 LENGTHS = {
-    "instructions": (math.log(274), math.log(467 / 274) / statistics.NormalDist().inv_cdf(0.9)),
-    "broad": (math.log(150), 1.0),
+    "alpaca": Lengths(110, math.log(240 / 110) / statistics.NormalDist().inv_cdf(0.95), 1304),
+    "openhermes": Lengths(224 / math.exp(0.5), 1.0, 2048),
 }
 
 Row = dict[str, list[int]]
 Batches = Iterator[list[dict[str, Any]]]
 
 
-def make_rows(kind: str) -> list[Row]:
+def make_rows(lengths: Lengths, vocabulary: int) -> list[Row]:
     numbers = random.Random(0)
-    median, sigma = LENGTHS[kind]
 
     def row() -> Row:
-        length = min(LONGEST, max(8, int(numbers.lognormvariate(median, sigma))))
-        tokens = [numbers.randrange(VOCABULARY) for _ in range(length)]
+        drawn = numbers.lognormvariate(math.log(lengths.median), lengths.sigma)
+        length = min(lengths.longest, max(8, int(drawn)))
+        tokens = [numbers.randrange(vocabulary) for _ in range(length)]
         return {"tokens": tokens, "labels": tokens}
 
     return [row() for _ in range(ROWS)]
@@ -70,27 +92,23 @@ def make_rows(kind: str) -> list[Row]:
 class Bench:
     """A model with its step, and the rows that it is trained on."""
 
-    def __init__(self, rows: list[Row], limit: int) -> None:
+    def __init__(self, device: str, lengths: Lengths, limit: int | None) -> None:
         torch.manual_seed(0)
-        self.rows = rows
-        self.limit = limit
-        self.model = llama3(
-            vocab_size=VOCABULARY,
-            num_layers=4,
-            num_heads=4,
-            num_kv_heads=2,
-            embed_dim=128,
-            intermediate_dim=384,
-            max_seq_len=LONGEST,
-        )
+        self.longest, self.limit = lengths.longest, limit
+        on_cpu = device == "cpu"
+        with training.set_default_dtype(torch.float32 if on_cpu else torch.bfloat16):
+            with torch.device(device):
+                self.model = small_llama(lengths.longest) if on_cpu else llama3_2_1b()
+        self.vocabulary = SMALL_VOCABULARY if on_cpu else 128_000
+        self.rows = make_rows(lengths, self.vocabulary)
         self.model.set_num_output_chunks(8)
-        self.memory = SimulatedMemory(limit)
+        self.memory = device_memory(torch.device(device), limit)
         self.ranks = Ranks()
         self.step = TrainStep(
             model=self.model,
-            optimizers=[torch.optim.AdamW(self.model.parameters(), lr=1e-4)],
+            optimizers=[torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=not on_cpu)],
             loss_fn=CEWithChunkedOutputLoss(),
-            device=torch.device("cpu"),
+            device=torch.device(device),
             memory=self.memory,
             ranks=self.ranks,
             survive=True,
@@ -114,23 +132,40 @@ class Bench:
         return size
 
     def seconds(self, batches: Batches, steps: int) -> float:
-        self.memory.limit = None
+        limit = self.limit
+        self.count_up_to(None)
         started = time.perf_counter()
         for _ in range(steps):
             for batch in next(batches):
                 self.step.forward_backward(dict(batch))
-            assert not self.step.apply().lost
-        self.memory.limit = self.limit
-        return time.perf_counter() - started
+            assert not self.step.apply().lost  # reads its numbers, so the device is done
+        seconds = time.perf_counter() - started
+        self.count_up_to(limit)
+        return seconds
+
+    def count_up_to(self, limit: int | None) -> None:
+        if isinstance(self.memory, SimulatedMemory):
+            self.memory.limit = limit
+
+    def longest_rows(self, size: int, length: int | None = None) -> dict[str, Any]:
+        tokens = [number % self.vocabulary for number in range(length or self.longest)]
+        return padded([{"tokens": tokens, "labels": tokens}] * size)
+
+
+def small_llama(longest: int) -> TransformerDecoder:
+    return llama3(
+        vocab_size=SMALL_VOCABULARY,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        embed_dim=128,
+        intermediate_dim=384,
+        max_seq_len=longest,
+    )
 
 
 def padded(rows: list[Row]) -> dict[str, Any]:
     return padded_collate_sft(rows)  # type: ignore[arg-type, return-value]
-
-
-def longest_rows(size: int, length: int = LONGEST) -> dict[str, Any]:
-    tokens = list(range(VOCABULARY)) * (length // VOCABULARY + 1)
-    return padded([{"tokens": tokens[:length], "labels": tokens[:length]}] * size)
 
 
 def in_steps(order: list[int]) -> Iterator[list[int]]:
@@ -145,10 +180,17 @@ def fixed(bench: Bench, order: list[int], size: int) -> Batches:
         yield [padded([bench.rows[i] for i in part]) for part in parts]
 
 
-def packed(bench: Bench, order: list[int]) -> Batches:
+def packed(bench: Bench, order: list[int], apart: bool = True) -> Batches:
     """As many packs in a step as have the tokens of its rows, on average."""
-    packs = PackedDataset([bench.rows[i] for i in order], max_seq_len=LONGEST)  # type: ignore[arg-type]
-    size = bench.largest(lambda rows: padded_collate_packed([packs[0]] * rows))
+    packs = PackedDataset([bench.rows[i] for i in order], max_seq_len=bench.longest)  # type: ignore[arg-type]
+
+    def collate(some: list[Any]) -> dict[str, Any]:
+        batch = padded_collate_packed(some)
+        if not apart:
+            del batch["mask"]
+        return batch
+
+    size = bench.largest(lambda rows: collate([packs[0]] * rows))
     in_a_step = round(len(packs) * ROWS_IN_STEP / len(order))
     at = 0
     while True:
@@ -156,21 +198,21 @@ def packed(bench: Bench, order: list[int]) -> Batches:
             at = 0
         step = [packs[i] for i in range(at, at + in_a_step)]
         at += in_a_step
-        yield [padded_collate_packed(step[i : i + size]) for i in range(0, len(step), size)]
+        yield [collate(step[i : i + size]) for i in range(0, len(step), size)]
 
 
 def budget(bench: Bench, order: list[int]) -> Batches:
     lengths = [len(row["tokens"]) for row in bench.rows]
-    length_now = LONGEST
+    length_now = bench.longest
 
     def probe_at(length: int) -> Probe:
         nonlocal length_now
         length_now = length
         return probe
 
-    with bench.probe(lambda rows: longest_rows(rows, length_now)) as probe:
+    with bench.probe(lambda rows: bench.longest_rows(rows, length_now)) as probe:
         probe.prime()
-        found, _ = find_budget(probe_at, lengths_to_measure(lengths, LONGEST), ROWS_IN_STEP)
+        found, _ = find_budget(probe_at, lengths_to_measure(lengths, bench.longest), ROWS_IN_STEP)
     assert found is not None
     packer = TokenPacker(found, lengths, padding_id=0, ignored=-100)
     for step in in_steps(order):
@@ -180,26 +222,30 @@ def budget(bench: Bench, order: list[int]) -> Batches:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--lengths", choices=LENGTHS, default="instructions")
-    arguments.add_argument("--limit", type=int, default=640, help="MiB of the simulated device")
+    arguments.add_argument("--lengths", choices=LENGTHS, default="alpaca")
+    arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    arguments.add_argument("--limit", help="memory of the device (default on a CPU: 1GiB)")
     arguments.add_argument("--steps", type=int, default=1, help="in a round")
     arguments.add_argument("--rounds", type=int, default=5)
     asked = arguments.parse_args()
     torch.set_num_threads(1)
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    rows = make_rows(asked.lengths)
-    bench = Bench(rows, asked.limit << 20)
+    limit = asked.limit or ("1GiB" if asked.device == "cpu" else None)
+    bytes_ = amount_of_memory("--limit", limit) if limit else None
+    bench = Bench(asked.device, LENGTHS[asked.lengths], bytes_)
+    rows = bench.rows
     shuffled = random.Random(1).sample(range(ROWS), ROWS)
     by_length = sorted(range(ROWS), key=lambda i: len(rows[i]["tokens"]))
     # Steps of like rows, in shuffled order, or a few rounds would see short rows only.
     steps = [by_length[i : i + ROWS_IN_STEP] for i in range(0, ROWS, ROWS_IN_STEP)]
     random.Random(2).shuffle(steps)
-    size = bench.largest(longest_rows)
+    size = bench.largest(bench.longest_rows)
     ways: dict[str, Batches] = {
         "fixed": fixed(bench, shuffled, size),
         "sorted": fixed(bench, [i for step in steps for i in step], size),
         "packed": packed(bench, shuffled),
+        "joined": packed(bench, shuffled, apart=False),
         "budget": budget(bench, shuffled),
     }
     compare(bench, ways, asked, size)
@@ -223,8 +269,8 @@ def compare(bench: Bench, ways: dict[str, Batches], asked: argparse.Namespace, s
     print(
         f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; a Llama of "
         f"{sum(p.numel() for p in bench.model.parameters()):,} parameters; {asked.lengths}, "
-        f"{ROWS_IN_STEP} rows in a step, {asked.limit} MiB: {size} rows of {LONGEST} tokens fit; "
-        f"{asked.rounds} rounds\n"
+        f"{ROWS_IN_STEP} rows in a step, {bench.memory.capacity() / 2**30:.2f} GiB of {bench.memory.name}: "
+        f"{size} rows of {bench.longest} tokens fit; {asked.rounds} rounds\n"
     )
     print(f"{'':8}{'real tokens/s':>14}{'padding':>9}{'micro-batches/step':>20}{'way / fixed':>24}")
     print(f"{'':8}{'median':>14}{'':>9}{'':>20}{'median (low to high)':>24}")

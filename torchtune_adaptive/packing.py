@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-_COST_OF_A_MICRO_BATCH = 1 / 8
+COST_OF_A_MICRO_BATCH = 1 / 32
 """Beside its tokens (gathered weights, launches), as a share of a full micro-batch."""
 
 
@@ -113,7 +113,7 @@ def _pieces(part: list[int], lengths: Sequence[int], budget: Budget) -> list[lis
     saved, cut = max(
         (((longest - lengths[part[i - 1]]) * i, i) for i in range(1, len(part))), default=(0, 0)
     )
-    if saved <= budget.tokens * _COST_OF_A_MICRO_BATCH:
+    if saved <= budget.tokens * COST_OF_A_MICRO_BATCH:
         return [part]
     return [piece for half in (part[:cut], part[cut:]) for piece in _pieces(half, lengths, budget)]
 

@@ -91,7 +91,7 @@ class _Fake(FakeTensorMode):
     avoid_device_init = True
 
 
-class _OneOfMany:
+class OneOfMany:
     """The ranks of a run, as far as a step that nothing goes wrong in asks for them."""
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -128,7 +128,7 @@ class Tracer:
             model, _ = build.full_model_without_weights(cfg, environment, self._fake)
         with self._imagining():
             # With CPU offload, parameters wait on the host, and the optimizer works there.
-            _fill(model, torch.device("cpu") if cfg.get("fsdp_cpu_offload", False) else device)
+            fill(model, torch.device("cpu") if cfg.get("fsdp_cpu_offload", False) else device)
             _initialize_ropes(model, environment)
             self._optimizers = build.optimizers(cfg, environment, model, None)
             loss_fn = build.loss(cfg, environment, model)
@@ -139,7 +139,7 @@ class Tracer:
                 loss_fn=loss_fn,
                 device=device,
                 memory=_FakeMemory(recorder),
-                ranks=_OneOfMany(rank, ranks),  # type: ignore[arg-type]
+                ranks=OneOfMany(rank, ranks),  # type: ignore[arg-type]
                 survive=False,
                 activations=activations,
                 clip_grad_norm=cfg.get("clip_grad_norm", None),
@@ -270,7 +270,7 @@ class Tracer:
         }
 
 
-def _fill(model: nn.Module, device: torch.device) -> None:
+def fill(model: nn.Module, device: torch.device) -> None:
     """Put the parameters on the device, as loading a checkpoint would."""
 
     def filled(parameter: torch.Tensor) -> nn.Parameter:
