@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from torchtune_adaptive.budget_report import BudgetReport, Worth, padding_shares
 from torchtune_adaptive.build import Data
 from torchtune_adaptive.config import BLOCK, AdaptiveSettings
 from torchtune_adaptive.consensus import Ranks
@@ -21,9 +22,17 @@ from torchtune_adaptive.probe import Probe, SizeTrial
 from torchtune_adaptive.report import SearchReport, Split, trial_line
 from torchtune_adaptive.result_cache import facts, found_sizes
 from torchtune_adaptive.rows import WorstCase, worst_case
+from torchtune_adaptive.sampler import Loader, SampleOrder
 from torchtune_adaptive.search import SearchResult, Status, candidates, search
 from torchtune_adaptive.step import TrainStep
-from torchtune_adaptive.token_budget import LengthTrial, confirm, find_budget, lengths_to_measure
+from torchtune_adaptive.token_budget import (
+    LengthTrial,
+    TokenPacker,
+    confirm,
+    find_budget,
+    length_buckets,
+    lengths_to_measure,
+)
 from torchtune_adaptive.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -134,6 +143,8 @@ def find_batch_size(
             return ranks.from_rank_zero(rows)
 
         result = _search_or_remember(settings, sizes, probe, about, known, ranks, foretold)
+    if settings.search == "predict":
+        watchdog.enter("learning how good the prediction was", patience=None)
     was_a_search = result.status in (Status.NEXT_DOES_NOT_FIT, Status.CEILING)
     if prediction is not None and was_a_search:
         prediction.learn_from(next(t for t in result.trials if t.size == result.size))
@@ -157,21 +168,23 @@ def find_token_budget(
     cfg: DictConfig,
     settings: AdaptiveSettings,
     data: Data,
+    order: SampleOrder,
     row_lengths: Sequence[int],
-    rows_in_step: int,
+    split: Split,
     step: TrainStep,
     ranks: Ranks,
     watchdog: Watchdog,
     known: Budget | None = None,
-) -> tuple[Budget, list[LengthTrial]]:
+) -> BudgetReport:
     """Find the token budget on the run itself, which is afterwards as it was before.
 
     Args:
         cfg: what the config asks for.
         settings: how to search.
         data: what the trials are made of.
+        order: of the samples.
         row_lengths: of every row of the data.
-        rows_in_step: of each rank.
+        split: how a step is put together without a budget.
         step: the step that training will use.
         ranks: the ranks of the run.
         watchdog: is told about each phase.
@@ -208,19 +221,64 @@ def find_token_budget(
         first = probe.prime()
         if not first.fits:
             raise nothing_fits(first, worst)
-        if settings.token_budget is not True:
-            budget, trial = confirm(settings.token_budget, probe, longest, rows_in_step)
-            return budget, [trial]
-        if known is not None and known.longest == longest:
-            trial = LengthTrial(longest, probe.trial(known.rows(longest)))
-            if trial.trial.fits:
-                return known, [trial]
-            log.info("What the checkpoint's budget allows does not fit any more; searching anew.")
-        lengths = lengths_to_measure(row_lengths, longest)
-        found, trials = find_budget(probe_at, lengths, rows_in_step)
-    if found is None:
-        raise nothing_fits(trials[-1].trial, worst)
-    return found, trials
+        budget, trials = _find_budget(settings, row_lengths, probe_at, longest, split.rows, known)
+        if budget is None:
+            raise nothing_fits(trials[-1].trial, worst)
+        compiled = cfg.get("compile", False)
+        packer = TokenPacker(
+            budget,
+            row_lengths,
+            data.tokenizer.pad_id,
+            step.loss_fn.ignore_index,  # type: ignore[arg-type]
+            length_buckets(budget.longest, min(row_lengths)) if compiled else (),
+        )
+        # With a compiled model most of what would be measured is compiling.
+        speeds = (None, None) if compiled else _speeds(probe, data, order, packer, split, ranks)
+    without, under = map(Worth, padding_shares(packer, split), speeds)
+    return BudgetReport(packer, trials, split, without, under)
+
+
+def _speeds(
+    probe: Probe,
+    data: Data,
+    order: SampleOrder,
+    packer: TokenPacker,
+    split: Split,
+    ranks: Ranks,
+) -> tuple[float | None, ...]:
+    """Tokens per second and rank in the first step, without the budget and under it."""
+    samples = order.epoch(0)[: split.global_batch]
+    tokens = sum(packer.row_lengths[sample] for sample in samples) / ranks.size
+
+    def measured(what: str, size: int, packer: TokenPacker | None) -> float | None:
+        loader = Loader(data.dataset, data.collate, order, ranks.rank, ranks.size, packer=packer)
+        step = loader.epoch(0).step(split.rows, size)
+        seconds = probe.timed(what, [micro_batch.batch for micro_batch in step])
+        return tokens / seconds if seconds else None
+
+    return (
+        measured("without a token budget", split.micro_batch, None),
+        measured("under the token budget", packer.largest, packer),
+    )
+
+
+def _find_budget(
+    settings: AdaptiveSettings,
+    row_lengths: Sequence[int],
+    probe_at: Callable[[int], Probe],
+    longest: int,
+    rows_in_step: int,
+    known: Budget | None,
+) -> tuple[Budget | None, list[LengthTrial]]:
+    if settings.token_budget is not True:
+        budget, trial = confirm(settings.token_budget, probe_at(longest), longest, rows_in_step)
+        return budget, [trial]
+    if known is not None and known.longest == longest:
+        trial = LengthTrial(longest, probe_at(longest).trial(known.rows(longest)))
+        if trial.trial.fits:
+            return known, [trial]
+        log.info("What the checkpoint's budget allows does not fit any more; searching anew.")
+    return find_budget(probe_at, lengths_to_measure(row_lengths, longest), rows_in_step)
 
 
 def _probe(
@@ -252,12 +310,12 @@ def _probe(
     )
 
 
-def announce(report: SearchReport, output_dir: Path) -> None:
+def announce(report: SearchReport | BudgetReport, output_dir: Path) -> None:
     """Say what was found, and write it down."""
     log.info(report.text())
     files = report.write(output_dir)
     log.info(f"In detail: {', '.join(map(str, files))}")
-    if report.uses_what_was_found:
+    if isinstance(report, SearchReport) and report.uses_what_was_found:
         log.info(f"To use it without searching: {report.overrides()}")
 
 

@@ -8,7 +8,7 @@ be, and the optimizer steps. What it changes is put back; what it allocated is g
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -142,10 +142,23 @@ class Probe:
         with self._memory.capped(usable):
             return self._try(size, usable)
 
+    def timed(self, what: str, micro_batches: Sequence[dict[str, Any]]) -> float | None:
+        """Seconds of a step of these on the slowest rank; None if memory runs out on one."""
+        self._entering(f"a step {what}")
+        self._memory.release()
+        with self._memory.capped(int(self._memory.capacity() * (1 - self._headroom))):
+            started = time.perf_counter()
+            failed_in = self._take_step(micro_batches)
+            seconds = time.perf_counter() - started
+            self._snapshot.restore()
+        seen = self._ranks.gather((failed_in, seconds))
+        return None if any(failed for failed, _ in seen) else max(seconds for _, seconds in seen)
+
     def _try(self, size: int, usable: int) -> SizeTrial:
         started = time.perf_counter()
         self._memory.watch()
-        failed_in = self._take_step(size)
+        # From the second micro-batch on, gradients are there; more of them make no new peak.
+        failed_in = self._take_step([self._batch(size)] * min(self._accumulation(size), 2))
         usage = self._memory.usage()
         self._snapshot.restore()
         report = RankReport(
@@ -158,13 +171,10 @@ class Probe:
         reports = tuple(self._ranks.gather(report))
         return SizeTrial(size, time.perf_counter() - started, reports)
 
-    def _take_step(self, size: int) -> str | None:
+    def _take_step(self, micro_batches: Sequence[dict[str, Any]]) -> str | None:
         """The phase in which this rank ran out of memory, if it did."""
-        batch = self._batch(size)
-        # From the second micro-batch on, gradients are there; more of them make no new peak.
-        micro_batches = min(self._accumulation(size), 2)
         try:
-            for _ in range(micro_batches):
+            for batch in micro_batches:
                 self._step.forward_backward(batch)
             outcome = self._step.apply()
         except StepHalfApplied as half_applied:
@@ -174,7 +184,8 @@ class Probe:
             return outcome.failures[self._ranks.rank]
         if outcome.tokens == 0:
             raise EmptyTrial(
-                f"A trial of {size} rows trained no token, so it says nothing about memory. Check that the "
-                "dataset's rows have tokens, and that collate_fn keeps their labels."
+                f"A trial of {len(micro_batches[0]['tokens'])} rows trained no token, so it says nothing "
+                "about memory. Check that the dataset's rows have tokens, and that collate_fn keeps their "
+                "labels."
             )
         return None

@@ -33,13 +33,7 @@ from torchtune_adaptive.sampler import Loader, SampleOrder
 from torchtune_adaptive.schedule import Epochs
 from torchtune_adaptive.search import candidates
 from torchtune_adaptive.step import TrainStep
-from torchtune_adaptive.token_budget import (
-    TokenPacker,
-    budget_text,
-    compared,
-    length_buckets,
-    plot,
-)
+from torchtune_adaptive.token_budget import TokenPacker
 from torchtune_adaptive.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -130,7 +124,7 @@ class Run:
         if settings.budgets and data.packed:
             log.info("token_budget: packed rows are all full, so there is nothing for it to do.")
         elif settings.budgets:
-            packer = self._find_token_budget(step, data, start, loss_fn)
+            packer = self._find_token_budget(step, data, order, start)
             largest = order.rows_per_rank  # tokens are bounded, not rows
         if settings.searches:
             report = self._find_batch_size(step, data, order, known)
@@ -249,7 +243,7 @@ class Run:
         dist.destroy_process_group()
 
     def _find_token_budget(
-        self, step: TrainStep, data: build.Data, start: Split, loss_fn: Any
+        self, step: TrainStep, data: build.Data, order: SampleOrder, start: Split
     ) -> TokenPacker:
         cfg, settings = self._cfg, self.settings
         is_rank_zero = self.environment.is_rank_zero
@@ -257,30 +251,21 @@ class Run:
         lengths = row_lengths(data.dataset, cfg, self.ranks, settings.cache, is_rank_zero)
         state = self.progress.training
         saved = state["token_budget"] if state else None
-        budget, trials = find_token_budget(
+        report = find_token_budget(
             cfg=cfg,
             settings=settings,
             data=data,
+            order=order,
             row_lengths=lengths,
-            rows_in_step=start.rows,
+            split=start,
             step=step,
             ranks=self.ranks,
             watchdog=self.watchdog,
             known=Budget(tuple((length, rows) for length, rows in saved)) if saved else None,
         )
-        log.info(budget_text(budget, trials))
-        if is_rank_zero and (path := plot(budget, trials, Path(cfg.output_dir))):
-            log.info(f"Rows over length: {path}")
-        compiled = cfg.get("compile", False)
-        packer = TokenPacker(
-            budget,
-            lengths,
-            data.tokenizer.pad_id,
-            loss_fn.ignore_index,
-            length_buckets(budget.longest, min(lengths)) if compiled else (),
-        )
-        log.info(compared(packer, start))
-        return packer
+        if is_rank_zero:
+            announce(report, Path(cfg.output_dir))
+        return report.packer
 
     def _find_batch_size(
         self, step: TrainStep, data: build.Data, order: SampleOrder, known: int | None

@@ -10,24 +10,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.packing import Budget, pack, padding
+from torchtune_adaptive.packing import Budget, pack
 from torchtune_adaptive.probe import Probe, SizeTrial
-from torchtune_adaptive.report import Split, table, trial_line
+from torchtune_adaptive.report import trial_line
 from torchtune_adaptive.sampler import Portion
 from torchtune_adaptive.search import search
 
 log = logging.getLogger(__name__)
-
-PLOT_NAME = "token_budget.png"
-
-_STEPS_COMPARED = 200
 
 _ESTIMATES_ARE_SHORT_BY = 0.03
 """Of the room that is left: estimates miss by as much, and a trial that fails is worth nothing here."""
@@ -210,74 +205,3 @@ def length_buckets(longest: int, shortest: int, count: int = 8) -> list[int]:
 
 def _up_to(buckets: Sequence[int], length: int) -> int:
     return next((bucket for bucket in buckets if bucket >= length), length)
-
-
-def compared(packer: TokenPacker, split: Split) -> str:
-    """The padding with this split's micro-batches and under the budget, in shuffled steps of its rows."""
-    lengths = packer.row_lengths
-    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).tolist()
-    rows = split.global_batch
-    steps = [order[i : i + rows] for i in range(0, len(order) - rows + 1, rows)][:_STEPS_COMPARED]
-    before, after = (
-        padding((lengths[sample] for sample in part) for step in steps for part in parts(step))
-        for parts in (
-            lambda step: [
-                step[i : i + split.micro_batch] for i in range(0, rows, split.micro_batch)
-            ],
-            lambda step: [
-                portion.sample_ids
-                for rank in range(split.ranks)
-                for portion in packer.portions(step, packer.largest, rank, split.ranks)
-                if not portion.weightless
-            ],
-        )
-    )
-    return (
-        f"Padding: {before:.0%} of what is computed in micro-batches of {split.micro_batch} rows, "
-        f"{after:.0%} under the token budget."
-    )
-
-
-def budget_text(budget: Budget, trials: Sequence[LengthTrial]) -> str:
-    """The table of what was measured, and what came of it."""
-    rows = [(str(each.length), *cells) for each in trials for cells in [_cells(each.trial)]]
-    lines = table(("length", "rows", "peak", "usable", "verdict", "deciding rank"), rows)
-    fits = ", ".join(f"{rows} x {length}" for length, rows in budget.measured)
-    return "\n".join([*lines, f"Rows that fit, by length: {fits}."])
-
-
-def _cells(trial: SizeTrial) -> tuple[str, ...]:
-    decided = trial.deciding
-    return (
-        str(trial.size),
-        f"{decided.peak_bytes:,}",
-        f"{decided.usable_bytes:,}",
-        decided.trouble or "fits",
-        str(trial.deciding_rank),
-    )
-
-
-def plot(budget: Budget, trials: Sequence[LengthTrial], folder: Path) -> Path | None:
-    """Rows over length: what fits, what was tried; where matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    shortest = min(length for length, _ in budget.measured)
-    lengths = range(max(1, shortest // 2), budget.longest + 1)
-    axes.step(lengths, [budget.rows(length) for length in lengths], label="budget", where="mid")
-    for fits, marker, label in ((True, "o", "fits"), (False, "x", "does not fit")):
-        tried = [each for each in trials if each.trial.fits is fits]
-        axes.plot(
-            [each.length for each in tried],
-            [each.trial.size for each in tried],
-            marker,
-            label=label,
-        )
-    axes.set(xlabel="tokens in the longest row", ylabel="rows in a micro-batch", yscale="log")
-    axes.legend()
-    path = folder / PLOT_NAME
-    figure.savefig(path, dpi=120)
-    return path

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torchtune.modules import TransformerDecoder
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, run_recipe_at, tiny_config
@@ -39,6 +41,10 @@ def test_steps_are_what_they_were(kind: str, tmp_path: Path) -> None:
     assert all(0 <= record["padding_share"] < 0.35 for record in packed)
     assert {record["gradient_accumulation_steps"] for record in packed} != {1}
     assert (tmp_path / "packed" / "token_budget.png").exists()
+    said = json.loads((tmp_path / "packed" / "token_budget.json").read_text())
+    assert said["without"]["padding_share"] > 1.5 * said["under"]["padding_share"]
+    assert said["under"]["tokens_per_second"] > 0
+    assert [trial["fits"] for trial in said["trials"]].count(True) >= 2
 
 
 def test_three_ranks_and_one_agree(tmp_path: Path) -> None:
@@ -96,6 +102,34 @@ def test_with_growth_and_resume_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     machine = {"tokens_per_second_per_gpu", "headroom"}
     for one, other in zip(later, resumed, strict=True):
         assert all(one[key] == other[key] for key in one.keys() - machine)
+
+
+def run_compiled(cfg: Any) -> tuple[list[dict[str, float]], set[int], int]:
+    """What was logged, the lengths of micro-batches, and how many graphs were compiled."""
+    torch._inductor.config.compile_threads = 1
+    lengths = set()
+    forward = TransformerDecoder.forward
+
+    def seen(model: Any, tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths.add(tokens.shape[1])
+        return forward(model, tokens, *args, **kwargs)
+
+    TransformerDecoder.forward = seen
+    records = run_ours("full", cfg)
+    return records, lengths, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_a_compiled_model_sees_few_lengths(tmp_path: Path) -> None:
+    # No limit on memory: on the simulated device, compiled regions run eager.
+    changes = {**PLAIN, "batch_size": 24, "adaptive_batching.token_budget": 400}
+    changes["max_steps_per_epoch"] = 3
+    plain = run(tmp_path / "plain", ranks=1, **changes)
+    cfg = tiny_config("full", tmp_path / "compiled", **changes, compile=True)
+    [(compiled, lengths, graphs)] = run_ranks(run_compiled, 1, cfg, join=False, timeout=240)
+    for one, other in zip(plain, compiled, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)
+    assert 2 < len(lengths) <= 8, "of micro-batches of many lengths"
+    assert 0 < graphs <= 2 * len(lengths), (graphs, lengths)
 
 
 def test_packed_data_have_no_use_for_it(tmp_path: Path) -> None:

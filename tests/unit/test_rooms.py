@@ -52,6 +52,7 @@ FLOORS = {
     "growth": 3,
     "lengths": 3,
     "token_budget": 3,
+    "budget_report": 3,
     "learning_rate": 3,
     "instruments": 3,
     "loop": 3,
