@@ -25,9 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune import training
 
 from torchtune_adaptive import build
+from torchtune_adaptive.answers import Answer, answer, processes
 from torchtune_adaptive.config import amount_of_memory
 from torchtune_adaptive.memory import device_memory, is_out_of_memory
-from torchtune_adaptive.plan import Answer, answer, make_plan, processes
+from torchtune_adaptive.plan import make_plan
 from torchtune_adaptive.registry import find_config
 from torchtune_adaptive.step import TrainStep
 from torchtune_adaptive.trace import OneOfMany, fill

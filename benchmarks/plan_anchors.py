@@ -14,7 +14,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.plan import answer, make_plan, processes
+from torchtune_adaptive.answers import answer, processes
+from torchtune_adaptive.plan import make_plan
 from torchtune_adaptive.registry import find_config
 
 GIB, GB = 1 << 30, 10**9
@@ -140,6 +141,18 @@ ANCHORS = [
         "compiled",
         "llama3_1/70B_lora",
         (CHECKPOINTED,),
+        2,
+        2048,
+        ranks=8,
+    ),
+    Anchor(
+        "70B full, CPU offload, 8 ranks",
+        13.9,
+        GIB,
+        LLAMA31_README,
+        "compiled",
+        "llama3_1/70B_full",
+        (CHECKPOINTED, {"fsdp_cpu_offload": True}),
         2,
         2048,
         ranks=8,

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtune_adaptive.answers import Answer
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast import Peak
 from torchtune_adaptive.gpus import GIB
-from torchtune_adaptive.plan import Answer, Plan
+from torchtune_adaptive.plan import Plan
 
 
 @dataclass(frozen=True)

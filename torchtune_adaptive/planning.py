@@ -11,10 +11,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from torchtune_adaptive.answers import Answer, Question, answer, processes
 from torchtune_adaptive.config import amount_of_memory
 from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError
 from torchtune_adaptive.gpus import DEFAULT, GIB, GPUS
-from torchtune_adaptive.plan import HERE, Answer, Plan, Question, answer, make_plan, processes
+from torchtune_adaptive.plan import HERE, Plan, make_plan
 from torchtune_adaptive.plan_report import Outcome, Told, answer_text, as_dict, draw, rest_text
 from torchtune_adaptive.registry import find_config
 from torchtune_adaptive.what_if import what_ifs

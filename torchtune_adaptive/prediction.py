@@ -193,7 +193,8 @@ def _lines_of(
 
 def serve(config: str, ranks: str) -> None:
     """Trace, then answer, until the run that asks is over, however it ends."""
-    from torchtune_adaptive.plan import be_quiet, device_for, row_length
+    from torchtune_adaptive.answers import be_quiet
+    from torchtune_adaptive.plan import device_for, row_length
     from torchtune_adaptive.self_check import check_method
     from torchtune_adaptive.traced_run import TracedRun, Traces
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.plan import Plan, Question
+from torchtune_adaptive.answers import Question
+from torchtune_adaptive.plan import Plan
 
 _CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
 _WHOLE = "torch.nn.CrossEntropyLoss"

@@ -75,10 +75,19 @@ def test_predicted_peaks_are_measured_peaks(ranks: int) -> None:
     ]
     grid += [("dora", True, 1, 512), ("qlora", True, 1, 512)]
     configs = [a_config(*case) for case in grid]
+    for changes in (
+        {"ac_mode": "selective", "ac_option": 2},
+        {"optimizer_in_bwd": True, "clip_grad_norm": None},
+        {"fsdp_reshard_after_forward": False, "optimizer.fused": True},
+    ):
+        changed = a_config("full", False, 1, 512)
+        for key, value in changes.items():
+            OmegaConf.update(changed, key, value, force_add=True)
+        configs.append(changed)
     measurements = run_ranks(measured, ranks, configs, timeout=100)[0]
     [predictions] = run_ranks(predicted, 1, configs, ranks, 0, timeout=100, join=False)
-    for case, prediction, measurement in zip(grid, predictions, measurements, strict=True):
-        assert prediction == measurement, case  # to the byte
+    for cfg, prediction, measurement in zip(configs, predictions, measurements, strict=True):
+        assert prediction == measurement, cfg  # to the byte
 
 
 def test_ranks_with_other_shares_have_other_peaks() -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from torchtune_adaptive.allocator import MIB
+from torchtune_adaptive.answers import Answer, Question, answer
 from torchtune_adaptive.forecast import (
     Beginning,
     Bilinear,
@@ -21,7 +22,6 @@ from torchtune_adaptive.forecast import (
     peak,
     timeline,
 )
-from torchtune_adaptive.plan import Answer, Question, answer
 
 SIMULATED = Device("simulated device", 1000, caching=False)
 NOTHING = Step([], {})

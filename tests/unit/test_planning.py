@@ -57,6 +57,22 @@ def test_a_plan_for_the_simulated_device(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
+def test_all_that_may_be_asked(tmp_path: Path) -> None:
+    done = run_plan("--config", "tiny/full", "--nproc", "3", "--json",
+                    "adaptive_batching.probe_length=64", f"adaptive_batching.cache={tmp_path}",
+                    folder=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    names = {one["name"]: one["answer"] for one in said["what_ifs"]}
+    assert names.keys() >= {"activation checkpointing", "LoRA (rank 8)", "6 ranks", "1 rank"}
+    assert names["activation checkpointing"]["largest"] > said["largest"]
+    assert names["6 ranks"]["configured"]["live"] < said["configured"]["live"]
+    assert said["lengths"]["32"] >= 2 * said["largest"] >= 4 * said["lengths"]["128"]
+    # 3 ranks cannot share 512 rows of an embedding evenly.
+    assert said["last_rank"]["rank"] == 2
+    assert said["last_rank"]["configured"]["live"] < said["configured"]["live"]
+
+
 def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
     done = run_plan("--config", "tiny/full", "--memory", "1MiB", "--no-what-ifs", "batch_size=1",
                     folder=tmp_path)  # fmt: skip

@@ -41,6 +41,7 @@ FLOORS = {
     "trace": 3,
     "traced_run": 3,
     "self_check": 3,
+    "answers": 3,
     "plan": 3,
     "what_if": 3,
     "plan_report": 3,
