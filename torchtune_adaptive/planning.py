@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from concurrent.futures import Future, as_completed
+from concurrent.futures import BrokenExecutor, Future, as_completed
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,6 +51,13 @@ def plan_command(arguments: argparse.Namespace) -> int:
         return _predict(arguments)
     except AdaptiveBatchingError as error:
         print(f"tune-adaptive plan: {type(error).__name__}: {error}", file=sys.stderr)
+        return NO_ANSWER
+    except BrokenExecutor:
+        print(
+            "tune-adaptive plan: a process that traced was ended from outside, perhaps because this "
+            "machine has too little memory for it (each takes half a GiB).",
+            file=sys.stderr,
+        )
         return NO_ANSWER
 
 

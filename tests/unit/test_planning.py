@@ -178,3 +178,21 @@ def test_an_unknown_device_is_an_error_with_a_guess() -> None:
     with pytest.raises(ConfigError, match="Did you mean h100-80gb"):
         gpu("h100")
     assert gpu("H100-80GB").usable(1) > gpu("h100-80gb").usable(2)
+
+
+def test_a_process_that_is_killed_has_status_2(tmp_path: Path) -> None:
+    script = tmp_path / "killing.py"
+    script.write_text(
+        "import os, signal\n"
+        "from torchtune_adaptive import planning\n"
+        "def killed(*_):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if __name__ == '__main__':\n"
+        "    planning.answer = killed\n"
+        "    from torchtune_adaptive.cli import main\n"
+        "    main()\n"
+    )
+    command = [sys.executable, str(script), "plan", "--config", "tiny/full", "--no-what-ifs"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 2
+    assert "a process that traced was ended from outside" in done.stderr
