@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
@@ -129,22 +130,30 @@ def in_process_of_its_own(work: Callable[..., T], *arguments: Any) -> T:
         raise NoPrediction(f"A step of this config could not be traced: {reason}") from None
 
 
-@contextmanager
-def processes() -> Iterator[Callable[..., Future[Any]]]:
-    """Call functions, each in a process of its own that sees no GPU."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torchtune_adaptive.self_check"])
+def warm_up() -> None:
+    """Start the process that all others come from; it imports torch, sees no GPU, and takes its time."""
+    multiprocessing.set_forkserver_preload(["torchtune_adaptive.self_check"])
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in hidden}
     os.environ.update(hidden)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def processes() -> Iterator[Callable[..., Future[Any]]]:
+    """Call functions, each in a process of its own that sees no GPU."""
+    warm_up()
+    context = multiprocessing.get_context("forkserver")
     at_once = min(os.cpu_count() or 1, _PROCESSES)
     pool = ProcessPoolExecutor(at_once, context, max_tasks_per_child=1)
     try:
         yield lambda work, *arguments: pool.submit(in_process_of_its_own, work, *arguments)
     finally:
         pool.shutdown(cancel_futures=True)
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from torchtune_adaptive.answers import warm_up
 from torchtune_adaptive.config import BLOCK, AdaptiveSettings
 from torchtune_adaptive.errors import AdaptiveBatchingError
 from torchtune_adaptive.versions import require_supported_versions
@@ -25,13 +26,16 @@ def main() -> None:
 
 
 def _run(argv: list[str]) -> None:
+    command = argv[1] if len(argv) > 1 else ""
+    if command == "plan":
+        warm_up()  # beside the imports
+
     from torchtune._cli import cat, cp, download, ls, run, validate
 
     from torchtune_adaptive import planning
     from torchtune_adaptive.registry import find_config, register
 
     register()
-    command = argv[1] if len(argv) > 1 else ""
     if command == "find" and len(argv) > 2 and not {"-h", "--help"} & set(argv):
         # torchtune tells launched from single runs by counting sys.argv, so that is what is rewritten.
         argv[1:2] = ["run"]
