@@ -1,7 +1,7 @@
 """How far predictions were off on this machine, so that the next one is nearer.
 
 A search that began with a prediction ends with a trial: what it took, by what was predicted for it, is kept
-for the kind of device, one rank or many, the libraries, and the allocator's settings.
+for the kind of device and of run, the libraries, and the allocator's settings.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from omegaconf import DictConfig
 
 from torchtune_adaptive.remembered import Remembered, folder_for, libraries
 from torchtune_adaptive.result_cache import allocator_facts
@@ -38,38 +40,43 @@ class Calibration:
 
 
 class Calibrations:
-    """Those of this machine, where the run's setting keeps them."""
+    """Those of this machine for runs of a kind.
 
-    def __init__(self, cache: bool | str) -> None:
+    Args:
+        cache: the run's setting: where they are kept.
+        cfg: of the run. Compiled steps and packed rows are predicted in another way than they run, so what
+            is learnt of them says nothing about others.
+        ranks: one or more.
+    """
+
+    def __init__(self, cache: bool | str, cfg: DictConfig, ranks: int) -> None:
         self._kept: Remembered[dict[str, Any]] = Remembered(
             folder_for(cache, "calibration"), "calibration", _is_one
         )
+        self._kind = {
+            "ranks": "many" if ranks > 1 else "one",
+            "compile": bool(cfg.get("compile", False)),
+            "packed": bool(cfg.get("dataset", {}).get("packed", False)),
+            "libraries": libraries(),
+            "allocator": allocator_facts(),
+        }
 
-    def of(self, device: str, ranks: int) -> Calibration | None:
+    def of(self, device: str) -> Calibration | None:
         """The one for a kind of device."""
-        kept = self._kept.get(_facts(device, ranks))
+        kept = self._kept.get({**self._kind, "device": device})
         return Calibration(**kept) if kept else None
 
-    def newest(self, ranks: int) -> Calibration | None:
+    def newest(self) -> Calibration | None:
         """The one that was measured last, on whatever device that was."""
         found = [
             Calibration(**kept)
             for facts, kept in self._kept.all()
-            if facts == _facts(kept["device"], ranks)
+            if facts == {**self._kind, "device": kept["device"]}
         ]
         return max(found, key=lambda one: one.when, default=None)
 
-    def keep(self, calibration: Calibration, ranks: int) -> None:
-        self._kept.put(_facts(calibration.device, ranks), asdict(calibration))
-
-
-def _facts(device: str, ranks: int) -> dict[str, Any]:
-    return {
-        "device": device,
-        "ranks": "many" if ranks > 1 else "one",
-        "libraries": libraries(),
-        "allocator": allocator_facts(),
-    }
+    def keep(self, calibration: Calibration) -> None:
+        self._kept.put({**self._kind, "device": calibration.device}, asdict(calibration))
 
 
 def _is_one(value: Any) -> bool:

@@ -106,6 +106,11 @@ def find_batch_size(
     log.info(
         f"Searching for the largest micro-batch: rows of {worst.length} tokens ({worst.source})."
     )
+
+    def accumulation(size: int) -> int:
+        most = 2 if settings.grow_past_memory else 1
+        return max(split_for(settings, asked, size).accumulation, most)
+
     probe = _probe(
         cfg,
         settings,
@@ -113,9 +118,7 @@ def find_batch_size(
         watchdog,
         ranks,
         batch=lambda size: worst.batch(size, data.collate),
-        accumulation=lambda size: max(
-            split_for(settings, asked, size).accumulation, 2 if settings.grow_past_memory else 1
-        ),
+        accumulation=accumulation,
     )
 
     with probe:
@@ -138,7 +141,7 @@ def find_batch_size(
             rows = None
             if prediction is not None:
                 if last is not None:
-                    prediction.learn_from(last)
+                    prediction.learn_from(last, accumulation(last.size))
                 rows = prediction.largest(worst.length, capacity)
             return ranks.from_rank_zero(rows)
 
@@ -147,7 +150,8 @@ def find_batch_size(
         watchdog.enter("learning how good the prediction was", patience=None)
     was_a_search = result.status in (Status.NEXT_DOES_NOT_FIT, Status.CEILING)
     if prediction is not None and was_a_search:
-        prediction.learn_from(next(t for t in result.trials if t.size == result.size))
+        last = next(trial for trial in result.trials if trial.size == result.size)
+        prediction.learn_from(last, accumulation(last.size))
     if result.size is None:
         raise nothing_fits(result.trials[-1], worst)
     return SearchReport(

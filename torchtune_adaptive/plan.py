@@ -108,7 +108,7 @@ def device_for(
                 f"{BLOCK}.memory_limit) to plan for a simulated device, or device=cuda."
             )
         return Device("simulated device", int(memory * share), caching=False, band=0.001), ()
-    measured = _measured_here(settings, ranks) if gpu_name == HERE else None
+    measured = _measured_here(cfg, settings, ranks) if gpu_name == HERE else None
     kind = gpu(gpu_name or DEFAULT) if measured is None else gpu(DEFAULT)
     if measured is not None:
         usable, name = min(memory or measured.capacity, measured.capacity), measured.device
@@ -138,14 +138,14 @@ def device_for(
     return device, tuple(assumed)
 
 
-def _measured_here(settings: AdaptiveSettings, ranks: int) -> Calibration:
-    newest = Calibrations(settings.cache).newest(ranks)
+def _measured_here(cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> Calibration:
+    newest = Calibrations(settings.cache, cfg, ranks).newest()
     if newest is None:
         raise ConfigError(
             "--gpu",
             HERE,
-            "is the device of this machine as a search with as many ranks (one, or more) found it, "
-            "and none is remembered",
+            "is the device of this machine as a search found it, and none is remembered for a config "
+            "like this (compile, packed rows) on as many ranks (one, or more)",
             f"Run one with {BLOCK}.search=predict, or name a device (--list-gpus)",
         )
     return newest

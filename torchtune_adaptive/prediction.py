@@ -63,12 +63,14 @@ class Prediction:
         self._about: dict[str, Any] = {}
         self._gave_up: _NoAnswer | None = None
         self._device = device
-        self._ranks = ranks
-        self._calibrations = Calibrations(settings.cache)
-        self._learned = self._calibrations.of(device, ranks)
+        self._calibrations = Calibrations(settings.cache, cfg, ranks)
+        self._learned = self._calibrations.of(device)
+        steps = 2 if settings.keep_global_batch or settings.grow_past_memory else 1
+        self._accumulation = max(cfg.gradient_accumulation_steps, steps)
+        asked = OmegaConf.merge(cfg, {"gradient_accumulation_steps": self._accumulation})
         self._folder = tempfile.TemporaryDirectory()
         config = Path(self._folder.name) / "config.yaml"
-        config.write_text(OmegaConf.to_yaml(cfg, resolve=True))
+        config.write_text(OmegaConf.to_yaml(asked, resolve=True))
         self._complaints = Path(self._folder.name) / "complaints.txt"
         environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHED}
         with self._complaints.open("w") as complaints:
@@ -109,8 +111,10 @@ class Prediction:
         log.info(f"The largest micro-batch is predicted to be {rows} rows.")
         return rows
 
-    def learn_from(self, trial: SizeTrial) -> None:
+    def learn_from(self, trial: SizeTrial, accumulation: int) -> None:
         """Correct what is predicted from now on, also in later runs, by what a size that fits took."""
+        if (accumulation > 1) != (self._accumulation > 1):
+            return  # what was predicted is another step, with gradients of an earlier micro-batch
         try:
             foretold = self._ask(rows=trial.size)
         except _NoAnswer:
@@ -126,7 +130,7 @@ class Prediction:
             f"The peak of {trial.size} rows was {self._learned.reserved - 1:+.2%} off what was predicted "
             f"(reserved; allocated: {self._learned.allocated - 1:+.2%})."
         )
-        self._calibrations.keep(self._learned, self._ranks)
+        self._calibrations.keep(self._learned)
 
     def close(self) -> None:
         """Give it up, if it is still at it."""
@@ -205,8 +209,6 @@ def serve(config: str, ranks: str) -> None:
     cfg = OmegaConf.load(config)
     assert isinstance(cfg, DictConfig)
     settings = check(cfg, "lora" if "lora_attn_modules" in cfg.model else "full")
-    if settings.keep_global_batch or settings.grow_past_memory:
-        cfg.gradient_accumulation_steps = max(2, cfg.gradient_accumulation_steps)
     check_method(settings.cache)
     traces = Traces(cfg, int(ranks), 0, settings.cache)
     run = TracedRun(traces, row_length(cfg, settings)[0], any_length=True)

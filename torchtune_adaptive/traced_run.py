@@ -47,9 +47,8 @@ class Traces:
     def __init__(self, cfg: DictConfig, ranks: int, rank: int, cache: bool | str) -> None:
         self._run = (cfg, ranks, rank)
         self._remembered: Remembered[dict[str, Any]] = Remembered(
-            folder_for(cache, "traces"), "traces", lambda value: isinstance(value, dict),
-            most=_MOST_REMEMBERED,
-        )  # fmt: skip
+            folder_for(cache, "traces"), "traces", _are_traces, most=_MOST_REMEMBERED
+        )
         said = step_facts(cfg)
         said["gradient_accumulation_steps"] = min(cfg.gradient_accumulation_steps, 2)
         self._facts = {
@@ -106,6 +105,15 @@ class Traces:
                 step.labels[block] = step.labels[block]._replace(category=category)
         self._steps[name] = step
         self._grown = True
+
+
+def _are_traces(value: Any) -> bool:
+    try:
+        for step in value["steps"].values():
+            unpacked(step)
+        return True
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        return False
 
 
 class TracedRun:

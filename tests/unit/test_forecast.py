@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -165,6 +166,12 @@ def test_what_was_traced_once_is_not_traced_again(
     found = ask(first, monkeypatch, 5, cache=str(tmp_path))
     remembered = ask(again, monkeypatch, 5, cache=str(tmp_path))
     assert again.traced == []
+    for path in tmp_path.rglob("*.json"):  # what makes no sense is traced again
+        kept = json.loads(path.read_text())
+        kept["value"]["steps"]["set-up"] = {"events": [[1, 2]]}
+        path.write_text(json.dumps(kept))
+    assert ask(again, monkeypatch, 5, cache=str(tmp_path)).largest == found.largest
+    assert again.traced != []
     assert replace(remembered, seconds=0, tool_bytes=0) == replace(found, seconds=0, tool_bytes=0)
 
 

@@ -127,15 +127,21 @@ class TestWhatIsAssumed:
         cfg = stock("llama3_1/8B_full", adaptive_batching={"cache": str(tmp_path)})
         with pytest.raises(ConfigError, match="none is remembered"):
             make_plan(cfg, 8, "here")
-        kept = Calibrations(str(tmp_path))
-        for device, capacity, when in (("Old", 10 << 30, 1e9), ("New", 20 << 30, 2e9)):
-            kept.keep(Calibration(device, capacity, 1.02, 1.01, when), ranks=8)
-        kept.keep(Calibration("One", 30 << 30, 1.0, 1.0, 3e9), ranks=1)
+        compiled = OmegaConf.merge(cfg, {"compile": True})
+        for device, when, run, ranks in (
+            ("Old", 1e9, cfg, 8),
+            ("New", 2e9, cfg, 8),
+            ("One", 3e9, cfg, 1),
+            ("Compiled", 4e9, compiled, 8),
+        ):
+            kept = Calibrations(str(tmp_path), run, ranks)
+            kept.keep(Calibration(device, 20 << 30, 1.02, 1.01, when))
         plan = make_plan(cfg, 4, "here")
         assert (plan.device.name, plan.device.correction) == ("New", 1.02)
         assert plan.device.usable == int((20 << 30) * 0.95)
         assert "measured here on 2033-05-18: peaks were +2.00% (reserved)" in plan.assumptions[0]
         assert make_plan(cfg, 1, "here").device.name == "One"
+        assert make_plan(compiled, 2, "here").device.name == "Compiled"
 
     def test_the_allocator_is_that_of_the_environment(
         self, monkeypatch: pytest.MonkeyPatch
