@@ -28,7 +28,7 @@ from torchtune_adaptive.trace import Tracer
 
 _FIRST = (2, 32)
 _SIZES = [(2, 64), (5, 128)]
-_SMALL = {
+SMALL_RUN = {
     "model": {
         "_component_": "torchtune.models.llama2.llama2",
         "vocab_size": 500,
@@ -65,7 +65,7 @@ def check_method(cache: bool | str) -> None:
     if passed.get(facts):
         return
     imagined.device()  # first of all: autograd counts the devices at its first backward pass
-    cfg = OmegaConf.create(_SMALL)
+    cfg = OmegaConf.create(SMALL_RUN)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         measured = measured_peaks(cfg, _SIZES)

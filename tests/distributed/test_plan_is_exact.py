@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.forecast import Bilinear
-from torchtune_adaptive.self_check import measured_peaks, traced_peaks
+from torchtune_adaptive.self_check import SMALL_RUN, measured_peaks, traced_peaks
 from torchtune_adaptive.trace import Tracer
 
 CORNERS = [(2, 64), (3, 64), (2, 128), (3, 128)]
@@ -25,28 +25,18 @@ def a_config(kind: str, checkpointing: bool, accumulation: int, vocabulary: int)
             "intermediate_dim": 256,
             "num_kv_heads": 4,
         }
-    return OmegaConf.create(
-        {
-            "model": {
-                "_component_": f"torchtune.models.llama2.{'' if kind == 'full' else 'lora_'}llama2",
-                "vocab_size": vocabulary,
-                "num_layers": 3,
-                "num_heads": 4,
-                "num_kv_heads": 2,
-                "embed_dim": 64,
-                "intermediate_dim": 160,
-                "max_seq_len": 512,
-                **({} if kind == "full" else lora),
-            },
-            "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
-            "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-            "enable_activation_checkpointing": checkpointing,
-            "gradient_accumulation_steps": accumulation,
-            "clip_grad_norm": 1.0,
-            "device": "cpu",
-            "dtype": "fp32",
-        }
-    )
+    changes = {
+        "model": {
+            "_component_": f"torchtune.models.llama2.{'' if kind == 'full' else 'lora_'}llama2",
+            "vocab_size": vocabulary,
+            **({} if kind == "full" else lora),
+        },
+        "enable_activation_checkpointing": checkpointing,
+        "gradient_accumulation_steps": accumulation,
+    }
+    merged = OmegaConf.merge(SMALL_RUN, changes)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def measured(configs: list[DictConfig]) -> list[dict[tuple[int, int], int]]:
