@@ -218,13 +218,14 @@ def _checkpoint_activations(model: nn.Module) -> None:
 
 
 def _shard(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh) -> None:
-    if mesh.size() == 1:
+    offloads = cfg.get("fsdp_cpu_offload", False)
+    if mesh.size() == 1 and not offloads:
         return  # FSDP would only make copies, and on a single rank it cannot hold quantised parameters
     names = cfg.get("custom_sharded_layers", None)
     training.shard_model(
         model=model,
         shard_conditions=[partial(training.get_shard_conditions, names_to_match=names)],
-        cpu_offload=cfg.get("fsdp_cpu_offload", False),
+        cpu_offload=offloads,
         reshard_after_forward=cfg.get("fsdp_reshard_after_forward", True),
         dp_mesh=mesh,
     )
@@ -260,11 +261,13 @@ def _load_quantised(model: nn.Module, environment: Environment, weights: dict[st
     parameters = parameters_by_name(model)
     loaded = {}
     for name, weight in weights.items():
-        like = parameters[name]
-        weight = weight.to(environment.device, like.dtype)
-        if isinstance(like, NF4Tensor):
-            weight = to_nf4(weight, like.block_size, like.scaler_block_size)
-        loaded[name] = nn.Parameter(weight, requires_grad=like.requires_grad)
+        like = parameters.get(name)
+        if like is not None:  # or else it is reported as unexpected
+            weight = weight.to(environment.device, like.dtype)
+            if isinstance(like, NF4Tensor):
+                weight = to_nf4(weight, like.block_size, like.scaler_block_size)
+            weight = nn.Parameter(weight, requires_grad=like.requires_grad)
+        loaded[name] = weight
     return model.load_state_dict(loaded, strict=False, assign=True)
 
 

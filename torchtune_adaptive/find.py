@@ -237,7 +237,8 @@ def find_token_budget(
             length_buckets(budget.longest, min(row_lengths)) if compiled else (),
         )
         # With a compiled model most of what would be measured is compiling.
-        speeds = (None, None) if compiled else _speeds(probe, data, order, packer, split, ranks)
+        can_be_timed = not compiled and split.rows <= order.rows_per_rank
+        speeds = _speeds(probe, data, order, packer, split, ranks) if can_be_timed else (None, None)
     without, under = map(Worth, padding_shares(packer, split), speeds)
     return BudgetReport(packer, trials, split, without, under)
 

@@ -38,8 +38,8 @@ class Gpu:
 
 _SMALL, _LARGE = 8 * MIB + 128 * 1024, 32 * MIB
 
-# Capacities as torch prints them in out-of-memory errors that people have published. Those of A100, H200 and
-# B200 were not looked up again and may be off by a few tenths; --memory says it exactly.
+# Capacities as torch prints them in out-of-memory errors that people have published. They differ by up to
+# 0.2 GiB with the driver and the form of the card; --memory says it exactly.
 GPUS = {
     gpu.name: gpu
     for gpu in (
