@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.answers import Question
 from torchtune_adaptive.calibration import Calibration, Calibrations
-from torchtune_adaptive.config import BLOCK, AdaptiveSettings, check
+from torchtune_adaptive.config import BLOCK, AdaptiveSettings
+from torchtune_adaptive.config_checks import check
 from torchtune_adaptive.errors import ConfigError, NoPrediction
 from torchtune_adaptive.forecast import Device
 from torchtune_adaptive.gpus import DEFAULT, GIB, Gpu, gpu

@@ -24,7 +24,8 @@ from typing import IO, Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.calibration import Calibration, Calibrations
-from torchtune_adaptive.config import AdaptiveSettings, check
+from torchtune_adaptive.config import AdaptiveSettings
+from torchtune_adaptive.config_checks import check
 from torchtune_adaptive.probe import SizeTrial
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torchtune import config, training
 
 from torchtune_adaptive import build
 from torchtune_adaptive.checkpoints import Progress
-from torchtune_adaptive.config import check
+from torchtune_adaptive.config_checks import check
 from torchtune_adaptive.consensus import Ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.find import announce, find_batch_size, find_token_budget

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from torchtune_adaptive import fsdp
 from torchtune_adaptive.consensus import AnotherRankFailed, Collectives, Ranks
 from torchtune_adaptive.memory import DeviceMemory, is_out_of_memory
 from torchtune_adaptive.noise import NoiseSums
+from torchtune_adaptive.small_batches import SmallBatches, Total
 
 Batch = dict[str, Any]
 
@@ -72,21 +72,6 @@ class StepOutcome:
 
     noise: NoiseSums | None = None
     """Where it is measured: what the step says about the noise in its gradient, if anything."""
-
-
-class _Total(IntEnum):
-    """What the ranks sum up in a step's one all-reduce."""
-
-    TOKENS = 0
-    LOSS = 1
-    SQUARED_GRADIENT_NORM = 2
-    FAILED = 3
-    RETRIES = 4
-    # Of gradient noise; there also where it is not measured, so that measuring changes no sum's rounding.
-    SMALL = 5
-    SMALL_TOKENS = 6
-    SMALL_TOKENS_SQUARED = 7
-    ROWS = 8
 
 
 class TrainStep:
@@ -135,14 +120,14 @@ class TrainStep:
         self._activations = activations or nullcontext()
         self._clip_grad_norm = clip_grad_norm
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._small = _SmallBatches(device) if measure_noise and not optimizer_in_backward else None
+        self._small = SmallBatches(device) if measure_noise and not optimizer_in_backward else None
         reducing = self._small.reducing if self._small is not None else None
         self._collectives: Collectives | None = None
         if survive:
             self._collectives = Collectives(model, ranks, device, launched, reducing)
         elif reducing is not None:
             fsdp.watch_collectives(model, fsdp.launch_only, reducing)
-        self._totals = torch.zeros(len(_Total), dtype=torch.float64, device=device)
+        self._totals = torch.zeros(len(Total), dtype=torch.float64, device=device)
         memory.adopt([*model.parameters(), *model.buffers(), *_optimizer_state(optimizers)])
         self._retries_before = memory.retries()
         self._begin()
@@ -267,20 +252,20 @@ class TrainStep:
         """The step's one all-reduce, and the one time that the host waits for the device."""
         totals = self._totals.zero_()
         if self._failed_in is not None:
-            totals[_Total.FAILED].fill_(1.0)
+            totals[Total.FAILED].fill_(1.0)
         else:
-            totals[_Total.TOKENS].fill_(float(self._tokens))
-            totals[_Total.LOSS].copy_(self._sum_of_losses())
+            totals[Total.TOKENS].fill_(float(self._tokens))
+            totals[Total.LOSS].copy_(self._sum_of_losses())
             if squared_norm is not None:
-                totals[_Total.SQUARED_GRADIENT_NORM].copy_(squared_norm)
+                totals[Total.SQUARED_GRADIENT_NORM].copy_(squared_norm)
             if self._small is not None:
                 self._small.fill(totals)
         if self._collectives is not None:
-            totals[_Total.RETRIES].fill_(float(self._new_retries()))
+            totals[Total.RETRIES].fill_(float(self._new_retries()))
         if self.ranks.size > 1:
             dist.all_reduce(totals)
         summed = totals.tolist()
-        tokens, loss, squared, failed, retries = summed[: _Total.SMALL]
+        tokens, loss, squared, failed, retries = summed[: Total.SMALL]
         self._lost = failed > 0
         if self._lost:
             return StepOutcome(lost=True)
@@ -414,80 +399,6 @@ class TrainStep:
         self.forget()
         self._new_retries()  # those of a lost step say nothing about the size that follows
         return StepOutcome(lost=True, failures=tuple(failures))
-
-
-class _SmallBatches:
-    """This rank's gradients of small batches, of which gradient noise is measured; no bit of them changes.
-
-    FSDP reduces the gradient of each micro-batch by itself, and what it is given to reduce is this rank's
-    gradient of that micro-batch alone. With nothing to reduce over, there is one small batch in a step: the
-    first micro-batch, whose gradient is alone until the second one's is added.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._reduced = torch.zeros((), dtype=torch.float64, device=device)  # their squared norms
-        self.begin()
-
-    def begin(self) -> None:
-        self._tokens: list[int] = []  # of each micro-batch
-        self._rows = 0
-        self._reduces = False
-        self.first: torch.Tensor | None = None  # the squared norm of the first one's gradient
-
-    def add(self, tokens: int, rows: int) -> None:
-        self._tokens.append(tokens)
-        self._rows += rows
-
-    def reducing(self, gradient: torch.Tensor) -> None:
-        """What FSDP calls with gradients of some parameters; it must not make the host wait."""
-        square = torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
-        # A step's first replaces the last step's sum: zeroing that would happen on another stream, and
-        # after a failure nothing puts the two in order.
-        if self._reduces:
-            self._reduced.add_(square)
-        else:
-            self._reduced.copy_(square)
-        self._reduces = True
-
-    def only_first_is_left(self) -> bool:
-        """Before a forward pass: whether what has been accumulated is the one small batch there will be."""
-        return len(self._tokens) == 1 and not self._reduces
-
-    @property
-    def measured(self) -> bool:
-        return self._reduces or self.first is not None
-
-    def fill(self, totals: torch.Tensor) -> None:
-        """Write down this rank's share."""
-        totals[_Total.ROWS].fill_(float(self._rows))
-        if self._reduces:
-            totals[_Total.SMALL].copy_(self._reduced)
-            totals[_Total.SMALL_TOKENS].fill_(float(sum(self._tokens)))
-            totals[_Total.SMALL_TOKENS_SQUARED].fill_(float(sum(n * n for n in self._tokens)))
-        elif self.first is not None:
-            totals[_Total.SMALL].copy_(self.first)
-            totals[_Total.SMALL_TOKENS].fill_(float(self._tokens[0]))
-
-    def sums(self, totals: list[float], ranks: int) -> NoiseSums | None:
-        """Made of the shares of all ranks; None if there was no batch smaller than the step."""
-        tokens, small, small_tokens = (
-            totals[at] for at in (_Total.TOKENS, _Total.SMALL, _Total.SMALL_TOKENS)
-        )
-        small_tokens_squared = totals[_Total.SMALL_TOKENS_SQUARED]
-        if not self._reduces:  # the one small batch is of all ranks
-            small, small_tokens_squared = small * ranks**2, small_tokens**2
-        if not 0 < small_tokens_squared < tokens**2:
-            return None
-        return NoiseSums(
-            small=small,
-            small_tokens=small_tokens,
-            small_tokens_squared=small_tokens_squared,
-            # What has been reduced is the mean of all ranks, not their sum.
-            big=totals[_Total.SQUARED_GRADIENT_NORM] * ranks**2,
-            tokens=tokens,
-            tokens_squared=tokens**2,
-            rows=totals[_Total.ROWS],
-        )
 
 
 def _optimizer_state(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:

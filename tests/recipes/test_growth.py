@@ -18,7 +18,7 @@ from tests.helpers import recipes
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, saved_weights, tiny_config
 from torchtune_adaptive import build
-from torchtune_adaptive.config import check
+from torchtune_adaptive.config_checks import check
 from torchtune_adaptive.errors import BatchIncreaseError, ConfigError
 from torchtune_adaptive.registry import find_config
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.config import AdaptiveSettings, check, unused_keys
+from torchtune_adaptive.config import AdaptiveSettings
+from torchtune_adaptive.config_checks import check, unused_keys
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.registry import CONFIGS, find_config, our_configs, torchtune_configs
 
