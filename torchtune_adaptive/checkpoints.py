@@ -27,6 +27,7 @@ from torchtune.training import OptimizerInBackwardWrapper
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient, TrainingProgress
 
 from torchtune_adaptive.build import Environment, Model, Optimizers
+from torchtune_adaptive.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,16 @@ class Checkpoints(ABC):
         self._resumes = cfg.resume_from_checkpoint
         self._asynchronous = cfg.get("enable_async_checkpointing", False)
         self._output_dir = Path(cfg.output_dir)
+        optimizer = cfg.optimizer._component_
+        between_epochs = cfg.epochs > 1 or cfg.get("save_every_n_steps") is not None
+        if optimizer.startswith("torchao.optim.") and environment.ranks > 1 and between_epochs:
+            raise ConfigError(  # or the first checkpoint would end the run
+                "optimizer",
+                optimizer,
+                "has quantised state, which torch cannot gather from several ranks for a checkpoint "
+                "between epochs",
+                "Use another optimizer, one rank, or epochs=1 without save_every_n_steps",
+            )
         self._checkpointer = config.instantiate(
             cfg.checkpointer, should_load_recipe_state=self._resumes and not self._asynchronous
         )

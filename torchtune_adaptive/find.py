@@ -225,7 +225,8 @@ def find_token_budget(
         first = probe.prime()
         if not first.fits:
             raise nothing_fits(first, worst)
-        budget, trials = _find_budget(settings, row_lengths, probe_at, longest, split.rows, known)
+        most_rows = order.rows_per_rank if settings.grows else split.rows
+        budget, trials = _find_budget(settings, row_lengths, probe_at, longest, most_rows, known)
         if budget is None:
             raise nothing_fits(trials[-1].trial, worst)
         compiled = cfg.get("compile", False)
@@ -272,18 +273,18 @@ def _find_budget(
     row_lengths: Sequence[int],
     probe_at: Callable[[int], Probe],
     longest: int,
-    rows_in_step: int,
+    most_rows: int,
     known: Budget | None,
 ) -> tuple[Budget | None, list[LengthTrial]]:
     if settings.token_budget is not True:
-        budget, trial = confirm(settings.token_budget, probe_at(longest), longest, rows_in_step)
+        budget, trial = confirm(settings.token_budget, probe_at(longest), longest, most_rows)
         return budget, [trial]
     if known is not None and known.longest == longest:
         trial = LengthTrial(longest, probe_at(longest).trial(known.rows(longest)))
         if trial.trial.fits:
             return known, [trial]
         log.info("What the checkpoint's budget allows does not fit any more; searching anew.")
-    return find_budget(probe_at, lengths_to_measure(row_lengths, longest), rows_in_step)
+    return find_budget(probe_at, lengths_to_measure(row_lengths, longest), most_rows)
 
 
 def _probe(

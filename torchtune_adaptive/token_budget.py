@@ -44,7 +44,7 @@ def find_budget(
     Args:
         probe_at: tries sizes at one length.
         lengths: to measure at, descending.
-        most_rows: that a micro-batch may have: those of a step on one rank.
+        most_rows: that a micro-batch may have: those that a step may have on one rank.
     """
     trials: list[LengthTrial] = []
 

@@ -146,3 +146,9 @@ def test_a_checkpoint_without_recipe_state_is_refused_with_the_remedy(tmp_path: 
     cfg = resumed(tiny_config("full", tmp_path), tmp_path)
     with pytest.raises(AssertionError, match=r"no 'epochs_run'.*checkpointer.recipe_checkpoint"):
         run_ranks(run_ours, 2, "full", cfg, join=False)
+
+
+def test_an_optimizer_whose_state_cannot_be_saved_is_refused_at_the_start(tmp_path: Path) -> None:
+    cfg = tiny_config("full", tmp_path, **{"optimizer._component_": "torchao.optim.AdamW8bit"})
+    with pytest.raises(AssertionError, match="torch cannot gather from several ranks"):
+        run_ranks(run_ours, 2, "full", cfg, join=False)

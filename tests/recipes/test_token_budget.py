@@ -91,6 +91,7 @@ def test_with_growth_and_resume_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     }
     whole = run(tmp_path / "whole", **changes)
     assert len({record["global_batch_size"] for record in whole}) >= 3
+    assert max(record["micro_batch_size"] for record in whole) > 4, "as large as the steps become"
     again = {
         **changes,
         "resume_from_checkpoint": True,

@@ -67,6 +67,8 @@ def test_all_that_may_be_asked(tmp_path: Path) -> None:
     assert names.keys() >= {"activation checkpointing", "LoRA (rank 8)", "6 ranks", "1 rank"}
     assert names["activation checkpointing"]["largest"] > said["largest"]
     assert names["6 ranks"]["configured"]["live"] < said["configured"]["live"]
+    # Parts as small as these stay as they are.
+    assert names["8-bit optimizer (torchao)"]["configured"]["live"] == said["configured"]["live"]
     assert said["lengths"]["32"] >= 2 * said["largest"] >= 4 * said["lengths"]["128"]
     # 3 ranks cannot share 512 rows of an embedding evenly.
     assert said["last_rank"]["rank"] == 2
