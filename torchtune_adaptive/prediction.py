@@ -63,6 +63,7 @@ class Prediction:
     ) -> None:
         self._about: dict[str, Any] = {}
         self._gave_up: _NoAnswer | None = None
+        self._said: int | None = None
         self._device = device
         self._calibrations = Calibrations(settings.cache, cfg, ranks)
         self._learned = self._calibrations.of(device)
@@ -109,7 +110,9 @@ class Prediction:
         except _NoAnswer as reason:
             log.info(f"No prediction: {reason} Searching without it.")
             return None
-        log.info(f"The largest micro-batch is predicted to be {rows} rows.")
+        if rows != self._said:
+            log.info(f"The largest micro-batch is predicted to be {rows} rows.")
+        self._said = rows
         return rows
 
     def learn_from(self, trial: SizeTrial, accumulation: int) -> None:
