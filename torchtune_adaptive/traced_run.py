@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.forecast import (
     Beginning,
@@ -32,6 +32,8 @@ ROWS_TRACED = (2, 3)
 """Not 1: with one row torch takes other ways through some operations."""
 
 _MOST_REMEMBERED = 100
+_PARTS = ("model", "loss", "optimizer")
+_VERSIONED = ("torch.", "torchtune.", "torchao.")
 
 
 class Traces:
@@ -46,6 +48,9 @@ class Traces:
 
     def __init__(self, cfg: DictConfig, ranks: int, rank: int, cache: bool | str) -> None:
         self._run = (cfg, ranks, rank)
+        components = (OmegaConf.select(cfg, f"{part}._component_") for part in _PARTS)
+        if not all(str(name or "torch.").startswith(_VERSIONED) for name in components):
+            cache = False  # the user's own code changes without a version that would tell
         self._remembered: Remembered[dict[str, Any]] = Remembered(
             folder_for(cache, "traces"), "traces", _are_traces, most=_MOST_REMEMBERED
         )

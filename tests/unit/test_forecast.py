@@ -133,13 +133,14 @@ def ask(
     monkeypatch: pytest.MonkeyPatch,
     *other_lengths: int,
     cache: bool | str = False,
+    **config: Any,
 ) -> Answer:
     from torchtune_adaptive import trace
 
     monkeypatch.setattr(trace, "Tracer", lambda cfg, ranks, rank: tracer)
     return answer(
         Question(
-            {"gradient_accumulation_steps": 1, "device": "cpu"},
+            {"gradient_accumulation_steps": 1, "device": "cpu", **config},
             1,
             SIMULATED,
             rows=4,
@@ -173,6 +174,16 @@ def test_what_was_traced_once_is_not_traced_again(
     assert ask(again, monkeypatch, 5, cache=str(tmp_path)).largest == found.largest
     assert again.traced != []
     assert replace(remembered, seconds=0, tool_bytes=0) == replace(found, seconds=0, tool_bytes=0)
+
+
+def test_what_the_user_wrote_is_traced_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        tracer = FakeTracer(lambda rows, length: (rows,))
+        own = {"loss": {"_component_": "my_losses.Mine"}}
+        ask(tracer, monkeypatch, cache=str(tmp_path), **own)
+        assert tracer.traced != []
 
 
 def test_what_is_not_bilinear_is_traced_size_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
