@@ -251,7 +251,8 @@ def _load(
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters as they are, by the names of checkpoints; a state dict would dequantise them."""
-    wrapped = "_checkpoint_wrapped_module."  # part of the names of layers that torch checkpoints
+    # Part of the names of layers that torch checkpoints; private (checked on torch 2.11, 2.13 and 2.15).
+    wrapped = "_checkpoint_wrapped_module."
     return {name.replace(wrapped, ""): value for name, value in model.named_parameters()}
 
 

@@ -76,7 +76,9 @@ class Calibrations:
         return max(found, key=lambda one: one.when, default=None)
 
     def keep(self, calibration: Calibration) -> None:
-        self._kept.put({**self._kind, "device": calibration.device}, asdict(calibration))
+        value = asdict(calibration)
+        if _is_one(value):  # or it would only be refused, with a warning, each time it is read
+            self._kept.put({**self._kind, "device": calibration.device}, value)
 
 
 def _is_one(value: Any) -> bool:

@@ -39,9 +39,11 @@ class Stream:
     """A number, by which the allocator tells memory of one stream from that of another."""
 
     made = 0
+    device_index = 0
+    device_type = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.number = Stream.made
+        self.number = self.stream_id = Stream.made
         Stream.made += 1
 
     def wait_stream(self, stream: Stream) -> None: ...
@@ -52,6 +54,9 @@ class Stream:
         return event or Event()
 
     def synchronize(self) -> None: ...
+
+    def is_capturing(self) -> bool:
+        return False
 
     def query(self) -> bool:
         return True

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive import recorder
 from torchtune_adaptive.errors import NoPrediction
-from torchtune_adaptive.self_check import check_method
+from torchtune_adaptive.forecast import Bilinear
+from torchtune_adaptive.self_check import SMALL_RUN, check_method
+from torchtune_adaptive.trace import Tracer
 
 
 def check(fault: str, cache: bool | str) -> str:
@@ -42,3 +45,20 @@ def test_what_has_passed_is_remembered(tmp_path: Path) -> None:
     assert run_ranks(check, 1, "", str(tmp_path), timeout=60, join=False) == [""]
     fault = "storages are resized elsewhere"  # would be noticed, if it were looked at again
     assert run_ranks(check, 1, fault, str(tmp_path), timeout=60, join=False) == [""]
+
+
+def traced_as_on_a_gpu() -> tuple[bool, set[str]]:
+    """Whether steps on the imagined device are bilinear, and what FSDP has on streams of its own."""
+    changes = {"device": "cuda", "dtype": "bf16", "optimizer": {"fused": True}}
+    tracer = Tracer(OmegaConf.merge(SMALL_RUN, changes), ranks=2)
+    tracer.take_step(2, 32)
+    corners = [(2, 32), (3, 32), (2, 64), (3, 64)]
+    between = Bilinear({size: tracer.take_step(*size) for size in corners})
+    held_out = tracer.take_step(5, 128).renumbered()
+    return between.step(5, 128).events == held_out.events, set(tracer.stream_categories().values())
+
+
+def test_fsdp_and_a_fused_optimizer_run_on_the_imagined_device() -> None:
+    [(bilinear, on_streams)] = run_ranks(traced_as_on_a_gpu, 1, timeout=60, join=False)
+    assert bilinear
+    assert on_streams == {"gathered parameters", "gradients"}

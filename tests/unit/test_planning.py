@@ -144,6 +144,9 @@ class TestWhatIsAssumed:
         assert "measured here on 2033-05-18: peaks were +2.00% (reserved)" in plan.assumptions[0]
         assert make_plan(cfg, 1, "here").device.name == "One"
         assert make_plan(compiled, 2, "here").device.name == "Compiled"
+        absurd = Calibration("Absurd", 20 << 30, reserved=3.0, allocated=1.0, when=5e9)
+        Calibrations(str(tmp_path), cfg, 8).keep(absurd)
+        assert make_plan(cfg, 4, "here").device.name == "New"
 
     def test_the_allocator_is_that_of_the_environment(
         self, monkeypatch: pytest.MonkeyPatch
