@@ -24,14 +24,21 @@ from omegaconf import DictConfig, OmegaConf
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune import training
 
-from torchtune_adaptive import build
-from torchtune_adaptive.answers import Answer, answer, processes
-from torchtune_adaptive.config import amount_of_memory
-from torchtune_adaptive.memory import device_memory, is_out_of_memory
-from torchtune_adaptive.plan import make_plan
+from torchtune_adaptive.device import device_memory
+from torchtune_adaptive.device.memory import is_out_of_memory
+from torchtune_adaptive.plan.predict import Prediction, predict, processes
+from torchtune_adaptive.plan.request import plan_request
 from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.step import TrainStep
-from torchtune_adaptive.trace import OneOfMany, fill
+from torchtune_adaptive.settings.adaptive import amount_of_memory
+from torchtune_adaptive.setup.environment import Environment
+from torchtune_adaptive.setup.model import (
+    full_model_without_weights,
+    initialize_ropes,
+    lora_model_without_weights,
+)
+from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
+from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.trace.tracer import FakeRanks, fill
 
 GIB = 1 << 30
 SMALL = 2
@@ -105,27 +112,27 @@ def measure(case: Case, device_name: str, memory_limit: int, usable: int, larges
     dist.init_process_group("fake", rank=0, world_size=case.ranks, store=FakeStore())
     device = torch.device(device_name)
     memory = device_memory(device, memory_limit)
-    environment = build.Environment(
+    environment = Environment(
         device, training.get_dtype(cfg.dtype, torch.device("cpu")), 0, case.ranks
     )
     if "lora_attn_modules" in cfg.model:
-        model = build.lora_model_without_weights(cfg, environment)
+        model = lora_model_without_weights(cfg, environment)
     else:
-        model, _ = build.full_model_without_weights(cfg, environment)
+        model, _ = full_model_without_weights(cfg, environment)
     fill(model, device)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point() and parameter.requires_grad:
                 parameter.zero_()
-    build.initialize_ropes(model, environment)
-    optimizers = build.optimizers(cfg, environment, model, None)
+    initialize_ropes(model, environment)
+    optimizers = build_optimizers(cfg, environment, model, None)
     step = TrainStep(
         model=model,
         optimizers=optimizers.steppers,
-        loss_fn=build.loss(cfg, environment, model),
+        loss_fn=build_loss(cfg, environment, model),
         device=device,
         memory=memory,
-        ranks=OneOfMany(0, case.ranks),  # type: ignore[arg-type]
+        ranks=FakeRanks(0, case.ranks),  # type: ignore[arg-type]
         survive=False,
         activations=nullcontext(),
     )
@@ -157,11 +164,11 @@ def measure(case: Case, device_name: str, memory_limit: int, usable: int, larges
     return found
 
 
-def predict(cases: list[Case], device: str, memory: int) -> list[tuple[int, Answer]]:
+def predict_all(cases: list[Case], device: str, memory: int) -> list[tuple[int, Prediction]]:
     """For each case the bytes that may be used, and the prediction."""
-    plans = [make_plan(config_of(case, device), case.ranks, memory=memory) for case in cases]
+    plans = [plan_request(config_of(case, device), case.ranks, memory=memory) for case in cases]
     with processes() as run:
-        asked = [run(answer, plan.question()) for plan in plans]
+        asked = [run(predict, plan.question()) for plan in plans]
         return [(plan.device.usable, a.result()) for plan, a in zip(plans, asked, strict=True)]
 
 
@@ -194,7 +201,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|", flush=True)
     errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
     sizes = []
-    for case, (usable, told) in zip(cases, predict(cases, asked.device, memory), strict=True):
+    for case, (usable, told) in zip(cases, predict_all(cases, asked.device, memory), strict=True):
         try:
             seen = in_a_process(measure, case, asked.device, memory, usable, max(told.largest, 1))
         except Exception as error:  # the other cases can still say something

@@ -24,13 +24,13 @@ from torchtune.models import llama2, llama3_1, llama3_2
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from torchtune_adaptive.config import AdaptiveSettings
-from torchtune_adaptive.consensus import Ranks
-from torchtune_adaptive.memory import device_memory
-from torchtune_adaptive.probe import Probe, SizeTrial
-from torchtune_adaptive.report import trial_line
-from torchtune_adaptive.search import STRATEGIES, candidates, search
-from torchtune_adaptive.step import TrainStep
+from torchtune_adaptive.batching.strategies import STRATEGIES, candidates, search
+from torchtune_adaptive.device import device_memory
+from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.search.trial import SizeTrial, trial_line
+from torchtune_adaptive.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.step.train_step import TrainStep
 
 LORA: dict[str, Any] = {
     "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],

@@ -17,8 +17,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune.modules import RMSNorm
 
-from torchtune_adaptive.answers import Answer, answer, processes
-from torchtune_adaptive.plan import make_plan
+from torchtune_adaptive.plan.predict import Prediction, predict, processes
+from torchtune_adaptive.plan.request import plan_request
 from torchtune_adaptive.registry import find_config
 
 GIB, GB = 1 << 30, 10**9
@@ -217,7 +217,7 @@ def config_of(anchor: Anchor) -> DictConfig:
     return merged
 
 
-def predict(anchor: Anchor) -> Answer:
+def predict_anchor(anchor: Anchor) -> Prediction:
     if anchor.norm_as_then:
 
         def forward(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
@@ -226,8 +226,8 @@ def predict(anchor: Anchor) -> Answer:
             return scaled.type_as(x) * norm.scale
 
         RMSNorm.forward = forward  # type: ignore[method-assign]
-    plan = make_plan(config_of(anchor), anchor.ranks, "a100-80gb")
-    return answer(plan.question(cache=False))
+    plan = plan_request(config_of(anchor), anchor.ranks, "a100-80gb")
+    return predict(plan.question(cache=False))
 
 
 def main() -> None:
@@ -236,7 +236,7 @@ def main() -> None:
     asked = arguments.parse_args()
     anchors = [anchor for anchor in ANCHORS if asked.only in anchor.name]
     with processes() as run:
-        answers = [run(predict, one) for one in anchors]
+        answers = [run(predict_anchor, one) for one in anchors]
         print("| run | how | published | predicted: allocated | error | reserved | source |")
         print("|---|---|---|---|---|---|---|")
         for one, told in zip(anchors, answers, strict=True):

@@ -23,13 +23,16 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 
-from torchtune_adaptive import build
-from torchtune_adaptive.checkpoints import FullCheckpoints
-from torchtune_adaptive.probe import Probe, SizeTrial
+from torchtune_adaptive.batching.strategies import STRATEGIES, candidates, search
+from torchtune_adaptive.data.dataset import load_data
 from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.rows import worst_case
 from torchtune_adaptive.run import Run
-from torchtune_adaptive.search import STRATEGIES, candidates, search
+from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.search.trial import SizeTrial
+from torchtune_adaptive.search.worst_case import worst_case
+from torchtune_adaptive.setup.model import full_model
+from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
+from torchtune_adaptive.train.checkpoints import FullCheckpoints
 
 Trial = Callable[[int], SizeTrial]
 
@@ -70,11 +73,11 @@ def compare(cfg: DictConfig, rounding: str) -> None:
     run = Run(cfg, "full")
     settings, ranks = run.settings, run.ranks
     checkpoint = FullCheckpoints(cfg, run.environment).load()
-    model = build.full_model(cfg, run.environment, checkpoint[training.MODEL_KEY])
-    optimizers = build.optimizers(cfg, run.environment, model.module, None)
-    loss_fn = build.loss(cfg, run.environment, model.module)
+    model = full_model(cfg, run.environment, checkpoint[training.MODEL_KEY])
+    optimizers = build_optimizers(cfg, run.environment, model.module, None)
+    loss_fn = build_loss(cfg, run.environment, model.module)
     tokenizer = config.instantiate(cfg.tokenizer)
-    data = build.data(cfg, tokenizer, loss_fn)
+    data = load_data(cfg, tokenizer, loss_fn)
     step = run.train_step(model, optimizers, loss_fn)
     worst = worst_case(data.dataset, tokenizer, data.packed, None, ranks)
     sizes = candidates(rounding, len(data.dataset), 0)

@@ -47,13 +47,15 @@ from torchtune.models.llama3_2 import llama3_2_1b
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
-from torchtune_adaptive.config import amount_of_memory
-from torchtune_adaptive.consensus import Ranks
-from torchtune_adaptive.memory import SimulatedMemory, device_memory
-from torchtune_adaptive.probe import Probe
-from torchtune_adaptive.search import search
-from torchtune_adaptive.step import TrainStep
-from torchtune_adaptive.token_budget import TokenPacker, find_budget, lengths_to_measure
+from torchtune_adaptive.batching.strategies import search
+from torchtune_adaptive.data.micro_batches import ByTokens
+from torchtune_adaptive.device import device_memory
+from torchtune_adaptive.device.simulated import SimulatedMemory
+from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.search.token_budget import find_budget, lengths_to_measure
+from torchtune_adaptive.settings.adaptive import amount_of_memory
+from torchtune_adaptive.step.train_step import TrainStep
 
 ROWS, ROWS_IN_STEP = 2048, 128
 SMALL_VOCABULARY = 512
@@ -214,7 +216,7 @@ def budget(bench: Bench, order: list[int]) -> Batches:
         probe.prime()
         found, _ = find_budget(probe_at, lengths_to_measure(lengths, bench.longest), ROWS_IN_STEP)
     assert found is not None
-    packer = TokenPacker(found, lengths, padding_id=0, ignored=-100)
+    packer = ByTokens(found, lengths, padding_id=0, ignored=-100)
     for step in in_steps(order):
         portions = packer.portions(step, packer.largest, rank=0, ranks=1)
         yield [padded([bench.rows[i] for i in portion.sample_ids]) for portion in portions]

@@ -14,7 +14,7 @@ from adaptive_full_finetune_distributed import AdaptiveFullFinetuneRecipeDistrib
 from omegaconf import DictConfig
 
 from torchtune_adaptive import launch
-from torchtune_adaptive.memory import SimulatedMemory
+from torchtune_adaptive.device.simulated import SimulatedMemory
 
 MOVES_IN, LEAVES = 20, 45
 

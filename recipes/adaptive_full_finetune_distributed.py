@@ -15,10 +15,12 @@ from omegaconf import DictConfig
 from torchtune import config, training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
-from torchtune_adaptive import build, launch
-from torchtune_adaptive.checkpoints import FullCheckpoints
-from torchtune_adaptive.loop import TrainingLoop
+from torchtune_adaptive import launch
 from torchtune_adaptive.run import Run
+from torchtune_adaptive.setup.model import full_model
+from torchtune_adaptive.setup.optimizer import build_optimizers
+from torchtune_adaptive.train.checkpoints import FullCheckpoints
+from torchtune_adaptive.train.loop import TrainingLoop
 
 
 class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
@@ -51,9 +53,9 @@ class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
         run.watchdog.enter("loading the model", patience=None)
         checkpoints = FullCheckpoints(cfg, run.environment)
         checkpoint = checkpoints.load()
-        model = build.full_model(cfg, run.environment, checkpoint[training.MODEL_KEY])
+        model = full_model(cfg, run.environment, checkpoint[training.MODEL_KEY])
         state = checkpoint.get(training.OPT_KEY)
-        optimizers = build.optimizers(cfg, run.environment, model.module, state)
+        optimizers = build_optimizers(cfg, run.environment, model.module, state)
         if cfg.resume_from_checkpoint:
             if checkpoints.asynchronous:
                 checkpoints.resume_asynchronous(model, optimizers, run.progress)

@@ -15,10 +15,12 @@ from omegaconf import DictConfig
 from torchtune import config, training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
-from torchtune_adaptive import build, launch
-from torchtune_adaptive.checkpoints import LoRACheckpoints
-from torchtune_adaptive.loop import TrainingLoop
+from torchtune_adaptive import launch
 from torchtune_adaptive.run import Run
+from torchtune_adaptive.setup.model import lora_model
+from torchtune_adaptive.setup.optimizer import build_optimizers
+from torchtune_adaptive.train.checkpoints import LoRACheckpoints
+from torchtune_adaptive.train.loop import TrainingLoop
 
 
 class AdaptiveLoRAFinetuneRecipeDistributed(FTRecipeInterface):
@@ -45,9 +47,9 @@ class AdaptiveLoRAFinetuneRecipeDistributed(FTRecipeInterface):
         checkpoints = LoRACheckpoints(cfg, run.environment)
         checkpoint = checkpoints.load()
         adapters = checkpoint.get(training.ADAPTER_KEY)
-        model = build.lora_model(cfg, run.environment, checkpoint[training.MODEL_KEY], adapters)
+        model = lora_model(cfg, run.environment, checkpoint[training.MODEL_KEY], adapters)
         state = checkpoint.get(training.OPT_KEY)
-        optimizers = build.optimizers(cfg, run.environment, model.module, state)
+        optimizers = build_optimizers(cfg, run.environment, model.module, state)
         if cfg.resume_from_checkpoint:
             run.progress.resume(checkpoint)
         self._loop = run.prepare(model, optimizers, checkpoints.save)

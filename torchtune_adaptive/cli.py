@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtune_adaptive.answers import warm_up
-from torchtune_adaptive.config import BLOCK, AdaptiveSettings
 from torchtune_adaptive.errors import AdaptiveBatchingError
+from torchtune_adaptive.plan.predict import warm_up
+from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.versions import require_supported_versions
 
 _FIND = ("use_maximum_batch_size=True", f"{BLOCK}.search_only=True")
@@ -32,7 +32,7 @@ def _run(argv: list[str]) -> None:
 
     from torchtune._cli import cat, cp, download, ls, run, validate
 
-    from torchtune_adaptive import planning
+    from torchtune_adaptive.plan import command as plan_command
     from torchtune_adaptive.registry import find_config, register
 
     register()
@@ -58,8 +58,8 @@ def _run(argv: list[str]) -> None:
         description=f"{_FIND_HELP} Takes what `run` takes.",
         usage="tune-adaptive find [TORCHRUN-OPTIONS] <recipe> --config <config> [RECIPE-OPTIONS]",
     )
-    planning.add_arguments(
-        commands.add_parser("plan", help=planning.HELP, description=planning.HELP)
+    plan_command.add_arguments(
+        commands.add_parser("plan", help=plan_command.HELP, description=plan_command.HELP)
     )
     arguments = parser.parse_args(argv[1:])
     arguments.func(arguments)

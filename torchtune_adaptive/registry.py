@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import torchtune
 from omegaconf import OmegaConf
 from torchtune._recipe_registry import Config, Recipe, get_all_recipes
+from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive import tiny
 from torchtune_adaptive.errors import ConfigError
 
 _PACKAGE = Path(__file__).parent
+
 # In a wheel the configs lie in the package; in a checkout, beside it.
 CONFIGS = next(
     path for path in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if path.is_dir()
@@ -85,3 +91,10 @@ def register() -> None:
             if word in config.replace("/", "_").split("_")
         ]
         recipes.append(Recipe(name, spec.origin, configs, supports_distributed=True))
+
+
+def component(path: str) -> Callable[..., Any]:
+    """A function by its dotted path; modules in the working directory count."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return _get_component_from_path(path)

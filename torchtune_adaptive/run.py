@@ -12,33 +12,38 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import config, training
 
-from torchtune_adaptive import build
-from torchtune_adaptive.checkpoints import Progress
-from torchtune_adaptive.config_checks import check
-from torchtune_adaptive.consensus import Ranks
+from torchtune_adaptive.batching.noise import NoiseScale
+from torchtune_adaptive.batching.packing import Budget
+from torchtune_adaptive.batching.recovery import Recovery
+from torchtune_adaptive.batching.split import Epochs, Split, epochs_of, resumed_start
+from torchtune_adaptive.batching.strategies import candidates
+from torchtune_adaptive.data.dataset import Data, load_data
+from torchtune_adaptive.data.loader import Loader, SampleOrder
+from torchtune_adaptive.data.micro_batches import ByTokens
+from torchtune_adaptive.data.row_lengths import row_lengths
+from torchtune_adaptive.device import device_memory
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.find import announce, find_batch_size, find_token_budget
-from torchtune_adaptive.growth import Growth, resumed_start
-from torchtune_adaptive.instruments import Logging, Profiling
-from torchtune_adaptive.learning_rate import LearningRate
-from torchtune_adaptive.lengths import row_lengths
-from torchtune_adaptive.loop import TrainingLoop, epochs_of
-from torchtune_adaptive.memory import device_memory
-from torchtune_adaptive.noise import GradientNoise
-from torchtune_adaptive.packing import Budget
-from torchtune_adaptive.prediction import Prediction
-from torchtune_adaptive.recovery import Recovery
-from torchtune_adaptive.report import Events, SearchReport, Split
-from torchtune_adaptive.sampler import Loader, SampleOrder
-from torchtune_adaptive.schedule import Epochs
-from torchtune_adaptive.search import candidates
-from torchtune_adaptive.step import TrainStep
-from torchtune_adaptive.token_budget import TokenPacker
-from torchtune_adaptive.watchdog import Watchdog
+from torchtune_adaptive.plan.background import BackgroundPlanner
+from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.ranks.watchdog import Watchdog
+from torchtune_adaptive.search.batch_size import find_batch_size
+from torchtune_adaptive.search.decide import announce
+from torchtune_adaptive.search.report import SearchReport
+from torchtune_adaptive.search.token_budget import find_token_budget
+from torchtune_adaptive.settings.checks import check
+from torchtune_adaptive.setup.environment import start_environment
+from torchtune_adaptive.setup.model import Model
+from torchtune_adaptive.setup.optimizer import Optimizers, build_loss, build_lr_scheduler
+from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.train.events import Events
+from torchtune_adaptive.train.growth import Growth, batch_increase
+from torchtune_adaptive.train.instruments import Logging, Profiling, build_profiler
+from torchtune_adaptive.train.learning_rate import LearningRate
+from torchtune_adaptive.train.loop import TrainingLoop
+from torchtune_adaptive.train.progress import Progress
 
 log = logging.getLogger(__name__)
-
-Save = Callable[[build.Model, build.Optimizers, Progress, str], None]
+Save = Callable[[Model, Optimizers, Progress, str], None]
 
 
 class Run:
@@ -57,7 +62,7 @@ class Run:
     def __init__(self, cfg: DictConfig, kind: str) -> None:
         self._cfg = cfg
         self.settings = check(cfg, kind)
-        self.environment = build.start(cfg)
+        self.environment = start_environment(cfg)
         self.ranks = Ranks(self.settings.agreement_timeout(cfg.get("compile", False)))
         self.watchdog = Watchdog(
             self.ranks,
@@ -68,9 +73,9 @@ class Run:
         self.progress = Progress(seed, cfg.epochs, cfg.max_steps_per_epoch)
         # Before the model: a cap on memory holds for its weights as well.
         self.memory = device_memory(self.environment.device, self.settings.memory_limit)
-        self.prediction: Prediction | None = None  # on rank 0, beside the set-up
+        self.prediction: BackgroundPlanner | None = None  # on rank 0, beside the set-up
         if self.settings.predicts and self.environment.is_rank_zero:
-            self.prediction = Prediction.begin(
+            self.prediction = BackgroundPlanner.begin(
                 cfg, self.settings, self.ranks.size, self.memory.name
             )
         self.metrics: Any = None  # torchtune's metric logger, on rank 0
@@ -96,9 +101,7 @@ class Run:
             self.prediction.close()
             self.prediction = None
 
-    def prepare(
-        self, model: build.Model, optimizers: build.Optimizers, save: Save
-    ) -> TrainingLoop | None:
+    def prepare(self, model: Model, optimizers: Optimizers, save: Save) -> TrainingLoop | None:
         """Make the training loop of a model and its optimizer, with the batch size found if it is asked for.
 
         The search stands here: everything that it needs is there, and what depends on the batch size is not
@@ -109,11 +112,11 @@ class Run:
         """
         cfg, environment, settings = self._cfg, self.environment, self.settings
         progress, state = self.progress, self.progress.training
-        loss_fn = build.loss(cfg, environment, model.module)
+        loss_fn = build_loss(cfg, environment, model.module)
         self.watchdog.enter("loading the data", patience=None)
-        data = build.data(cfg, config.instantiate(cfg.tokenizer), loss_fn)
+        data = load_data(cfg, config.instantiate(cfg.tokenizer), loss_fn)
         order = SampleOrder(len(data.dataset), model.data_ranks, cfg.shuffle)
-        grow = build.batch_increase(cfg, settings)
+        grow = batch_increase(cfg, settings)
         measures_noise = settings.gradient_noise != "off" or getattr(grow, "needs_noise", False)
         step = self.train_step(model, optimizers, loss_fn, measures_noise)
         start = Split(cfg.batch_size, cfg.gradient_accumulation_steps, model.data_ranks)
@@ -155,7 +158,7 @@ class Run:
         output_dir = Path(cfg.output_dir)
         learning_rate = LearningRate(
             optimizers,
-            lambda position: build.lr_scheduler(
+            lambda position: build_lr_scheduler(
                 cfg, optimizers, progress.total_epochs * epochs.base_steps, position
             ),
             position=epochs.position(progress.epochs_run, used),
@@ -182,12 +185,12 @@ class Run:
             progress=progress,
             logging=Logging.from_config(cfg, self.metrics, environment),
             events=Events(output_dir if environment.is_rank_zero else None),
-            profiling=Profiling(*build.profiler(cfg), environment, self.memory),
+            profiling=Profiling(*build_profiler(cfg), environment, self.memory),
             watchdog=self.watchdog,
             step_timeout=settings.step_timeout,
             save=lambda name: save(model, optimizers, progress, name),
             save_every_n_steps=cfg.get("save_every_n_steps"),
-            noise=GradientNoise() if measures_noise else None,
+            noise=NoiseScale() if measures_noise else None,
             output_dir=output_dir,
         )
 
@@ -204,7 +207,7 @@ class Run:
             )
         )
 
-    def _recovery(self, split: Split, packer: TokenPacker | None) -> Recovery | None:
+    def _recovery(self, split: Split, packer: ByTokens | None) -> Recovery | None:
         if not self.settings.shrinks:
             return None
         if packer is not None:
@@ -215,8 +218,8 @@ class Run:
 
     def train_step(
         self,
-        model: build.Model,
-        optimizers: build.Optimizers,
+        model: Model,
+        optimizers: Optimizers,
         loss_fn: Any,
         measure_noise: bool = False,
     ) -> TrainStep:
@@ -243,8 +246,8 @@ class Run:
         dist.destroy_process_group()
 
     def _find_token_budget(
-        self, step: TrainStep, data: build.Data, order: SampleOrder, start: Split
-    ) -> TokenPacker:
+        self, step: TrainStep, data: Data, order: SampleOrder, start: Split
+    ) -> ByTokens:
         cfg, settings = self._cfg, self.settings
         is_rank_zero = self.environment.is_rank_zero
         self.watchdog.enter("looking up the lengths of all rows", patience=None)
@@ -268,7 +271,7 @@ class Run:
         return report.packer
 
     def _find_batch_size(
-        self, step: TrainStep, data: build.Data, order: SampleOrder, known: int | None
+        self, step: TrainStep, data: Data, order: SampleOrder, known: int | None
     ) -> SearchReport:
         report = find_batch_size(
             cfg=self._cfg,

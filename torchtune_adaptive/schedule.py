@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.noise import GrowthController
+from torchtune_adaptive.batching.noise import GrowthController
 
 IncreaseFunction = Callable[[int, int], int]
 """``f(epoch, current_batch_size) -> increment``, of the micro-batch, called as an epoch begins."""
@@ -199,72 +199,3 @@ class GradientNoise(Schedule):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._asked_at = state["asked_at"]
         self._controller.load_state_dict(state)
-
-
-# --- the learning rate -------------------------------------------------------------------------------
-
-
-def lr_factor(
-    rule: str, batch: int, start: int, noise: float | None = None, exponent: float = 0.5
-) -> float:
-    """What the base learning rate is multiplied by at a global batch of ``batch``.
-
-    Args:
-        rule: ``none``; ``sqrt`` or ``linear`` in batch over start; ``gain``: what a larger batch is worth
-            at this noise scale, (1 + noise / start) / (1 + noise / batch), to the power of ``exponent``.
-        batch: the global batch.
-        start: the global batch that the base learning rate is meant for.
-        noise: the gradient noise scale in rows; while it is unknown, ``gain`` is 1.
-        exponent: 0.5 for Adam and its like, 1 for SGD.
-    """
-    ratio = batch / start
-    if rule == "sqrt":
-        return math.sqrt(ratio)
-    if rule == "linear":
-        return ratio
-    if rule == "gain" and noise is not None:
-        return float(((1 + noise / start) / (1 + noise / batch)) ** exponent)
-    return 1.0
-
-
-def beta2_at(beta2: float, batch: int, start: int) -> float:
-    """Adam's second beta that forgets as much in as many samples as ``beta2`` does at ``start``."""
-    return float(beta2 ** (batch / start))
-
-
-# --- steps --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Epochs:
-    """How the samples of a run become positions in its base schedule.
-
-    The base schedule is that of the run whose batch never grows. Its steps are positions, and the run is
-    at one of them by the samples that it has used, however many steps it took to use them.
-    """
-
-    rows: int
-    """Rows per rank that an epoch may use."""
-    base_rows: int
-    """Rows per rank in a base step."""
-
-    @property
-    def base_steps(self) -> int:
-        """In an epoch."""
-        return self.rows // self.base_rows
-
-    def position(self, epoch: int, used: int) -> int:
-        """Base steps behind a run that has used so many rows of its epoch."""
-        return epoch * self.base_steps + min(used // self.base_rows, self.base_steps)
-
-    def progress(self, epoch: int, used: int) -> float:
-        return epoch + used / self.rows
-
-
-def split_rows(rows: int, largest: int, accumulation: int) -> tuple[int, int]:
-    """Micro-batch and accumulation for ``rows`` on each rank: no more micro-batches than are needed, as
-    equal as can be, and no fewer than configured, so that a growing batch widens its micro-batches first.
-    """
-    accumulation = max(accumulation, -(-rows // largest))
-    micro_batch = -(-rows // accumulation)
-    return micro_batch, -(-rows // micro_batch)

@@ -22,6 +22,7 @@ from torchtune.models.llama2 import llama2
 _EDITION = 1  # of what is made here: another edition is made beside an older one
 _ROWS = 640
 VOCABULARY = 512
+
 _SIZE = {
     "num_layers": 4,
     "num_heads": 4,
@@ -29,6 +30,7 @@ _SIZE = {
     "embed_dim": 64,
     "intermediate_dim": 160,
 }
+
 _WORDS = [
     "river",
     "stone",

@@ -16,11 +16,12 @@ from torchtune import training
 
 from tests.helpers.models import batch, local_values, same_bits, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.consensus import Ranks
-from torchtune_adaptive.memory import SimulatedMemory, plain_tensors
-from torchtune_adaptive.probe import Probe
-from torchtune_adaptive.search import STRATEGIES, candidates, search
-from torchtune_adaptive.step import TrainStep
+from torchtune_adaptive.batching.strategies import STRATEGIES, candidates, search
+from torchtune_adaptive.device.memory import plain_tensors
+from torchtune_adaptive.device.simulated import SimulatedMemory
+from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.step.train_step import TrainStep
 
 LIMIT = 250_000
 

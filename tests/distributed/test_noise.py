@@ -13,9 +13,9 @@ from torchtune import training
 from tests.helpers.faults import FailingMemory
 from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.consensus import Ranks
-from torchtune_adaptive.noise import GradientNoise, NoiseSums
-from torchtune_adaptive.step import StepOutcome, TrainStep
+from torchtune_adaptive.batching.noise import NoiseScale, NoiseSums
+from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.step.train_step import StepOutcome, TrainStep
 
 Batch = dict[str, Any]
 
@@ -233,7 +233,7 @@ def measured_scales() -> tuple[float | None, float | None]:
     model, ranks = tiny_llama(), Ranks(timeout=20)
     still = torch.optim.SGD(model.parameters(), lr=0.0)
     step = train_step(model, [still], ranks=ranks, survive=False, measure_noise=True)
-    noise = GradientNoise(window=10**9)
+    noise = NoiseScale(window=10**9)
     for batches in drawn(ranks.rank):
         noise.update(take(step, batches).noise)
     assert noise.steps == STEPS

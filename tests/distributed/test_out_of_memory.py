@@ -12,9 +12,10 @@ from torchtune import training
 from tests.helpers.faults import FailingMemory
 from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.consensus import Ranks
-from torchtune_adaptive.probe import Probe, SizeTrial
-from torchtune_adaptive.snapshot import Snapshot
+from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.search.trial import SizeTrial
+from torchtune_adaptive.step.snapshot import Snapshot
 
 
 class Everywhere:

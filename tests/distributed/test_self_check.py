@@ -8,11 +8,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive import recorder
 from torchtune_adaptive.errors import NoPrediction
-from torchtune_adaptive.forecast import Bilinear
-from torchtune_adaptive.self_check import SMALL_RUN, check_method
-from torchtune_adaptive.trace import Tracer
+from torchtune_adaptive.memory_model.steps import Bilinear
+from torchtune_adaptive.trace import recorder
+from torchtune_adaptive.trace.self_check import SMALL_RUN, check_method
+from torchtune_adaptive.trace.tracer import Tracer
 
 
 def check(fault: str, cache: bool | str) -> str:

@@ -15,9 +15,9 @@ import torch
 from tests.helpers.loops import Sizes, Training
 from tests.helpers.models import same_bits
 from tests.helpers.ranks import run_ranks, watch_ranks
+from torchtune_adaptive.batching.recovery import Recovery
 from torchtune_adaptive.errors import OutOfMemoryElsewhere, TrainingOutOfMemory
-from torchtune_adaptive.recovery import Recovery
-from torchtune_adaptive.watchdog import EXIT_CODE, Watchdog
+from torchtune_adaptive.ranks.watchdog import EXIT_CODE, Watchdog
 
 
 def fail_everywhere(stride: int, settings: dict[str, Any]) -> dict[str, int]:

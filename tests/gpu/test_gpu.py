@@ -12,11 +12,12 @@ from torchtune.models.llama2 import llama2
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.helpers.models import local_values, same_bits
-from torchtune_adaptive.consensus import Ranks
-from torchtune_adaptive.memory import AcceleratorMemory, device_memory
-from torchtune_adaptive.probe import Probe
-from torchtune_adaptive.search import STRATEGIES, candidates, search
-from torchtune_adaptive.step import TrainStep
+from torchtune_adaptive.batching.strategies import STRATEGIES, candidates, search
+from torchtune_adaptive.device import device_memory
+from torchtune_adaptive.device.accelerator import AcceleratorMemory
+from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.step.train_step import TrainStep
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtune_adaptive.memory import SimulatedMemory
+from torchtune_adaptive.device.simulated import SimulatedMemory
 
 
 class OutOfMemoryAt(TorchDispatchMode):

@@ -15,19 +15,22 @@ from torchtune.data import padded_collate_sft
 
 from tests.helpers.faults import FailingMemory
 from tests.helpers.models import VOCABULARY, adamw, local_values, tiny_llama, train_step
-from torchtune_adaptive import loop as loop_module
-from torchtune_adaptive.build import Environment, Optimizers
-from torchtune_adaptive.checkpoints import Progress
-from torchtune_adaptive.consensus import Ranks
-from torchtune_adaptive.growth import Growth
-from torchtune_adaptive.instruments import Logging
-from torchtune_adaptive.learning_rate import LearningRate
-from torchtune_adaptive.loop import TrainingLoop, epochs_of
-from torchtune_adaptive.recovery import Recovery
-from torchtune_adaptive.report import Events, Split
-from torchtune_adaptive.sampler import EpochRows, Loader, MicroBatch, SampleOrder
-from torchtune_adaptive.snapshot import Snapshot
-from torchtune_adaptive.watchdog import Watchdog
+from torchtune_adaptive.batching.recovery import Recovery
+from torchtune_adaptive.batching.split import Split, epochs_of
+from torchtune_adaptive.data.loader import EpochRows, Loader, SampleOrder
+from torchtune_adaptive.data.micro_batches import MicroBatch
+from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.ranks.watchdog import Watchdog
+from torchtune_adaptive.setup.environment import Environment
+from torchtune_adaptive.setup.optimizer import Optimizers
+from torchtune_adaptive.step.snapshot import Snapshot
+from torchtune_adaptive.train import loop as loop_module
+from torchtune_adaptive.train.events import Events
+from torchtune_adaptive.train.growth import Growth
+from torchtune_adaptive.train.instruments import Logging
+from torchtune_adaptive.train.learning_rate import LearningRate
+from torchtune_adaptive.train.loop import TrainingLoop
+from torchtune_adaptive.train.progress import Progress
 
 loop_module.tqdm = MagicMock()  # type: ignore[attr-defined]
 loop_module.History = MagicMock()  # type: ignore[misc]  # or each of thousands of runs would draw a plot

@@ -12,9 +12,10 @@ from torchtune.models.llama2 import llama2, lora_llama2
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from torchtune_adaptive.consensus import Ranks
-from torchtune_adaptive.memory import DeviceMemory, SimulatedMemory
-from torchtune_adaptive.step import TrainStep
+from torchtune_adaptive.device.memory import DeviceMemory
+from torchtune_adaptive.device.simulated import SimulatedMemory
+from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.step.train_step import TrainStep
 
 VOCABULARY = 16
 

@@ -17,10 +17,10 @@ from torchtune.data import padded_collate_sft
 from tests.helpers import recipes
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, saved_weights, tiny_config
-from torchtune_adaptive import build
-from torchtune_adaptive.config_checks import check
 from torchtune_adaptive.errors import BatchIncreaseError, ConfigError
 from torchtune_adaptive.registry import find_config
+from torchtune_adaptive.settings.checks import check
+from torchtune_adaptive.train.growth import batch_increase
 
 ROWS: list[list[int]] = []
 """Of each micro-batch that this process has collated: a number for each row, the same in every run."""
@@ -292,6 +292,6 @@ def test_the_ready_config_has_every_schedule(schedule: str) -> None:
     cfg.schedule = schedule
     assert isinstance(cfg, DictConfig)
     settings = check(cfg, "full")
-    grow = build.batch_increase(cfg, settings)
+    grow = batch_increase(cfg, settings)
     assert settings.grows and grow is not None
     assert callable(grow) == (schedule == "function")

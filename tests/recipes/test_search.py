@@ -14,9 +14,9 @@ import torch
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, saved_weights, tiny_config
-from torchtune_adaptive import prediction
-from torchtune_adaptive.calibration import Calibration, Calibrations
 from torchtune_adaptive.errors import NothingFits
+from torchtune_adaptive.plan import background
+from torchtune_adaptive.plan.calibration import Calibration, Calibrations
 
 SEARCH = {
     "use_maximum_batch_size": True,
@@ -172,16 +172,16 @@ def test_without_a_prediction_the_search_goes_on(fault: str, reason: str, tmp_pa
 
 def run_ours_with_a_predictor_that(fault: str, cfg: Any) -> str:
     if fault == "is given no time":
-        prediction.PATIENCE = 0.0
+        background.PATIENCE = 0.0
     elif fault == "cannot be started":
-        prediction.sys.executable = "/no/python"
+        background.sys.executable = "/no/python"
     elif fault == "ends at once":
-        prediction.PROGRAM = "pass"
+        background.PROGRAM = "pass"
     elif fault == "cannot trace this":
-        prediction.PROGRAM = (
-            "from torchtune_adaptive import recorder;"
+        background.PROGRAM = (
+            "from torchtune_adaptive.trace import recorder;"
             "recorder.Recorder.knows = lambda *_: False;"
-            f"{prediction.PROGRAM}"
+            f"{background.PROGRAM}"
         )
     heard = io.StringIO()
     logging.getLogger("torchtune_adaptive").addHandler(logging.StreamHandler(heard))

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.config import AdaptiveSettings
-from torchtune_adaptive.config_checks import check, unused_keys
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.registry import CONFIGS, find_config, our_configs, torchtune_configs
+from torchtune_adaptive.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.settings.checks import check
+from torchtune_adaptive.settings.kinds import unused_keys
 
 
 def config(name: str = "tiny/full", *overrides: str) -> DictConfig:

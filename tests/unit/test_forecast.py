@@ -9,39 +9,35 @@ from typing import Any, ClassVar
 
 import pytest
 
-from torchtune_adaptive.allocator import MIB
-from torchtune_adaptive.answers import Answer, Question, answer
-from torchtune_adaptive.forecast import (
-    Beginning,
+from torchtune_adaptive.memory_model.allocator import MIB
+from torchtune_adaptive.memory_model.peak import Beginning, DeviceLimits, largest, peak, timeline
+from torchtune_adaptive.memory_model.steps import (
     Bilinear,
-    Device,
-    Event,
     Label,
+    MemoryEvent,
     NotRegular,
-    Step,
-    largest,
-    peak,
-    timeline,
+    RecordedStep,
 )
+from torchtune_adaptive.plan.predict import Prediction, Query, predict
 
-SIMULATED = Device("simulated device", 1000, caching=False)
-NOTHING = Step([], {})
+SIMULATED = DeviceLimits("simulated device", 1000, caching=False)
+NOTHING = RecordedStep([], {})
 
 
-def step(*allocations: int, freed: bool = True, start: int = 100) -> Step:
+def step(*allocations: int, freed: bool = True, start: int = 100) -> RecordedStep:
     """Allocations one after the other, then freed in the same order."""
     blocks = range(start, start + len(allocations))
-    events = [Event(block, n, 0) for block, n in zip(blocks, allocations, strict=True)]
-    events += [Event(block, -1, 0) for block in blocks] if freed else []
+    events = [MemoryEvent(block, n, 0) for block, n in zip(blocks, allocations, strict=True)]
+    events += [MemoryEvent(block, -1, 0) for block in blocks] if freed else []
     labels = {block: Label("activations", "forward", f"op {block - start}") for block in blocks}
-    return Step(events, labels)
+    return RecordedStep(events, labels)
 
 
-def sizes(of: Step) -> list[int]:
+def sizes(of: RecordedStep) -> list[int]:
     return [event.nbytes for event in of.events if event.nbytes >= 0]
 
 
-def growing(rows: int, length: int) -> Step:
+def growing(rows: int, length: int) -> RecordedStep:
     return step(1000, 8 * rows, 4 * length, 3 * rows * length, start=7 * rows + length)
 
 
@@ -66,12 +62,14 @@ class TestBilinear:
         with pytest.raises(NotRegular, match="leaves 2 blocks behind"):
             step(1, 2, freed=False).renumbered()
         with pytest.raises(NotRegular, match="memory of the step before"):
-            Step([Event(3, -1, 0)], {}).renumbered()
+            RecordedStep([MemoryEvent(3, -1, 0)], {}).renumbered()
 
 
 def test_a_peak_says_what_is_held_and_where_it_is_reached() -> None:
-    parameters = Step([Event(1, 500, 0)], {1: Label("parameters", "set-up", "")})
-    state = Step([Event(2, 100, 0)], {2: Label("optimizer state", "optimizer step", "")})
+    parameters = RecordedStep([MemoryEvent(1, 500, 0)], {1: Label("parameters", "set-up", "")})
+    state = RecordedStep(
+        [MemoryEvent(2, 100, 0)], {2: Label("optimizer state", "optimizer step", "")}
+    )
     found = peak(Beginning(parameters, state), step(50, 300, 20), 4, 64, SIMULATED)
     assert found.live == found.allocated == found.reserved == 970
     assert found.parts == {"parameters": 500, "optimizer state": 100, "activations": 370}
@@ -79,12 +77,14 @@ def test_a_peak_says_what_is_held_and_where_it_is_reached() -> None:
 
 
 def test_a_caching_allocator_rounds_and_keeps() -> None:
-    found = peak(Beginning(NOTHING, NOTHING), step(11 * MIB + 1), 4, 64, Device("gpu", 1 << 30))
+    found = peak(
+        Beginning(NOTHING, NOTHING), step(11 * MIB + 1), 4, 64, DeviceLimits("gpu", 1 << 30)
+    )
     assert (found.live, found.allocated, found.reserved) == (11 * MIB + 1, 12 * MIB, 12 * MIB)
 
 
 def test_workspaces_are_part_of_the_peak() -> None:
-    device = Device("gpu", 1 << 30, workspaces=(32 * MIB, 32 * MIB))
+    device = DeviceLimits("gpu", 1 << 30, workspaces=(32 * MIB, 32 * MIB))
     found = peak(Beginning(NOTHING, NOTHING), step(MIB), 4, 64, device)
     assert found.reserved == 64 * MIB + 2 * MIB
     assert found.parts["workspaces"] == 64 * MIB
@@ -94,7 +94,7 @@ def test_workspaces_are_part_of_the_peak() -> None:
     ("usable", "verdict"), [(1030, "FITS"), (1029, "UNCERTAIN"), (970, "UNCERTAIN"), (969, "NOT")]
 )
 def test_a_verdict_is_given_where_the_error_leaves_no_doubt(usable: int, verdict: str) -> None:
-    device = Device("", usable, caching=False, band=0.03)
+    device = DeviceLimits("", usable, caching=False, band=0.03)
     found = peak(Beginning(NOTHING, NOTHING), step(1000), 1, 1, device)
     assert verdict in found.verdict(device)
 
@@ -120,7 +120,7 @@ class FakeTracer:
         self.formula = formula
         self.traced: list[int] = []
 
-    def take_step(self, rows: int, length: int) -> Step:
+    def take_step(self, rows: int, length: int) -> RecordedStep:
         self.traced.append(rows)
         return step(*self.formula(rows, length))
 
@@ -134,12 +134,12 @@ def ask(
     *other_lengths: int,
     cache: bool | str = False,
     **config: Any,
-) -> Answer:
-    from torchtune_adaptive import trace
+) -> Prediction:
+    from torchtune_adaptive.trace import tracer as tracer_module
 
-    monkeypatch.setattr(trace, "Tracer", lambda cfg, ranks, rank: tracer)
-    return answer(
-        Question(
+    monkeypatch.setattr(tracer_module, "Tracer", lambda cfg, ranks, rank: tracer)
+    return predict(
+        Query(
             {"gradient_accumulation_steps": 1, "device": "cpu", **config},
             1,
             SIMULATED,

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.lengths import row_lengths
+from torchtune_adaptive.data.row_lengths import row_lengths
 
 
 class Rows(list[dict[str, list[int]]]):

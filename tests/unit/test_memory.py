@@ -9,14 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.memory import (
-    AcceleratorMemory,
-    SimulatedMemory,
-    Usage,
-    device_memory,
-    is_out_of_memory,
-    plain_tensors,
-)
+from torchtune_adaptive.device import device_memory
+from torchtune_adaptive.device.accelerator import AcceleratorMemory
+from torchtune_adaptive.device.memory import Usage, is_out_of_memory, plain_tensors
+from torchtune_adaptive.device.simulated import SimulatedMemory
 
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),

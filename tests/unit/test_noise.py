@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchtune_adaptive.noise import GradientNoise, GrowthController, NoiseSums
+from torchtune_adaptive.batching.noise import GrowthController, NoiseScale, NoiseSums
 
 GRADIENT = [0.3, -0.2, 0.05, 0.4]  # of a token, on average
 DEVIATION = [1.0, 2.0, 0.5, 1.5]  # of a token, in each parameter
@@ -47,8 +47,8 @@ def sampled(small: list[int], chance: random.Random) -> NoiseSums:
     )
 
 
-def noise_of(steps: list[NoiseSums], **settings: int) -> GradientNoise:
-    noise = GradientNoise(**settings)
+def noise_of(steps: list[NoiseSums], **settings: int) -> NoiseScale:
+    noise = NoiseScale(**settings)
     for sums in steps:
         noise.update(sums)
     return noise
@@ -95,7 +95,7 @@ def test_old_steps_are_forgotten() -> None:
 
 
 def test_there_is_no_estimate_before_enough_steps() -> None:
-    noise = GradientNoise(least_steps=3)
+    noise = NoiseScale(least_steps=3)
     seen = []
     for _ in range(4):
         seen.append(noise.scale_in_tokens is None and noise.scale_in_rows is None)
@@ -122,7 +122,7 @@ def test_no_estimate_is_none_and_never_a_number(sums: NoiseSums) -> None:
 
 def test_every_estimate_is_positive_and_finite() -> None:
     chance = random.Random(1)
-    noise = GradientNoise(window=2, least_steps=1)
+    noise = NoiseScale(window=2, least_steps=1)
     estimates = []
     for _ in range(1000):
         noise.update(sampled([chance.randint(1, 3), chance.randint(1, 3)], chance))
@@ -144,7 +144,7 @@ def test_the_state_comes_back_to_the_bit() -> None:
     chance = random.Random(2)
     steps = [sampled([3, 9, 1], chance) for _ in range(60)]
     noise = noise_of(steps[:30], window=20)
-    resumed = GradientNoise(window=20)
+    resumed = NoiseScale(window=20)
     resumed.load_state_dict(json.loads(json.dumps(noise.state_dict())))
     for sums in steps[30:]:
         assert resumed.scale_in_rows == noise.scale_in_rows

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.calibration import Calibration, Calibrations
 from torchtune_adaptive.errors import ConfigError, NoPrediction
-from torchtune_adaptive.gpus import GPUS, gpu
-from torchtune_adaptive.plan import make_plan
-from torchtune_adaptive.planning import add_arguments, plan_command
+from torchtune_adaptive.memory_model.gpus import GPUS, gpu
+from torchtune_adaptive.plan.calibration import Calibration, Calibrations
+from torchtune_adaptive.plan.command import add_arguments, plan_command
+from torchtune_adaptive.plan.request import plan_request
+from torchtune_adaptive.plan.what_if import what_ifs
 from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.what_if import what_ifs
 
 PROGRAM = """
 import sys, torch
@@ -117,18 +117,18 @@ def stock(name: str, **changes: Any) -> Any:
 
 class TestWhatIsAssumed:
     def test_a_device_by_name(self) -> None:
-        plan = make_plan(stock("llama3_1/8B_full"), 8, "a100-40gb")
+        plan = plan_request(stock("llama3_1/8B_full"), 8, "a100-40gb")
         assert plan.device.usable == int(GPUS["a100-40gb"].usable(8) * 0.95)
         assert any("CUDA's context and NCCL" in line for line in plan.assumptions)
 
     def test_memory_is_what_a_process_can_get(self) -> None:
-        plan = make_plan(stock("llama3_1/8B_full"), 8, memory=76 << 30)
+        plan = plan_request(stock("llama3_1/8B_full"), 8, memory=76 << 30)
         assert plan.device.usable == int((76 << 30) * 0.95)
 
     def test_this_machine_is_as_searches_found_it(self, tmp_path: Path) -> None:
         cfg = stock("llama3_1/8B_full", adaptive_batching={"cache": str(tmp_path)})
         with pytest.raises(ConfigError, match="none is remembered"):
-            make_plan(cfg, 8, "here")
+            plan_request(cfg, 8, "here")
         compiled = OmegaConf.merge(cfg, {"compile": True})
         for device, when, run, ranks in (
             ("Old", 1e9, cfg, 8),
@@ -138,26 +138,26 @@ class TestWhatIsAssumed:
         ):
             kept = Calibrations(str(tmp_path), run, ranks)
             kept.keep(Calibration(device, 20 << 30, 1.02, 1.01, when))
-        plan = make_plan(cfg, 4, "here")
+        plan = plan_request(cfg, 4, "here")
         assert (plan.device.name, plan.device.correction) == ("New", 1.02)
         assert plan.device.usable == int((20 << 30) * 0.95)
         assert "measured here on 2033-05-18: peaks were +2.00% (reserved)" in plan.assumptions[0]
-        assert make_plan(cfg, 1, "here").device.name == "One"
-        assert make_plan(compiled, 2, "here").device.name == "Compiled"
+        assert plan_request(cfg, 1, "here").device.name == "One"
+        assert plan_request(compiled, 2, "here").device.name == "Compiled"
         absurd = Calibration("Absurd", 20 << 30, reserved=3.0, allocated=1.0, when=5e9)
         Calibrations(str(tmp_path), cfg, 8).keep(absurd)
-        assert make_plan(cfg, 4, "here").device.name == "New"
+        assert plan_request(cfg, 4, "here").device.name == "New"
 
     def test_the_allocator_is_that_of_the_environment(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        assert make_plan(stock("llama3_1/8B_full"), 8).device.expandable
+        assert plan_request(stock("llama3_1/8B_full"), 8).device.expandable
 
     def test_the_length_of_rows(self) -> None:
-        assert make_plan(stock("llama3_1/8B_full"), 8).length_source.startswith("assumed")
+        assert plan_request(stock("llama3_1/8B_full"), 8).length_source.startswith("assumed")
         longer = stock("llama3_1/8B_full", tokenizer={"max_seq_len": 4096})
-        assert make_plan(longer, 8).length == 4096
+        assert plan_request(longer, 8).length == 4096
 
     def test_what_cannot_be_told_is_refused(self) -> None:
         changes = {
@@ -166,15 +166,15 @@ class TestWhatIsAssumed:
             "optimizer": {"fused": False},
         }
         with pytest.raises(NoPrediction, match="are not traced yet"):
-            make_plan(stock("llama3_1/8B_full", **changes), 8)
+            plan_request(stock("llama3_1/8B_full", **changes), 8)
 
     def test_compiling_is_said_to_err_high(self) -> None:
-        plan = make_plan(stock("llama3_1/8B_full", compile=True), 8)
+        plan = plan_request(stock("llama3_1/8B_full", compile=True), 8)
         assert any("compile" in line and "errs high" in line for line in plan.assumptions)
 
 
 def test_what_ifs_change_one_thing_each() -> None:
-    plan = make_plan(stock("llama3_1/8B_full"), 8)
+    plan = plan_request(stock("llama3_1/8B_full"), 8)
     changed = {one.name: one.question for one in what_ifs(plan)}
     assert changed["no activation checkpointing"].cfg["enable_activation_checkpointing"] is False
     assert changed["QLoRA (rank 8)"].cfg["model"]["_component_"].endswith("qlora_llama3_1_8b")
@@ -182,7 +182,7 @@ def test_what_ifs_change_one_thing_each() -> None:
     assert changed["16 ranks"].ranks == 16
     assert changed["expandable segments"].device.expandable
     for question in changed.values():  # each is a config that a recipe would take
-        make_plan(OmegaConf.create(question.cfg), question.ranks)
+        plan_request(OmegaConf.create(question.cfg), question.ranks)
 
 
 def test_an_unknown_device_is_an_error_with_a_guess() -> None:
@@ -195,7 +195,7 @@ def test_a_process_that_is_killed_has_status_2(tmp_path: Path) -> None:
     script = tmp_path / "killing.py"
     script.write_text(
         "import os, signal\n"
-        "from torchtune_adaptive import planning\n"
+        "from torchtune_adaptive.plan import command as planning\n"
         "def killed(*_):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "if __name__ == '__main__':\n"

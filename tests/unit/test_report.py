@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from torchtune_adaptive.probe import RankReport, SizeTrial
-from torchtune_adaptive.report import SearchReport, Split, trial_line
-from torchtune_adaptive.search import SearchResult, Status
+from torchtune_adaptive.batching.split import Split
+from torchtune_adaptive.batching.strategies import SearchResult, Status
+from torchtune_adaptive.search.report import SearchReport
+from torchtune_adaptive.search.trial import RankReport, SizeTrial, trial_line
 
 GIB = 1 << 30
 

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.config import AdaptiveSettings
+from torchtune_adaptive.cache import Cache
 from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.remembered import Remembered
-from torchtune_adaptive.result_cache import facts, found_sizes
+from torchtune_adaptive.search.batch_size import facts, found_sizes
+from torchtune_adaptive.settings.adaptive import AdaptiveSettings
 
 FACTS = {"model": {"layers": 2}, "row_length": 128}
 
 
-def sizes_in(folder: Path) -> Remembered[int]:
+def sizes_in(folder: Path) -> Cache[int]:
     return found_sizes(str(folder))
 
 
@@ -110,7 +110,7 @@ def test_the_folder_is_the_users_or_the_one_that_is_given(
 
 
 def test_what_was_written_longest_ago_goes(tmp_path: Path) -> None:
-    few: Remembered[int] = Remembered(tmp_path, "number", lambda n: True, most=3)
+    few: Cache[int] = Cache(tmp_path, "number", lambda n: True, most=3)
     for n in range(5):
         few.put({"n": n}, n)
         for path in tmp_path.iterdir():  # as if time had passed

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torchtune.data import padded_collate_sft
 
-from torchtune_adaptive import rows
 from torchtune_adaptive.errors import EmptyTrial
-from torchtune_adaptive.rows import worst_case
+from torchtune_adaptive.search import worst_case as worst_case_module
+from torchtune_adaptive.search.worst_case import worst_case
 
 
 class OneRank:
@@ -56,7 +56,7 @@ def test_the_longest_of_all_rows() -> None:
 
 
 def test_a_large_dataset_is_sampled_evenly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MOST_ROWS_SCANNED", 100)
+    monkeypatch.setattr(worst_case_module, "MOST_ROWS_SCANNED", 100)
     dataset = Lengths([10 + i % 7 for i in range(1000)])
     worst = find(dataset)
     assert worst.length == 16
@@ -67,7 +67,7 @@ def test_a_large_dataset_is_sampled_evenly_and_says_so(monkeypatch: pytest.Monke
 
 
 def test_a_slow_dataset_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MOST_SECONDS_SCANNED", -1.0)
+    monkeypatch.setattr(worst_case_module, "MOST_SECONDS_SCANNED", -1.0)
     worst = find(Lengths([5, 6, 7]))
     assert "0 rows out of 3" in worst.source
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from torchtune_adaptive.sampler import EpochRows, Loader, SampleOrder
+from torchtune_adaptive.data.loader import EpochRows, Loader, SampleOrder
 
 
 @pytest.mark.parametrize("samples", [1, 2, 7, 64, 103])

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from torchtune_adaptive.batching.scaling import beta2_at, lr_factor
+from torchtune_adaptive.batching.split import Epochs, split_rows
 from torchtune_adaptive.schedule import (
-    Epochs,
     Geometric,
     GradientNoise,
     Linear,
@@ -19,9 +20,6 @@ from torchtune_adaptive.schedule import (
     Schedule,
     Seesaw,
     Step,
-    beta2_at,
-    lr_factor,
-    split_rows,
 )
 
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from torchtune_adaptive.search import STRATEGIES, SearchResult, Status, candidates, search
+from torchtune_adaptive.batching.strategies import (
+    STRATEGIES,
+    SearchResult,
+    Status,
+    candidates,
+    search,
+)
 
 
 @dataclass(frozen=True)

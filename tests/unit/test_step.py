@@ -12,7 +12,7 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.helpers.faults import FailingMemory
 from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
-from torchtune_adaptive.step import StepHalfApplied
+from torchtune_adaptive.step.train_step import StepHalfApplied
 
 
 class OneRank:

@@ -7,8 +7,9 @@ import random
 import torch
 from torchtune.data import padded_collate_sft
 
-from torchtune_adaptive.packing import Budget
-from torchtune_adaptive.token_budget import TokenPacker, length_buckets, lengths_to_measure
+from torchtune_adaptive.batching.packing import Budget
+from torchtune_adaptive.data.micro_batches import ByTokens, length_buckets
+from torchtune_adaptive.search.token_budget import lengths_to_measure
 
 PADDING, IGNORED = 7, -100
 
@@ -23,7 +24,7 @@ def test_a_compiled_model_sees_few_lengths_and_nothing_is_over_budget() -> None:
     lengths = [numbers.randint(5, 1000) for _ in range(400)]
     budget = Budget.of_tokens(4000, 1000)
     buckets = length_buckets(1000, min(lengths))
-    packer = TokenPacker(budget, lengths, PADDING, IGNORED, buckets)
+    packer = ByTokens(budget, lengths, PADDING, IGNORED, buckets)
     seen = set()
     for start in range(0, 400, 40):
         step = list(range(start, start + 40))
@@ -47,7 +48,7 @@ def test_a_compiled_model_sees_few_lengths_and_nothing_is_over_budget() -> None:
 
 
 def test_a_rank_without_rows_runs_one_that_weighs_nothing() -> None:
-    packer = TokenPacker(Budget.of_tokens(100, 50), [50, 20], PADDING, IGNORED)
+    packer = ByTokens(Budget.of_tokens(100, 50), [50, 20], PADDING, IGNORED)
     portions = [packer.portions([0, 1], packer.largest, rank, 3) for rank in range(3)]
     assert [len(each) for each in portions] == [1, 1, 1]
     ((empty,),) = [each for each in portions if each[0].weightless]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchtune_adaptive.watchdog import Sign, lost_rank
+from torchtune_adaptive.ranks.watchdog import Sign, lost_rank
 
 OWN = Sign("trial of 8 rows", progress=50, patience=45.0)
 HEALTHY = Sign("trial of 8 rows", progress=50, patience=45.0, heard=99.0, moved=99.0)

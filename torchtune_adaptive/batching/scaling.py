@@ -1,0 +1,33 @@
+"""How the learning rate and Adam's second beta follow a batch that grows."""
+
+from __future__ import annotations
+
+import math
+
+
+def lr_factor(
+    rule: str, batch: int, start: int, noise: float | None = None, exponent: float = 0.5
+) -> float:
+    """What the base learning rate is multiplied by at a global batch of ``batch``.
+
+    Args:
+        rule: ``none``; ``sqrt`` or ``linear`` in batch over start; ``gain``: what a larger batch is worth
+            at this noise scale, (1 + noise / start) / (1 + noise / batch), to the power of ``exponent``.
+        batch: the global batch.
+        start: the global batch that the base learning rate is meant for.
+        noise: the gradient noise scale in rows; while it is unknown, ``gain`` is 1.
+        exponent: 0.5 for Adam and its like, 1 for SGD.
+    """
+    ratio = batch / start
+    if rule == "sqrt":
+        return math.sqrt(ratio)
+    if rule == "linear":
+        return ratio
+    if rule == "gain" and noise is not None:
+        return float(((1 + noise / start) / (1 + noise / batch)) ** exponent)
+    return 1.0
+
+
+def beta2_at(beta2: float, batch: int, start: int) -> float:
+    """Adam's second beta that forgets as much in as many samples as ``beta2`` does at ``start``."""
+    return float(beta2 ** (batch / start))

@@ -1,0 +1,112 @@
+"""What every device answers about its memory: how much there is, how much a step takes.
+
+An accelerator answers from its caching allocator (see ``accelerator``). The CPU has none, so it is given a
+simulated one (see ``simulated``).
+"""
+
+from __future__ import annotations
+
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Out of memory, said by something other than ``torch.OutOfMemoryError``. Triton's "out of resource" is
+# not among them: it is about a kernel's shared memory, and no batch size cures it.
+_OUT_OF_MEMORY_TEXTS = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "HIP out of memory",
+    "XPU out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",  # NCCL
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+
+
+def is_out_of_memory(exception: BaseException) -> bool:
+    """Whether the device ran out of memory; anything else is a bug and must not be swallowed."""
+    if isinstance(exception, torch.OutOfMemoryError):
+        return True
+    text = str(exception)
+    return isinstance(exception, RuntimeError) and any(t in text for t in _OUT_OF_MEMORY_TEXTS)
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that a tensor is made of: its shard, its quantised data, or itself."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, torch.Tensor):  # a sharded tensor also names its mesh
+                yield from plain_tensors(part)
+    else:
+        yield tensor
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What has been used since ``DeviceMemory.watch``."""
+
+    peak_bytes: int
+    """The most that was held at once, in the unit that runs out: reserved memory on an accelerator."""
+
+    peak_allocated_bytes: int
+    """The most that tensors held at once."""
+
+    retries: int
+    """How often the allocator had to give memory back before it could go on."""
+
+
+class DeviceMemory(ABC):
+    """One device's memory, as this process sees it."""
+
+    name: str
+
+    @abstractmethod
+    def capacity(self) -> int:
+        """Bytes that this process can get, including what it has: neighbours' memory is not in it."""
+
+    @abstractmethod
+    def capped(self, limit: int) -> AbstractContextManager[None]:
+        """Within this context the device has no more than ``limit`` bytes for this process."""
+
+    @abstractmethod
+    def watch(self) -> None:
+        """Start a new period of measurement."""
+
+    @abstractmethod
+    def usage(self) -> Usage:
+        """What has been used since ``watch``."""
+
+    @abstractmethod
+    def retries(self) -> int:
+        """How often, since the process began, the allocator had to give memory back to go on."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is anything to be seen in ``usage``."""
+        return True
+
+    @abstractmethod
+    def in_use(self) -> int:
+        """Bytes held by tensors now."""
+
+    def running(self) -> AbstractContextManager[object]:
+        """Around everything that runs on the device: what a simulated device needs in order to see it."""
+        return nullcontext()
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 - a device knows its own
+        """Count tensors that exist already as memory in use."""
+
+    def release(self) -> None:
+        """Give back everything that nothing refers to any more."""
+        gc.collect()
+
+    def record_history(self, enabled: bool) -> None:  # noqa: B027 - only an allocator has a history
+        """Start or stop the recording that a memory snapshot shows (torchtune's profiler asks for it)."""

@@ -1,0 +1,220 @@
+"""What torch's CUDA caching allocator would do with a sequence of allocations: how much it reserves.
+
+An allocator keeps what it has got from the device. It gives out blocks of it, so what runs out is not what
+tensors hold (*allocated*) but what the allocator holds (*reserved*), and the two can be gigabytes apart.
+The rules are those of torch 2.13 with default settings:
+
+- A size is rounded up to 512 bytes. Up to 1 MiB it is *small*. Small and large blocks have pools of their
+  own, and so has each stream: memory freed on one is never given out on another.
+- The smallest free block that is large enough is taken; among equals, the one at the lowest address. What
+  is left of it becomes a free block if it is worth it: 512 bytes of a small one, more than 1 MiB of a large
+  one. So a large tensor may occupy up to 1 MiB that it did not ask for, and that counts as allocated.
+- Without such a block a segment is taken from the device: 2 MiB for small blocks, 20 MiB for large ones
+  below 10 MiB, and the size itself in units of 2 MiB above.
+- A freed block merges with its free neighbours in the segment.
+- When the device has no more, every segment without a block in use is given back, and it is tried again
+  (a *retry*, which costs time); only then is memory out.
+- With *expandable segments* each pool is one segment that grows at its end by pages of 2 MiB or 20 MiB, and
+  every remainder is split off. The free block at its end is taken only where no other is large enough.
+
+No torch in here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+KIB, MIB = 1 << 10, 1 << 20
+UNIT = 512
+LARGEST_SMALL = MIB
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+
+SEGMENT_OF_ITS_OWN = 10 * MIB
+"""From this size on, a segment is made for the block."""
+Pool = tuple[int, bool]  # stream, whether small
+
+
+class OutOfMemory(Exception):
+    """The sequence does not fit below the limit, even after giving back what is cached."""
+
+
+class Block:
+    """A piece of a segment, in use or free, between its neighbours."""
+
+    __slots__ = ("address", "before", "behind", "free", "pool", "size")
+
+    def __init__(self, pool: Pool, address: int, size: int) -> None:
+        self.pool = pool
+        self.address = address
+        self.size = size
+        self.free = False
+        self.before: Block | None = None
+        self.behind: Block | None = None
+
+    def __lt__(self, other: Block) -> bool:
+        """In the order in which free blocks are taken."""
+        return (self.size, self.address) < (other.size, other.address)
+
+
+class Allocator:
+    """The caching allocator of one device, in numbers.
+
+    Args:
+        limit: bytes that it can get from the device; without one, any number.
+        expandable: whether it has expandable segments.
+    """
+
+    def __init__(self, limit: int | None = None, expandable: bool = False) -> None:
+        self._limit = limit
+        self._expandable = expandable
+        self._free: dict[Pool, list[Block]] = {}
+        self._last: dict[Pool, Block] = {}  # of each expandable segment
+        self._next_address = 0
+        self.allocated = self.peak_allocated = 0
+        self.reserved = self.peak_reserved = 0
+        self.retries = 0
+
+    def allocate(self, nbytes: int, stream: int = 0) -> Block:
+        """A block of at least ``nbytes``.
+
+        Raises:
+            OutOfMemory: there is none, and none can be made.
+        """
+        size = max(UNIT, -(-nbytes // UNIT) * UNIT)
+        pool = (stream, size <= LARGEST_SMALL)
+        block = self._take(pool, size) or self._reserve(pool, size)
+        if block is None:
+            self.retries += 1
+            self.release()
+            block = self._take(pool, size) or self._reserve(pool, size)
+        if block is None:
+            raise OutOfMemory(f"{size:,} bytes, with {self.reserved:,} of {self._limit:,} reserved")
+        self._split(block, size)
+        block.free = False
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back."""
+        self.allocated -= block.size
+        block.free = True
+        if block.before is not None and block.before.free:
+            self._forget(block.before)
+            block = self._merge(block.before, block)
+        if block.behind is not None and block.behind.free:
+            self._forget(block.behind)
+            block = self._merge(block, block.behind)
+        self._remember(block)
+
+    def release(self) -> None:
+        """Give back to the device what no block in use is part of (``empty_cache``)."""
+        for blocks in self._free.values():
+            for block in list(blocks):
+                if self._expandable:
+                    self._shrink(block)
+                elif block.before is None and block.behind is None:
+                    self._forget(block)
+                    self.reserved -= block.size
+
+    def watch(self) -> None:
+        """Start a new period of measurement."""
+        self.peak_allocated, self.peak_reserved, self.retries = self.allocated, self.reserved, 0
+
+    def _take(self, pool: Pool, size: int) -> Block | None:
+        blocks = self._free.get(pool, [])
+        at = bisect_left(blocks, (size, -1), key=lambda block: (block.size, block.address))
+        if at + 1 < len(blocks) and blocks[at] is self._last.get(pool):
+            at += 1  # the end of an expandable segment is left to what fits nowhere else
+        return blocks.pop(at) if at < len(blocks) else None
+
+    def _reserve(self, pool: Pool, size: int) -> Block | None:
+        _, small = pool
+        last = self._last.get(pool)
+        at_hand = last.size if last is not None and last.free else 0
+        if self._expandable:
+            page = SMALL_SEGMENT if small else LARGE_SEGMENT
+            extra = -(-(size - at_hand) // page) * page
+        elif small:
+            extra = SMALL_SEGMENT
+        elif size < SEGMENT_OF_ITS_OWN:
+            extra = LARGE_SEGMENT
+        else:
+            extra = -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
+        if self._limit is not None and self.reserved + extra > self._limit:
+            return None
+        self.reserved += extra
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        if not self._expandable:
+            self._next_address += extra
+            return Block(pool, self._next_address - extra, extra)
+        return self._grow(pool, last, extra)
+
+    def _grow(self, pool: Pool, last: Block | None, extra: int) -> Block:
+        """Add pages at the end of an expandable segment; the free block that is there grows with it."""
+        if last is not None and last.free:
+            self._forget(last)
+            last.size += extra
+            return last
+        block = Block(pool, last.address + last.size if last is not None else 0, extra)
+        self._link(last, block)
+        self._last[pool] = block
+        return block
+
+    def _shrink(self, block: Block) -> None:
+        """Give back whole pages at the end of an expandable segment. Those in its middle are kept here,
+        and given back by torch: after a retry, this reserves too much rather than too little."""
+        if block is not self._last.get(block.pool):
+            return
+        page = SMALL_SEGMENT if block.pool[1] else LARGE_SEGMENT
+        kept = -block.address % page
+        if block.size < kept:
+            return
+        self._forget(block)
+        self.reserved -= block.size - kept
+        block.size = kept
+        if kept:
+            self._remember(block)
+        elif block.before is not None:
+            self._last[block.pool] = block.before
+            block.before.behind = None
+        else:
+            del self._last[block.pool]
+
+    def _split(self, block: Block, size: int) -> None:
+        left = block.size - size
+        worth_it = left >= UNIT if block.pool[1] or self._expandable else left > LARGEST_SMALL
+        if not worth_it:
+            return
+        rest = Block(block.pool, block.address + size, left)
+        block.size = size
+        self._link(rest, block.behind)
+        self._link(block, rest)
+        if self._last.get(block.pool) is block:
+            self._last[block.pool] = rest
+        self._remember(rest)
+
+    def _merge(self, left: Block, right: Block) -> Block:
+        left.size += right.size
+        left.behind = right.behind
+        if right.behind is not None:
+            right.behind.before = left
+        if self._last.get(left.pool) is right:
+            self._last[left.pool] = left
+        return left
+
+    @staticmethod
+    def _link(left: Block | None, right: Block | None) -> None:
+        if left is not None:
+            left.behind = right
+        if right is not None:
+            right.before = left
+
+    def _remember(self, block: Block) -> None:
+        block.free = True
+        insort(self._free.setdefault(block.pool, []), block)
+
+    def _forget(self, block: Block) -> None:
+        blocks = self._free[block.pool]
+        del blocks[bisect_left(blocks, block)]

@@ -1,0 +1,129 @@
+"""The memory events of a step, and the line through two of them.
+
+The sequence of allocations in a step does not depend on how many rows a micro-batch has or how long they
+are, and the size of each allocation is bilinear in the two: constant (parameters), by row, by token, by
+both (activations). So four traces, of two numbers of rows and two lengths, give every other step. That they
+have one structure is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class MemoryEvent(NamedTuple):
+    """Memory given out, or (``nbytes`` is -1) taken back."""
+
+    block: int
+    nbytes: int
+    stream: int
+
+
+class Label(NamedTuple):
+    """What a block is for, and what asked for it."""
+
+    category: str
+    phase: str
+    operation: str
+
+
+class RecordedStep(NamedTuple):
+    """The events of one step in order, and the labels of the blocks that it gives out."""
+
+    events: list[MemoryEvent]
+    labels: dict[int, Label]
+
+    def renumbered(self) -> RecordedStep:
+        """With blocks counted from 1, as every step counts them that leaves nothing behind.
+
+        Raises:
+            NotRegular: it leaves something behind, or takes back what another step gave out.
+        """
+        number: dict[int, int] = {}
+        events, left = [], 0
+        for block, nbytes, stream in self.events:
+            if nbytes >= 0:
+                number[block] = len(number) + 1
+            elif block not in number:
+                raise NotRegular("a step frees memory of the step before")
+            left += 1 if nbytes >= 0 else -1
+            events.append(MemoryEvent(number[block], nbytes, stream))
+        if left:
+            raise NotRegular(f"a step leaves {left} blocks behind")
+        return RecordedStep(events, {number[block]: label for block, label in self.labels.items()})
+
+
+def packed_up(step: RecordedStep) -> dict[str, Any]:
+    """A step as JSON can hold it, in little space: labels are few."""
+    kinds = {label: number for number, label in enumerate(dict.fromkeys(step.labels.values()))}
+    return {
+        "events": [list(event) for event in step.events],
+        "kinds": [list(label) for label in kinds],
+        "labels": [[block, kinds[label]] for block, label in step.labels.items()],
+    }
+
+
+def unpacked(packed: Mapping[str, Any]) -> RecordedStep:
+    """The step again."""
+    kinds = [Label(*kind) for kind in packed["kinds"]]
+    events = [MemoryEvent(*event) for event in packed["events"]]
+    return RecordedStep(events, {block: kinds[number] for block, number in packed["labels"]})
+
+
+class NotRegular(Exception):
+    """Steps do not repeat, or differ in more than the sizes of their allocations."""
+
+
+class Bilinear:
+    """A step of any number of rows of any length, out of traced ones.
+
+    Args:
+        corners: steps by rows and length; two numbers of rows, and one length or two.
+
+    Raises:
+        NotRegular: they do not have the same structure.
+    """
+
+    def __init__(self, corners: Mapping[tuple[int, int], RecordedStep]) -> None:
+        steps = {size: step.renumbered() for size, step in corners.items()}
+        self.rows = sorted({rows for rows, _ in steps})
+        self.lengths = sorted({length for _, length in steps})
+        first = steps[self.rows[0], self.lengths[0]]
+        for size, step in steps.items():
+            if len(step.events) != len(first.events) or any(
+                (a.block, a.nbytes < 0, a.stream) != (b.block, b.nbytes < 0, b.stream)
+                for a, b in zip(step.events, first.events, strict=True)
+            ):
+                raise NotRegular(f"steps of {size} have other allocations than smaller ones")
+        self._first = first
+        at = [[steps[rows, length].events for length in self.lengths] for rows in self.rows]
+        self._sizes = [
+            [[event.nbytes for event in events] for events in by_length] for by_length in at
+        ]
+
+    def step(self, rows: int, length: int) -> RecordedStep:
+        """What a trace of that size would show."""
+        low, high = self.rows[0], self.rows[-1]
+        by_length = [
+            _line(self._sizes[0][n], self._sizes[-1][n], low, high, rows)
+            for n in range(len(self.lengths))
+        ]
+        low, high = self.lengths[0], self.lengths[-1]
+        if low == high and length != low:
+            raise ValueError(f"traces of rows of {low} tokens say nothing about {length}")
+        sizes = _line(by_length[0], by_length[-1], low, high, length)
+        events = [
+            event if event.nbytes < 0 else event._replace(nbytes=max(0, round(nbytes)))
+            for event, nbytes in zip(self._first.events, sizes, strict=True)
+        ]
+        return RecordedStep(events, self._first.labels)
+
+
+def _line(
+    at_low: Sequence[float], at_high: Sequence[float], low: int, high: int, at: int
+) -> Sequence[float]:
+    if at == low or low == high:
+        return at_low
+    share = (at - low) / (high - low)
+    return [a + share * (b - a) for a, b in zip(at_low, at_high, strict=True)]

@@ -1,0 +1,54 @@
+"""The ranks of a run, and the ways in which they agree."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of a run, and the ways in which they agree; always on the CPU, never on the device.
+
+    Every wait is bounded: a rank that is not heard of within ``timeout`` seconds fails the others.
+    """
+
+    def __init__(self, timeout: float = 45.0) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._group = None
+        if self.size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._flag_value = self._flag.numpy()  # the same memory
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank.
+
+        Nothing here can run out of memory: a failure after the all-reduce would be told by a second one,
+        which the others would take for an answer to something else.
+        """
+        if self._group is None:
+            return flag
+        self._flag_value[0] = flag
+        dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(self._flag_value[0])
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank."""
+        if self._group is None:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values  # type: ignore[return-value]
+
+    def from_rank_zero(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        if self._group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]

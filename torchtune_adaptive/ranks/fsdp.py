@@ -1,0 +1,181 @@
+"""What we ask of FSDP2 beyond training: to see its collectives, and to put it back after an exception.
+
+Everything here that reaches below FSDP2's public interface says why, and on which torch it was checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+# torch 2.13 renamed both; the old names warn from there on.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that FSDP launched, in enough detail to launch it again without FSDP."""
+
+    operation: Callable[..., Any]
+    output_numel: int
+    input_numel: int
+    dtype: torch.dtype
+    group: dist.ProcessGroup
+    extra: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def output_bytes(self) -> int:
+        return self.output_numel * self.dtype.itemsize
+
+    @property
+    def input_bytes(self) -> int:
+        return self.input_numel * self.dtype.itemsize
+
+    def launch(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        self.operation(output, input, group=self.group, **dict(self.extra))
+
+
+Watcher = Callable[[Callable[[], Any], Callable[[], Collective]], Any]
+"""Is given two functions for each collective: one launches it, the other describes it. Must return what
+the launch returns."""
+
+Reducing = Callable[[torch.Tensor], None]
+"""Is shown each gradient of this rank's own, before it becomes one of all ranks."""
+
+
+def watch_collectives(model: nn.Module, watcher: Watcher, reducing: Reducing | None = None) -> None:
+    """Route every all-gather and reduce-scatter of an FSDP2 model through ``watcher``.
+
+    ``reducing`` sees what is about to be reduced, on the stream that will do it. There is nothing to see
+    where FSDP has one rank to reduce over: it then leaves out the collective.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_AllGather(watcher))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(_ReduceScatter(watcher, reducing))  # type: ignore[arg-type]
+
+
+def launch_only(launch: Callable[[], Any], describe: Callable[[], Collective]) -> Any:
+    """The watcher that does nothing."""
+    return launch()
+
+
+class _Watched:
+    """The part that FSDP2's two interfaces for custom collectives have in common."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+
+    def allocate(
+        self, size: Any, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:  # the signature that FSDP calls
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _watch(
+        self,
+        operation: Callable[..., Any],
+        output: torch.Tensor,
+        input: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool,
+        **extra: Any,
+    ) -> Any:
+        return self._watcher(
+            lambda: operation(output, input, group=group, async_op=async_op, **extra),
+            lambda: Collective(
+                operation, output.numel(), input.numel(), input.dtype, group, tuple(extra.items())
+            ),
+        )
+
+
+class _AllGather(_Watched):
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):  # type: ignore[no-untyped-def]
+        return self._watch(_all_gather, output_tensor, input_tensor, group, async_op)
+
+
+class _ReduceScatter(_Watched):
+    def __init__(self, watcher: Watcher, reducing: Reducing | None) -> None:
+        super().__init__(watcher)
+        self._reducing = reducing
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):  # type: ignore[no-untyped-def]
+        # Before the watcher hears of the collective: where this runs out of memory, it is not launched.
+        if self._reducing is not None:
+            self._reducing(input_tensor)
+        return self._watch(_reduce_scatter, output_tensor, input_tensor, group, async_op, op=op)
+
+
+def reset(model: nn.Module) -> None:
+    """Put an FSDP2 model back to where a step begins, after an exception in forward or backward.
+
+    Afterwards every parameter is sharded and no parameter has a gradient. Without this the next backward
+    silently trains only part of the model. Gradients that backward had left on unsharded parameters are
+    dropped first, while the model still shows those parameters: FSDP2's own reset leaves them (torch
+    2.13), and the next step would count them twice.
+    """
+    _drop_gradients(model)
+    if isinstance(model, FSDPModule):
+        # Private: whether FSDP has run at all; before that there is nothing to reset, and
+        # ``reset_iter_state`` fails (checked on torch 2.11 to 2.15).
+        has_run = model._get_fsdp_state()._is_root is not None
+        if has_run and hasattr(model, "reset_iter_state"):
+            model.reset_iter_state()
+        elif has_run:
+            _reset_by_hand(model)
+        _check_sharded(model)
+    _drop_gradients(model)
+
+
+def _drop_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _reset_by_hand(root: FSDPModule) -> None:
+    """What ``FSDPModule.reset_iter_state`` does, for torch 2.11 and 2.12, which do not have it.
+
+    Private attributes throughout; those that only one of the two versions has are set where they exist.
+    """
+    root_state = root._get_fsdp_state()
+    if root_state._device.type != "cpu":
+        torch.accelerator.synchronize(root_state._device)  # instead of waiting for each event
+    idle = type(root_state._training_state).IDLE
+    shared = root_state._comm_ctx
+    shared.all_gather_state = None
+    if hasattr(shared, "reduce_scatter_states"):
+        shared.reduce_scatter_states.clear()
+    else:
+        shared.reduce_scatter_state = None  # type: ignore[attr-defined]
+    shared.post_forward_order.clear()
+    for state in root_state._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = idle
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in filter(None, groups):
+            group._all_gather_result = None
+            group._post_reduce_event = None
+            group._all_reduce_state = None
+            group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = idle
+            group._to_sharded()
+    root_state._state_ctx.iter_forward_root = None
+    root_state._state_ctx.post_backward_final_callback_queued = False
+
+
+def _check_sharded(model: nn.Module) -> None:
+    unsharded = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if unsharded:
+        raise RuntimeError(
+            f"FSDP2 of torch {torch.__version__} could not be put back after running out of memory: "
+            f"{unsharded[0]} (and {len(unsharded) - 1} more) stayed unsharded. Please report this."
+        )

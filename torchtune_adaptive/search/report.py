@@ -1,0 +1,168 @@
+"""What the user sees: of a search each trial, a table, the choice and why, JSON, a plot; of training, what
+changed the batch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtune_adaptive.batching.split import Split
+from torchtune_adaptive.batching.strategies import SearchResult, Status
+from torchtune_adaptive.search.trial import SizeTrial
+from torchtune_adaptive.text import human_bytes, table
+
+log = logging.getLogger(__name__)
+JSON_NAME = "batch_size_search.json"
+PLOT_NAME = "batch_size_search.png"
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """A finished search and what it was about."""
+
+    result: SearchResult[SizeTrial]
+    before: Split
+    after: Split
+    strategy: str
+    row_length: int
+    row_source: str
+    device: str
+    headroom: float
+    seconds: float
+
+    @property
+    def largest(self) -> int:
+        """The largest micro-batch that fits."""
+        assert self.result.size is not None, "a search that found nothing has no report"
+        return self.result.size
+
+    @property
+    def uses_what_was_found(self) -> bool:
+        """Or whether it is only how far the batch may grow."""
+        return self.after.micro_batch == self.largest
+
+    def reason(self) -> str:
+        """Why this size and not the next."""
+        if self.result.status is not Status.NEXT_DOES_NOT_FIT:
+            return self.result.status.value
+        failed = min(
+            (trial for trial in self.result.trials if not trial.fits), key=lambda t: t.size
+        )
+        return f"{failed.size} rows do not fit: {failed.deciding.trouble} on rank {failed.deciding_rank}"
+
+    def overrides(self) -> str:
+        """The command line that trains with this result and does not search again."""
+        return (
+            f"batch_size={self.after.micro_batch} "
+            f"gradient_accumulation_steps={self.after.accumulation} use_maximum_batch_size=False"
+        )
+
+    def text(self) -> str:
+        old, new = self.before, self.after
+        lines = [
+            f"Trials of {self.row_length} tokens a row ({self.row_source}) on {self.device}, "
+            f"{self.headroom:.0%} of memory kept free; {self.strategy}, {self.seconds:.1f} s:",
+            *_table(self.result.trials),
+            f"batch_size {old.micro_batch} -> {new.micro_batch} ({self.reason()})"
+            if self.uses_what_was_found
+            else f"batch_size {old.micro_batch} may grow to {self.largest} ({self.reason()})",
+        ]
+        if new.accumulation != old.accumulation:
+            lines.append(f"gradient_accumulation_steps {old.accumulation} -> {new.accumulation}")
+        change = "stays" if old.global_batch == new.global_batch else f"{old.global_batch} ->"
+        lines += [
+            f"global batch {change} {new.global_batch} rows "
+            f"({new.micro_batch} x {new.accumulation} x {new.ranks} ranks)",
+        ]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "batch_size": self.after.micro_batch,
+            "largest_batch_size": self.largest,
+            "gradient_accumulation_steps": self.after.accumulation,
+            "global_batch_size": self.after.global_batch,
+            "before": {
+                "batch_size": self.before.micro_batch,
+                "gradient_accumulation_steps": self.before.accumulation,
+                "global_batch_size": self.before.global_batch,
+            },
+            "ranks": self.after.ranks,
+            "reason": self.reason(),
+            "overrides": self.overrides(),
+            "strategy": self.strategy,
+            "row_length": self.row_length,
+            "row_length_source": self.row_source,
+            "device": self.device,
+            "headroom": self.headroom,
+            "seconds": self.seconds,
+            "trials": [trial.as_dict() for trial in self.result.trials],
+        }
+
+    def write(self, folder: Path) -> list[Path]:
+        """The JSON file and, where matplotlib is installed, the plot; the paths of what was written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / JSON_NAME
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        plot = _plot(self, folder / PLOT_NAME)
+        return [path, plot] if plot else [path]
+
+
+def _table(trials: tuple[SizeTrial, ...]) -> list[str]:
+    header = ("rows", "peak", "usable", "verdict", "seconds", "deciding rank")
+    rows = [
+        (
+            str(trial.size),
+            human_bytes(trial.deciding.peak_bytes),
+            human_bytes(trial.deciding.usable_bytes),
+            trial.deciding.trouble or "fits",
+            f"{trial.seconds:.1f}",
+            str(trial.deciding_rank),
+        )
+        for trial in trials
+    ]
+    return table(header, rows)
+
+
+def _plot(report: SearchReport, path: Path) -> Path | None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    trials = sorted(report.result.trials, key=lambda trial: trial.size)
+    fitting = [trial for trial in trials if trial.fits]
+    failing = [trial for trial in trials if not trial.fits]
+    gib = 1 << 30
+    unit, divisor = ("GiB", gib) if trials[0].deciding.usable_bytes >= gib else ("MiB", 1 << 20)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(
+        [trial.size for trial in fitting],
+        [trial.deciding.peak_bytes / divisor for trial in fitting],
+        "o-",
+        label="fits",
+    )
+    if failing:
+        axes.plot(
+            [trial.size for trial in failing],
+            [trial.deciding.usable_bytes / divisor for trial in failing],
+            "x",
+            color="tab:red",
+            label="does not fit",
+        )
+    axes.axhline(
+        trials[0].deciding.usable_bytes / divisor, color="gray", linestyle="--", label="usable"
+    )
+    axes.axvline(report.largest, color="tab:green", alpha=0.4, label="largest that fits")
+    axes.set(
+        xlabel=f"rows of {report.row_length} tokens in a micro-batch",
+        ylabel=f"peak memory of the tightest rank ({unit})",
+        ylim=(0, None),
+        xlim=(0, None),
+    )
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return path

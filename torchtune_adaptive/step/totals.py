@@ -1,0 +1,98 @@
+"""What a step sums up over all ranks, and what gradient noise is told from among it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+
+from torchtune_adaptive.batching.noise import NoiseSums
+
+
+class Total(IntEnum):
+    """What the ranks sum up in a step's one all-reduce."""
+
+    TOKENS = 0
+    LOSS = 1
+    SQUARED_GRADIENT_NORM = 2
+    FAILED = 3
+    RETRIES = 4
+    # Of gradient noise; there also where it is not measured, so that measuring changes no sum's rounding.
+    SMALL = 5
+    SMALL_TOKENS = 6
+    SMALL_TOKENS_SQUARED = 7
+    ROWS = 8
+
+
+class SmallBatches:
+    """This rank's gradients of small batches, of which gradient noise is measured; no bit of them changes.
+
+    FSDP reduces the gradient of each micro-batch by itself, and what it is given to reduce is this rank's
+    gradient of that micro-batch alone. With nothing to reduce over, there is one small batch in a step: the
+    first micro-batch, whose gradient is alone until the second one's is added.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._reduced = torch.zeros((), dtype=torch.float64, device=device)  # their squared norms
+        self.begin()
+
+    def begin(self) -> None:
+        self._tokens: list[int] = []  # of each micro-batch
+        self._rows = 0
+        self._reduces = False
+        self.first: torch.Tensor | None = None  # the squared norm of the first one's gradient
+
+    def add(self, tokens: int, rows: int) -> None:
+        self._tokens.append(tokens)
+        self._rows += rows
+
+    def reducing(self, gradient: torch.Tensor) -> None:
+        """What FSDP calls with gradients of some parameters; it must not make the host wait."""
+        square = torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
+        # A step's first replaces the last step's sum: zeroing that would happen on another stream, and
+        # after a failure nothing puts the two in order.
+        if self._reduces:
+            self._reduced.add_(square)
+        else:
+            self._reduced.copy_(square)
+        self._reduces = True
+
+    def only_first_is_left(self) -> bool:
+        """Before a forward pass: whether what has been accumulated is the one small batch there will be."""
+        return len(self._tokens) == 1 and not self._reduces
+
+    @property
+    def measured(self) -> bool:
+        return self._reduces or self.first is not None
+
+    def fill(self, totals: torch.Tensor) -> None:
+        """Write down this rank's share."""
+        totals[Total.ROWS].fill_(float(self._rows))
+        if self._reduces:
+            totals[Total.SMALL].copy_(self._reduced)
+            totals[Total.SMALL_TOKENS].fill_(float(sum(self._tokens)))
+            totals[Total.SMALL_TOKENS_SQUARED].fill_(float(sum(n * n for n in self._tokens)))
+        elif self.first is not None:
+            totals[Total.SMALL].copy_(self.first)
+            totals[Total.SMALL_TOKENS].fill_(float(self._tokens[0]))
+
+    def sums(self, totals: list[float], ranks: int) -> NoiseSums | None:
+        """Made of the shares of all ranks; None if there was no batch smaller than the step."""
+        tokens, small, small_tokens = (
+            totals[at] for at in (Total.TOKENS, Total.SMALL, Total.SMALL_TOKENS)
+        )
+        small_tokens_squared = totals[Total.SMALL_TOKENS_SQUARED]
+        if not self._reduces:  # the one small batch is of all ranks
+            small, small_tokens_squared = small * ranks**2, small_tokens**2
+        if not 0 < small_tokens_squared < tokens**2:
+            return None
+        return NoiseSums(
+            small=small,
+            small_tokens=small_tokens,
+            small_tokens_squared=small_tokens_squared,
+            # What has been reduced is the mean of all ranks, not their sum.
+            big=totals[Total.SQUARED_GRADIENT_NORM] * ranks**2,
+            tokens=tokens,
+            tokens_squared=tokens**2,
+            rows=totals[Total.ROWS],
+        )

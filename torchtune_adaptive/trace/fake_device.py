@@ -1,0 +1,195 @@
+"""A device that does not exist, and ranks that do not exist, for one process to imagine a run on them.
+
+torch lets Python supply a device. This one has streams and events that do nothing but are known, so each
+tensor's stream is known, and with it the part of the allocator that it would come from.
+
+What is registered here stays for the life of the process: never call it in one that trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "imagined"
+
+
+class FakeEvent:
+    """Always over: nothing runs."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, stream: FakeStream | None = None) -> None: ...
+
+    def wait(self, stream: FakeStream | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class FakeStream:
+    """A number, by which the allocator tells memory of one stream from that of another."""
+
+    made = 0
+    device_index = 0
+    device_type = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.number = self.stream_id = FakeStream.made
+        FakeStream.made += 1
+
+    def wait_stream(self, stream: FakeStream) -> None: ...
+
+    def wait_event(self, event: FakeEvent) -> None: ...
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        return event or FakeEvent()
+
+    def synchronize(self) -> None: ...
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> FakeStream:
+        _entered.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _entered.pop()
+
+
+_main = FakeStream()
+_entered = [_main]
+
+
+def current_stream(device: Any = None) -> FakeStream:
+    return _entered[-1]
+
+
+def default_stream(device: Any = None) -> FakeStream:
+    return _main
+
+
+def in_stream(stream: FakeStream | None) -> AbstractContextManager[Any]:
+    return stream if stream is not None else nullcontext()
+
+
+class _DeviceModule:
+    """What torch and FSDP2 ask of the module of a device, ``torch.<name>``."""
+
+    FakeStream = FakeStream
+    FakeEvent = FakeEvent
+    current_stream = staticmethod(current_stream)
+    stream = staticmethod(in_stream)
+
+    default_stream = staticmethod(default_stream)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None: ...
+
+    def device_count(self) -> int:
+        return 1
+
+    def device(self, device: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None: ...
+
+    def synchronize(self, device: Any = None) -> None: ...
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None: ...
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+def device() -> torch.device:
+    """The imagined device; registers it with torch.
+
+    Private, and the only way to have a device without building torch (checked on torch 2.11, 2.13 and 2.15).
+    """
+    if not hasattr(torch, NAME):
+        _setup_privateuseone_for_python_backend(NAME, backend_module=_DeviceModule())
+    return torch.device(NAME, 0)
+
+
+def init_fake_ranks(rank: int, ranks: int) -> None:
+    """Be one of so many ranks: collectives give tensors of the right shapes, and the others do not exist."""
+    from torch.testing._internal.distributed import fake_pg
+
+    if NAME not in dist.Backend.backend_list:
+        devices = ["cpu", NAME] if hasattr(torch, NAME) else ["cpu"]
+        dist.Backend.register_backend(
+            NAME, fake_pg._create_fake_pg, extended_api=True, devices=devices
+        )
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(NAME, rank=rank, world_size=ranks, store=fake_pg.FakeStore())
+
+
+class _OnHost:
+    """A copy of a tensor that would be on the host, where memory is not what this is about."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._like = (tensor.shape, tensor.stride())
+        self._dtype = tensor.dtype
+
+    def copy_(self, *_: Any, **__: Any) -> None: ...
+
+    def to(self, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.empty_strided(*self._like, dtype=self._dtype, device=torch.device(NAME, 0))
+
+
+class _Torch:
+    """torch as torchtune's activation offloading uses it, which asks for CUDA by name."""
+
+    cuda = SimpleNamespace(
+        default_stream=default_stream,
+        current_stream=current_stream,
+        FakeStream=FakeStream,
+        stream=in_stream,
+    )
+
+    @staticmethod
+    def empty_like(tensor: torch.Tensor, **_: Any) -> _OnHost:
+        return _OnHost(tensor)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def for_offloading() -> Iterator[None]:
+    """Activation offloading, to a host that does not exist from a device that does not exist."""
+    from torchtune.training import _activation_offloading
+
+    _activation_offloading.torch = _Torch()
+    try:
+        yield
+    finally:
+        _activation_offloading.torch = torch

@@ -1,0 +1,42 @@
+"""What CUDA's kernels allocate that the CPU's do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+
+def _flash_backward(_grad: Any, query: torch.Tensor, *_: Any) -> list[int]:
+    """Flash attention's gradient of the queries in fp32, and its row sums."""
+    batch, heads, length, dim = query.shape
+    length = -(-length // 128) * 128
+    unit = 32 if dim <= 128 else 64
+    return [batch * length * heads * (-(-dim // unit) * unit) * 4, batch * heads * length * 4]
+
+
+WORKSPACES: dict[Any, Callable[..., list[int]]] = {
+    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+}
+
+
+def attention(  # type: ignore[no-untyped-def]
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    """What scaled_dot_product_attention runs on CUDA; on other devices it would take another kernel."""
+    if attn_mask is None and query.dtype != torch.float32:
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+                attn_mask.logical_not(), float("-inf")
+            )
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )[0]

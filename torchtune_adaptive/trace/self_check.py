@@ -1,0 +1,170 @@
+"""Whether traces can be believed with the torch that is installed.
+
+What tracing rests on is partly private to torch. So a small model is trained for a few steps on the
+simulated device, which counts real tensors, and traced: both must take the same memory to the byte. Where
+they do not, there is no prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchtune import config
+
+from torchtune_adaptive.cache import Cache, cache_folder, libraries, package_fingerprint
+from torchtune_adaptive.device.simulated import SimulatedMemory
+from torchtune_adaptive.errors import NoPrediction
+from torchtune_adaptive.memory_model.peak import Beginning, DeviceLimits, peak
+from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.setup.environment import Environment
+from torchtune_adaptive.setup.model import full_model, lora_model
+from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
+from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.trace import fake_device
+from torchtune_adaptive.trace.recorder import Recorder, Watch
+from torchtune_adaptive.trace.tracer import Tracer
+
+_FIRST = (2, 32)
+_SIZES = [(2, 64), (5, 128)]
+
+SMALL_RUN = {
+    "model": {
+        "_component_": "torchtune.models.llama2.llama2",
+        "vocab_size": 500,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "embed_dim": 64,
+        "intermediate_dim": 160,
+        "max_seq_len": 512,
+    },
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
+    "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+    "enable_activation_checkpointing": True,
+    "gradient_accumulation_steps": 2,
+    "clip_grad_norm": 1.0,
+    "device": "cpu",
+    "dtype": "fp32",
+}
+
+
+def check_method(cache: bool | str) -> None:
+    """See that the method holds here. Call it in a process that does nothing else: see ``imagined``.
+
+    Args:
+        cache: the run's setting: where it is remembered that it did.
+
+    Raises:
+        NoPrediction: it does not.
+    """
+    passed: Cache[bool] = Cache(
+        cache_folder(cache, "self_checks"), "self-check", lambda value: value is True
+    )
+    facts = {"libraries": libraries(), "code": package_fingerprint()}
+    if passed.get(facts):
+        return
+    fake_device.device()  # first of all: autograd counts the devices at its first backward pass
+    cfg = OmegaConf.create(SMALL_RUN)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        measured = measured_peaks(cfg, _SIZES)
+    finally:
+        dist.destroy_process_group()
+    traced = traced_peaks(Tracer(cfg, ranks=1), _SIZES)
+    if traced != measured:
+        raise _no_prediction(
+            f"steps of {_SIZES} rows and tokens should take {list(traced.values())} bytes and took "
+            f"{list(measured.values())}"
+        )
+    if (made := _gradients_made()) != _GRADIENTS_MADE:
+        raise _no_prediction(
+            f"three gradients that meet should take {_GRADIENTS_MADE} allocations and took {made}"
+        )
+    passed.put(facts, True)
+
+
+def _no_prediction(reason: str) -> NoPrediction:
+    return NoPrediction(
+        f"With torch {torch.__version__} the memory of a step cannot be told ahead: of a small model, "
+        f"{reason}. Use a version that this package was tried on (see its README), or search on the "
+        "device (adaptive_batching.search: extrapolate)."
+    )
+
+
+def measured_peaks(cfg: DictConfig, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """Train a model of this config with random weights on the simulated device: peak bytes by (rows, length).
+
+    The ranks must have a process group.
+    """
+    memory = SimulatedMemory(1 << 40)
+    step = _real_step(cfg, memory)
+
+    def take(rows: int, length: int) -> None:
+        tokens = torch.randint(0, cfg.model.vocab_size, (rows, length))
+        batch = {"tokens": tokens, "labels": tokens.clone()}
+        for _ in range(cfg.gradient_accumulation_steps):
+            step.forward_backward(batch)
+        step.apply()
+
+    for _ in range(2):  # the optimizer makes its state, and collectives are recorded
+        take(*_FIRST)
+    peaks = {}
+    for size in sizes:
+        memory.watch()
+        take(*size)
+        peaks[size] = memory.usage().peak_bytes
+    return peaks
+
+
+def _real_step(cfg: DictConfig, memory: SimulatedMemory) -> TrainStep:
+    """As a recipe makes it, with random weights in place of a checkpoint."""
+    environment = Environment(
+        torch.device("cpu"), torch.float32, dist.get_rank(), dist.get_world_size()
+    )
+    weights: dict[str, Any] = config.instantiate(cfg.model).state_dict()
+    if "lora_attn_modules" in cfg.model:
+        base = {k: v for k, v in weights.items() if "lora" not in k and "magnitude" not in k}
+        model = lora_model(cfg, environment, base, None)
+    else:
+        model = full_model(cfg, environment, weights)
+    optimizers = build_optimizers(cfg, environment, model.module, None)
+    return TrainStep(
+        model=model.module,
+        optimizers=optimizers.steppers,
+        loss_fn=build_loss(cfg, environment, model.module),
+        device=environment.device,
+        memory=memory,
+        ranks=Ranks(timeout=20),
+        survive=True,
+        clip_grad_norm=cfg.clip_grad_norm,
+        optimizer_in_backward=optimizers.in_backward,
+    )
+
+
+def traced_peaks(tracer: Tracer, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """The same, by a trace of each size."""
+    beginning = Beginning(tracer.set_up, tracer.take_step(*_FIRST))
+    device = DeviceLimits("simulated device", 1 << 40, caching=False)
+    return {size: peak(beginning, tracer.take_step(*size), *size, device).live for size in sizes}
+
+
+_GRADIENTS_MADE = 4
+"""Of three that meet, each is made, and then the one of what they flow into. Sums are made in place."""
+
+
+def _gradients_made() -> int:
+    """The allocations of a small backward pass on the imagined device, where gradients meet."""
+    device = fake_device.device()
+    recorder = Recorder(device)
+    with FakeTensorMode(), Watch(recorder):
+        leaf = torch.empty(1024, device=device, requires_grad=True)
+        inner = leaf * 1
+        end = (inner * 2 + inner * 3 + inner * 4).sum()
+        recorder.taken()
+        end.backward()
+    return sum(event.nbytes == leaf.nbytes for event in recorder.taken().events)

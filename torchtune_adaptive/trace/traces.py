@@ -1,0 +1,199 @@
+"""A run of a config that exists as traces alone: what steps of any size would take, out of as few traces
+as will do.
+
+Traces do not depend on the device's memory or on the batch size of the config, and are remembered: a
+question about the same model on another device is answered without tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.cache import Cache, cache_folder, libraries, package_fingerprint
+from torchtune_adaptive.memory_model.peak import (
+    Beginning,
+    DeviceLimits,
+    Peak,
+    largest,
+    peak,
+    timeline,
+)
+from torchtune_adaptive.memory_model.steps import (
+    Bilinear,
+    NotRegular,
+    RecordedStep,
+    packed_up,
+    unpacked,
+)
+from torchtune_adaptive.settings.fingerprint import step_facts
+
+ROWS_TRACED = (2, 3)
+"""Not 1: with one row torch takes other ways through some operations."""
+_MOST_REMEMBERED = 100
+_PARTS = ("model", "loss", "optimizer")
+_VERSIONED = ("torch.", "torchtune.", "torchao.")
+
+
+class Traces:
+    """Steps of one config on one rank, each traced once.
+
+    Args:
+        cfg: the config, of either recipe.
+        ranks: how many there are.
+        rank: which one it is.
+        cache: the run's setting: where traces are remembered.
+    """
+
+    def __init__(self, cfg: DictConfig, ranks: int, rank: int, cache: bool | str) -> None:
+        self._run = (cfg, ranks, rank)
+        components = (OmegaConf.select(cfg, f"{part}._component_") for part in _PARTS)
+        if not all(str(name or "torch.").startswith(_VERSIONED) for name in components):
+            cache = False  # the user's own code changes without a version that would tell
+        self._remembered: Cache[dict[str, Any]] = Cache(
+            cache_folder(cache, "traces"), "traces", _are_traces, most=_MOST_REMEMBERED
+        )
+        said = step_facts(cfg)
+        said["gradient_accumulation_steps"] = min(cfg.gradient_accumulation_steps, 2)
+        self._facts = {
+            "config": said,
+            "packed": bool(cfg.get("dataset", {}).get("packed", False)),
+            "device": cfg.device,
+            "rank": [rank, ranks],
+            "libraries": libraries(),
+            "code": package_fingerprint(),
+        }
+        self._tracer: Any = None
+        kept = self._remembered.get(self._facts) or {}
+        self.uneven: bool | None = kept.get("uneven")
+        self._steps = {name: unpacked(step) for name, step in kept.get("steps", {}).items()}
+        self._grown = False
+
+    def beginning(self, length: int) -> Beginning:
+        """Set-up and first step, of as many tokens as one row of this length has, as in a search."""
+        size = (ROWS_TRACED[0], max(1, length // ROWS_TRACED[0]))
+        name = f"first {size}"
+        if name not in self._steps:
+            self._begin(size)
+        return Beginning(self._steps["set-up"], self._steps[name])
+
+    def step(self, rows: int, length: int) -> RecordedStep:
+        """A later step."""
+        name = f"{(rows, length)}"
+        if name not in self._steps:
+            if self._tracer is None:
+                self._begin((ROWS_TRACED[0], max(1, length // ROWS_TRACED[0])))
+            self._note(name, self._tracer.take_step(rows, length))
+        return self._steps[name]
+
+    def remember(self) -> None:
+        """Keep what has been traced for the next time."""
+        if self._grown:
+            steps = {name: packed_up(step) for name, step in self._steps.items()}
+            self._remembered.put(self._facts, {"uneven": self.uneven, "steps": steps})
+            self._grown = False
+
+    def _begin(self, size: tuple[int, int]) -> None:
+        from torchtune_adaptive.trace.tracer import Tracer
+
+        self._tracer = Tracer(*self._run)
+        self.uneven = self._tracer.uneven
+        self._note("set-up", self._tracer.set_up)
+        self._note(f"first {size}", self._tracer.take_step(*size))
+
+    def _note(self, name: str, step: RecordedStep) -> None:
+        """Keep a step, with what FSDP allocates on streams of its own called by its name."""
+        on_streams: Mapping[int, str] = self._tracer.stream_categories()
+        for block, _, stream in step.events:
+            if category := on_streams.get(stream):
+                step.labels[block] = step.labels[block]._replace(category=category)
+        self._steps[name] = step
+        self._grown = True
+
+
+def _are_traces(value: Any) -> bool:
+    try:
+        for step in value["steps"].values():
+            unpacked(step)
+        return True
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        return False
+
+
+class TracedRun:
+    """Peaks of one config.
+
+    Args:
+        traces: of the config.
+        length: of the rows that will be asked about most.
+        any_length: whether others will be asked about as well.
+    """
+
+    def __init__(self, traces: Traces, length: int, any_length: bool = False) -> None:
+        self._traces = traces
+        self._beginning = traces.beginning(length)
+        self._structures: dict[int, Bilinear] = {}
+        self._every: Bilinear | None = None
+        self.direct = False
+        """Whether steps are not bilinear, so that each size is traced by itself."""
+        try:
+            if any_length:
+                self._every = self._of_every_length(length)
+            self._structure(length)
+        except NotRegular:
+            self.direct = True
+
+    def largest(self, length: int, device: DeviceLimits) -> int:
+        """The largest micro-batch that fits."""
+        few, many = ROWS_TRACED[0], 4 * ROWS_TRACED[0]
+        low, high = (self.peak(rows, length, device).reserved for rows in (few, many))
+        each = max(1, (high - low) // (many - few))
+        guess = many + (device.usable - high) // each
+        if guess > many:  # nearer the end the line is another one
+            end = self.peak(guess, length, device).reserved
+            guess -= (end - device.usable) * (guess - many) // max(1, end - high)
+        return largest(
+            lambda rows: self.peak(rows, length, device).reserved <= device.usable, guess
+        )
+
+    def confirmed_largest(self, length: int, device: DeviceLimits) -> int:
+        """The same; and a trace of that very size has shown that it is as it was worked out."""
+        found = self.largest(length, device)
+        if found < ROWS_TRACED[0] or self.direct:
+            return found
+        traced = self._traces.step(found, length).renumbered()
+        self.direct = traced.events != self._structure(length).step(found, length).events
+        return self.largest(length, device) if self.direct else found
+
+    def peak(self, rows: int, length: int, device: DeviceLimits) -> Peak:
+        return peak(self._beginning, self._step(rows, length), rows, length, device)
+
+    def timeline(
+        self, rows: int, length: int, device: DeviceLimits
+    ) -> list[tuple[str, dict[str, int]]]:
+        return timeline(self._beginning, self._step(rows, length), device)
+
+    def _step(self, rows: int, length: int) -> RecordedStep:
+        if self.direct or rows < ROWS_TRACED[0]:
+            return self._traces.step(rows, length)
+        return self._structure(length).step(rows, length)
+
+    def _structure(self, length: int) -> Bilinear:
+        if length not in self._structures:
+            self._structures[length] = self._every or self._of_lengths(length)
+        return self._structures[length]
+
+    def _of_lengths(self, *lengths: int) -> Bilinear:
+        return Bilinear({(r, n): self._traces.step(r, n) for r in ROWS_TRACED for n in lengths})
+
+    def _of_every_length(self, length: int) -> Bilinear | None:
+        """Where a third length is what two say, so is any other; else each needs its traces: attention
+        that keeps its weights, for one, is quadratic in the length."""
+        if length < 8:
+            return None
+        every = self._of_lengths(length // 2, length)
+        few, third = ROWS_TRACED[0], length // 4
+        traced = self._traces.step(few, third).renumbered()
+        return every if every.step(few, third).events == traced.events else None
