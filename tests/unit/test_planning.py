@@ -199,7 +199,7 @@ def test_a_process_that_is_killed_has_status_2(tmp_path: Path) -> None:
         "def killed(*_):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "if __name__ == '__main__':\n"
-        "    planning.answer = killed\n"
+        "    planning.predict = killed\n"
         "    from torchtune_adaptive.cli import main\n"
         "    main()\n"
     )

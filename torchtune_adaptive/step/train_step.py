@@ -5,8 +5,8 @@
     outcome = step.apply()
 
 Running out of memory does not raise while the step can still be thrown away. The rank that ran out drops
-everything the step made, stands in for itself in the collectives that are left (see ``ranks.collectives``), and
-says so in the one all-reduce that a step has. Then ``outcome.lost`` is true on every rank, nothing has
+everything the step made, stands in for itself in the collectives that are left (see ``ranks.collectives``),
+and says so in the one all-reduce that a step has. Then ``outcome.lost`` is true on every rank, nothing has
 changed on any, and the caller decides what to do.
 """
 
