@@ -31,10 +31,10 @@ from torchtune_adaptive.plan.request import plan_request
 from torchtune_adaptive.registry import find_config
 from torchtune_adaptive.settings.adaptive import amount_of_memory
 from torchtune_adaptive.setup.environment import Environment
+from torchtune_adaptive.setup.kinds import recipe_kind
 from torchtune_adaptive.setup.model import (
-    full_model_without_weights,
+    AS_IT_IS,
     initialize_ropes,
-    lora_model_without_weights,
 )
 from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
 from torchtune_adaptive.step.train_step import TrainStep
@@ -115,10 +115,7 @@ def measure(case: Case, device_name: str, memory_limit: int, usable: int, larges
     environment = Environment(
         device, training.get_dtype(cfg.dtype, torch.device("cpu")), 0, case.ranks
     )
-    if "lora_attn_modules" in cfg.model:
-        model = lora_model_without_weights(cfg, environment)
-    else:
-        model, _ = full_model_without_weights(cfg, environment)
+    model = recipe_kind(cfg).build_without_weights(cfg, environment, AS_IT_IS)
     fill(model, device)
     with torch.no_grad():
         for parameter in model.parameters():

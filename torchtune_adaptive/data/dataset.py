@@ -14,6 +14,7 @@ from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from torchtune_adaptive.registry import component
+from torchtune_adaptive.settings.kinds import is_packed
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,9 @@ def load_data(cfg: DictConfig, tokenizer: Any, loss_fn: Any) -> Data:
     """The dataset, or several in one."""
     if isinstance(cfg.dataset, ListConfig):
         dataset = ConcatDataset([config.instantiate(one, tokenizer) for one in cfg.dataset])
-        packed = getattr(dataset, "packed", False)
     else:
         dataset = config.instantiate(cfg.dataset, tokenizer)
-        packed = cfg.dataset.get("packed", False)
+    packed = is_packed(cfg)
     if packed:
         collate = padded_collate_packed
     else:

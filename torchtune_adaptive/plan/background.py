@@ -27,6 +27,7 @@ from torchtune_adaptive.device.memory import Usage
 from torchtune_adaptive.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.settings.checks import check
+from torchtune_adaptive.settings.kinds import kind_of
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ def serve(config: str, ranks: str) -> None:
     requests = _lines_of(sys.stdin, at_end=lambda: os._exit(0))
     cfg = OmegaConf.load(config)
     assert isinstance(cfg, DictConfig)
-    settings = check(cfg, "lora" if "lora_attn_modules" in cfg.model else "full")
+    settings = check(cfg, kind_of(cfg))
     check_method(settings.cache)
     traces = Traces(cfg, int(ranks), 0, settings.cache)
     run = TracedRun(traces, row_length(cfg, settings)[0], any_length=True)

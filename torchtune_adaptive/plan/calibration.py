@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.cache import Cache, cache_folder, libraries
 from torchtune_adaptive.settings.fingerprint import allocator_facts
+from torchtune_adaptive.settings.kinds import is_packed
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Calibrations:
         self._kind = {
             "ranks": "many" if ranks > 1 else "one",
             "compile": bool(cfg.get("compile", False)),
-            "packed": bool(cfg.get("dataset", {}).get("packed", False)),
+            "packed": is_packed(cfg),
             "libraries": libraries(),
             "allocator": allocator_facts(),
         }

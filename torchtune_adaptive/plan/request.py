@@ -16,6 +16,7 @@ from torchtune_adaptive.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.plan.predict import Query
 from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.settings.checks import check
+from torchtune_adaptive.settings.kinds import is_packed, kind_of
 
 ASSUMED_LENGTH = 2048
 
@@ -63,7 +64,7 @@ def plan_request(
         ConfigError: the config cannot work.
         NoPrediction: its memory cannot be told ahead.
     """
-    settings = check(cfg, "lora" if "lora_attn_modules" in cfg.model else "full")
+    settings = check(cfg, kind_of(cfg))
     if (ways := cfg.get("tensor_parallel_dim") or 1) > 1:
         raise NoPrediction(
             f"tensor_parallel_dim: {ways} splits tensors in ways that are not traced yet. "
@@ -169,7 +170,7 @@ def _caveats(cfg: DictConfig) -> Iterator[str]:
         )
     if cfg.get("fsdp_cpu_offload", False):
         yield "CPU offload: what the host needs is not predicted"
-    if cfg.get("dataset", {}).get("packed", False):
+    if is_packed(cfg):
         yield "packed rows: flex attention is counted as flash attention (errs high)"
     if cfg.device != "cpu":
         yield "attention: flash; where torch picks cuDNN, its workspace comes on top (errs low)"

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.plan.predict import Query
 from torchtune_adaptive.plan.request import PlanRequest
+from torchtune_adaptive.settings.kinds import kind_of
 
 _CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
 _WHOLE = "torch.nn.CrossEntropyLoss"
@@ -53,7 +54,7 @@ def what_ifs(plan: PlanRequest) -> Iterator[WhatIf]:
 
 
 def _changes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    full = "lora_attn_modules" not in cfg.model
+    full = kind_of(cfg) == "full"
     checkpointing = "enable_activation_checkpointing"
     offloading = "enable_activation_offloading"
     if cfg.get(checkpointing, False):
@@ -84,7 +85,7 @@ def _changes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 def _other_parts(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """Whole parts of a config of full finetuning in place of its own: an optimizer with a small state;
     adapters, as far as torchtune has the model with them."""
-    if "lora_attn_modules" in cfg.model:
+    if kind_of(cfg) == "lora":
         return
     if "8bit" not in cfg.optimizer._component_ and not cfg.get("optimizer_in_bwd", False):
         unknown = ("fused", "foreach")

@@ -13,12 +13,12 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings, optional, whole_number
-from torchtune_adaptive.settings.kinds import unused_keys
+from torchtune_adaptive.settings.kinds import Kind, unused_keys
 
 log = logging.getLogger(__name__)
 
 
-def check(cfg: DictConfig, recipe: str) -> AdaptiveSettings:
+def check(cfg: DictConfig, recipe: Kind) -> AdaptiveSettings:
     """Everything that can be wrong in a config and be seen before a model is built.
 
     Args:
@@ -33,7 +33,7 @@ def check(cfg: DictConfig, recipe: str) -> AdaptiveSettings:
     return settings
 
 
-def check_recipe_config(cfg: DictConfig, recipe: str) -> None:
+def check_recipe_config(cfg: DictConfig, recipe: Kind) -> None:
     """Stop at what cannot work in torchtune's own keys."""
     for key, minimum in (("batch_size", 1), ("gradient_accumulation_steps", 1), ("epochs", 0)):
         whole_number(minimum)(key, cfg.get(key))

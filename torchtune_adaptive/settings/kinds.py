@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
+from typing import Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
+
+Kind = Literal["full", "lora"]
 
 _COMMON_KEYS = frozenset(
     [
@@ -48,7 +51,7 @@ _COMMON_KEYS = frozenset(
     ]
 )
 
-_RECIPE_KEYS = {
+_RECIPE_KEYS: dict[Kind, frozenset[str]] = {
     "full": _COMMON_KEYS
     | {"optimizer_in_bwd", "ac_mode", "ac_option", "enable_async_checkpointing"}
     | {"tensor_parallel_dim", "tensor_parallel_plan"},
@@ -56,7 +59,20 @@ _RECIPE_KEYS = {
 }
 
 
-def unused_keys(cfg: DictConfig, recipe: str) -> list[str]:
+def kind_of(cfg: DictConfig) -> Kind:
+    """The kind of recipe that a config is for, by what its model takes."""
+    return "lora" if "lora_attn_modules" in cfg.model else "full"
+
+
+def is_packed(cfg: DictConfig) -> bool:
+    """Whether rows are packed. A list of datasets is packed if all of them are; torchtune takes no mixture."""
+    datasets = cfg.get("dataset") or {}
+    if not isinstance(datasets, ListConfig):
+        return bool(datasets.get("packed", False))
+    return bool(datasets) and all(one.get("packed", False) for one in datasets)
+
+
+def unused_keys(cfg: DictConfig, recipe: Kind) -> list[str]:
     """Top-level keys that the recipe would ignore; raises if one looks like a misspelt key.
 
     A key that other values refer to (``${max_seq_len}``) is a variable and is never reported.

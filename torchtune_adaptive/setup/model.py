@@ -33,7 +33,7 @@ from torchtune.training.activations import apply_selective_activation_checkpoint
 from torchtune_adaptive.setup.environment import Environment
 
 log = logging.getLogger(__name__)
-_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
+AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def full_model(cfg: DictConfig, environment: Environment, weights: dict[str, Any
 def full_model_without_weights(
     cfg: DictConfig,
     environment: Environment,
-    sharding: AbstractContextManager[Any] = _AS_IT_IS,
+    sharding: AbstractContextManager[Any] = AS_IT_IS,
 ) -> tuple[nn.Module, DeviceMesh]:
     """The same model as it is spread over the ranks, but still on the meta device.
 
@@ -134,7 +134,7 @@ def lora_model(
 def lora_model_without_weights(
     cfg: DictConfig,
     environment: Environment,
-    sharding: AbstractContextManager[Any] = _AS_IT_IS,
+    sharding: AbstractContextManager[Any] = AS_IT_IS,
 ) -> nn.Module:
     """The same model as it is spread over the ranks, but still on the meta device."""
     model = _on_meta(cfg.model, environment)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torchtune import config
+from torchtune import config, training
 
 from torchtune_adaptive.cache import Cache, cache_folder, libraries, package_fingerprint
 from torchtune_adaptive.device.simulated import SimulatedMemory
@@ -22,7 +22,7 @@ from torchtune_adaptive.errors import NoPrediction
 from torchtune_adaptive.memory_model.peak import Beginning, DeviceLimits, peak
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.setup.environment import Environment
-from torchtune_adaptive.setup.model import full_model, lora_model
+from torchtune_adaptive.setup.kinds import recipe_kind
 from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
 from torchtune_adaptive.step.train_step import TrainStep
 from torchtune_adaptive.trace import fake_device
@@ -127,11 +127,8 @@ def _real_step(cfg: DictConfig, memory: SimulatedMemory) -> TrainStep:
         torch.device("cpu"), torch.float32, dist.get_rank(), dist.get_world_size()
     )
     weights: dict[str, Any] = config.instantiate(cfg.model).state_dict()
-    if "lora_attn_modules" in cfg.model:
-        base = {k: v for k, v in weights.items() if "lora" not in k and "magnitude" not in k}
-        model = lora_model(cfg, environment, base, None)
-    else:
-        model = full_model(cfg, environment, weights)
+    base = {k: v for k, v in weights.items() if "lora" not in k and "magnitude" not in k}
+    model = recipe_kind(cfg).build(cfg, environment, {training.MODEL_KEY: base})
     optimizers = build_optimizers(cfg, environment, model.module, None)
     return TrainStep(
         model=model.module,

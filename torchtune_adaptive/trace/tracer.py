@@ -28,11 +28,11 @@ from torchtune import training
 
 from torchtune_adaptive.device.memory import DeviceMemory, Usage, plain_tensors
 from torchtune_adaptive.memory_model.steps import RecordedStep
+from torchtune_adaptive.settings.kinds import is_packed
 from torchtune_adaptive.setup.environment import Environment
+from torchtune_adaptive.setup.kinds import recipe_kind
 from torchtune_adaptive.setup.model import (
-    full_model_without_weights,
     initialize_ropes,
-    lora_model_without_weights,
     parameters_by_name,
 )
 from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
@@ -129,14 +129,10 @@ class Tracer:
         offloads = cfg.get("enable_activation_offloading", False)
         self._offloading = fake_device.for_offloading if offloads else nullcontext
         self._accumulation = min(cfg.gradient_accumulation_steps, 2)  # as in a trial
-        self._packed = bool(cfg.get("dataset", {}).get("packed", False))
+        self._packed = is_packed(cfg)
         self._optimizer_state_is_there = False
 
-        lora = "lora_attn_modules" in cfg.model
-        if lora:
-            model = lora_model_without_weights(cfg, environment, self._fake)
-        else:
-            model, _ = full_model_without_weights(cfg, environment, self._fake)
+        model = recipe_kind(cfg).build_without_weights(cfg, environment, self._fake)
         with self._imagining():
             # With CPU offload, parameters wait on the host, and the optimizer works there.
             fill(model, torch.device("cpu") if cfg.get("fsdp_cpu_offload", False) else device)

@@ -29,6 +29,7 @@ from torchtune_adaptive.memory_model.steps import (
     unpacked,
 )
 from torchtune_adaptive.settings.fingerprint import step_facts
+from torchtune_adaptive.settings.kinds import is_packed
 
 ROWS_TRACED = (2, 3)
 """Not 1: with one row torch takes other ways through some operations."""
@@ -59,7 +60,7 @@ class Traces:
         said["gradient_accumulation_steps"] = min(cfg.gradient_accumulation_steps, 2)
         self._facts = {
             "config": said,
-            "packed": bool(cfg.get("dataset", {}).get("packed", False)),
+            "packed": is_packed(cfg),
             "device": cfg.device,
             "rank": [rank, ranks],
             "libraries": libraries(),
