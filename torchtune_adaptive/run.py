@@ -31,6 +31,7 @@ from torchtune_adaptive.search.decide import announce
 from torchtune_adaptive.search.report import SearchReport
 from torchtune_adaptive.search.token_budget import find_token_budget
 from torchtune_adaptive.settings.checks import check
+from torchtune_adaptive.settings.kinds import Kind
 from torchtune_adaptive.setup.environment import start_environment
 from torchtune_adaptive.setup.model import Model
 from torchtune_adaptive.setup.optimizer import Optimizers, build_loss, build_lr_scheduler
@@ -59,7 +60,7 @@ class Run:
         ConfigError: a setting cannot work; nothing has been built yet.
     """
 
-    def __init__(self, cfg: DictConfig, kind: str) -> None:
+    def __init__(self, cfg: DictConfig, kind: Kind) -> None:
         self._cfg = cfg
         self.settings = check(cfg, kind)
         self.environment = start_environment(cfg)

@@ -65,7 +65,7 @@ def kind_of(cfg: DictConfig) -> Kind:
 
 
 def is_packed(cfg: DictConfig) -> bool:
-    """Whether rows are packed. A list of datasets is packed if all of them are; torchtune takes no mixture."""
+    """Whether rows are packed; a list of datasets is if all of them are, for torchtune takes no mixture."""
     datasets = cfg.get("dataset") or {}
     if not isinstance(datasets, ListConfig):
         return bool(datasets.get("packed", False))

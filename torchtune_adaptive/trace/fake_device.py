@@ -88,8 +88,8 @@ def in_stream(stream: FakeStream | None) -> AbstractContextManager[Any]:
 class _DeviceModule:
     """What torch and FSDP2 ask of the module of a device, ``torch.<name>``."""
 
-    FakeStream = FakeStream
-    FakeEvent = FakeEvent
+    Stream = FakeStream
+    Event = FakeEvent
     current_stream = staticmethod(current_stream)
     stream = staticmethod(in_stream)
 
@@ -171,7 +171,7 @@ class _Torch:
     cuda = SimpleNamespace(
         default_stream=default_stream,
         current_stream=current_stream,
-        FakeStream=FakeStream,
+        Stream=FakeStream,
         stream=in_stream,
     )
 
