@@ -13,8 +13,8 @@ def trial_line(trial: SizeTrial) -> str:
     """One line for a trial, as soon as it is over."""
     decided = trial.deciding
     return (
-        f"trial of {trial.size} rows: {decided.trouble or 'fits'}; peak {human_bytes(decided.peak_bytes)} of "
-        f"{human_bytes(decided.usable_bytes)} on rank {trial.deciding_rank}, {trial.seconds:.1f} s"
+        f"micro-batch {trial.size}: {decided.trouble or 'fits'}, peak {human_bytes(decided.peak_bytes)} of "
+        f"{human_bytes(decided.usable_bytes)} (rank {trial.deciding_rank}), {trial.seconds:.1f} s"
     )
 
 
