@@ -28,7 +28,7 @@ class LengthTrial:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank saw in a trial."""
+    """The outcome of a trial on one rank."""
 
     failed_in: str | None
     """The phase in which this rank ran out of memory."""
@@ -36,7 +36,7 @@ class RankReport:
     peak_allocated_bytes: int
     retries: int
     usable_bytes: int
-    """What this rank may use: its capacity, less the headroom."""
+    """The memory that this rank may use: its capacity, less the headroom."""
 
     @property
     def free_bytes(self) -> int:
@@ -54,7 +54,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class SizeTrial:
-    """What trying one size has shown, on all ranks."""
+    """The outcome of trying one size, on all ranks."""
 
     size: int
     seconds: float
