@@ -15,7 +15,8 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune_adaptive.device.memory import DeviceMemory
 from torchtune_adaptive.device.simulated import SimulatedMemory
 from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.step.objective import NextTokenPrediction, Objective
+from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 
 VOCABULARY = 16
 
@@ -87,18 +88,19 @@ def train_step(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     *,
+    objective: Objective | None = None,
     memory: DeviceMemory | None = None,
     ranks: Ranks | None = None,
-    **settings: Any,
+    **options: Any,
 ) -> TrainStep:
     return TrainStep(
         model=model,
+        objective=objective or NextTokenPrediction(CEWithChunkedOutputLoss(num_output_chunks=2)),
         optimizers=optimizers,
-        loss_fn=CEWithChunkedOutputLoss(num_output_chunks=2),
         device=torch.device("cpu"),
         memory=memory or SimulatedMemory(None),
         ranks=ranks or Ranks(timeout=20),
-        **{"survive": True, **settings},
+        options=StepOptions(**options),
     )
 
 

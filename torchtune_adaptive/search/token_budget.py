@@ -196,7 +196,7 @@ def find_token_budget(
             budget,
             row_lengths,
             data.tokenizer.pad_id,
-            step.loss_fn.ignore_index,  # type: ignore[arg-type]
+            step.objective.ignored,
             length_buckets(budget.longest, min(row_lengths)) if compiled else (),
         )
         # With a compiled model most of what would be measured is compiling.
