@@ -40,6 +40,7 @@ from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.train.events import Events
 from torchtune_adaptive.train.growth import Growth, batch_increase
 from torchtune_adaptive.train.instruments import Logging, Profiling, build_profiler
+from torchtune_adaptive.train.learnable import require_something_to_learn
 from torchtune_adaptive.train.learning_rate import LearningRate
 from torchtune_adaptive.train.loop import TrainingLoop
 from torchtune_adaptive.train.progress import Progress
@@ -121,6 +122,7 @@ class Run:
         grow = batch_increase(cfg, settings)
         measures_noise = settings.gradient_noise != "off" or getattr(grow, "needs_noise", False)
         step = self.train_step(model, optimizers, loss_fn, measures_noise)
+        require_something_to_learn(data, step)
         start = Split(cfg.batch_size, cfg.gradient_accumulation_steps, model.data_ranks)
         # What a run decided that is resumed; one that decided nothing binds nobody.
         known = state["growth"]["largest"] if state and settings.adapts else None

@@ -25,12 +25,13 @@ def masked(rows: int, length: int, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     made = batch(rows, length + seed % 3, seed)
     for labels in made["labels"]:
-        labels[: int(torch.randint(1, length - 1, (1,), generator=generator))] = -100
+        labels[: int(torch.randint(0, length - 1, (1,), generator=generator))] = -100
     return made
 
 
 def tokens_of(one: Batch) -> int:
-    return int((one["labels"] != -100).sum())
+    """Those that are predicted, which the first of a row is not."""
+    return int((one["labels"][:, 1:] != -100).sum())
 
 
 def gradient(model: nn.Module, one: Batch) -> torch.Tensor:
