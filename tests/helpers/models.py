@@ -133,7 +133,7 @@ def local_values(model: nn.Module) -> list[torch.Tensor]:
 
 
 def same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Equal to the bit: also of NaNs, and of the sign of zero."""
+    """Bit-for-bit equal, including NaNs and the sign of zero."""
 
     def bits(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.contiguous().reshape(-1).view(torch.uint8)

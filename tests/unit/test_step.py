@@ -1,4 +1,4 @@
-"""The step on one rank: what it computes, and that out of memory on one rank is only its own matter."""
+"""The step on one rank: what it computes, and what is left of it when memory runs out."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_a_lost_step_changes_nothing(phase: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_half_an_optimizer_step_cannot_be_thrown_away() -> None:
+def test_half_an_optimizer_step_cannot_be_discarded() -> None:
     model = tiny_llama(sharded=False)
     memory = FailingMemory()
     step = step_of(model, adamw(model), memory=memory)
@@ -265,7 +265,7 @@ def test_anything_else_is_raised_as_it_is_at_once() -> None:
     assert not step.apply().lost
 
 
-def test_where_nothing_is_to_survive_the_error_is_the_devices_own() -> None:
+def test_a_step_that_is_not_to_survive_raises_the_devices_own_error() -> None:
     model = tiny_llama(sharded=False)
     memory = FailingMemory()
     step = step_of(model, adamw(model), memory=memory, survive=False)

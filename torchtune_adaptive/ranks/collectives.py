@@ -1,7 +1,7 @@
-"""How ranks stay together when one of them runs out of memory.
+"""Keep the ranks together when one of them runs out of memory.
 
-FSDP runs every forward and backward as a sequence of collectives. A rank that leaves in the middle leaves
-the others waiting in the next one until the process group times out. So it does not leave:
+FSDP runs every forward and backward as a sequence of collectives. A rank that stops in the middle leaves the
+others waiting in the next one until the process group times out. So it does not stop:
 
 - Once (twice, to check that it repeats) the sequence is *recorded*, and while it is, all ranks agree
   before each collective, so that nobody enters one that another rank will miss.
@@ -21,7 +21,7 @@ from torch import nn
 from torchtune_adaptive.ranks import fsdp
 from torchtune_adaptive.ranks.agreement import Ranks
 
-_ALIGNMENT = 512  # of a scratch buffer's start, as an allocator would align it
+_ALIGNMENT = 512  # bytes; allocators align the start of a buffer like this
 
 
 class AnotherRankFailed(Exception):
@@ -29,7 +29,7 @@ class AnotherRankFailed(Exception):
 
 
 class Collectives:
-    """The collectives of a pass (one forward and backward): recorded, then finished when need be.
+    """The collectives of a pass (one forward and backward): recorded, then completed where a rank fails.
 
     A pass is a sequence of named *phases*; between them the ranks may do something else together.
 
