@@ -26,8 +26,9 @@ from torchtune import training
 
 from torchtune_adaptive.device import device_memory
 from torchtune_adaptive.device.memory import is_out_of_memory
-from torchtune_adaptive.plan.predict import Prediction, predict, processes
+from torchtune_adaptive.plan.predict import Prediction, predict
 from torchtune_adaptive.plan.request import plan_request
+from torchtune_adaptive.plan.workers import processes
 from torchtune_adaptive.registry import find_config
 from torchtune_adaptive.settings.adaptive import amount_of_memory
 from torchtune_adaptive.setup.environment import Environment
@@ -38,7 +39,8 @@ from torchtune_adaptive.setup.model import (
 )
 from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
 from torchtune_adaptive.step.train_step import TrainStep
-from torchtune_adaptive.trace.tracer import FakeRanks, fill
+from torchtune_adaptive.trace.tracer import FakeRanks
+from torchtune_adaptive.trace.weights import fill
 
 GIB = 1 << 30
 SMALL = 2
@@ -165,8 +167,8 @@ def predict_all(cases: list[Case], device: str, memory: int) -> list[tuple[int, 
     """For each case the bytes that may be used, and the prediction."""
     plans = [plan_request(config_of(case, device), case.ranks, memory=memory) for case in cases]
     with processes() as run:
-        asked = [run(predict, plan.question()) for plan in plans]
-        return [(plan.device.usable, a.result()) for plan, a in zip(plans, asked, strict=True)]
+        asked = [run(predict, plan.query()) for plan in plans]
+        return [(plan.device.limit, a.result()) for plan, a in zip(plans, asked, strict=True)]
 
 
 def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:

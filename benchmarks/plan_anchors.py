@@ -17,8 +17,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune.modules import RMSNorm
 
-from torchtune_adaptive.plan.predict import Prediction, predict, processes
+from torchtune_adaptive.plan.predict import Prediction, predict
 from torchtune_adaptive.plan.request import plan_request
+from torchtune_adaptive.plan.workers import processes
 from torchtune_adaptive.registry import find_config
 
 GIB, GB = 1 << 30, 10**9
@@ -227,7 +228,7 @@ def predict_anchor(anchor: Anchor) -> Prediction:
 
         RMSNorm.forward = forward  # type: ignore[method-assign]
     plan = plan_request(config_of(anchor), anchor.ranks, "a100-80gb")
-    return predict(plan.question(cache=False))
+    return predict(plan.query(cache=False))
 
 
 def main() -> None:

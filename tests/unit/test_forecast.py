@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from torchtune_adaptive.memory_model.allocator import MIB
-from torchtune_adaptive.memory_model.peak import Beginning, DeviceLimits, largest, peak, timeline
+from torchtune_adaptive.memory_model.peak import DeviceLimits, StartUp, largest, peak, timeline
 from torchtune_adaptive.memory_model.steps import (
     Bilinear,
     Label,
@@ -70,22 +70,20 @@ def test_a_peak_says_what_is_held_and_where_it_is_reached() -> None:
     state = RecordedStep(
         [MemoryEvent(2, 100, 0)], {2: Label("optimizer state", "optimizer step", "")}
     )
-    found = peak(Beginning(parameters, state), step(50, 300, 20), 4, 64, SIMULATED)
+    found = peak(StartUp(parameters, state), step(50, 300, 20), 4, 64, SIMULATED)
     assert found.live == found.allocated == found.reserved == 970
     assert found.parts == {"parameters": 500, "optimizer state": 100, "activations": 370}
     assert (found.phase, found.operation) == ("forward", "op 2")
 
 
 def test_a_caching_allocator_rounds_and_keeps() -> None:
-    found = peak(
-        Beginning(NOTHING, NOTHING), step(11 * MIB + 1), 4, 64, DeviceLimits("gpu", 1 << 30)
-    )
+    found = peak(StartUp(NOTHING, NOTHING), step(11 * MIB + 1), 4, 64, DeviceLimits("gpu", 1 << 30))
     assert (found.live, found.allocated, found.reserved) == (11 * MIB + 1, 12 * MIB, 12 * MIB)
 
 
 def test_workspaces_are_part_of_the_peak() -> None:
     device = DeviceLimits("gpu", 1 << 30, workspaces=(32 * MIB, 32 * MIB))
-    found = peak(Beginning(NOTHING, NOTHING), step(MIB), 4, 64, device)
+    found = peak(StartUp(NOTHING, NOTHING), step(MIB), 4, 64, device)
     assert found.reserved == 64 * MIB + 2 * MIB
     assert found.parts["workspaces"] == 64 * MIB
 
@@ -95,12 +93,12 @@ def test_workspaces_are_part_of_the_peak() -> None:
 )
 def test_a_verdict_is_given_where_the_error_leaves_no_doubt(usable: int, verdict: str) -> None:
     device = DeviceLimits("", usable, caching=False, band=0.03)
-    found = peak(Beginning(NOTHING, NOTHING), step(1000), 1, 1, device)
+    found = peak(StartUp(NOTHING, NOTHING), step(1000), 1, 1, device)
     assert verdict in found.verdict(device)
 
 
 def test_a_timeline_shows_the_highest_moment_of_each_stretch() -> None:
-    line = timeline(Beginning(NOTHING, NOTHING), step(1, 2, 3), SIMULATED, points=3)
+    line = timeline(StartUp(NOTHING, NOTHING), step(1, 2, 3), SIMULATED, points=3)
     assert [parts["activations"] for _, parts in line] == [3, 6, 3]
 
 
