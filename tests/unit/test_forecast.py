@@ -55,7 +55,7 @@ class TestBilinear:
             one.step(9, 65)
 
     def test_other_structures_are_refused(self) -> None:
-        with pytest.raises(NotRegular, match=r"\(3, 64\) have other allocations"):
+        with pytest.raises(NotRegular, match=r"\(3, 64\) have different allocations"):
             Bilinear({(2, 64): step(1, 2), (3, 64): step(1, 2, 3)})
 
     def test_a_step_must_leave_things_as_they_were(self) -> None:
@@ -89,10 +89,10 @@ def test_workspaces_are_part_of_the_peak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("usable", "verdict"), [(1030, "FITS"), (1029, "UNCERTAIN"), (970, "UNCERTAIN"), (969, "NOT")]
+    ("limit", "verdict"), [(1030, "FITS"), (1029, "UNCERTAIN"), (970, "UNCERTAIN"), (969, "NOT")]
 )
-def test_a_verdict_is_given_where_the_error_leaves_no_doubt(usable: int, verdict: str) -> None:
-    device = DeviceLimits("", usable, caching=False, band=0.03)
+def test_a_verdict_is_given_where_the_error_leaves_no_doubt(limit: int, verdict: str) -> None:
+    device = DeviceLimits("", limit, caching=False, band=0.03)
     found = peak(StartUp(NOTHING, NOTHING), step(1000), 1, 1, device)
     assert verdict in found.verdict(device)
 
@@ -156,6 +156,12 @@ def test_two_traces_and_one_that_confirms_are_an_answer(monkeypatch: pytest.Monk
     assert (found.largest, found.traced_directly) == (90, False)
     assert tracer.traced == [2, 2, 3, 90]  # the first makes the optimizer's state
     assert found.at_largest is not None and found.at_largest.live == 1000
+
+
+def test_a_list_of_datasets_is_traced_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer = FakeTracer(lambda rows, length: (100, rows * length))
+    found = ask(tracer, monkeypatch, dataset=[{"packed": False}, {"packed": False}])
+    assert found.largest == 90
 
 
 def test_what_was_traced_once_is_not_traced_again(
