@@ -132,18 +132,12 @@ def device_for(
     """
     memory = memory or settings.memory_limit
     if cfg.device == "cpu":
-        if memory is None:
-            raise NoPrediction(
-                "device: 'cpu' has no memory of its own to plan for. Give --memory (or "
-                f"{BLOCK}.memory_limit) to plan for a simulated device, or device=cuda."
-            )
-        limit = int(memory * (1 - settings.headroom))
-        return DeviceLimits("simulated device", limit, caching=False, band=0.001), ()
-    measured = _measured_here(cfg, settings, ranks) if gpu_name == HERE else None
-    kind = gpu(gpu_name or DEFAULT) if measured is None else gpu(DEFAULT)
-    if measured is not None:
+        return _simulated_device(settings, memory), ()
+    kind, correction = gpu(DEFAULT if gpu_name in (None, HERE) else gpu_name), 1.0
+    if gpu_name == HERE:
+        measured = _measured_here(cfg, settings, ranks)
         available = min(memory or measured.capacity, measured.capacity)
-        name, source = measured.device, measured.text()
+        name, source, correction = measured.device, measured.text(), measured.reserved_ratio
     elif memory is not None:
         available, name, source = memory, f"GPU with {_amount(memory)}", ""
     else:
@@ -154,7 +148,7 @@ def device_for(
         expandable=_has_expandable_segments(),
         workspaces=(kind.workspace, kind.workspace),
         band=ERROR_BAND,
-        correction=measured.reserved_ratio if measured is not None else 1.0,
+        correction=correction,
     )
     assumed = (
         source,
@@ -164,6 +158,16 @@ def device_for(
         f"cuBLAS workspaces: 2 x {human_bytes(kind.workspace)}",
     )
     return device, tuple(line for line in assumed if line)
+
+
+def _simulated_device(settings: AdaptiveSettings, memory: int | None) -> DeviceLimits:
+    if memory is None:
+        raise NoPrediction(
+            "device: 'cpu' has no memory of its own to plan for. Give --memory (or "
+            f"{BLOCK}.memory_limit) to plan for a simulated device, or device=cuda."
+        )
+    limit = int(memory * (1 - settings.headroom))
+    return DeviceLimits("simulated device", limit, caching=False, band=0.001)
 
 
 def _has_expandable_segments() -> bool:
