@@ -42,7 +42,7 @@ if __name__ == "__main__":
         main()
     finally:
         assert before == (torch._C._get_privateuse1_backend_name(), torch.UntypedStorage.resize_)
-        assert not distributed.is_initialized() and not hasattr(torch, "fake_gpu")
+        assert not distributed.is_initialized() and not hasattr(torch, "fakegpu")
 """
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-NAME = "fake_gpu"
+NAME = "fakegpu"
 _BACKEND = "fake_ranks"
 
 

@@ -55,7 +55,7 @@ class Recorder:
         self.simulated = device.type == "cpu"
         self.listening = not self.simulated
         self._blocks: dict[int, tuple[Any, int, int]] = {}  # by storage: reference, block, bytes
-        self._allocated = 0
+        self._last_block = 0
 
     def see(self, storage: torch.UntypedStorage, operation: str, category: str = "") -> None:
         """Record ``storage`` as it is now, and when it will be freed."""
@@ -103,14 +103,14 @@ class Recorder:
     def _allocate(self, nbytes: int, operation: str, category: str) -> int:
         if not nbytes:
             return 0
-        self._allocated += 1
+        self._last_block += 1
         self.events.append(
-            MemoryEvent(self._allocated, nbytes, fake_device.current_stream().number)
+            MemoryEvent(self._last_block, nbytes, fake_device.current_stream().number)
         )
-        self.labels[self._allocated] = Label(category or self.category, self.phase(), operation)
+        self.labels[self._last_block] = Label(category or self.category, self.phase(), operation)
         self.in_use += nbytes
         self.peak = max(self.peak, self.in_use)
-        return self._allocated
+        return self._last_block
 
     def _free(self, block: int, nbytes: int) -> None:
         if block:
