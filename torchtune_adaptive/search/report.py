@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.batching.strategies import SearchResult, Status
+from torchtune_adaptive.plots import new_figure
 from torchtune_adaptive.search.trial import SizeTrial
 
 log = logging.getLogger(__name__)
@@ -111,16 +112,14 @@ class SearchReport:
 
 
 def _plot(report: SearchReport, path: Path) -> Path | None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = new_figure(7, 4)
+    if figure is None:
         return None
     trials = sorted(report.result.trials, key=lambda trial: trial.size)
     fitting = [trial for trial in trials if trial.fits]
     failing = [trial for trial in trials if not trial.fits]
     gib = 1 << 30
     unit, divisor = ("GiB", gib) if trials[0].deciding.usable_bytes >= gib else ("MiB", 1 << 20)
-    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(
         [trial.size for trial in fitting],
