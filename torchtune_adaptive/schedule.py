@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_adaptive.batching.noise import GrowthController
+from torchtune_adaptive.batching.scaling import LrScaling
 
 IncreaseFunction = Callable[[int, int], int]
 """``f(epoch, current_batch_size) -> increment``, of the micro-batch, called as an epoch begins."""
@@ -49,7 +50,7 @@ class Moment:
 class Schedule(ABC):
     """Says which global batch it wants. It is asked before every step, with one moment after the other."""
 
-    lr_scaling = "none"
+    lr_scaling: LrScaling = "none"
     """What the learning rate does if the config does not say."""
     needs_noise = False
     predictable = True
@@ -141,7 +142,7 @@ class Seesaw(Schedule):
     The learning rate's warm-up does not count: what counts is its fall from the highest that it has been.
     """
 
-    lr_scaling = "sqrt"
+    lr_scaling: LrScaling = "sqrt"
     predictable = False
 
     def global_batch(self, now: Moment) -> int:

@@ -9,6 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 from torchtune_adaptive.errors import UnsupportedVersion
+from torchtune_adaptive.shadowing import stop_if_shadowed
 
 # From the first version to, but not including, the last; and why.
 SUPPORTED = {
@@ -20,6 +21,7 @@ SUPPORTED = {
 
 def require_supported_versions() -> None:
     """End the program with one line where a version is not supported."""
+    stop_if_shadowed()
     try:
         check_versions()
     except UnsupportedVersion as error:

@@ -11,8 +11,14 @@ from typing import Any
 from omegaconf import DictConfig
 
 from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.batching.strategies import SearchResult, Status, candidates, search
-from torchtune_adaptive.cache import Cache, cache_folder, libraries
+from torchtune_adaptive.batching.strategies import (
+    Rounding,
+    SearchResult,
+    Status,
+    candidates,
+    search,
+)
+from torchtune_adaptive.cache import Cache, cache_folder
 from torchtune_adaptive.data.dataset import Data
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.plan.background import BackgroundPlanner
@@ -23,7 +29,7 @@ from torchtune_adaptive.search.report import SearchReport
 from torchtune_adaptive.search.trial import SizeTrial, trial_line
 from torchtune_adaptive.search.worst_case import worst_case
 from torchtune_adaptive.settings.adaptive import AdaptiveSettings
-from torchtune_adaptive.settings.fingerprint import allocator_facts, step_facts
+from torchtune_adaptive.settings.fingerprint import search_facts
 from torchtune_adaptive.step.train_step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -47,12 +53,10 @@ def possible_sizes(settings: AdaptiveSettings, asked: Split, rows_per_rank: int)
             f"and the data has {rows_per_rank}",
             "Lower it, lower batch_size, or use more data",
         )
-    if settings.keep_global_batch:
-        rounding, ceiling = "divisor", rows_per_step
-    else:
-        rounding, ceiling = settings.rounding, rows_per_rank // asked.accumulation
+    ceiling = rows_per_step if settings.keep_global_batch else rows_per_rank // asked.accumulation
     if settings.ceiling is not None:
         ceiling = min(ceiling, settings.ceiling)
+    rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
     return candidates(rounding, ceiling, rows_per_step)
 
 
@@ -117,11 +121,12 @@ def find_batch_size(
         if not first.fits:
             raise nothing_fits(first, worst)
         capacity = min(report.usable_bytes for report in first.reports)
-        about = facts(
+        about = search_facts(
             cfg,
             settings,
             row_length=worst.length,
             packed=data.packed,
+            largest_candidate=sizes[-1],
             ranks=ranks.size,
             device=step.memory.name,
             capacity=capacity,
@@ -200,47 +205,15 @@ def _search_or_remember(
         elif tried:
             log.info("It does not fit: the prediction missed. Searching without it.")
     result = result or search(strategy, sizes, trial)
-    if ranks.rank == 0 and result.size is not None:
+    # A size at which a prediction stopped is not known to be the largest.
+    was_a_search = result.status in (Status.NEXT_DOES_NOT_FIT, Status.CEILING)
+    if ranks.rank == 0 and was_a_search and result.size is not None:
         cache.put(about, result.size)
     return SearchResult(result.size, result.status, tried + result.trials)
-
-
-def facts(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    *,
-    row_length: int,
-    packed: bool,
-    ranks: int,
-    device: str,
-    capacity: int,
-) -> dict[str, Any]:
-    """Everything that could change the result of a search.
-
-    The capacity counts with two digits: it differs by a few pages from run to run, and a result is
-    confirmed by a trial before it is used.
-    """
-    return {
-        "config": {**step_facts(cfg), "batch_size": cfg.batch_size},
-        "settings": {
-            "rounding": settings.rounding,
-            "ceiling": settings.ceiling,
-            "headroom": settings.headroom,
-            "memory_limit": settings.memory_limit,
-            "keep_global_batch": settings.keep_global_batch,
-        },
-        "row_length": row_length,
-        "packed": packed,
-        "ranks": ranks,
-        "device": device,
-        "capacity": float(f"{capacity:.2g}"),
-        "libraries": libraries(),
-        "allocator": allocator_facts(),
-    }
 
 
 def found_sizes(cache: bool | str) -> Cache[int]:
     """The sizes that searches found, kept where the setting says."""
     return Cache(
-        cache_folder(cache, "batch_sizes"), "batch size", lambda n: isinstance(n, int) and n >= 1
+        cache_folder(cache, "batch_sizes"), "batch size", lambda n: type(n) is int and n >= 1
     )
