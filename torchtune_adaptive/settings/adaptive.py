@@ -183,12 +183,17 @@ class AdaptiveSettings:
         if block is None:
             block = {}
         elif not isinstance(block, DictConfig):
-            raise ConfigError(BLOCK, block, "is not a block", "Write `key: value` lines below it")
+            raise ConfigError(
+                BLOCK,
+                plain_value(cfg, BLOCK),
+                "is not a block",
+                "Write `key: value` lines below it",
+            )
         for key in block:
             if key not in block_keys():
                 raise _unknown(str(key), plain_value(block, key))
         given = {key: (f"{BLOCK}.{key}", plain_value(block, key)) for key in block}
-        given |= {key: (key, cfg.get(key)) for key in top_level_keys()}
+        given |= {key: (key, plain_value(cfg, key)) for key in top_level_keys()}
         values = {
             key: _rules()[key].read(name, value)
             for key, (name, value) in given.items()
@@ -223,10 +228,9 @@ def amount_of_memory(key: str, value: object) -> int:
 
 
 def plain_value(node: DictConfig, key: Any) -> Any:
-    """A value for messages and rules: blocks of scalars are shown as they were written."""
-    value = node[key]
-    is_list = OmegaConf.is_list(value)
-    return OmegaConf.to_container(value) if is_list else value
+    """A value as Python's own types have it, for rules and messages; None where there is none."""
+    value = node.get(key)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def close_match(key: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

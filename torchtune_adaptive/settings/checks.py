@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_adaptive.errors import ConfigError
@@ -31,10 +31,12 @@ def check(cfg: DictConfig, recipe: Kind) -> AdaptiveSettings:
         ConfigError: the config cannot work.
     """
     try:
+        values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        assert isinstance(values, dict)
         if ignored := unused_keys(cfg, recipe):
             log.warning(f"Not used by this recipe: {', '.join(ignored)}")
         settings = AdaptiveSettings.from_config(cfg)
-        check_values(cfg)
+        check_values({str(key): value for key, value in values.items()})
         check_recipe_config(cfg, recipe)
         check_adaptive_config(cfg, settings)
     except OmegaConfBaseException as error:  # a reference to a key that does not exist, for one

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from omegaconf import DictConfig, OmegaConf
-
 from torchtune_adaptive.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1}
@@ -143,10 +141,8 @@ def _parse_path_of_code(value: object) -> str:
 
 
 def _parse_component(value: object) -> Mapping[str, Any]:
-    if isinstance(value, DictConfig):
-        block = OmegaConf.to_container(value, resolve=True)
-        if isinstance(block, dict) and _parse_path_of_code(block.get("_component_")):
-            return {str(key): argument for key, argument in block.items()}
+    if isinstance(value, Mapping) and _parse_path_of_code(value.get("_component_")):
+        return value
     raise ValueError
 
 

@@ -6,10 +6,8 @@ something else than was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-from omegaconf import DictConfig, ListConfig
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.settings.rules import (
@@ -76,8 +74,11 @@ _OF_BLOCKS: dict[tuple[str, str], Rule] = {
 }
 
 
-def check_values(cfg: DictConfig) -> None:
+def check_values(cfg: Mapping[str, Any]) -> None:
     """Stop at a value that is none of those that its key may have.
+
+    Args:
+        cfg: the whole config, resolved.
 
     Raises:
         ConfigError: there is one.
@@ -104,14 +105,14 @@ def check_values(cfg: DictConfig) -> None:
             if (value := node.get(key)) is not None:
                 rule.read(f"{name}.{key}", value)
     layers = cfg.get("custom_sharded_layers")
-    is_list = isinstance(layers, ListConfig)
+    is_list = isinstance(layers, list)
     if layers is not None and not (is_list and all(isinstance(name, str) for name in layers)):
         raise ConfigError(
             "custom_sharded_layers", layers, "is not valid", "Must be a list of layer names"
         )
 
 
-def _check_datasets(cfg: DictConfig) -> None:
+def _check_datasets(cfg: Mapping[str, Any]) -> None:
     found = list(_blocks(cfg, "dataset"))
     for name, node in found:
         COMPONENT.read(name, node)
@@ -119,10 +120,10 @@ def _check_datasets(cfg: DictConfig) -> None:
         COMPONENT.read("dataset", cfg.get("dataset"))
 
 
-def _blocks(cfg: DictConfig, key: str) -> Iterator[tuple[str, Any]]:
+def _blocks(cfg: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
     """The block of a key, or those in its list, with their names."""
     node = cfg.get(key)
-    if isinstance(node, DictConfig):
+    if isinstance(node, dict):
         yield key, node
-    elif isinstance(node, ListConfig):
+    elif isinstance(node, list):
         yield from ((f"{key}[{n}]", one) for n, one in enumerate(node))
