@@ -146,7 +146,14 @@ class Cache(Generic[V]):
         except PermissionError as error:
             self._give_up(error)
             return None
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else error
             log.warning(f"Ignoring cached {self._what} in {path}: {reason}.")
             return None

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable
 
 import torch.distributed as dist
+import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError, RankLost
@@ -58,11 +60,16 @@ def _override(argument: str) -> str:
     key, equals, value = argument.partition("=")
     if not key or not equals:
         raise ConfigError("KEY=VALUE", argument, "is not an override", "Write key=value")
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = f"is not YAML ({str(error).splitlines()[0]})"
+        raise ConfigError(key, value, reason, "Quote the value, in the shell as well") from error
     if "=" not in value:
         return argument
-    parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
     assert isinstance(parsed, dict)
-    return f"{key}={json.dumps(parsed['value'])}".replace("=", r"\u003d").replace(r"\u003d", "=", 1)
+    as_json = json.dumps(parsed["value"]).replace("=", r"\u003d")
+    return f"{key}={as_json}"
 
 
 def _say(error: AdaptiveBatchingError) -> None:

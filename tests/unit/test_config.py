@@ -350,7 +350,7 @@ def test_the_reference_is_up_to_date() -> None:
         )
 
 
-def test_every_setting_is_typed_by_what_its_rule_takes() -> None:
+def test_a_type_without_a_rule_is_refused() -> None:
     with pytest.raises(TypeError, match="no rule"):
         rule_of(complex)
 
