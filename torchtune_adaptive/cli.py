@@ -6,9 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtune_adaptive.errors import AdaptiveBatchingError
+from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError
 from torchtune_adaptive.plan.workers import start_server
-from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
+from torchtune_adaptive.settings.adaptive import BLOCK
+from torchtune_adaptive.settings.checks import check
+from torchtune_adaptive.settings.kinds import kind_of
 from torchtune_adaptive.versions import require_supported_versions
 
 _FIND = ("use_maximum_batch_size=True", f"{BLOCK}.search_only=True")
@@ -67,7 +69,12 @@ def _run(argv: list[str]) -> None:
 
 
 def _validate_ours(path: Path) -> None:
-    """Check the adaptive settings; torchtune checks the components."""
-    from omegaconf import OmegaConf
+    """Check a config as a run does; torchtune checks the components."""
+    from omegaconf import DictConfig, OmegaConf
 
-    AdaptiveSettings.from_config(OmegaConf.load(path))  # type: ignore[arg-type]
+    from torchtune_adaptive.train.growth import batch_increase
+
+    cfg = OmegaConf.load(path)
+    if not isinstance(cfg, DictConfig):
+        raise ConfigError("config", str(path), "is not a block", "Write `key: value` lines in it")
+    batch_increase(cfg, check(cfg, kind_of(cfg)))

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from torchtune_adaptive.errors import UnsupportedVersion
+from torchtune_adaptive.shadowing import stop_if_shadowed
 
 REASONS = {
     "torchtune": "it is torchtune's last release, and the recipes are built from its parts",
@@ -24,6 +25,7 @@ REASONS = {
 
 def require_supported_versions() -> None:
     """End the program with one line if a version is not supported."""
+    stop_if_shadowed()
     try:
         check_versions()
     except UnsupportedVersion as error:

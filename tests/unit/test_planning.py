@@ -100,7 +100,7 @@ def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
         (["--config", "tiny/ful"], "Did you mean tiny/full"),
         (["--config", "llama3_1/8B_full", "--gpu", "h10-80gb"], "Did you mean h100-80gb"),
         (["--config", "tiny/full", "adaptive_batching.memory_limit=null"], "has no memory of its"),
-        (["--config", "tiny/full", "batch_size=0"], "whole number of at least 1"),
+        (["--config", "tiny/full", "batch_size=0"], "an integer >= 1"),
         (["--config", "tiny/full", "batch_size"], "Write key=value"),
         (["--config", "tiny/full", "--memory", "lots"], "not an amount of memory"),
         (["--config", "tiny/full", "--nproc", "0"], "Use 1 or more"),
