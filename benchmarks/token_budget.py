@@ -218,7 +218,7 @@ def budget(bench: Bench, order: list[int]) -> Batches:
     assert found is not None
     packer = ByTokens(found, lengths, padding_id=0, ignored=-100)
     for step in in_steps(order):
-        portions = packer.portions(step, packer.largest, rank=0, ranks=1)
+        portions = packer.portions(step, packer.budget.tokens, rank=0, ranks=1)
         yield [padded([bench.rows[i] for i in portion.sample_ids]) for portion in portions]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from torchtune_adaptive.data.micro_batches import MicroBatch, Packer, Portion
+from torchtune_adaptive.data.micro_batches import MicroBatch, MicroBatches, Portion
 
 
 class SampleOrder:
@@ -61,8 +61,8 @@ class Loader:
         collate: makes a batch of rows.
         order: of the samples.
         rank: whose samples to bring, and of how many ranks.
+        micro_batches: how a step is divided.
         workers: processes that fetch and collate ahead.
-        packer: makes micro-batches of rows by their lengths; None to make them of a number of rows.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Loader:
         order: SampleOrder,
         rank: int,
         ranks: int,
+        micro_batches: MicroBatches,
         workers: int = 0,
-        packer: Packer | None = None,
     ) -> None:
         self.dataset = dataset
         self.collate = collate
         self.order = order
-        self.packer = packer
+        self.micro_batches = micro_batches
         self._rank = rank
         self._ranks = ranks
         self._workers = workers
@@ -92,12 +92,9 @@ class Loader:
 
         Args:
             step: the samples of the step, over all ranks.
-            size: rows in a micro-batch; with a packer, what it makes of that.
+            size: of a micro-batch; see ``MicroBatches``.
         """
-        if self.packer is not None:
-            return self.packer.portions(step, size, self._rank, self._ranks)
-        mine = step[self._rank :: self._ranks]
-        return [Portion(mine[i : i + size]) for i in range(0, len(mine), size)]
+        return self.micro_batches.portions(step, size, self._rank, self._ranks)
 
     def bring(self, steps: Iterable[list[Portion]]) -> Iterator[MicroBatch]:
         """The samples with these numbers, each portion as one micro-batch."""
@@ -111,8 +108,7 @@ class Loader:
             num_workers=self._workers,
         )
         for portion, batch in zip(brought, loader, strict=True):
-            if self.packer is not None:
-                self.packer.finish(portion, batch)
+            self.micro_batches.finish(portion, batch)
             sample_ids = () if portion.weightless else tuple(portion.sample_ids)
             yield MicroBatch(sample_ids, batch)
 

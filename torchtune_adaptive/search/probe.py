@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from torchtune_adaptive.device.memory import DeviceMemory
 from torchtune_adaptive.errors import EmptyTrial, NothingFits
 from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.ranks.watchdog import Watchdog
+from torchtune_adaptive.search.context import SearchContext
 from torchtune_adaptive.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.search.worst_case import WorstCase
-from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
+from torchtune_adaptive.settings.adaptive import BLOCK
 from torchtune_adaptive.step.snapshot import Snapshot
 from torchtune_adaptive.step.train_step import StepHalfApplied, TrainStep
 
@@ -140,32 +139,32 @@ class Probe:
         return None
 
 
-def new_probe(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    step: TrainStep,
-    watchdog: Watchdog,
-    ranks: Ranks,
-    *,
+def probe_of(
+    run: SearchContext,
     batch: Callable[[int], dict[str, Any]],
     accumulation: Callable[[int], int],
 ) -> Probe:
-    compiled = cfg.get("compile", False)
-    if compiled and step.device.type == "cpu":
+    """The probe of a run.
+
+    Args:
+        run: the run to search on.
+        batch: makes the worst-case batch of so many rows.
+        accumulation: the micro-batches in a step, for a given size.
+    """
+    if run.compiled and run.step.device.type == "cpu":
         log.info(
             "The simulated device sees single operations, so compiled regions run eager in trials."
         )
+    # How long a rank compiles cannot be bounded.
+    patience = None if run.compiled else run.settings.rank_timeout
     return Probe(
-        step=step,
+        step=run.step,
         batch=batch,
         accumulation=accumulation,
-        headroom=settings.headroom,
-        ranks=ranks,
-        # How long a rank compiles is its own affair.
-        entering=lambda phase: watchdog.enter(
-            phase, patience=None if compiled else settings.rank_timeout
-        ),
-        compiled=compiled,
+        headroom=run.settings.headroom,
+        ranks=run.ranks,
+        entering=lambda phase: run.watchdog.enter(phase, patience=patience),
+        compiled=run.compiled,
     )
 
 
