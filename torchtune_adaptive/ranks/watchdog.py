@@ -50,7 +50,7 @@ class Sign:
     progress: int
     """Counts everything that all ranks do in the same order; a rank that is behind holds up the others."""
     patience: float | None
-    """Seconds without progress that make a hang in this phase; None: never, e.g. while saving a checkpoint."""
+    """Seconds without progress that make a hang in this phase; None: never, as while saving."""
     stopped: str = ""
     """Why the rank has ended; empty while it runs."""
     beats: int = 0
@@ -211,7 +211,7 @@ class Watchdog:
     def _who_is_missing(self) -> str:
         """The ranks that have missed a few beats, after a collective broke."""
         print(
-            f"rank {self._ranks.rank}: lost contact in the phase '{self._phase}'; identifying the missing rank",
+            f"rank {self._ranks.rank}: lost contact in phase '{self._phase}'; looking for the missing rank",
             file=sys.stderr,
             flush=True,
         )
@@ -231,7 +231,7 @@ class Watchdog:
     def _stop(self, why: str) -> None:
         print(
             f"rank {self._ranks.rank}: {why}. Stopping: this rank would otherwise wait forever. "
-            "(If that rank was only slow, increase adaptive_batching.rank_timeout or, for a hang in training, "
+            "(If that rank was only slow, increase adaptive_batching.rank_timeout, or for a hang in training "
             "adaptive_batching.step_timeout.)",
             file=sys.stderr,
             flush=True,
