@@ -119,7 +119,7 @@ class Watchdog:
         self._phase, self._patience = phase, patience
         self._progress += 1
 
-    # --- start and end -----------------------------------------------------------------------------------------
+    # --- start and end -----------------------------------------------------------------------------
 
     def __enter__(self) -> Watchdog:
         if self._on_duty:
