@@ -190,7 +190,7 @@ class Run:
         noise: NoiseScale | None,
         events: Events,
     ) -> Adaptation:
-        """What the batch and the learning rate do from here on, resumed where a checkpoint was saved."""
+        """How the batch and the learning rate change from here on; restored if the run is resumed."""
         settings, progress, saved = self.settings, self.progress, self.progress.training
         growth = Growth(
             batch.start, batch.largest, grow, settings.grow_past_memory, epochs.rows, self.ranks

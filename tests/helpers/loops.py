@@ -27,6 +27,7 @@ from torchtune_adaptive.step.snapshot import Snapshot
 from torchtune_adaptive.train import loop as loop_module
 from torchtune_adaptive.train import metrics as metrics_module
 from torchtune_adaptive.train.adaptation import Adaptation
+from torchtune_adaptive.train.checkpoints import last_saved
 from torchtune_adaptive.train.events import Events
 from torchtune_adaptive.train.growth import Growth
 from torchtune_adaptive.train.learning_rate import LearningRate
@@ -127,7 +128,7 @@ class Training:
                 watchdog=watchdog or Watchdog(self.ranks, 20.0, on_duty=False),
                 step_timeout=20.0,
                 events=events,
-                last_checkpoint=lambda: "nowhere",
+                last_checkpoint=lambda: last_saved(folder or Path("nowhere")),
             ),
             adaptation=Adaptation(growth, rate, None, epochs, events),
             loader=_Watched(

@@ -1,4 +1,4 @@
-"""When a rank counts as lost; the clock is an argument."""
+"""When a rank is lost; the clock is an argument."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def test_all_is_well() -> None:
 def test_a_silent_rank_is_named_with_its_last_phase() -> None:
     said = verdict(heard=50.0, phase="trial of 4 rows")
     assert said == (
-        "rank 3 has been silent for 50 s, and this rank is waiting for it in the phase 'trial of 8 rows'; "
-        "it was last seen in the phase 'trial of 4 rows'"
+        "rank 3 has not been heard of for 50 s, and this rank waits for it in the phase 'trial of 8 rows'; "
+        "its last word came from the phase 'trial of 4 rows'"
     )
     assert verdict(heard=56.0) is None
 
 
-def test_a_rank_without_progress_that_this_one_waits_for_hangs() -> None:
+def test_a_rank_that_stands_still_while_this_one_waits_for_it_hangs() -> None:
     said = verdict(moved=50.0, progress=49)
     assert (
         said is not None
-        and "rank 3 has made no progress for 50 s in the phase 'trial of 8 rows'" in said
+        and "rank 3 has been hanging for 50 s in the phase 'trial of 8 rows'" in said
     )
 
 
-def test_a_rank_that_is_as_far_as_this_one_is_not_waited_for() -> None:
+def test_who_is_as_far_as_this_rank_is_not_waited_for() -> None:
     assert verdict(moved=1.0, progress=50) is None  # both wait for a third, or both compute
     assert verdict(moved=1.0, progress=51) is None
 

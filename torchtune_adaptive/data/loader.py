@@ -54,7 +54,7 @@ class SampleOrder:
 
 
 class Loader:
-    """Brings one rank's samples, in any portions.
+    """Loads one rank's samples, in portions of any size.
 
     Args:
         dataset: by index.
@@ -84,7 +84,7 @@ class Loader:
         self._workers = workers
 
     def epoch(self, epoch: int, used: int = 0) -> EpochRows:
-        """This rank's samples of an epoch, of which so many have been used."""
+        """This rank's samples of an epoch, of which the first ``used`` rows have been used."""
         return EpochRows(self, self.order.epoch(epoch), used)
 
     def portions(self, step: list[int], size: int) -> list[Portion]:
@@ -97,7 +97,7 @@ class Loader:
         return self.micro_batches.portions(step, size, self._rank, self._ranks)
 
     def bring(self, steps: Iterable[list[Portion]]) -> Iterator[MicroBatch]:
-        """The samples with these numbers, each portion as one micro-batch."""
+        """Load the samples of each portion as one micro-batch."""
         # Twice: once to fetch, ahead if there are workers, and once to say what has come.
         fetched, brought = tee(portion for portions in steps for portion in portions)
         loader = DataLoader(
@@ -128,8 +128,8 @@ class _SampleIds(Sampler[list[int]]):
 class EpochRows:
     """One rank's samples of an epoch, a step at a time.
 
-    A step is the same until ``advance`` is called, in whatever micro-batches it is asked for: what takes
-    it again, in smaller ones, loses and repeats nothing.
+    A step has the same rows until ``advance`` is called, in whatever micro-batches it is asked for, so a
+    retry in smaller ones loses and repeats nothing.
     """
 
     def __init__(self, loader: Loader, sample_ids: list[int], used: int = 0) -> None:
@@ -152,7 +152,7 @@ class EpochRows:
         self.used += rows
 
     def _steps(self, used: int, rows: int, size: int) -> Iterator[list[Portion]]:
-        """Of full steps; what does not fill one is left out."""
+        """The portions of each full step; rows that do not fill one are left out."""
         while (used + rows) * self._loader.ranks <= len(self._sample_ids):
             yield self._portions(used, rows, size)
             used += rows

@@ -29,7 +29,7 @@ class Portion:
 
     sample_ids: list[int]
     weightless: bool = False
-    """Whether it only keeps other ranks company: it runs, and nothing is learnt from it."""
+    """Whether it only runs so that this rank takes part in the collectives; nothing is learnt from it."""
 
 
 @dataclass(frozen=True)

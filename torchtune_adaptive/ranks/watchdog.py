@@ -1,11 +1,12 @@
-"""Detect a rank that died or hangs, report which and where, and stop: long before the process group would.
+"""Notice a rank that died or hangs, say which and where, and stop: long before the process group would.
 
-Each rank has a thread that publishes where its main thread is, and reads what the others publish. A rank is
-lost if it is silent for ``limit`` seconds (killed, stopped, its machine gone), or if it makes no progress
-while the others wait for it (a hang) for longer than the phase allows. Then every other rank reports it and
-exits, whatever its main thread is waiting for; the launcher sees the exit and ends the run.
+Each rank has a thread that publishes where its main thread is, and reads the same of the others. Two
+things make a rank lost: it is not heard of at all for ``limit`` seconds (killed, stopped, its machine
+gone), or it stays where it is while the others are past that point and wait for it (a hang), for longer
+than the phase allows. Then every other rank says so and exits, whatever its main thread is waiting in;
+the launcher sees the exit and ends the run.
 
-Nothing here touches the device or delays a step: the main thread only writes a few attributes.
+Nothing here touches the device or delays a step: the main thread writes a few attributes, no more.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from torchtune_adaptive.errors import RankLost
 from torchtune_adaptive.ranks.agreement import Ranks
 
 EXIT_CODE = 70
-"""Distinguishes our exit from a signal's or Python's own (EX_SOFTWARE in sysexits.h)."""
+"""Tells our exit from a signal's or Python's own ("internal software error" of sysexits.h)."""
 _DONE = "done"
 _BEATS_PER_LIMIT = 20
-_SLOWEST_BEAT = 2.0  # seconds between two signs of life, at most
-_SILENT_BEATS = 3  # after a collective broke, a rank that misses this many beats is to blame
+_SLOWEST_BEAT = 2.0  # seconds between two signs of life, whatever the limit
+_SILENT_BEATS = 3  # after a collective broke, so many missed beats name the rank that broke it
 
 # What collectives say when a peer is gone. Anything else is this rank's own error.
 _LOST_PEER_TEXTS = (
@@ -48,11 +49,11 @@ class Sign:
 
     phase: str
     progress: int
-    """Counts everything that all ranks do in the same order; a rank that is behind holds up the others."""
+    """Counts everything that all ranks do in the same order; who is behind holds the others up."""
     patience: float | None
-    """Seconds without progress that make a hang in this phase; None: never, as while saving."""
+    """Seconds after which standing still in this phase is a hang (saving a large checkpoint never is)."""
     stopped: str = ""
-    """Why the rank has ended; empty while it runs."""
+    """Set when the rank has ended: why."""
     beats: int = 0
     heard: float = 0.0
     """When the sign last changed at all, on the observer's clock."""
@@ -61,7 +62,7 @@ class Sign:
 
 
 def lost_rank(own: Sign, others: dict[int, Sign], now: float, limit: float) -> str | None:
-    """The reason to stop, or None while all ranks are fine."""
+    """The sentence to stop with, or None while all is well."""
     for rank, sign in sorted(others.items()):
         if sign.stopped:
             if sign.stopped != _DONE:
@@ -69,26 +70,26 @@ def lost_rank(own: Sign, others: dict[int, Sign], now: float, limit: float) -> s
             continue
         if now - sign.heard > limit:
             return (
-                f"rank {rank} has been silent for {now - sign.heard:.0f} s, and this rank is waiting for it "
-                f"in the phase '{own.phase}'; it was last seen in the phase '{sign.phase}'"
+                f"rank {rank} has not been heard of for {now - sign.heard:.0f} s, and this rank waits for it "
+                f"in the phase '{own.phase}'; its last word came from the phase '{sign.phase}'"
             )
         if sign.progress >= own.progress or sign.patience is None or own.patience is None:
             continue
         if now - sign.moved > max(sign.patience, own.patience):
             return (
-                f"rank {rank} has made no progress for {now - sign.moved:.0f} s in the phase '{sign.phase}', "
-                f"and this rank is waiting for it in the phase '{own.phase}'"
+                f"rank {rank} has been hanging for {now - sign.moved:.0f} s in the phase '{sign.phase}', "
+                f"and this rank waits for it in '{own.phase}'"
             )
     return None
 
 
 class Watchdog:
-    """Watches the ranks of a run. Use it as a context around everything that ranks do together.
+    """Watches over the ranks of a run. Use as a context around everything that ranks do together.
 
     Args:
         ranks: the ranks to watch; with one rank there is nothing to do.
-        limit: seconds without a sign of life after which a rank is lost.
-        on_duty: False makes it do nothing.
+        limit: seconds without any sign of life after which a rank is lost.
+        on_duty: if not, it does nothing.
     """
 
     def __init__(self, ranks: Ranks, limit: float, on_duty: bool = True) -> None:
@@ -105,21 +106,21 @@ class Watchdog:
         self._raw: dict[int, bytes] = {}
         self._others: dict[int, Sign] = {}
 
-    # --- called by the main thread ------------------------------------------------------------------
+    # --- what the main thread says ------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Count one more thing done that every rank does."""
+        """One more thing done that every rank does."""
         self._progress += 1
 
     def enter(self, phase: str, patience: float | None) -> None:
-        """Note that the main thread has entered ``phase``; every rank must enter the same phases.
+        """The main thread is in ``phase`` from now on; every rank must enter the same phases.
 
-        A rank that makes no progress in it for more than ``patience`` seconds, while others wait, hangs.
+        A rank that stands still in it for more than ``patience`` seconds, while others wait for it, hangs.
         """
         self._phase, self._patience = phase, patience
         self._progress += 1
 
-    # --- start and end -----------------------------------------------------------------------------
+    # --- life -----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Watchdog:
         if self._on_duty:
@@ -142,7 +143,7 @@ class Watchdog:
         self._thread.join(timeout=self._limit)
 
     def _connect(self) -> dist.TCPStore:
-        """Open a separate key-value store, hosted by rank 0."""
+        """A key-value store of our own, hosted by rank 0."""
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
         timeout = timedelta(seconds=self._limit)
         store, port = None, 0
@@ -168,15 +169,13 @@ class Watchdog:
                 self._exchange_signs()
             except Exception as error:
                 if not self._closing.wait(_SLOWEST_BEAT):  # or rank 0 has left because all is done
-                    self._stop(
-                        f"rank 0, which hosts the watchdog's store, does not answer ({error})"
-                    )
+                    self._stop(f"rank 0, which keeps the signs of life, does not answer ({error})")
                 return
             verdict = lost_rank(self._own(), self._others, time.monotonic(), self._limit)
-            # If all ranks end for the same reason, each reports it better itself: wait a moment.
+            # If all ranks end for the same reason, each says it better itself: give this one a moment.
             if verdict is not None and not self._closing.wait(_SLOWEST_BEAT):
                 self._stop(verdict)
-        with suppress(Exception):  # rank 0, which hosts the store, may be gone
+        with suppress(Exception):  # last words; it may be that nobody is left to keep them
             self._store.set(_key(self._ranks.rank), self._sign_of_life())
 
     def _exchange_signs(self) -> None:
@@ -209,17 +208,17 @@ class Watchdog:
         return Sign(self._phase, self._progress, self._patience)
 
     def _who_is_missing(self) -> str:
-        """The ranks that have missed a few beats, after a collective broke."""
+        """Called when a collective broke: who has not been heard of for a few beats?"""
         print(
-            f"rank {self._ranks.rank}: lost contact in phase '{self._phase}'; looking for the missing rank",
+            f"rank {self._ranks.rank}: lost contact in the phase '{self._phase}'; finding out with whom",
             file=sys.stderr,
             flush=True,
         )
         silence = _SILENT_BEATS * self._beat
-        self._closing.wait(silence + self._beat)  # the thread keeps listening
+        self._closing.wait(silence + self._beat)  # the thread goes on listening meanwhile
         now = time.monotonic()
         missing = [
-            f"rank {rank} ({sign.stopped or 'silent'}; last seen in the phase '{sign.phase}')"
+            f"rank {rank} ({sign.stopped or 'silent'}; its last word came from the phase '{sign.phase}')"
             for rank, sign in sorted(self._others.items())
             if sign.stopped or now - sign.heard > silence
         ]
@@ -230,9 +229,9 @@ class Watchdog:
 
     def _stop(self, why: str) -> None:
         print(
-            f"rank {self._ranks.rank}: {why}. Stopping: this rank would otherwise wait forever. "
-            "(If that rank was only slow, increase adaptive_batching.rank_timeout, or for a hang in training "
-            "adaptive_batching.step_timeout.)",
+            f"rank {self._ranks.rank}: {why}. Stopping, or it would wait for ever. "
+            "(If that rank was merely slow, raise adaptive_batching.rank_timeout or, for a hang in training, "
+            "step_timeout.)",
             file=sys.stderr,
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""What the user sees of a token budget: each trial, what came of them, and its worth: padding, speed."""
+"""What the search for a token budget reports: its trials, the budget, and the padding and speed it gains."""
 
 from __future__ import annotations
 

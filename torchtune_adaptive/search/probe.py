@@ -1,8 +1,8 @@
 """One trial: run the real step on the worst case, measure, agree, and leave no trace.
 
-A trial is the step of a run that has been going for a while: the optimizer's state is there, the
-gradients of an earlier micro-batch are there if gradients accumulate, every row is as long as a row can
-be, and the optimizer steps. What it changes is put back; what it allocated is given back.
+A trial is a step in the middle of a run: the optimizer's state exists, the gradients of an earlier
+micro-batch exist if gradients accumulate, every row is as long as a row can be, and the optimizer steps.
+Everything that it changes is restored, and everything that it allocates is freed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Probe:
 
     Args:
         step: the step that training will use.
-        batch: makes the worst-case batch of so many rows.
+        batch: makes the worst-case batch of a number of rows.
         accumulation: the micro-batches in a step, for a given size.
         headroom: the share of memory that must stay free.
         ranks: the ranks of the run.
-        entering: told about each phase.
+        entering: called with the name of each phase.
         compiled: whether the model is compiled, and forgets what it compiled between sizes.
     """
 
@@ -71,8 +71,8 @@ class Probe:
             torch.compiler.reset()
 
     def prime(self) -> SizeTrial:
-        """Two steps of one row: the optimizer makes its state, the device its workspaces, and the sequence
-        of collectives is recorded and seen to repeat. Only now is what is left the room for rows."""
+        """Take two steps of one row: the optimizer creates its state, the device its workspaces, and the
+        sequence of collectives is recorded and checked. Only then is the free memory available to rows."""
         self._entering("first steps of the search, of 1 row")
         capacity = self._memory.capacity()
         with self._memory.capped(capacity):
@@ -83,7 +83,7 @@ class Probe:
         """Try one size."""
         self._entering(f"trial of {size} rows")
         if self._compiled:
-            # Compile for this size alone, as training will: dynamo would go on to dynamic shapes.
+            # Compile for this size alone, as training will: dynamo would switch to dynamic shapes.
             torch.compiler.reset()
         self._memory.release()
         usable = int(self._memory.capacity() * (1 - self._headroom))
@@ -132,9 +132,9 @@ class Probe:
             return outcome.failures[self._ranks.rank]
         if outcome.tokens == 0:
             raise EmptyTrial(
-                f"A trial of {len(micro_batches[0]['tokens'])} rows trained no token, so it says nothing "
-                "about memory. Check that the dataset's rows have tokens, and that collate_fn keeps their "
-                "labels."
+                f"A trial of {len(micro_batches[0]['tokens'])} rows trained on no token, so its verdict "
+                "would be worthless. Check that the dataset's rows have tokens, and that collate_fn "
+                "keeps their labels."
             )
         return None
 
@@ -148,7 +148,7 @@ def probe_of(
 
     Args:
         run: the run to search on.
-        batch: makes the worst-case batch of so many rows.
+        batch: makes the worst-case batch of a number of rows.
         accumulation: the micro-batches in a step, for a given size.
     """
     if run.compiled and run.step.device.type == "cpu":

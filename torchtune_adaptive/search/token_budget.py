@@ -1,8 +1,8 @@
 """The token budget of a run: found by trials at several row lengths, kept by every micro-batch.
 
-The longest rows come first: how many of them fit is searched for. Each shorter length may have as many
-tokens without a trial (see ``packing.Budget``). What fits beyond that is estimated from what has been
-measured, and the estimate is tried once: if it fails, what needed no trial stays.
+The longest rows come first: a search finds how many of them fit. At each shorter length the same number of
+tokens is known to fit and needs no trial (see ``packing.Budget``). What fits beyond that is estimated from
+what was measured, and the estimate is tried once: if it fails, the known size stays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
 log = logging.getLogger(__name__)
 
 _ESTIMATES_ARE_SHORT_BY = 0.03
-"""Of the room that is left: estimates miss by as much, and a trial that fails is worth nothing here."""
+"""The share of free memory that estimates leave: they miss by as much, and a failed trial is wasted."""
 
 
 def find_budget(

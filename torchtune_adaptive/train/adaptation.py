@@ -26,7 +26,7 @@ class Adaptation:
         learning_rate: follows the samples used, and the batch.
         noise: estimates the gradient noise scale; None where it is not measured.
         epochs: how samples become positions in the base schedule.
-        events: told what changes.
+        events: records what changes.
     """
 
     growth: Growth
@@ -77,7 +77,7 @@ class Adaptation:
         return grown is not None
 
     def after_step(self, epoch: int, used: int, outcome: StepOutcome) -> None:
-        """Move the learning rate on, and hear what the step says about the gradient noise."""
+        """Advance the learning rate, and update the estimate of the gradient noise."""
         self.learning_rate.move_to(self.epochs.position(epoch, used))
         if self.noise is None:
             return

@@ -145,7 +145,7 @@ class TrainingLoop:
         runner.step.memory.release()
 
     def _state(self, used: int) -> dict[str, Any]:
-        """What a run needs to continue as if it had never stopped, besides model and optimizer."""
+        """Everything besides model and optimizer that a run needs to continue as if it had never stopped."""
         ranks, device = self.runner.step.ranks, self.runner.step.device
         return {
             "global_step": self.global_step,

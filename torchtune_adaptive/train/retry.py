@@ -34,9 +34,9 @@ class StepRunner:
         step: the step.
         micro_batches: how its rows are divided.
         make_recovery: what decides about smaller micro-batches; gives None to stop when memory runs out.
-        watchdog: told about each step.
+        watchdog: notified of each step.
         step_timeout: seconds that a step may stand still.
-        events: told what changes.
+        events: records what changes.
         last_checkpoint: names the newest checkpoint, for the message that ends the run.
         wait_for_memory: seconds to wait, in all, when not even the smallest micro-batch fits: memory may be
             short for a moment only, because of another process.
