@@ -30,12 +30,14 @@ from torchtune_adaptive.settings.kinds import Kind
 from torchtune_adaptive.setup.environment import start_environment
 from torchtune_adaptive.setup.model import Model
 from torchtune_adaptive.setup.optimizer import Optimizers, build_loss, build_lr_scheduler
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.step.objective import NextTokenPrediction
+from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.train.adaptation import Adaptation
 from torchtune_adaptive.train.checkpoints import last_saved
 from torchtune_adaptive.train.events import Events
 from torchtune_adaptive.train.growth import Growth, batch_increase
 from torchtune_adaptive.train.instruments import Profiling, build_profiler
+from torchtune_adaptive.train.learnable import require_something_to_learn
 from torchtune_adaptive.train.learning_rate import LearningRate
 from torchtune_adaptive.train.loop import TrainingLoop
 from torchtune_adaptive.train.metrics import Logging, Metrics
@@ -117,6 +119,7 @@ class Run:
         grow = batch_increase(cfg, settings)
         measures_noise = settings.gradient_noise != "off" or getattr(grow, "needs_noise", False)
         step = self.train_step(model, optimizers, loss_fn, measures_noise)
+        require_something_to_learn(data, step)
         context = SearchContext(
             cfg=cfg,
             settings=settings,
@@ -226,17 +229,19 @@ class Run:
         clip = self._cfg.get("clip_grad_norm", None)
         return TrainStep(
             model=model.module,
+            objective=NextTokenPrediction(loss_fn),
             optimizers=optimizers.steppers,
-            loss_fn=loss_fn,
             device=self.environment.device,
             memory=self.memory,
             ranks=self.ranks,
-            survive=self.settings.survives,
-            activations=model.activations,
-            clip_grad_norm=None if clip is None else float(clip),
-            optimizer_in_backward=optimizers.in_backward,
-            launched=self.watchdog.tick,
-            measure_noise=measure_noise,
+            options=StepOptions(
+                survive=self.settings.survives,
+                activations=model.activations,
+                clip_grad_norm=None if clip is None else float(clip),
+                optimizer_in_backward=optimizers.in_backward,
+                launched=self.watchdog.tick,
+                measure_noise=measure_noise,
+            ),
         )
 
     def close(self) -> None:

@@ -132,8 +132,8 @@ class Probe:
             return outcome.failures[self._ranks.rank]
         if outcome.tokens == 0:
             raise EmptyTrial(
-                f"A trial of {len(micro_batches[0]['tokens'])} rows trained on no token, so its verdict "
-                "would be worthless. Check that the dataset's rows have tokens, and that collate_fn "
+                f"A trial of {len(micro_batches[0]['tokens'])} rows predicted no token, so it says nothing "
+                "about memory. Check that the dataset's rows have two tokens or more, and that collate_fn "
                 "keeps their labels."
             )
         return None

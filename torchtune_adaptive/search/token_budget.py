@@ -157,8 +157,8 @@ def find_token_budget(
         if budget is None:
             raise nothing_fits(trials[-1].trial, worst)
         buckets = length_buckets(longest, min(row_lengths)) if run.compiled else ()
-        ignored = run.step.loss_fn.ignore_index
-        by_tokens = ByTokens(budget, row_lengths, run.data.tokenizer.pad_id, ignored, buckets)  # type: ignore[arg-type]
+        ignored = run.step.objective.ignored
+        by_tokens = ByTokens(budget, row_lengths, run.data.tokenizer.pad_id, ignored, buckets)
         speeds = _speeds(run, probe, by_tokens)
     without, with_budget = map(Throughput, padding_shares(by_tokens, run.configured), speeds)
     return BudgetReport(by_tokens, trials, run.configured, without, with_budget)
