@@ -1,7 +1,7 @@
-"""The full recipe on a simulated device into which a neighbour moves for a while: `make demo-oom`.
+"""The full recipe on a simulated device that another process uses for a while: `make demo-oom`.
 
-At step 20 something else takes half the memory of rank 0's device; at step 45 it leaves. Nothing else is
-changed, and the recipe is told nothing.
+At step 20 the other process takes half the memory of rank 0's device; at step 45 it frees it. Nothing else
+changes, and the recipe does not know.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.batching.strategies import SearchResult, Status
 from torchtune_adaptive.plots import new_figure
 from torchtune_adaptive.search.trial import SizeTrial
+from torchtune_adaptive.text import human_bytes
 
 log = logging.getLogger(__name__)
 JSON_NAME = "batch_size_search.json"
@@ -112,39 +113,48 @@ class SearchReport:
 
 
 def _plot(report: SearchReport, path: Path) -> Path | None:
-    figure = new_figure(7, 4)
+    """Peak memory over micro-batch size, with the limit and the size that was chosen."""
+    figure = new_figure(6.4, 3.4)
     if figure is None:
         return None
     trials = sorted(report.result.trials, key=lambda trial: trial.size)
     fitting = [trial for trial in trials if trial.fits]
     failing = [trial for trial in trials if not trial.fits]
-    gib = 1 << 30
-    unit, divisor = ("GiB", gib) if trials[0].deciding.usable_bytes >= gib else ("MiB", 1 << 20)
+    limit = trials[0].deciding.usable_bytes
+    unit, divisor = ("GiB", 1 << 30) if limit >= 1 << 30 else ("MiB", 1 << 20)
+    sizes = [trial.size for trial in fitting]
+    peaks = [trial.deciding.peak_bytes / divisor for trial in fitting]
     axes = figure.subplots()
+    axes.axhline(
+        limit / divisor,
+        color="gray",
+        linestyle="--",
+        label=f"limit: {human_bytes(limit)} ({report.headroom:.0%} kept free)",
+    )
+    axes.plot(sizes, peaks, "o-", label="fits")
     axes.plot(
-        [trial.size for trial in fitting],
-        [trial.deciding.peak_bytes / divisor for trial in fitting],
-        "o-",
-        label="fits",
+        report.largest, peaks[-1], "o", color="tab:green", markersize=11, label="largest that fits"
     )
     if failing:
         axes.plot(
             [trial.size for trial in failing],
-            [trial.deciding.usable_bytes / divisor for trial in failing],
-            "x",
+            [limit / divisor] * len(failing),
+            "X",
             color="tab:red",
+            markersize=9,
             label="does not fit",
         )
-    axes.axhline(
-        trials[0].deciding.usable_bytes / divisor, color="gray", linestyle="--", label="usable"
-    )
-    axes.axvline(report.largest, color="tab:green", alpha=0.4, label="largest that fits")
+    old, new = report.before, report.after
     axes.set(
-        xlabel=f"rows of {report.row_length} tokens in a micro-batch",
-        ylabel=f"peak memory of the tightest rank ({unit})",
-        ylim=(0, None),
+        title=f"batch_size {old.micro_batch} -> {new.micro_batch}"
+        if report.uses_what_was_found
+        else f"batch_size {old.micro_batch} may grow to {report.largest}",
+        xlabel=f"rows of {report.row_length:,} tokens in a micro-batch",
+        ylabel=f"peak memory, tightest rank ({unit})",
         xlim=(0, None),
+        ylim=(0, 1.15 * limit / divisor),
     )
-    axes.legend()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", frameon=False)
     figure.savefig(path, dpi=120)
     return path
