@@ -71,6 +71,7 @@ def is_sampled(item: pytest.Item) -> bool:
     return isinstance(item, pytest.Function) and "exhaustive" in item.fixturenames
 
 
+@pytest.hookimpl(trylast=True)  # after the slowest tests
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:

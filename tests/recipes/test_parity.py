@@ -53,8 +53,8 @@ LORA: dict[str, dict[str, Any]] = {
     "dora": {"model.use_dora": True},
     "adapters only": {"save_adapter_weights_only": True},
 }
-# The quick tier trains combinations: any two of FULL's settings that go together are in one of them, and each of
-# the two is in one without the other. That takes half as many runs; a failure does not name its setting.
+# The quick tier trains combinations: any two of these settings that go together are in one of them, and each
+# of the two is in one without the other. That takes half as many runs; a failure does not name its setting.
 COMBINED: list[tuple[str, ...]] = [
     (
         *("bf16", "checkpointing", "accumulation", "truncated", "plain cross-entropy"),
