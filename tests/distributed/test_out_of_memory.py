@@ -152,9 +152,9 @@ SAMPLES: dict[str, tuple[int, bool, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("ranks", "everyone", "settings"), SAMPLES.values(), ids=SAMPLES)
 def test_other_kinds_of_run_at_a_sample_of_operations(
-    ranks: int, everyone: bool, settings: dict[str, Any], stride: int, shard: int
+    ranks: int, everyone: bool, settings: dict[str, Any], exhaustive: bool, shard: int
 ) -> None:
-    stride = max(stride, 13)
+    stride = 13 if exhaustive else 61
     counts = run_ranks(fail_in_trials, ranks, stride, shard, everyone, settings, timeout=300)
     assert_survived(counts, at_least=260 // stride)
 
@@ -192,8 +192,8 @@ def fail_while_recording(stride: int, shard: int, settings: dict[str, Any]) -> d
     ids=["full", "optimizer in backward", "lora", "measuring noise"],
 )
 def test_while_the_sequence_is_being_recorded(
-    settings: dict[str, Any], stride: int, shard: int
+    settings: dict[str, Any], exhaustive: bool, shard: int
 ) -> None:
-    stride = max(stride, 11)
+    stride = 11 if exhaustive else 41
     counts = run_ranks(fail_while_recording, 2, stride, shard, settings, timeout=300)
     assert_survived(counts, at_least=220 // stride)
