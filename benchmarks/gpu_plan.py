@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +36,8 @@ from torchtune_adaptive.setup.model import (
     initialize_ropes,
 )
 from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.step.objective import NextTokenPrediction
+from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.trace.tracer import FakeRanks, fill
 
 GIB = 1 << 30
@@ -125,13 +125,12 @@ def measure(case: Case, device_name: str, memory_limit: int, usable: int, larges
     optimizers = build_optimizers(cfg, environment, model, None)
     step = TrainStep(
         model=model,
+        objective=NextTokenPrediction(build_loss(cfg, environment, model)),
         optimizers=optimizers.steppers,
-        loss_fn=build_loss(cfg, environment, model),
         device=device,
         memory=memory,
         ranks=FakeRanks(0, case.ranks),  # type: ignore[arg-type]
-        survive=False,
-        activations=nullcontext(),
+        options=StepOptions(survive=False),
     )
 
     def take(rows: int, length: int) -> None:

@@ -47,7 +47,7 @@ def main() -> None:
     path = folders[1] / "comparison.png"
     figure.savefig(path, dpi=120)
     print(
-        f"{len(plain)} steps each, {last['redone_steps']:.0f} of them taken twice in the disturbed run; "
+        f"{len(plain)} steps each, {last['retried_steps']:.0f} of them taken twice in the disturbed run; "
         f"their losses are at most {apart:.1e} apart. Plot: {path}"
     )
 

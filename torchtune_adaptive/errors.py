@@ -5,6 +5,7 @@
     |-- UnsupportedVersion     a library version that this release was not made for
     |-- NothingFits            not even one row fits on the device
     |-- EmptyTrial             a trial that trained nothing, so its verdict would be worthless
+    |-- NothingToLearn         no sample of the data has a label that is trained on
     |-- BatchIncreaseError     the batch cannot grow as asked, or cannot be shared by the ranks
     |-- TrainingOutOfMemory    memory ran out in a training step, and it cannot be redone
     |-- OutOfMemoryElsewhere   memory ran out between steps: the batch size is not to blame
@@ -41,6 +42,10 @@ class NothingFits(AdaptiveBatchingError):
 
 class EmptyTrial(AdaptiveBatchingError):
     """A trial that trained nothing."""
+
+
+class NothingToLearn(AdaptiveBatchingError):
+    """No sample of the data has a label that is trained on."""
 
 
 class BatchIncreaseError(AdaptiveBatchingError):

@@ -21,16 +21,17 @@ Batch = dict[str, Any]
 
 
 def masked(rows: int, length: int, seed: int) -> Batch:
-    """Rows of which a part that differs is not to be learnt, and a length that differs as well."""
+    """Rows of different lengths, each with a different number of labels masked, possibly none."""
     generator = torch.Generator().manual_seed(seed)
     made = batch(rows, length + seed % 3, seed)
     for labels in made["labels"]:
-        labels[: int(torch.randint(1, length - 1, (1,), generator=generator))] = -100
+        labels[: int(torch.randint(0, length - 1, (1,), generator=generator))] = -100
     return made
 
 
 def tokens_of(one: Batch) -> int:
-    return int((one["labels"] != -100).sum())
+    """Those that are predicted, which the first of a row is not."""
+    return int((one["labels"][:, 1:] != -100).sum())
 
 
 def gradient(model: nn.Module, one: Batch) -> torch.Tensor:
@@ -138,7 +139,7 @@ def test_measuring_changes_no_bit(ranks: int, settings: dict[str, Any]) -> None:
 
 
 def lose_and_retake(accumulation: int) -> list[NoiseSums | None]:
-    """The sums of a step that goes well, and of the same one at its second attempt."""
+    """The sums of a step that succeeds at once, and of the same step retried."""
     ranks, memory = Ranks(timeout=20), FailingMemory()
     model = tiny_llama(layers=2)
     still = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -156,7 +157,7 @@ def lose_and_retake(accumulation: int) -> list[NoiseSums | None]:
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(2, 1), (2, 3), (1, 2)])
-def test_a_step_that_is_taken_again_counts_once(ranks: int, accumulation: int) -> None:
+def test_a_retried_step_counts_once(ranks: int, accumulation: int) -> None:
     for sums in run_ranks(lose_and_retake, ranks, accumulation):
         assert sums[0] is not None and all(other == sums[0] for other in sums)
 

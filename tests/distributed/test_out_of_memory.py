@@ -10,7 +10,15 @@ import torch
 from torchtune import training
 
 from tests.helpers.faults import FailingMemory
-from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
+from tests.helpers.models import (
+    Distillation,
+    adamw,
+    batch,
+    local_values,
+    same_bits,
+    tiny_llama,
+    train_step,
+)
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.search.probe import Probe
@@ -28,10 +36,13 @@ class Everywhere:
         in_backward: bool = False,
         output_apart: bool = False,
         measure_noise: bool = False,
+        distilled: bool = False,
         **kind_of_model: Any,
     ) -> None:
         self.ranks = Ranks(timeout=20)
         self.model = tiny_llama(output_apart=output_apart, **kind_of_model)
+        teacher = tiny_llama(**kind_of_model, seed=1) if distilled else None
+        self.objective = Distillation(teacher) if teacher is not None else None
         self.in_backward = in_backward
         self.measure_noise = measure_noise
         if in_backward:
@@ -51,6 +62,7 @@ class Everywhere:
         self.step = train_step(
             self.model,
             self.optimizers,
+            objective=self.objective,
             memory=self.memory,
             ranks=self.ranks,
             clip_grad_norm=None if self.in_backward else 1.0,
@@ -143,6 +155,7 @@ SAMPLES: dict[str, tuple[int, bool, dict[str, Any]]] = {
     "optimizer in backward": (2, False, {"layers": 2, "in_backward": True}),
     "not resharded": (2, False, {"layers": 2, "reshard": False, "accumulation": 2}),
     "output sharded apart": (2, False, {"output_apart": True, "checkpointing": True}),
+    "two models": (2, False, {"accumulation": 2, "distilled": True}),
     "measuring noise": (2, False, {"layers": 2, "accumulation": 2, "measure_noise": True}),
     "one rank, measuring noise": (1, False, {"accumulation": 2, "measure_noise": True}),
     "one rank": (1, False, {"layers": 2, "accumulation": 2}),

@@ -76,12 +76,12 @@ def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     # Trials as they happen, the choice and its reason, where everything is.
-    assert re.search(r"trial of 1 rows: fits; peak .* of 38 MiB on rank 0", said)
-    assert re.search(r"trial of 16 rows: out of memory in \w+; peak", said)
+    assert re.search(r"micro-batch 1: fits, peak .* of 38 MiB \(rank 0\)", said)
+    assert re.search(r"micro-batch 16: out of memory in \w+, peak", said)
     assert re.search(
         r"batch_size 2 -> 8 \(16 rows do not fit: out of memory in \w+ on rank \d\)", said
     )
-    assert "global batch 4 -> 16 rows (8 x 1 x 2 ranks)" in said
+    assert "global batch 4 -> 16 rows (micro-batch 8 x accumulation 1 x 2 ranks)" in said
     assert "batch_size=8 gradient_accumulation_steps=1 use_maximum_batch_size=False" in said
     assert "Checkpoint: out/epoch_0" in said
     out = tmp_path / "out"
@@ -153,7 +153,7 @@ def test_find_searches_and_trains_nothing(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert said.rstrip().splitlines()[-1] == (
-        "To use it without searching: "
+        "To skip the search next time: "
         "batch_size=16 gradient_accumulation_steps=1 use_maximum_batch_size=False"
     )
     assert not list((tmp_path / "out").glob("epoch_*"))

@@ -38,13 +38,13 @@ def test_steps_are_what_they_were(kind: str, tmp_path: Path) -> None:
         for key in ("lr", "samples_seen", "global_batch_size"):
             assert one[key] == other[key]
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
-    assert packed[-1]["redone_steps"] == 0, "nothing ran out of memory"
+    assert packed[-1]["retried_steps"] == 0, "nothing ran out of memory"
     assert all(0 <= record["padding_share"] < 0.35 for record in packed)
     assert {record["gradient_accumulation_steps"] for record in packed} != {1}
     assert (tmp_path / "packed" / "token_budget.png").exists()
     said = json.loads((tmp_path / "packed" / "token_budget.json").read_text())
-    assert said["without"]["padding_share"] > 1.5 * said["under"]["padding_share"]
-    assert said["under"]["tokens_per_second"] > 0
+    assert said["without_budget"]["padding_share"] > 1.5 * said["with_budget"]["padding_share"]
+    assert said["with_budget"]["tokens_per_second"] > 0
     assert [trial["fits"] for trial in said["trials"]].count(True) >= 2
 
 
@@ -72,7 +72,7 @@ def test_it_shrinks_when_a_neighbour_moves_in(tmp_path: Path) -> None:
     disturbed, *_ = run_ranks(run_recipe_at, 2, "demos/neighbour.py", cfg, join=False, timeout=100)
     del changes["adaptive_batching.memory_limit"], changes["adaptive_batching.token_budget"]
     plain = run(tmp_path / "plain", **changes)
-    assert disturbed[-1]["redone_steps"] >= 1
+    assert disturbed[-1]["retried_steps"] >= 1
     for one, other in zip(plain, disturbed, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)
     events = (tmp_path / "batch_size_events.jsonl").read_text().splitlines()

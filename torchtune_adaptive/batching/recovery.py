@@ -27,6 +27,8 @@ class Recovery:
         self._calm = 0
         self._on_trial = False  # grown back, and not yet for a whole calm stretch
         self._retried = False  # in the last step
+        self.waited = 0
+        """Steps without trouble before the size last grew back."""
 
     def shrink(self) -> bool:
         """Memory ran out: go on with at most half. Each failure halves, so there are few in a row.
@@ -61,6 +63,7 @@ class Recovery:
         self._calm += 1
         if self._calm < self._wait:
             return False
+        self.waited = self._wait
         if self._on_trial:  # it held
             self._wait, self._on_trial = self._calm_steps, False
         if not self._given_up:

@@ -30,7 +30,7 @@ def row_lengths(
 
     Args:
         dataset: by index.
-        cfg: of the run; what it says of the dataset and the tokenizer is what lengths are kept under.
+        cfg: the config of the run, whose dataset and tokenizer are the key of the cache.
         ranks: that share the work.
         cache: the run's setting: where to keep them.
         say_progress: show a progress bar.

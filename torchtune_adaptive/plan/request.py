@@ -15,6 +15,7 @@ from torchtune_adaptive.memory_model.peak import DeviceLimits
 from torchtune_adaptive.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.plan.predict import Query
 from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
+from torchtune_adaptive.settings.batch import configured_batch
 from torchtune_adaptive.settings.checks import check
 from torchtune_adaptive.settings.kinds import is_packed, kind_of
 
@@ -47,7 +48,7 @@ class PlanRequest:
                 {str(key): value for key, value in plain.items()},
                 self.ranks,
                 self.device,
-                self.cfg.batch_size,
+                configured_batch(self.cfg, self.ranks).micro_batch,
                 self.length,
                 cache=self.cache,
             ),

@@ -1,5 +1,4 @@
-"""What the user sees: of a search each trial, a table, the choice and why, JSON, a plot; of training, what
-changed the batch."""
+"""What a search reports: the choice and its reason, JSON, a plot."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from typing import Any
 from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.batching.strategies import SearchResult, Status
 from torchtune_adaptive.search.trial import SizeTrial
-from torchtune_adaptive.text import human_bytes, table
 
 log = logging.getLogger(__name__)
 JSON_NAME = "batch_size_search.json"
@@ -41,7 +39,7 @@ class SearchReport:
 
     @property
     def uses_what_was_found(self) -> bool:
-        """Or whether it is only how far the batch may grow."""
+        """Whether training starts with what was found, or may only grow to it."""
         return self.after.micro_batch == self.largest
 
     def reason(self) -> str:
@@ -63,20 +61,21 @@ class SearchReport:
     def text(self) -> str:
         old, new = self.before, self.after
         lines = [
-            f"Trials of {self.row_length} tokens a row ({self.row_source}) on {self.device}, "
+            f"Searched with rows of {self.row_length} tokens ({self.row_source}) on {self.device}, "
             f"{self.headroom:.0%} of memory kept free; {self.strategy}, {self.seconds:.1f} s:",
-            *_table(self.result.trials),
             f"batch_size {old.micro_batch} -> {new.micro_batch} ({self.reason()})"
             if self.uses_what_was_found
             else f"batch_size {old.micro_batch} may grow to {self.largest} ({self.reason()})",
         ]
         if new.accumulation != old.accumulation:
             lines.append(f"gradient_accumulation_steps {old.accumulation} -> {new.accumulation}")
-        change = "stays" if old.global_batch == new.global_batch else f"{old.global_batch} ->"
-        lines += [
-            f"global batch {change} {new.global_batch} rows "
-            f"({new.micro_batch} x {new.accumulation} x {new.ranks} ranks)",
-        ]
+        parts = (
+            f"micro-batch {new.micro_batch} x accumulation {new.accumulation} x {new.ranks} ranks"
+        )
+        if old.global_batch == new.global_batch:
+            lines.append(f"global batch unchanged: {new.global_batch} rows ({parts})")
+        else:
+            lines.append(f"global batch {old.global_batch} -> {new.global_batch} rows ({parts})")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -109,22 +108,6 @@ class SearchReport:
         path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
         plot = _plot(self, folder / PLOT_NAME)
         return [path, plot] if plot else [path]
-
-
-def _table(trials: tuple[SizeTrial, ...]) -> list[str]:
-    header = ("rows", "peak", "usable", "verdict", "seconds", "deciding rank")
-    rows = [
-        (
-            str(trial.size),
-            human_bytes(trial.deciding.peak_bytes),
-            human_bytes(trial.deciding.usable_bytes),
-            trial.deciding.trouble or "fits",
-            f"{trial.seconds:.1f}",
-            str(trial.deciding_rank),
-        )
-        for trial in trials
-    ]
-    return table(header, rows)
 
 
 def _plot(report: SearchReport, path: Path) -> Path | None:

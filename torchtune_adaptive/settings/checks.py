@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings, optional, whole_number
+from torchtune_adaptive.settings.batch import configured_batch
 from torchtune_adaptive.settings.kinds import Kind, unused_keys
 
 log = logging.getLogger(__name__)
@@ -35,8 +36,8 @@ def check(cfg: DictConfig, recipe: Kind) -> AdaptiveSettings:
 
 def check_recipe_config(cfg: DictConfig, recipe: Kind) -> None:
     """Stop at what cannot work in torchtune's own keys."""
-    for key, minimum in (("batch_size", 1), ("gradient_accumulation_steps", 1), ("epochs", 0)):
-        whole_number(minimum)(key, cfg.get(key))
+    configured_batch(cfg, ranks=1)
+    whole_number(0)("epochs", cfg.get("epochs"))
     optional(whole_number(1))("max_steps_per_epoch", cfg.get("max_steps_per_epoch"))
     _check_dtype(cfg)
     _check_activation_memory(cfg)

@@ -24,7 +24,8 @@ from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.setup.environment import Environment
 from torchtune_adaptive.setup.kinds import recipe_kind
 from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.step.objective import NextTokenPrediction
+from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.trace import fake_device
 from torchtune_adaptive.trace.recorder import Recorder, Watch
 from torchtune_adaptive.trace.tracer import Tracer
@@ -132,14 +133,14 @@ def _real_step(cfg: DictConfig, memory: SimulatedMemory) -> TrainStep:
     optimizers = build_optimizers(cfg, environment, model.module, None)
     return TrainStep(
         model=model.module,
+        objective=NextTokenPrediction(build_loss(cfg, environment, model.module)),
         optimizers=optimizers.steppers,
-        loss_fn=build_loss(cfg, environment, model.module),
         device=environment.device,
         memory=memory,
         ranks=Ranks(timeout=20),
-        survive=True,
-        clip_grad_norm=cfg.clip_grad_norm,
-        optimizer_in_backward=optimizers.in_backward,
+        options=StepOptions(
+            clip_grad_norm=cfg.clip_grad_norm, optimizer_in_backward=optimizers.in_backward
+        ),
     )
 
 

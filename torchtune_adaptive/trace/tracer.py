@@ -36,7 +36,8 @@ from torchtune_adaptive.setup.model import (
     parameters_by_name,
 )
 from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.step.objective import NextTokenPrediction
+from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.trace import fake_device
 from torchtune_adaptive.trace.kernels import attention
 from torchtune_adaptive.trace.recorder import (
@@ -142,15 +143,17 @@ class Tracer:
             activations = training.get_act_offloading_ctx_manager(model, offloads)
             self.step = TrainStep(
                 model=model,
+                objective=NextTokenPrediction(loss_fn),
                 optimizers=self._optimizers.steppers,
-                loss_fn=loss_fn,
                 device=device,
                 memory=_FakeMemory(recorder),
                 ranks=FakeRanks(rank, ranks),  # type: ignore[arg-type]
-                survive=False,
-                activations=activations,
-                clip_grad_norm=cfg.get("clip_grad_norm", None),
-                optimizer_in_backward=self._optimizers.in_backward,
+                options=StepOptions(
+                    survive=False,
+                    activations=activations,
+                    clip_grad_norm=cfg.get("clip_grad_norm", None),
+                    optimizer_in_backward=self._optimizers.in_backward,
+                ),
             )
         sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
         self.uneven = any(p.ndim and p.shape[0] % ranks for p in sharded)

@@ -1,9 +1,8 @@
-"""What looks on while a run trains: metrics, torchtune's profiler, a plot at the end."""
+"""Instruments of a run: torchtune's profiler, and the history that is plotted at the end."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,6 @@ from torchtune_adaptive.setup.environment import Environment
 log = logging.getLogger(__name__)
 PLOT_NAME = "training.png"
 _POINTS = 1000  # of a plot; more would not be seen
-
-
-@dataclass(frozen=True)
-class Logging:
-    """What is written down, and how often."""
-
-    metrics: Any
-    """torchtune's metric logger; on rank 0 only."""
-    every_n_steps: int
-    memory: bool
-    """Log the accelerator's peak memory as well."""
-
-    @classmethod
-    def from_config(cls, cfg: DictConfig, metrics: Any, environment: Environment) -> Logging:
-        memory = cfg.get("log_peak_memory_stats", False)
-        if memory and environment.device.type == "cpu":
-            log.info(
-                "log_peak_memory_stats is True, but a CPU has no such statistics; not logging them."
-            )
-            memory = False
-        return cls(metrics, cfg.get("log_every_n_steps", 1), memory)
 
 
 class Profiling:
