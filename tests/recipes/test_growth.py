@@ -175,8 +175,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(
     machine = {"tokens_per_second_per_gpu", "headroom"}
     later = [record for record in expected if record["step"] > stops[-1]]
     for one, other in zip(later, resumed, strict=True):
-        assert one.keys() == other.keys()
-        assert all(one[key] == other[key] for key in one.keys() - machine)
+        differing = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+        assert differing <= machine
     ours, theirs = saved_weights(whole), saved_weights(stopped)
     final = {key for key in ours if key.startswith("epoch_2/")}
     assert final and all(torch.equal(ours[key], theirs[key]) for key in final)
