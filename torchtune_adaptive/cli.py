@@ -1,4 +1,4 @@
-"""``tune-adaptive``: torchtune's command line with our recipes and configs in it, and two commands more."""
+"""``tune-adaptive``: torchtune's command line with our recipes and configs, and two more commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError
-from torchtune_adaptive.plan.predict import warm_up
+from torchtune_adaptive.plan.workers import start_server
 from torchtune_adaptive.settings.adaptive import BLOCK
 from torchtune_adaptive.settings.checks import check
 from torchtune_adaptive.settings.kinds import kind_of
@@ -30,7 +30,7 @@ def main() -> None:
 def _run(argv: list[str]) -> None:
     command = argv[1] if len(argv) > 1 else ""
     if command == "plan":
-        warm_up()  # beside the imports
+        start_server()  # imports torch while this process does
 
     from torchtune._cli import cat, cp, download, ls, run, validate
 
@@ -48,7 +48,8 @@ def _run(argv: list[str]) -> None:
 
     parser = argparse.ArgumentParser(
         prog="tune-adaptive",
-        description="torchtune's command line, with batch sizes that find themselves.",
+        description="torchtune's command line, plus recipes that find their own batch size.",
+        epilog="`find` and `plan` are ours; the other commands are torchtune's.",
     )
     parser.set_defaults(func=lambda _: parser.print_help())
     commands = parser.add_subparsers(title="subcommands")
@@ -68,7 +69,7 @@ def _run(argv: list[str]) -> None:
 
 
 def _validate_ours(path: Path) -> None:
-    """torchtune validates components; the rest is checked as a run does it."""
+    """Check a config as a run does; torchtune checks the components."""
     from omegaconf import DictConfig, OmegaConf
 
     from torchtune_adaptive.train.growth import batch_increase

@@ -3,8 +3,9 @@
     AdaptiveBatchingError
     |-- ConfigError            a setting that cannot work, found before any model is built
     |-- UnsupportedVersion     a library version that this release does not support
-    |-- NothingFits            not even one sample fits on the device
+    |-- NothingFits            not even one row fits on the device
     |-- EmptyTrial             a trial in which no token was trained on, so it shows nothing
+    |-- NothingToLearn         no row of the data has a label that is trained on
     |-- BatchIncreaseError     the batch cannot grow as asked, or cannot be shared by the ranks
     |-- TrainingOutOfMemory    a training step ran out of memory and cannot be retried
     |-- OutOfMemoryElsewhere   memory ran out between steps, so not because of the batch size
@@ -41,6 +42,10 @@ class NothingFits(AdaptiveBatchingError):
 
 class EmptyTrial(AdaptiveBatchingError):
     """A trial in which no token was trained on."""
+
+
+class NothingToLearn(AdaptiveBatchingError):
+    """No sample of the data has a label that is trained on."""
 
 
 class BatchIncreaseError(AdaptiveBatchingError):
