@@ -33,16 +33,20 @@ from torchtune_adaptive.plan.what_if import what_ifs
 from torchtune_adaptive.registry import find_config
 
 PROGRAM = """
-import sys, torch
+import os, sys, torch
 from torch import distributed
 from torchtune_adaptive.cli import main
 
 if __name__ == "__main__":
-    before = torch._C._get_privateuse1_backend_name(), torch.UntypedStorage.resize_
+    def state():
+        backend = torch._C._get_privateuse1_backend_name()
+        return backend, torch.UntypedStorage.resize_, dict(os.environ)
+
+    before = state()
     try:
         main()
     finally:
-        assert before == (torch._C._get_privateuse1_backend_name(), torch.UntypedStorage.resize_)
+        assert before == state()
         assert not distributed.is_initialized() and not hasattr(torch, "fakegpu")
 """
 
