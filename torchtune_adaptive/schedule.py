@@ -1,15 +1,15 @@
-"""Schedules: when the global batch grows, as a function of consumed samples.
+"""When the batch grows, and what that does to the learning rate; all of it counted in samples.
 
-A schedule returns the global batch it wants at a ``Moment`` of the run. It is a component for
-``batch_increase_function``, and can be used wherever a function can:
+A schedule looks at a ``Moment`` of the run and says which global batch it wants. It is a component for
+``batch_increase_function``, wherever a function would do:
 
     batch_increase_function:
       _component_: torchtune_adaptive.schedule.Geometric
       factor: 2
       every: 1  # epochs
 
-Nothing here is counted in steps: the number of steps in an epoch depends on the batch, and whatever is
-counted in steps (a warm-up, a decay, a position in the data) ends early or never once the batch grows.
+Nothing here is counted in steps: how many steps an epoch has depends on the batch, and what is counted in
+steps (a warm-up, a decay, a position in the data) ends early or never once the batch grows.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ from typing import Any
 from torchtune_adaptive.batching.noise import GrowthController
 
 IncreaseFunction = Callable[[int, int], int]
-"""``f(epoch, current_batch_size) -> increment`` of the micro-batch, called at the start of each epoch."""
+"""``f(epoch, current_batch_size) -> increment``, of the micro-batch, called as an epoch begins."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The state of the run between two steps."""
+    """A point between two steps."""
 
     samples: int
-    """Samples trained on so far, over all ranks and epochs."""
+    """Trained on so far, over all ranks and epochs."""
     epochs: float
-    """Progress in epochs: 1.5 in the middle of the second one."""
+    """How far the run is: 1.5 in the middle of its second epoch."""
     start: int
-    """The global batch that the run started with."""
+    """The global batch that the run began with."""
     current: int
     """The global batch of the last step."""
     lr_factor: float = 1.0
-    """The base learning rate divided by the highest value it has had."""
+    """The base learning rate, over the highest that it has been."""
     noise: float | None = None
-    """The gradient noise scale in rows; None where it is not measured, or not known yet."""
+    """The gradient noise scale in rows, where it is measured and known."""
 
 
 class Schedule(ABC):
-    """Base class: decides the global batch. It is called before every step, with moments in order."""
+    """Says which global batch it wants. It is asked before every step, with one moment after the other."""
 
     lr_scaling = "none"
     """What the learning rate does if the config does not say."""
     needs_noise = False
     predictable = True
-    """Whether it depends only on samples and epochs, so that steps can be counted in advance."""
+    """Whether it depends on the moment's samples and epochs only, so that steps can be counted ahead."""
 
     @abstractmethod
     def global_batch(self, now: Moment) -> int:
-        """The rows wanted in a step, over all ranks; the run uses the nearest number that it can."""
+        """Rows in a step over all ranks. What the run cannot have it gets as nearly as it can."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have none
-        """Continue from ``state_dict``."""
+        """Go on where ``state_dict`` was called."""
 
 
 def _at_least(name: str, value: Any, minimum: float) -> None:
@@ -72,10 +72,10 @@ def _at_least(name: str, value: Any, minimum: float) -> None:
 
 
 class Step(Schedule):
-    """Fixed global batches by samples: ``at: {0: 64, 250000: 128}``.
+    """The global batches that are written down: ``at: {0: 64, 250000: 128}``, by samples.
 
     Args:
-        at: global batches, by the number of samples from which each applies.
+        at: global batch by the number of samples after which it begins.
     """
 
     def __init__(self, at: Mapping[int, int]) -> None:
@@ -91,10 +91,10 @@ class Step(Schedule):
 
 
 class Geometric(Schedule):
-    """Multiplies the batch by ``factor`` every ``every`` epochs (AdaBatch: doubling).
+    """Multiplied by ``factor`` each time ``every`` epochs are over (AdaBatch: doubling).
 
     Args:
-        factor: at least 1.
+        factor: more than 1.
         every: epochs; may be a fraction.
     """
 
@@ -106,18 +106,18 @@ class Geometric(Schedule):
 
     def global_batch(self, now: Moment) -> int:
         times = math.floor(now.epochs / self._every + 1e-9)
-        # 2^62 times the start is more than any run can use, and still a finite number.
+        # A power that no computer holds is more than any run can have.
         most = 62 / math.log2(self._factor) if self._factor > 1 else times
         return int(now.start * self._factor ** min(times, most))
 
 
 class Linear(Schedule):
-    """Grows from the starting batch to ``to`` in equal increments (a ramp as in Megatron).
+    """From the batch that the run begins with to ``to``, in equal increments (Megatron's ramp).
 
     Args:
         to: global batch at the end of the ramp.
-        over: length of the ramp in epochs.
-        increment: rows added at a time; by default the starting batch.
+        over: epochs that the ramp takes.
+        increment: rows that are added at a time; by default the batch that the run begins with.
     """
 
     def __init__(self, to: int, over: float = 1, increment: int | None = None) -> None:
@@ -136,9 +136,9 @@ class Linear(Schedule):
 
 
 class Seesaw(Schedule):
-    """Doubles whenever the base learning rate halves; with ``sqrt`` scaling it falls by sqrt(2) instead.
+    """Doubles where the base learning rate has halved; with ``sqrt`` scaling the rate falls by sqrt 2 there.
 
-    Warm-up does not matter: the rate is compared with the highest value it has had.
+    The learning rate's warm-up does not count: what counts is its fall from the highest that it has been.
     """
 
     lr_scaling = "sqrt"
@@ -151,10 +151,10 @@ class Seesaw(Schedule):
 
 
 class Replay(Schedule):
-    """Repeats the decisions of a recorded run, at the same samples.
+    """What a recorded run decided, at the same samples.
 
     Args:
-        path: the ``batch_size_events.jsonl`` of that run.
+        path: of its ``batch_size_events.jsonl``.
     """
 
     def __init__(self, path: str) -> None:
@@ -169,12 +169,12 @@ class Replay(Schedule):
 
 
 class GradientNoise(Schedule):
-    """Doubles when ``factor`` times the measured gradient noise scale stays at twice the batch or above.
+    """Doubles when the gradient noise scale, as it is measured, has been twice the batch for a while.
 
     Args:
-        patience: consecutive steps in which that must hold.
-        dwell: minimum number of steps between two doublings, and before the first.
-        factor: the wanted batch, in noise scales.
+        patience: steps in a row that must be for it.
+        dwell: steps between two doublings, and before the first.
+        factor: how many noise scales the batch should have.
     """
 
     needs_noise = True
@@ -188,7 +188,7 @@ class GradientNoise(Schedule):
         self._asked_at = -1
 
     def global_batch(self, now: Moment) -> int:
-        if now.samples == self._asked_at:  # called twice between two epochs
+        if now.samples == self._asked_at:  # between two epochs it is asked twice
             return now.current
         self._asked_at = now.samples
         return now.current * (2 if self._controller.update(now.noise, now.current) else 1)
