@@ -1,4 +1,4 @@
-"""``tune-adaptive``: torchtune's command line with our recipes and configs in it, and two commands more."""
+"""``tune-adaptive``: torchtune's command line with our recipes and configs, and two more commands."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtune_adaptive.errors import AdaptiveBatchingError
-from torchtune_adaptive.plan.predict import warm_up
-from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
+from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError
+from torchtune_adaptive.plan.workers import start_server
+from torchtune_adaptive.settings.adaptive import BLOCK
+from torchtune_adaptive.settings.checks import check
+from torchtune_adaptive.settings.kinds import kind_of
 from torchtune_adaptive.versions import require_supported_versions
 
 _FIND = ("use_maximum_batch_size=True", f"{BLOCK}.search_only=True")
@@ -28,7 +30,7 @@ def main() -> None:
 def _run(argv: list[str]) -> None:
     command = argv[1] if len(argv) > 1 else ""
     if command == "plan":
-        warm_up()  # beside the imports
+        start_server()  # imports torch while this process does
 
     from torchtune._cli import cat, cp, download, ls, run, validate
 
@@ -46,7 +48,8 @@ def _run(argv: list[str]) -> None:
 
     parser = argparse.ArgumentParser(
         prog="tune-adaptive",
-        description="torchtune's command line, with batch sizes that find themselves.",
+        description="torchtune's command line, plus recipes that find their own batch size.",
+        epilog="`find` and `plan` are ours; the other commands are torchtune's.",
     )
     parser.set_defaults(func=lambda _: parser.print_help())
     commands = parser.add_subparsers(title="subcommands")
@@ -66,7 +69,12 @@ def _run(argv: list[str]) -> None:
 
 
 def _validate_ours(path: Path) -> None:
-    """torchtune validates components; the adaptive settings are ours to check."""
-    from omegaconf import OmegaConf
+    """Check a config as a run does; torchtune checks the components."""
+    from omegaconf import DictConfig, OmegaConf
 
-    AdaptiveSettings.from_config(OmegaConf.load(path))  # type: ignore[arg-type]
+    from torchtune_adaptive.train.growth import batch_increase
+
+    cfg = OmegaConf.load(path)
+    if not isinstance(cfg, DictConfig):
+        raise ConfigError("config", str(path), "is not a block", "Write `key: value` lines in it")
+    batch_increase(cfg, check(cfg, kind_of(cfg)))

@@ -63,6 +63,7 @@ class Run:
     def __init__(self, cfg: DictConfig, kind: Kind) -> None:
         self._cfg = cfg
         self.settings = check(cfg, kind)
+        self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here
         self.environment = start_environment(cfg)
         self.ranks = Ranks(self.settings.agreement_timeout(cfg.get("compile", False)))
         self.watchdog = Watchdog(
@@ -116,7 +117,7 @@ class Run:
         self.watchdog.enter("loading the data", patience=None)
         data = load_data(cfg, config.instantiate(cfg.tokenizer), loss_fn)
         order = SampleOrder(len(data.dataset), model.data_ranks, cfg.shuffle)
-        grow = batch_increase(cfg, settings)
+        grow = self._grow
         measures_noise = settings.gradient_noise != "off" or getattr(grow, "needs_noise", False)
         step = self.train_step(model, optimizers, loss_fn, measures_noise)
         require_something_to_learn(data, step)

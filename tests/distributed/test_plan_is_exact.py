@@ -1,4 +1,4 @@
-"""What is predicted is what happens: traces of imagined ranks against real ranks on the simulated device."""
+"""What is predicted is what happens: traces of fake ranks against real ranks on the simulated device."""
 
 from __future__ import annotations
 

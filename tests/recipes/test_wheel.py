@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.recipes.test_launch import QUICK, launch, losses
 from torchtune_adaptive.registry import our_configs
@@ -52,7 +54,8 @@ def test_what_is_in_it(wheel: Path) -> None:
 def test_its_dependencies_are_those_that_work(wheel: Path) -> None:
     (name,) = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("/METADATA")]
     metadata = zipfile.ZipFile(wheel).read(name).decode()
-    for requirement in ("torchtune==0.6.1", "torchao<0.16,>=0.13", "torch<2.16,>=2.11"):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in map(Requirement, project["dependencies"]):
         assert f"Requires-Dist: {requirement}" in metadata
 
 

@@ -106,7 +106,7 @@ def test_replay_does_what_was_recorded(tmp_path: Path) -> None:
     ],
 )
 def test_nonsense_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="is not a number of at least"):
+    with pytest.raises(ValueError, match="must be a number >= "):
         wrong()
 
 

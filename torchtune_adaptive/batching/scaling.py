@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
+
+LrScaling = Literal["none", "sqrt", "linear", "gain"]
 
 
 def lr_factor(
-    rule: str, batch: int, start: int, noise: float | None = None, exponent: float = 0.5
+    rule: LrScaling, batch: int, start: int, noise: float | None = None, exponent: float = 0.5
 ) -> float:
     """The factor for the base learning rate at a global batch of ``batch``.
 

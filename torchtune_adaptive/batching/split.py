@@ -95,8 +95,10 @@ def resumed_start(state: dict[str, Any], largest: int, ranks: int) -> Split:
 def share_equally(global_batch: int, ranks: int) -> int:
     rows, left = divmod(global_batch, ranks)
     if left or not rows:
+        work = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+        nearest = sorted(sorted(work, key=lambda n: abs(n - ranks))[:6])
         raise BatchIncreaseError(
-            f"The checkpoint's global batch is {global_batch} rows, which {ranks} ranks cannot share "
-            "equally. Resume on a number of ranks that divides it."
+            f"The checkpoint's global batch is {global_batch} samples, which {ranks} ranks cannot share "
+            f"equally. Resume on a number of ranks that divides it: {', '.join(map(str, nearest))}."
         )
     return rows

@@ -14,7 +14,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
+
+Strategy = Literal["extrapolate", "bisect", "halve"]
+Rounding = Literal["power_of_two", "divisor", "none"]
 
 LARGEST_LEAP = 32
 """An estimate is trusted up to this many times the largest size measured: a line through sizes 1 and 2 is
@@ -62,7 +65,7 @@ class SearchResult(Generic[T]):
     trials: tuple[T, ...]
 
 
-def candidates(rounding: str, ceiling: int, rows_per_step: int) -> tuple[int, ...]:
+def candidates(rounding: Rounding, ceiling: int, rows_per_step: int) -> tuple[int, ...]:
     """The sizes that may be returned, ascending; 1 is always among them.
 
     Args:
@@ -79,7 +82,9 @@ def candidates(rounding: str, ceiling: int, rows_per_step: int) -> tuple[int, ..
     raise ValueError(f"no such rounding: {rounding!r}")
 
 
-def search(strategy: str, candidates: Sequence[int], trial: Callable[[int], T]) -> SearchResult[T]:
+def search(
+    strategy: Strategy, candidates: Sequence[int], trial: Callable[[int], T]
+) -> SearchResult[T]:
     """Find the largest candidate that fits.
 
     Args:
@@ -191,7 +196,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-STRATEGIES: dict[str, Callable[[_Bracket], Iterator[int]]] = {
+STRATEGIES: dict[Strategy, Callable[[_Bracket], Iterator[int]]] = {
     "extrapolate": _extrapolate,
     "bisect": _bisect,
     "halve": _halve,

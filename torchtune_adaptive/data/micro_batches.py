@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from torchtune_adaptive.batching.packing import Budget, pack
 from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.batching.strategies import candidates
+from torchtune_adaptive.batching.strategies import Rounding, candidates
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ByRows(MicroBatches):
 
     unit = "rows"
 
-    def __init__(self, rounding: str) -> None:
+    def __init__(self, rounding: Rounding) -> None:
         self._rounding = rounding
 
     def full_size(self, split: Split) -> int:

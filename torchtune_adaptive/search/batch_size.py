@@ -9,11 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig
-
 from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.batching.strategies import SearchResult, Status, candidates, search
-from torchtune_adaptive.cache import Cache, cache_folder, libraries
+from torchtune_adaptive.batching.strategies import (
+    Rounding,
+    SearchResult,
+    Status,
+    candidates,
+    search,
+)
+from torchtune_adaptive.cache import Cache, cache_folder
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.plan.background import BackgroundPlanner
 from torchtune_adaptive.search.context import SearchContext
@@ -21,7 +25,7 @@ from torchtune_adaptive.search.probe import Probe, nothing_fits, probe_of
 from torchtune_adaptive.search.report import SearchReport
 from torchtune_adaptive.search.trial import SizeTrial, trial_line
 from torchtune_adaptive.settings.adaptive import AdaptiveSettings
-from torchtune_adaptive.settings.fingerprint import allocator_facts, step_facts
+from torchtune_adaptive.settings.fingerprint import search_facts
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +62,12 @@ def find_batch_size(
             raise nothing_fits(first, worst)
         capacity = min(report.usable_bytes for report in first.reports)
         predictions = _Predictions(run, planner, worst.length, capacity, accumulation)
-        about = facts(
+        about = search_facts(
             run.cfg,
             settings,
             row_length=worst.length,
             packed=run.data.packed,
+            largest_candidate=sizes[-1],
             ranks=run.ranks.size,
             device=run.step.memory.name,
             capacity=capacity,
@@ -105,12 +110,10 @@ def possible_sizes(
             f"and the data has {rows_per_rank}",
             "Lower it, lower batch_size, or use more data",
         )
-    if settings.keep_global_batch:
-        rounding, ceiling = "divisor", rows_per_step
-    else:
-        rounding, ceiling = settings.rounding, rows_per_rank // accumulation
+    ceiling = rows_per_step if settings.keep_global_batch else rows_per_rank // accumulation
     if settings.ceiling is not None:
         ceiling = min(ceiling, settings.ceiling)
+    rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
     return candidates(rounding, ceiling, rows_per_step)
 
 
@@ -234,42 +237,8 @@ class _Search:
         return None
 
 
-def facts(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    *,
-    row_length: int,
-    packed: bool,
-    ranks: int,
-    device: str,
-    capacity: int,
-) -> dict[str, Any]:
-    """Everything that could change the result of a search.
-
-    The capacity counts with two digits: it differs by a few pages from run to run, and a result is
-    confirmed by a trial before it is used.
-    """
-    return {
-        "config": {**step_facts(cfg), "batch_size": cfg.batch_size},
-        "settings": {
-            "rounding": settings.rounding,
-            "ceiling": settings.ceiling,
-            "headroom": settings.headroom,
-            "memory_limit": settings.memory_limit,
-            "keep_global_batch": settings.keep_global_batch,
-        },
-        "row_length": row_length,
-        "packed": packed,
-        "ranks": ranks,
-        "device": device,
-        "capacity": float(f"{capacity:.2g}"),
-        "libraries": libraries(),
-        "allocator": allocator_facts(),
-    }
-
-
 def found_sizes(cache: bool | str) -> Cache[int]:
     """The sizes that searches found, kept where the setting says."""
     return Cache(
-        cache_folder(cache, "batch_sizes"), "batch size", lambda n: isinstance(n, int) and n >= 1
+        cache_folder(cache, "batch_sizes"), "batch size", lambda n: type(n) is int and n >= 1
     )

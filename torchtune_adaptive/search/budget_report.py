@@ -13,6 +13,7 @@ import torch
 from torchtune_adaptive.batching.packing import Budget, padding
 from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.data.micro_batches import ByRows, ByTokens, MicroBatches
+from torchtune_adaptive.plots import new_figure
 from torchtune_adaptive.search.trial import LengthTrial, SizeTrial
 from torchtune_adaptive.text import table
 
@@ -117,11 +118,9 @@ def _cells(trial: SizeTrial) -> tuple[str, ...]:
 
 def _plot(budget: Budget, trials: Sequence[LengthTrial], path: Path) -> Path | None:
     """Rows over length: what fits, what was tried; where matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = new_figure(7, 4)
+    if figure is None:
         return None
-    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     shortest = min(length for length, _ in budget.measured)
     lengths = range(max(1, shortest // 2), budget.longest + 1)

@@ -10,7 +10,9 @@ from typing import Any
 
 from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.batching.strategies import SearchResult, Status
+from torchtune_adaptive.plots import new_figure
 from torchtune_adaptive.search.trial import SizeTrial
+from torchtune_adaptive.text import human_bytes
 
 log = logging.getLogger(__name__)
 JSON_NAME = "batch_size_search.json"
@@ -112,9 +114,8 @@ class SearchReport:
 
 def _plot(report: SearchReport, path: Path) -> Path | None:
     """Peak memory over micro-batch size, with the limit and the size that was chosen."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = new_figure(6.4, 3.4)
+    if figure is None:
         return None
     trials = sorted(report.result.trials, key=lambda trial: trial.size)
     fitting = [trial for trial in trials if trial.fits]
@@ -123,7 +124,6 @@ def _plot(report: SearchReport, path: Path) -> Path | None:
     unit, divisor = ("GiB", 1 << 30) if limit >= 1 << 30 else ("MiB", 1 << 20)
     sizes = [trial.size for trial in fitting]
     peaks = [trial.deciding.peak_bytes / divisor for trial in fitting]
-    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
     axes = figure.subplots()
     axes.axhline(
         limit / divisor,

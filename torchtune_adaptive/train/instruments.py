@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 
 from torchtune_adaptive.device.memory import DeviceMemory
+from torchtune_adaptive.plots import new_figure
 from torchtune_adaptive.setup.environment import Environment
 
 log = logging.getLogger(__name__)
@@ -66,14 +67,10 @@ class History:
 
     def plot(self, folder: Path) -> Path | None:
         """Draw it, where matplotlib is installed and there is something to see."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            return None
-        if len(self._points) < 2:
+        figure = new_figure(7, 7)
+        if figure is None or len(self._points) < 2:
             return None
         samples, global_batch, micro_batch, lr, loss = zip(*self._points, strict=True)
-        figure = Figure(figsize=(7, 7), layout="constrained")
         batches, rates, losses = figure.subplots(3, 1, sharex=True)
         batches.step(samples, global_batch, where="pre", label="global batch")
         batches.step(samples, micro_batch, where="pre", label="micro-batch")

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtune_adaptive.batching.scaling import beta2_at, lr_factor
+from torchtune_adaptive.batching.scaling import LrScaling, beta2_at, lr_factor
 from torchtune_adaptive.setup.optimizer import Optimizers
 
 SchedulerFactory = Callable[[int], LRScheduler | None]
@@ -37,7 +37,7 @@ class LearningRate:
         optimizers: Optimizers,
         make_scheduler: SchedulerFactory,
         position: int,
-        rule: str,
+        rule: LrScaling,
         half_life: bool,
         start: int,
     ) -> None:
