@@ -2,7 +2,10 @@
 #
 #   make demo      watch a tiny Llama find its batch size and train, on 2 CPU ranks
 #   make demo-oom  the same when a neighbour takes half the memory in mid-run, beside an undisturbed run
-#   make test      lint, types, and all tests that need no GPU
+#   make test      lint, types, and the quick tests; some prove a sample, another one for each SHARD=N
+#   make test-all  lint, types, and all that can be proved without a GPU
+#   make test-rest only what `make test` leaves out or samples, in full
+#   make test-one  the tests in T, e.g. T=tests/unit/test_cache.py
 #   make check     lint and types only
 #   make bench     the benchmarks that run on a CPU
 #   make clean     remove what these made
@@ -11,7 +14,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo demo-oom test check bench clean
+.PHONY: demo demo-oom test test-all test-rest test-one check bench clean
 .DEFAULT_GOAL := test
 
 # torch first: on its own, so that the version pinned in constraints.txt is the one that all else gets.
@@ -37,8 +40,20 @@ demo-oom: $(READY)
 		adaptive_batching.memory_limit=30MiB adaptive_batching.grow_back_after=10
 	$(BIN)/python demos/compare_runs.py demo_output/undisturbed demo_output/disturbed
 
+PYTEST := $(RUN) $(BIN)/python -m pytest
+SHARD ?= 0
+
 test: check
-	$(RUN) $(BIN)/python -m pytest
+	$(PYTEST) --shard $(SHARD)
+
+test-all: check
+	$(PYTEST) --exhaustive
+
+test-rest: $(READY)
+	$(PYTEST) --exhaustive -m exhaustive
+
+test-one: $(READY)
+	$(PYTEST) $(or $(T),$(error which tests? For example: make test-one T=tests/unit/test_cache.py))
 
 check: $(READY)
 	$(BIN)/ruff format --check .

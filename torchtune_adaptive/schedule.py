@@ -1,15 +1,15 @@
-"""Schedules: when the batch grows, counted in samples.
+"""Schedules: when the global batch grows, as a function of consumed samples.
 
-A schedule gets a ``Moment`` of the run and returns the global batch to use. It is a component for
-``batch_increase_function``, in place of a function:
+A schedule returns the global batch it wants at a ``Moment`` of the run. It is a component for
+``batch_increase_function``, and can be used wherever a function can:
 
     batch_increase_function:
       _component_: torchtune_adaptive.schedule.Geometric
       factor: 2
       every: 1  # epochs
 
-Nothing here is counted in steps: how many steps an epoch has depends on the batch, and what is counted in
-steps (a warm-up, a decay, a position in the data) ends early or never once the batch grows.
+Nothing here is counted in steps: the number of steps in an epoch depends on the batch, and whatever is
+counted in steps (a warm-up, a decay, a position in the data) ends early or never once the batch grows.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ from torchtune_adaptive.batching.noise import GrowthController
 from torchtune_adaptive.batching.scaling import LrScaling
 
 IncreaseFunction = Callable[[int, int], int]
-"""``f(epoch, current_batch_size) -> increment``, of the micro-batch, called as an epoch begins."""
+"""``f(epoch, current_batch_size) -> increment`` of the micro-batch, called at the start of each epoch."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A point in training, between two steps."""
+    """The state of the run between two steps."""
 
     samples: int
     """Samples trained on so far, over all ranks and epochs."""
     epochs: float
-    """Progress in epochs, e.g. 1.5 in the middle of the second."""
+    """Progress in epochs: 1.5 in the middle of the second one."""
     start: int
-    """The global batch at the start of the run."""
+    """The global batch that the run started with."""
     current: int
     """The global batch of the last step."""
     lr_factor: float = 1.0
-    """The base learning rate, divided by the highest value it has had."""
+    """The base learning rate divided by the highest value it has had."""
     noise: float | None = None
-    """The gradient noise scale in samples, or None if it is not measured or not known yet."""
+    """The gradient noise scale in rows; None where it is not measured, or not known yet."""
 
 
 class Schedule(ABC):
-    """Base class: chooses the global batch. Called before every step, with increasing moments."""
+    """Base class: decides the global batch. It is called before every step, with moments in order."""
 
     lr_scaling: LrScaling = "none"
     """How the learning rate follows the batch, unless ``lr_scaling`` is set."""
     needs_noise = False
     """Whether the gradient noise scale must be measured."""
     predictable = True
-    """Whether it depends only on samples and epochs, so that the number of steps is known in advance."""
+    """Whether it depends only on samples and epochs, so that steps can be counted in advance."""
 
     @abstractmethod
     def global_batch(self, now: Moment) -> int:
-        """Samples in a step over all ranks; the run rounds it to what its ranks and memory allow."""
+        """The rows wanted in a step, over all ranks; the run uses the nearest number that it can."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have none
-        """Continue from a ``state_dict``."""
+        """Continue from ``state_dict``."""
 
 
 def _at_least(name: str, value: Any, minimum: float) -> None:
@@ -74,10 +74,10 @@ def _at_least(name: str, value: Any, minimum: float) -> None:
 
 
 class Step(Schedule):
-    """A fixed table of global batches by samples: ``at: {0: 64, 250000: 128}``.
+    """Fixed global batches by samples: ``at: {0: 64, 250000: 128}``.
 
     Args:
-        at: the global batch, by the number of samples after which it is used.
+        at: global batches, by the number of samples from which each applies.
     """
 
     def __init__(self, at: Mapping[int, int]) -> None:
@@ -97,7 +97,7 @@ class Geometric(Schedule):
 
     Args:
         factor: at least 1.
-        every: epochs between two increases; may be a fraction.
+        every: epochs; may be a fraction.
     """
 
     def __init__(self, factor: float = 2, every: float = 1) -> None:
@@ -108,18 +108,18 @@ class Geometric(Schedule):
 
     def global_batch(self, now: Moment) -> int:
         times = math.floor(now.epochs / self._every + 1e-9)
-        # Larger than any run can use; a higher power would overflow.
+        # 2^62 times the start is more than any run can use, and still a finite number.
         most = 62 / math.log2(self._factor) if self._factor > 1 else times
         return int(now.start * self._factor ** min(times, most))
 
 
 class Linear(Schedule):
-    """From the initial batch to ``to``, in equal increments (Megatron's ramp).
+    """Grows from the starting batch to ``to`` in equal increments (a ramp as in Megatron).
 
     Args:
-        to: the global batch at the end of the ramp.
-        over: the length of the ramp in epochs.
-        increment: samples to add at a time; by default the initial batch.
+        to: global batch at the end of the ramp.
+        over: length of the ramp in epochs.
+        increment: rows added at a time; by default the starting batch.
     """
 
     def __init__(self, to: int, over: float = 1, increment: int | None = None) -> None:
@@ -138,10 +138,9 @@ class Linear(Schedule):
 
 
 class Seesaw(Schedule):
-    """Doubles the batch whenever the base learning rate has halved; with ``sqrt`` scaling, the rate then
-    falls by sqrt 2 only.
+    """Doubles whenever the base learning rate halves; with ``sqrt`` scaling it falls by sqrt(2) instead.
 
-    Warm-up is ignored: the reference is the highest learning rate so far.
+    Warm-up does not matter: the rate is compared with the highest value it has had.
     """
 
     lr_scaling: LrScaling = "sqrt"
@@ -157,7 +156,7 @@ class Replay(Schedule):
     """Repeats the decisions of a recorded run, at the same samples.
 
     Args:
-        path: its ``batch_size_events.jsonl``.
+        path: the ``batch_size_events.jsonl`` of that run.
     """
 
     def __init__(self, path: str) -> None:
@@ -172,12 +171,12 @@ class Replay(Schedule):
 
 
 class GradientNoise(Schedule):
-    """Doubles the batch when the measured gradient noise scale has been twice the batch for a while.
+    """Doubles when ``factor`` times the measured gradient noise scale stays at twice the batch or above.
 
     Args:
-        patience: consecutive steps that must call for a doubling.
-        dwell: steps between two doublings, and before the first.
-        factor: the batch to aim for, in noise scales.
+        patience: consecutive steps in which that must hold.
+        dwell: minimum number of steps between two doublings, and before the first.
+        factor: the wanted batch, in noise scales.
     """
 
     needs_noise = True

@@ -109,16 +109,16 @@ def was_insisted_on(trial: SizeTrial, failed: Any) -> bool:
 
 
 def fail_in_trials(
-    stride: int, first: int, everyone: bool, settings: dict[str, Any]
+    stride: int, shard: int, everyone: bool, settings: dict[str, Any]
 ) -> dict[str, int]:
-    """Fail at each operation of a trial, on one rank after the other (or all); then take a healthy step."""
+    """Fail at operations of a trial, on one rank after the other (or all); then take a healthy step."""
     run = Everywhere(**settings)
     with run.probe() as probe:
         assert probe.prime().fits
         expected = run.healthy_step()
         operations = run.count_operations(probe)
         counts = dict.fromkeys(COUNTS, 0)
-        for operation in range(first, operations + 1, stride):
+        for operation in range(1 + shard % stride, operations + 1, stride):
             victim = operation // stride % run.ranks.size
             here = everyone or run.ranks.rank == victim
             with run.memory.fail_at(operation if here else 0) as fault:
@@ -142,11 +142,11 @@ def assert_survived(counts: list[dict[str, int]], at_least: int) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_one_rank_at_every_operation_of_a_trial(
-    lora: bool, checkpointing: bool, accumulation: int
+    lora: bool, checkpointing: bool, accumulation: int, stride: int, shard: int
 ) -> None:
     settings = {"lora": lora, "checkpointing": checkpointing, "accumulation": accumulation}
-    counts = run_ranks(fail_in_trials, 2, 1, 1, False, settings, timeout=500)
-    assert_survived(counts, at_least=300)
+    counts = run_ranks(fail_in_trials, 2, stride, shard, False, settings, timeout=500)
+    assert_survived(counts, at_least=300 // stride)
 
 
 SAMPLES: dict[str, tuple[int, bool, dict[str, Any]]] = {
@@ -165,13 +165,14 @@ SAMPLES: dict[str, tuple[int, bool, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("ranks", "everyone", "settings"), SAMPLES.values(), ids=SAMPLES)
 def test_other_kinds_of_run_at_a_sample_of_operations(
-    ranks: int, everyone: bool, settings: dict[str, Any]
+    ranks: int, everyone: bool, settings: dict[str, Any], exhaustive: bool, shard: int
 ) -> None:
-    counts = run_ranks(fail_in_trials, ranks, 13, 5, everyone, settings, timeout=300)
-    assert_survived(counts, at_least=20)
+    stride = 13 if exhaustive else 61
+    counts = run_ranks(fail_in_trials, ranks, stride, shard, everyone, settings, timeout=300)
+    assert_survived(counts, at_least=260 // stride)
 
 
-def fail_while_recording(stride: int, settings: dict[str, Any]) -> dict[str, int]:
+def fail_while_recording(stride: int, shard: int, settings: dict[str, Any]) -> dict[str, int]:
     """Fail before the sequence of collectives is known, when ranks agree before each one."""
     run = Everywhere(**settings)
     with run.probe() as probe:
@@ -179,7 +180,7 @@ def fail_while_recording(stride: int, settings: dict[str, Any]) -> dict[str, int
         expected = run.healthy_step()
         operations = run.count_operations(probe)
     counts = dict.fromkeys(COUNTS, 0)
-    for operation in range(1, operations + 1, stride):
+    for operation in range(1 + shard % stride, operations + 1, stride):
         victim = operation // stride % run.ranks.size
         run.new_step()
         with run.probe() as probe:
@@ -203,5 +204,9 @@ def fail_while_recording(stride: int, settings: dict[str, Any]) -> dict[str, int
     ],
     ids=["full", "optimizer in backward", "lora", "measuring noise"],
 )
-def test_while_the_sequence_is_being_recorded(settings: dict[str, Any]) -> None:
-    assert_survived(run_ranks(fail_while_recording, 2, 11, settings, timeout=300), at_least=20)
+def test_while_the_sequence_is_being_recorded(
+    settings: dict[str, Any], exhaustive: bool, shard: int
+) -> None:
+    stride = 11 if exhaustive else 41
+    counts = run_ranks(fail_while_recording, 2, stride, shard, settings, timeout=300)
+    assert_survived(counts, at_least=220 // stride)

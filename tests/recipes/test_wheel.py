@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.recipes.test_launch import QUICK, launch, losses
+from torchtune_adaptive import __version__
 from torchtune_adaptive.registry import our_configs
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,7 @@ def test_what_is_in_it(wheel: Path) -> None:
 def test_its_dependencies_are_those_that_work(wheel: Path) -> None:
     (name,) = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("/METADATA")]
     metadata = zipfile.ZipFile(wheel).read(name).decode()
+    assert f"\nVersion: {__version__}\n" in metadata
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for requirement in map(Requirement, project["dependencies"]):
         assert f"Requires-Dist: {requirement}" in metadata
