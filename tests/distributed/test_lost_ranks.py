@@ -1,4 +1,4 @@
-"""A rank dies or hangs in the middle of a search; the others soon stop, and report which and where."""
+"""A rank dies or hangs in the middle of a search; the others stop, soon, and say who it was and where."""
 
 from __future__ import annotations
 
