@@ -1,4 +1,4 @@
-"""Whole runs whose batch grows: what they train on, and that a run that was stopped goes on to the bit."""
+"""Whole runs whose batch grows: what they train on, and that an interrupted run resumes bit-for-bit."""
 
 from __future__ import annotations
 
