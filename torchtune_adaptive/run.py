@@ -183,6 +183,7 @@ class Run:
             step_timeout=settings.step_timeout,
             events=events,
             last_checkpoint=lambda: last_saved(output_dir),
+            wait_for_memory=settings.wait_for_memory,
         )
 
     def _adaptation(

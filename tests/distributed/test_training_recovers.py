@@ -175,6 +175,30 @@ def test_size_one_is_the_end() -> None:
         )
 
 
+def short_of_memory_for_a_moment(folder: str) -> tuple[bool, int, list[Any]]:
+    training = Training(rows=2, micro_batch=1, steps=2)
+    unharmed = training.run(Sizes([1]))
+    operations = training.operations_before_the_optimizer()
+
+    def once(step: int) -> None:
+        if step == 1 and training.ranks.rank == 1:
+            training.memory.arm(operations // 2)
+
+    recovery = Recovery(1, (1,), None)
+    trained = training.run(recovery, once, Path(folder), wait_for_memory=5)
+    rows = (Path(folder) / "batch_size_events.jsonl").read_text().splitlines()
+    same = same_bits(trained.parameters, unharmed.parameters)
+    return same, trained.redone, [json.loads(row) for row in rows]
+
+
+def test_size_one_is_retried_when_memory_was_short_for_a_moment(tmp_path: Path) -> None:
+    for same, retried, events in run_ranks(short_of_memory_for_a_moment, 2, str(tmp_path)):
+        assert same and retried == 1
+        assert {event["step"] for event in events} == {2}
+        assert "out of memory on rank 1" in events[0]["reason"]
+        assert "retrying in 1 s" in events[0]["reason"]
+
+
 def test_raise_stops_every_rank_with_the_reason() -> None:
     for said in run_ranks(cannot_go_on, 2, "raise"):
         assert "on_out_of_memory is raise" in said

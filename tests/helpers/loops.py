@@ -102,6 +102,7 @@ class Training:
         folder: Path | None = None,
         save: Callable[[str], None] = lambda name: None,
         watchdog: Watchdog | None = None,
+        wait_for_memory: float = 0.0,
     ) -> Trained:
         """Train from the start. ``before_step`` may arm a fault."""
         self.snapshot.close()
@@ -129,6 +130,7 @@ class Training:
                 step_timeout=20.0,
                 events=events,
                 last_checkpoint=lambda: last_saved(folder or Path("nowhere")),
+                wait_for_memory=wait_for_memory,
             ),
             adaptation=Adaptation(growth, rate, None, epochs, events),
             loader=_Watched(

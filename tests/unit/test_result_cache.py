@@ -335,6 +335,7 @@ CANNOT_MATTER = [
     {"adaptive_batching.search": "halve"},
     {"adaptive_batching.search_only": True, "adaptive_batching.cache": "/elsewhere"},
     {"adaptive_batching.workers": 2, "adaptive_batching.grow_back_after": 9},
+    {"adaptive_batching.wait_for_memory": 9},
     {"adaptive_batching.lr_scaling": "sqrt", "adaptive_batching.beta2": "half_life"},
     {"adaptive_batching.rank_timeout": 9, "adaptive_batching.step_timeout": 9},
     {"adaptive_batching.probe_length": 103},

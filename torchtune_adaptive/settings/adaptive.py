@@ -27,6 +27,7 @@ from torchtune_adaptive.settings.rules import (
     FUNCTION,
     MEMORY,
     NEVER,
+    PATIENCE,
     SECONDS,
     SHARE,
     Rule,
@@ -122,6 +123,10 @@ class AdaptiveSettings:
     grow_back_after: Annotated[int | None, either(at_least(1), NEVER)] = 100
     """Steps without running out of memory after which a size that failed in training is tried again, or
     ``never``. Each further failure doubles the wait."""
+
+    wait_for_memory: Annotated[float, PATIENCE] = 30.0
+    """Seconds to wait, in all, when a training step runs out of memory at size 1: memory may be short for a
+    moment only, because of another process. Each wait is as long as all before it."""
 
     rank_timeout: Annotated[float, SECONDS] = 45.0
     """Seconds after which an unresponsive rank is considered lost and the run is aborted."""

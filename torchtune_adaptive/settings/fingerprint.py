@@ -48,6 +48,7 @@ _IRRELEVANT_SETTINGS = (
     "lr_scaling",
     "beta2",
     "grow_back_after",
+    "wait_for_memory",
     "rank_timeout",
     "step_timeout",
     "probe_length",  # decides the length of the trials, which is a fact itself
