@@ -242,12 +242,25 @@ class TestWhatIsAssumed:
         plan = plan_request(cfg, 4, "here")
         assert (plan.device.name, plan.device.correction) == ("New", 1.02)
         assert plan.device.limit == int((20 << 30) * 0.95)
-        assert "2033-05-18: measured peak was 2.00% above the prediction" in plan.assumptions[0]
+        assert "2033-05-18: the measured peak was 2.00% above the prediction" in plan.assumptions[0]
         assert plan_request(cfg, 1, "here").device.name == "One"
         assert plan_request(compiled, 2, "here").device.name == "Compiled"
         absurd = Calibration("Absurd", 20 << 30, reserved_ratio=3.0, allocated_ratio=1.0, when=5e9)
         Calibrations(str(tmp_path), cfg, 8).keep(absurd)
         assert plan_request(cfg, 4, "here").device.name == "New"
+
+    @pytest.mark.parametrize(
+        ("reserved", "allocated", "text"),
+        [
+            (1.0, 1.0, "the measured peak was as predicted"),
+            (0.995, 1.0, "was 0.50% below the prediction (reserved; allocated: equal to it)"),
+            (1.012, 1.02, "was 1.20% above the prediction (reserved; allocated: 2.00% above it)"),
+        ],
+    )
+    def test_a_trial_is_compared_with_its_prediction(
+        self, reserved: float, allocated: float, text: str
+    ) -> None:
+        assert Calibration("", 1, reserved, allocated, 0.0).comparison().endswith(text)
 
     def test_the_allocator_is_that_of_the_environment(
         self, monkeypatch: pytest.MonkeyPatch

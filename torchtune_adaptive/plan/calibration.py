@@ -33,9 +33,11 @@ class Calibration:
     """Seconds since 1970."""
 
     def comparison(self) -> str:
+        reserved, allocated = _off(self.reserved_ratio), _off(self.allocated_ratio)
+        if reserved == allocated == "equal to":
+            return "the measured peak was as predicted"
         return (
-            f"measured peak was {_off(self.reserved_ratio)} the prediction "
-            f"(reserved; allocated: {_off(self.allocated_ratio)})"
+            f"the measured peak was {reserved} the prediction (reserved; allocated: {allocated} it)"
         )
 
     def text(self) -> str:

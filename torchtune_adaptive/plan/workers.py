@@ -41,7 +41,9 @@ def _environment() -> dict[str, str]:
 
 def start_server() -> None:
     """Start the server that ``processes`` forks from; returns before the server has imported torch."""
-    multiprocessing.set_forkserver_preload(["torchtune_adaptive.trace.self_check"])
+    multiprocessing.set_forkserver_preload(
+        ["torchtune_adaptive.plan.predict", "torchtune_adaptive.trace.self_check"]
+    )
     before = dict(os.environ)
     try:
         os.environ.clear()
