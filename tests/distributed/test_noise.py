@@ -35,7 +35,7 @@ def tokens_of(one: Batch) -> int:
 
 
 def gradient(model: nn.Module, one: Batch) -> torch.Tensor:
-    """Of the sum of the token losses, on a model that is not sharded."""
+    """The gradient of the sum of the token losses, on a model that is not sharded."""
     model.zero_grad()
     logits = torch.cat(model(one["tokens"]), dim=1)[:, :-1]
     labels = one["labels"][:, 1:]

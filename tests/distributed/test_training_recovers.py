@@ -1,4 +1,4 @@
-"""Training in which memory runs out: the step is taken again, smaller, and nothing else is different."""
+"""Training in which memory runs out: the step is retried, smaller, and nothing else changes."""
 
 from __future__ import annotations
 

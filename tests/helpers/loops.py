@@ -58,7 +58,7 @@ class Trained:
 
     parameters: list[torch.Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    """Of the micro-batch in each step, at its end."""
+    """The size of the micro-batch at the end of each step."""
     losses: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     redone: int = 0

@@ -1,4 +1,4 @@
-"""Whole runs whose batch grows: what they train on, and that a run that was stopped goes on to the bit."""
+"""Whole runs whose batch grows: what they train on, and that an interrupted run resumes bit-for-bit."""
 
 from __future__ import annotations
 
@@ -172,11 +172,11 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(
         again = resuming(stopped, kind, changes)
     resumed, *_ = run_ranks(run_ours, 2, kind, tiny_config(kind, stopped, **again), join=False)
 
-    machine = {"tokens_per_second_per_gpu", "headroom"}
+    machine = {"tokens_per_second_per_gpu", "memory_unused_share"}
     later = [record for record in expected if record["step"] > stops[-1]]
     for one, other in zip(later, resumed, strict=True):
-        assert one.keys() == other.keys()
-        assert all(one[key] == other[key] for key in one.keys() - machine)
+        differing = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+        assert differing <= machine
     ours, theirs = saved_weights(whole), saved_weights(stopped)
     final = {key for key in ours if key.startswith("epoch_2/")}
     assert final and all(torch.equal(ours[key], theirs[key]) for key in final)

@@ -110,7 +110,7 @@ def test_both_recipes_without_launcher_flags(
         *("--config", f"tiny/{kind}", "output_dir=out", *QUICK),
         cwd=tmp_path,
     )
-    assert "x 1 x 1 ranks)" in said
+    assert "x accumulation 1 x 1 rank" in said
     assert len(losses(tmp_path / "out")) == 2
 
 
@@ -121,7 +121,7 @@ def test_lora_on_two_ranks(tmp_path: Path) -> None:
         *("--config", "tiny/lora", "output_dir=out", *QUICK),
         cwd=tmp_path,
     )
-    assert "x 1 x 2 ranks)" in said
+    assert "x accumulation 1 x 2 ranks)" in said
     assert len(losses(tmp_path / "out")) == 2
 
 

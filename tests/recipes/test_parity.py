@@ -1,4 +1,4 @@
-"""With adaptive batching off, our recipes train as torchtune's: the same losses, to the bit.
+"""With adaptive batching off, our recipes train like torchtune's: the losses are bitwise equal.
 
 torchtune's recipes run beside ours, in the same kind of process, on the same data.
 """
@@ -209,7 +209,7 @@ QUICKLY_RESUMED = [("optimizer in backward", "us"), ("lora", "torchtune")]
 
 
 def resumed(cfg: DictConfig, saved_at: Path) -> DictConfig:
-    """The config that goes on after the first epoch of the run that was saved there."""
+    """The config that resumes after the first epoch of the run that was saved there."""
     changes: dict[str, Any] = {
         "resume_from_checkpoint": True,
         "output_dir": str(saved_at),

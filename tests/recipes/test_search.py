@@ -1,4 +1,4 @@
-"""A run that searches, then trains, is to the bit a run that was told the size."""
+"""A run that searches, then trains, is bitwise equal to a run that was given the size."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_quantised_and_sharded_tensors_are_what_they_are_made_of() -> None:
 
 
 class FakeAccelerator:
-    """What ``torch.accelerator`` and a device module say, of a card with a neighbour on it."""
+    """What ``torch.accelerator`` and a device module report for a card that another process uses too."""
 
     def __init__(self) -> None:
         self.total, self.free, self.reserved, self.retries = 1000, 600, 100, 7

@@ -1,4 +1,4 @@
-"""Unsupported libraries: one line, with the command that mends it."""
+"""Unsupported libraries: one line, with the command that fixes it."""
 
 from __future__ import annotations
 
