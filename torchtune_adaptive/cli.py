@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError
+from torchtune_adaptive.errors import AdaptiveBatchingError
 from torchtune_adaptive.plan.workers import start_server
 from torchtune_adaptive.settings.adaptive import BLOCK
 from torchtune_adaptive.settings.checks import check
@@ -43,8 +42,8 @@ def _run(argv: list[str]) -> None:
         argv[1:2] = ["run"]
         argv += _FIND
     elif command == "validate" and len(argv) == 3:
+        _validate_ours(argv[2])
         argv[2] = str(find_config(argv[2]))
-        _validate_ours(Path(argv[2]))
 
     parser = argparse.ArgumentParser(
         prog="tune-adaptive",
@@ -68,13 +67,10 @@ def _run(argv: list[str]) -> None:
     arguments.func(arguments)
 
 
-def _validate_ours(path: Path) -> None:
+def _validate_ours(name: str) -> None:
     """Check a config as a run does; torchtune checks the components."""
-    from omegaconf import DictConfig, OmegaConf
-
+    from torchtune_adaptive.registry import load_config
     from torchtune_adaptive.train.growth import batch_increase
 
-    cfg = OmegaConf.load(path)
-    if not isinstance(cfg, DictConfig):
-        raise ConfigError("config", str(path), "is not a block", "Write `key: value` lines in it")
+    cfg = load_config(name)
     batch_increase(cfg, check(cfg, kind_of(cfg)))

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError, RankLost
-from torchtune_adaptive.registry import find_config
+from torchtune_adaptive.registry import find_config, load_config
 
 
 def recipe(run: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -47,7 +47,11 @@ def _arguments(given: list[str]) -> list[str]:
         argument = given.pop(0)
         option, _, name = argument.partition("=")
         if option == "--config" and (name or given):
-            arguments += ["--config", str(find_config(name or given.pop(0)))]
+            name = name or given.pop(0)
+            load_config(
+                name
+            )  # or the parser would end in a traceback where the file cannot be read
+            arguments += ["--config", str(find_config(name))]
         elif argument.startswith(("-", "~")):
             arguments.append(argument)
         else:

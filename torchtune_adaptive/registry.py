@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torchtune
-from omegaconf import OmegaConf
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torchtune._recipe_registry import Config, Recipe, get_all_recipes
 from torchtune.config._utils import _get_component_from_path
 
@@ -76,6 +78,25 @@ def find_config(name: str) -> Path:
         if close
         else f"Ours are {', '.join(our_configs())}; `tune ls` lists torchtune's",
     )
+
+
+def load_config(name: str) -> DictConfig:
+    """A config, given its name or its path, as it is written.
+
+    Raises:
+        ConfigError: there is no such config, or the file is not a block of YAML.
+    """
+    path = find_config(name)
+    try:
+        cfg = OmegaConf.load(path)
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            "--config", str(path), f"cannot be read: {reason}", "Correct the file"
+        ) from error
+    if not isinstance(cfg, DictConfig):
+        raise ConfigError("--config", str(path), "is not a block", "Write `key: value` lines in it")
+    return cfg
 
 
 def register() -> None:

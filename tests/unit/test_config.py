@@ -21,6 +21,7 @@ from torchtune_adaptive.settings.checks import check
 from torchtune_adaptive.settings.kinds import KNOWN_KEYS, kind_of, unused_keys
 from torchtune_adaptive.settings.reference import tables
 from torchtune_adaptive.settings.rules import rule_of
+from torchtune_adaptive.settings.torchtune_keys import _MUST_BE_GIVEN, _REQUIRED
 
 
 def config(name: str = "tiny/full", *overrides: str) -> DictConfig:
@@ -393,6 +394,14 @@ def test_any_value_of_any_key_is_valid_or_an_error_of_one_line(key: str) -> None
         assert "\n" not in (error or ""), value
         if any(type(value) is type(never) and value == never for never in NEVER_VALID.get(key, [])):
             assert error is not None, value
+
+
+@pytest.mark.parametrize("key", [*_REQUIRED, *_MUST_BE_GIVEN, "dtype", "dataset"])
+def test_a_key_that_is_missing_is_named(key: str) -> None:
+    cfg = OmegaConf.create(OmegaConf.to_container(config(), resolve=True))
+    assert isinstance(cfg, DictConfig)
+    del cfg[key]
+    assert (fault(cfg) or "").startswith(f"{key}: None ")
 
 
 def fault(cfg: DictConfig) -> str | None:

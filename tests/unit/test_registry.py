@@ -15,6 +15,7 @@ from torchtune_adaptive.registry import (
     CONFIGS,
     component,
     find_config,
+    load_config,
     our_configs,
     register,
     torchtune_configs,
@@ -38,6 +39,15 @@ def test_a_name_that_exists_nowhere_says_which_do() -> None:
     message = str(raised.value)
     assert all(name in message for name in our_configs())
     assert "tune ls" in message
+
+
+@pytest.mark.parametrize("content", [b"a: [", b"- a", b"a: 1\na: 2", b"\xff", b"a: ${b"])
+def test_a_file_that_is_no_config_is_an_error_of_one_line(content: bytes, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        load_config(str(mine))
+    assert str(mine) in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_a_function_of_the_working_directory_comes_after_those_installed(

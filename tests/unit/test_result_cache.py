@@ -10,16 +10,20 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from tests.helpers.ranks import Alone
 from torchtune_adaptive import cache as caching
 from torchtune_adaptive import tiny
+from torchtune_adaptive.batching.strategies import SearchResult, Status, Strategy
 from torchtune_adaptive.cache import Cache, atomically, cache_folder
 from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.search.batch_size import found_sizes
+from torchtune_adaptive.search.batch_size import _Search, found_sizes
+from torchtune_adaptive.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.settings.adaptive import (
     BLOCK,
     AdaptiveSettings,
@@ -280,6 +284,34 @@ def test_two_jobs_at_once_leave_one_whole_result(tmp_path: Path) -> None:
     assert [job.wait(timeout=60) for job in jobs] == [0, 0]
     assert Cache(tmp_path, "size", lambda size: True).get({"a": 1}) in (8, 16)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def found_by(strategy: Strategy | Literal["predict"], folder: Path) -> SearchResult[SizeTrial]:
+    """A search among 1, 2, 4 and 8, of which all fit and 4 is predicted."""
+    search: Any = _Search(
+        run=SimpleNamespace(
+            settings=AdaptiveSettings(search=strategy, cache=str(folder)), ranks=Alone()
+        ),  # type: ignore[arg-type]
+        probe=SimpleNamespace(trial=a_trial),  # type: ignore[arg-type]
+        first=a_trial(1),
+        sizes=(1, 2, 4, 8),
+        predictions=SimpleNamespace(largest=lambda last: 4),  # type: ignore[arg-type]
+    )
+    return search.result(FACTS, None)
+
+
+def a_trial(size: int) -> SizeTrial:
+    return SizeTrial(size, 0.1, (RankReport(None, 10 * size, 10 * size, 0, usable_bytes=100),))
+
+
+def test_a_size_at_which_a_prediction_stopped_is_not_kept(tmp_path: Path) -> None:
+    predicted = found_by("predict", tmp_path)
+    assert (predicted.size, predicted.status) == (4, Status.PREDICTED)
+    assert sizes_in(tmp_path).get(FACTS) is None
+    searched = found_by("bisect", tmp_path)
+    assert (searched.size, searched.status) == (8, Status.CEILING)
+    assert sizes_in(tmp_path).get(FACTS) == 8
+    assert found_by("predict", tmp_path).status is Status.REMEMBERED
 
 
 CHANGES = [

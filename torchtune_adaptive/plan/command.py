@@ -25,7 +25,7 @@ from torchtune_adaptive.plan.report import (
 from torchtune_adaptive.plan.request import HERE, PlanRequest, plan_request
 from torchtune_adaptive.plan.what_if import what_ifs
 from torchtune_adaptive.plan.workers import processes
-from torchtune_adaptive.registry import find_config
+from torchtune_adaptive.registry import load_config
 from torchtune_adaptive.settings.adaptive import amount_of_memory
 from torchtune_adaptive.text import human_bytes, table
 
@@ -167,7 +167,7 @@ def _config(arguments: argparse.Namespace) -> DictConfig:
     for override in arguments.overrides:
         if "=" not in override:
             raise ConfigError("KEY=VALUE", override, "is not an override", "Write key=value")
-    loaded = OmegaConf.load(find_config(arguments.config))
+    loaded = load_config(arguments.config)
     merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(arguments.overrides))
     assert isinstance(merged, DictConfig)
     return merged

@@ -62,6 +62,7 @@ _NOT_NULL: dict[str, Rule] = {
     "log_every_n_steps": at_least(1),
     "tensor_parallel_dim": at_least(1),
 }
+_MUST_BE_GIVEN = ("seed", "shuffle", "max_steps_per_epoch", "resume_from_checkpoint")
 # Inside blocks, where given.
 _OF_BLOCKS: dict[tuple[str, str], Rule] = {
     ("tokenizer", "max_seq_len"): at_least(2),
@@ -93,6 +94,9 @@ def check_values(cfg: Mapping[str, Any]) -> None:
         )
     for key, rule in _REQUIRED.items():
         rule.read(key, cfg.get(key))
+    for key in _MUST_BE_GIVEN:
+        if key not in cfg:
+            raise ConfigError(key, None, "is missing", f"Add {key}; it may be null")
     for key, rule in _OPTIONAL.items():
         if (value := cfg.get(key)) is not None:
             rule.read(key, value)
