@@ -51,9 +51,9 @@ def report(**changes: Any) -> SearchReport:
 
 
 def test_a_trial_is_one_line() -> None:
-    assert trial_line(TRIALS[0]) == "micro-batch 1: fits, peak 21 GiB of 76 GiB (rank 1), 1.2 s"
+    assert trial_line(TRIALS[0]) == "micro-batch 1: fits, peak 21 of 76 GiB (rank 1), 1.2 s"
     line = trial_line(TRIALS[2])
-    assert line == "micro-batch 8: out of memory in backward, peak 74 GiB of 76 GiB (rank 1), 1.2 s"
+    assert line == "micro-batch 8: out of memory in backward, peak 74 of 76 GiB (rank 1), 1.2 s"
 
 
 def test_the_deciding_rank_is_the_one_in_trouble_or_else_the_tightest() -> None:

@@ -6,15 +6,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtune_adaptive.device.memory import Usage
-from torchtune_adaptive.text import human_bytes
+from torchtune_adaptive.text import bytes_of
 
 
 def trial_line(trial: SizeTrial) -> str:
     """One line for a trial, as soon as it is over."""
     decided = trial.deciding
     return (
-        f"micro-batch {trial.size}: {decided.trouble or 'fits'}, peak {human_bytes(decided.peak_bytes)} of "
-        f"{human_bytes(decided.usable_bytes)} (rank {trial.deciding_rank}), {trial.seconds:.1f} s"
+        f"micro-batch {trial.size}: {decided.trouble or 'fits'}, peak "
+        f"{bytes_of(decided.peak_bytes, decided.usable_bytes)} (rank {trial.deciding_rank}), "
+        f"{trial.seconds:.1f} s"
     )
 
 

@@ -246,4 +246,4 @@ def _unknown(key: str, value: object) -> ConfigError:
         return ConfigError(name, value, "is in the wrong place", remedy)
     meant = close_match(key, block_keys())
     remedy = f"Did you mean {meant}?" if meant else f"Known are {', '.join(sorted(block_keys()))}"
-    return ConfigError(name, value, "is not a setting", remedy)
+    return ConfigError(name, value, "is set, but there is no such setting", remedy)

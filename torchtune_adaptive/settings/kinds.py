@@ -105,7 +105,7 @@ def unused_keys(cfg: DictConfig, recipe: Kind) -> list[str]:
             raise ConfigError(
                 key,
                 plain_value(cfg, key),
-                f"is not a key of this recipe; it looks like {meant}",
+                f"is set, but the recipe has no such key; it looks like {meant}",
                 f"Rename it to {meant}, or remove it (~{key} on the command line)",
             )
         unused.append(key)

@@ -58,6 +58,6 @@ def scale(
             run(piece.mul_, factor)
 
 
-def mean(total: float, weight: float) -> float:
-    """``total / weight`` as torchtune's recipes round it: in float32, through the reciprocal."""
-    return float(torch.tensor(max(weight, 1), dtype=torch.float32).reciprocal() * total)
+def divide(number: float, tokens: float) -> float:
+    """``number / tokens`` as torchtune's recipes round it: in float32, through the reciprocal."""
+    return float(torch.tensor(max(tokens, 1), dtype=torch.float32).reciprocal() * number)

@@ -205,7 +205,7 @@ class TrainStep:
         loss, self._graph = self._graph, None
         assert loss is not None
         if self._result is not None:
-            loss = loss * gradients.mean(self.ranks.size, self._result.tokens)
+            loss = loss * gradients.divide(self.ranks.size, self._result.tokens)
         loss.backward()
 
     def _exchange_before_backward(self) -> None:
@@ -288,11 +288,11 @@ class TrainStep:
             return StepOutcome(lost=True)
         norm = None
         if self.options.clip_grad_norm is not None:
-            norm = squared**0.5 * gradients.mean(self.ranks.size, tokens)
+            norm = squared**0.5 * gradients.divide(self.ranks.size, tokens)
         return StepOutcome(
             lost=False,
             tokens=int(tokens),
-            loss=gradients.mean(loss, tokens),
+            loss=gradients.divide(loss, tokens),
             gradient_norm=norm,
             retries=int(retries),
             noise=self._small.sums(summed, self.ranks.size) if self._small is not None else None,
@@ -317,7 +317,7 @@ class TrainStep:
 
     def _scale(self, outcome: StepOutcome) -> float:
         """What turns the sum over tokens (averaged over ranks, by FSDP) into their mean, clipped."""
-        factor = gradients.mean(self.ranks.size, outcome.tokens)
+        factor = gradients.divide(self.ranks.size, outcome.tokens)
         clip = self.options.clip_grad_norm
         if outcome.gradient_norm is not None and clip is not None:
             factor *= min(1.0, clip / (outcome.gradient_norm + 1e-6))
