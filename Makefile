@@ -5,7 +5,7 @@
 #   make test      lint, types, and the quick tests; some prove a sample, another one for each SHARD=N
 #   make test-all  lint, types, and all that can be proved without a GPU
 #   make test-rest only what `make test` leaves out or samples, in full
-#   make test-one  the tests in T, e.g. T=tests/unit/test_cache.py
+#   make test-one  the tests in T, e.g. T=tests/unit/test_search.py
 #   make check     lint and types only
 #   make bench     the benchmarks that run on a CPU
 #   make clean     remove what these made
@@ -53,7 +53,7 @@ test-rest: $(READY)
 	$(PYTEST) --exhaustive -m exhaustive
 
 test-one: $(READY)
-	$(PYTEST) $(or $(T),$(error which tests? For example: make test-one T=tests/unit/test_cache.py))
+	$(PYTEST) $(or $(T),$(error which tests? For example: make test-one T=tests/unit/test_search.py))
 
 check: $(READY)
 	$(BIN)/ruff format --check .
