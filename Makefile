@@ -53,7 +53,7 @@ test-rest: $(READY)
 	$(PYTEST) --exhaustive -m exhaustive
 
 test-one: $(READY)
-	$(PYTEST) $(or $(T),$(error which tests? For example: make test-one T=tests/unit/test_cache.py))
+	$(PYTEST) $(or $(T),$(error which tests? For example: make test-one T=tests/unit/test_search.py))
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -17,8 +17,10 @@ MODULES = (
     "torchdata.stateful_dataloader",
     "torchtune.datasets",
     "torchtune.recipe_interfaces",
+    "torchtune_adaptive.launch",
     "torchtune_adaptive.run",
     "torchtune_adaptive.trace.tracer",
+    "torchtune_adaptive.versions",
 )
 
 with warnings.catch_warnings():

@@ -16,6 +16,7 @@ from torchtune.training import FullModelHFCheckpointer
 
 from tests.helpers.ranks import watch_ranks
 from torchtune_adaptive.cli import _run
+from torchtune_adaptive.cli import main as tune_adaptive_main
 from torchtune_adaptive.errors import ConfigError
 
 BIN = Path(sys.executable).parent
@@ -41,26 +42,26 @@ def launch(
 
 
 def launch_forked(*command: str, cwd: Path, expect: int = 0) -> str:
-    """The same for ``tune`` without launcher flags, in a process that starts with everything imported."""
-    (tune,) = watch_ranks(
-        in_this_process, 1, str(cwd), *command, until_exit_of=[0], timeout=120, join=False
+    """The same without launcher flags, in a process that starts with everything imported."""
+    (process,) = watch_ranks(
+        run_in_this_process, 1, str(cwd), *command, until_exit_of=[0], timeout=120, join=False
     )
-    assert tune.exit_code == expect, tune.said
-    return tune.said
+    assert process.exit_code == expect, process.said
+    return process.said
 
 
-def in_this_process(cwd: str, *command: str) -> None:
+def run_in_this_process(cwd: str, *command: str) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         del os.environ[name]  # nobody launches this one
     del os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     os.chdir(cwd)
     sys.argv = list(command)
-    tune_main()
+    {"tune": tune_main, "tune-adaptive": tune_adaptive_main}[command[0]]()
 
 
 @pytest.fixture(scope="module")
 def launch_alone(exhaustive: bool) -> Callable[..., str]:
-    """Runs ``tune`` without launcher flags; in the quick tier forked, which is ten times faster."""
+    """Runs a command without launcher flags; in the quick tier forked, which is ten times faster."""
     return launch if exhaustive else launch_forked
 
 
@@ -146,15 +147,18 @@ def test_torchtunes_own_configs(tmp_path: Path, launch_alone: Callable[..., str]
     assert len(losses(tmp_path / "out")) == 2
 
 
-def test_find_searches_and_trains_nothing(tmp_path: Path) -> None:
-    said = launch(
-        *("tune-adaptive", "find", "--nproc_per_node", "2", "adaptive_lora_finetune_distributed"),
+def test_find_searches_and_trains_nothing(
+    tmp_path: Path, exhaustive: bool, launch_alone: Callable[..., str]
+) -> None:
+    flags, size = (["--nproc_per_node", "2"], 16) if exhaustive else ([], 8)
+    said = launch_alone(
+        *("tune-adaptive", "find", *flags, "adaptive_lora_finetune_distributed"),
         *("--config", "tiny/lora", "output_dir=out", *QUICK),
         cwd=tmp_path,
     )
     assert said.rstrip().splitlines()[-1] == (
         "To skip the search next time: "
-        "batch_size=16 gradient_accumulation_steps=1 use_maximum_batch_size=False"
+        f"batch_size={size} gradient_accumulation_steps=1 use_maximum_batch_size=False"
     )
     assert not list((tmp_path / "out").glob("epoch_*"))
 
@@ -226,15 +230,22 @@ def test_a_wrong_setting_is_one_line_before_anything_is_built(
     assert "Traceback" not in said and "Instantiating model" not in said
 
 
-def test_an_unsupported_library_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(
+            ("tune", "run", "adaptive_full_finetune_distributed", "--config", "tiny/full"),
+            id="tune run",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(("tune-adaptive", "ls"), id="tune-adaptive"),
+    ],
+)
+def test_an_unsupported_library_is_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
     fake = tmp_path / "site" / "torchao-0.16.0.dist-info"
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 0.16.0\n")
-    for command in (
-        ("tune", "run", "adaptive_full_finetune_distributed", "--config", "tiny/full"),
-        ("tune-adaptive", "ls"),
-    ):
-        said = launch(*command, cwd=tmp_path, expect=1, PYTHONPATH=str(tmp_path / "site"))
-        assert "torchtune-adaptive does not work with torchao 0.16.0" in said
-        assert "pip install 'torchao>=0.13,<0.16'" in said
-        assert "Traceback" not in said
+    said = launch(*command, cwd=tmp_path, expect=1, PYTHONPATH=str(tmp_path / "site"))
+    assert "torchtune-adaptive does not work with torchao 0.16.0" in said
+    assert "pip install 'torchao>=0.13,<0.16'" in said
+    assert "Traceback" not in said

@@ -37,16 +37,38 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "bisect": ("full", {"adaptive_batching.search": "bisect"}),
     "predict": ("lora", {"adaptive_batching.search": "predict"}),
 }
+COMBINED = [
+    ("full", "bf16, checkpointed", "accumulation", "any size"),
+    ("optimizer in backward", "packed", "bisect"),
+    ("lora with dropout", "dora", "predict"),
+]
+"""What the quick tier runs instead of one after the other."""
 
 
 def written(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "batch_size_search.json").read_text())
 
 
+@pytest.mark.parametrize("names", COMBINED, ids=" + ".join)
+def test_training_after_a_search_is_training_without_in_combinations(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert_training_is_the_same(
+        RUNS[names[0]][0],
+        {key: value for name in names for key, value in RUNS[name][1].items()},
+        tmp_path,
+    )
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "changes"), RUNS.values(), ids=RUNS)
 def test_training_after_a_search_is_training_without(
     kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
+    assert_training_is_the_same(kind, changes, tmp_path)
+
+
+def assert_training_is_the_same(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     searched, *_ = run_ranks(
         run_ours,
         2,

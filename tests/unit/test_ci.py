@@ -26,6 +26,12 @@ def test_every_make_target_that_is_named_exists(path: str | Path) -> None:
     assert named and set(named) <= set(TARGETS)
 
 
+@pytest.mark.parametrize("path", ["CONTRIBUTING.md", "Makefile"])
+def test_every_test_that_is_named_exists(path: str) -> None:
+    named = re.findall(r"tests/[\w/]+\.py", (ROOT / path).read_text())
+    assert named and all((ROOT / name).is_file() for name in named)
+
+
 def test_the_workflow_may_only_read_and_its_actions_cannot_change() -> None:
     workflow = yaml.safe_load(WORKFLOW.read_text())
     assert workflow["permissions"] == {}
