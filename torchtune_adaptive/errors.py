@@ -8,6 +8,7 @@
     |-- BatchIncreaseError     the batch cannot grow as asked, or cannot be shared by the ranks
     |-- TrainingOutOfMemory    memory ran out in a training step, and it cannot be redone
     |-- OutOfMemoryElsewhere   memory ran out between steps: the batch size is not to blame
+    |-- CheckpointError        a checkpoint that cannot be saved or resumed from
     |-- NoPrediction           a run whose memory cannot be told ahead, and why
     `-- RankLost               another rank died, hung, or stopped answering
 
@@ -53,6 +54,10 @@ class TrainingOutOfMemory(AdaptiveBatchingError):
 
 class OutOfMemoryElsewhere(AdaptiveBatchingError):
     """Memory ran out between training steps, as while saving."""
+
+
+class CheckpointError(AdaptiveBatchingError):
+    """A checkpoint that cannot be saved or resumed from."""
 
 
 class NoPrediction(AdaptiveBatchingError):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import config
 
-from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError, RankLost
+from torchtune_adaptive.errors import AdaptiveBatchingError, CheckpointError, ConfigError, RankLost
 from torchtune_adaptive.registry import find_config
 
 
@@ -46,7 +46,7 @@ def _find_config_by_name() -> None:
 
 def _say(error: AdaptiveBatchingError) -> None:
     rank = os.environ.get("RANK", "0")
-    if isinstance(error, ConfigError) and rank != "0":
-        return  # all ranks have the same config
+    if isinstance(error, (ConfigError, CheckpointError)) and rank != "0":
+        return  # all ranks have the same config, and agree on checkpoints
     name = type(error).__name__
     print(f"\nrank {rank}: {name}: {error}\n", file=sys.stderr, flush=True)

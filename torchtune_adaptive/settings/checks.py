@@ -153,6 +153,7 @@ def _check_growth(cfg: DictConfig, settings: AdaptiveSettings) -> None:
         )
     steps = cfg.get("save_every_n_steps")
     optional(whole_number(1))("save_every_n_steps", steps)
+    optional(whole_number(1))("keep_last_n_checkpoints", cfg.get("keep_last_n_checkpoints"))
     if steps is not None and cfg.get("enable_async_checkpointing", False):
         raise ConfigError(
             "save_every_n_steps",

@@ -48,6 +48,7 @@ _COMMON_KEYS = frozenset(
         "batch_increase_function",
         "adaptive_batching",
         "save_every_n_steps",
+        "keep_last_n_checkpoints",
     ]
 )
 

@@ -27,7 +27,7 @@ from torchtune_adaptive.settings.adaptive import BLOCK
 from torchtune_adaptive.setup.environment import Environment
 from torchtune_adaptive.step.snapshot import Generators
 from torchtune_adaptive.step.train_step import StepHalfApplied, StepOutcome, TrainStep
-from torchtune_adaptive.train.checkpoints import last_saved
+from torchtune_adaptive.train.checkpoint_folder import last_saved
 from torchtune_adaptive.train.events import Events
 from torchtune_adaptive.train.growth import Grown, Growth
 from torchtune_adaptive.train.instruments import History, Logging, Profiling
