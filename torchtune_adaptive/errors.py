@@ -66,3 +66,11 @@ class NoPrediction(AdaptiveBatchingError):
 
 class RankLost(AdaptiveBatchingError):
     """Another rank died, hung, or stopped answering."""
+
+
+class Stopped(KeyboardInterrupt):
+    """The run was asked to stop, by SIGTERM or Ctrl-C. No error, so no ``except Exception`` catches it."""
+
+    def __init__(self, message: str, status: int) -> None:
+        self.status = status
+        super().__init__(message)

@@ -11,7 +11,13 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import config
 
-from torchtune_adaptive.errors import AdaptiveBatchingError, CheckpointError, ConfigError, RankLost
+from torchtune_adaptive.errors import (
+    AdaptiveBatchingError,
+    CheckpointError,
+    ConfigError,
+    RankLost,
+    Stopped,
+)
 from torchtune_adaptive.registry import find_config
 
 
@@ -33,8 +39,27 @@ def recipe(run: Callable[[DictConfig], None]) -> Callable[[], None]:
             if dist.is_initialized() and not isinstance(error, RankLost):
                 dist.destroy_process_group()
             sys.exit(1)
+        except KeyboardInterrupt as interrupt:
+            _end_interrupted(interrupt)
 
     return main
+
+
+def _end_interrupted(interrupt: KeyboardInterrupt) -> None:
+    """End by SIGTERM or Ctrl-C, with the status that a shell would report.
+
+    Nothing is torn down: other ranks may be gone, or wait for this one.
+    """
+    known = isinstance(interrupt, Stopped)
+    rank = os.environ.get("RANK", "0")
+    what = (
+        str(interrupt)
+        if known
+        else "stopped by Ctrl-C outside training, where there is nothing to save."
+    )
+    print(f"\nrank {rank}: {what}\n", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(interrupt.status if isinstance(interrupt, Stopped) else 130)
 
 
 def _find_config_by_name() -> None:

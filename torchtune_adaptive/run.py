@@ -36,12 +36,14 @@ from torchtune_adaptive.setup.environment import start_environment
 from torchtune_adaptive.setup.model import Model
 from torchtune_adaptive.setup.optimizer import Optimizers, build_loss, build_lr_scheduler
 from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.train.checkpoint_folder import require_output_folder
 from torchtune_adaptive.train.events import Events
 from torchtune_adaptive.train.growth import Growth, batch_increase
 from torchtune_adaptive.train.instruments import Logging, Profiling, build_profiler
 from torchtune_adaptive.train.learning_rate import LearningRate
 from torchtune_adaptive.train.loop import TrainingLoop
 from torchtune_adaptive.train.progress import Progress
+from torchtune_adaptive.train.stop import StopSignals
 
 log = logging.getLogger(__name__)
 Save = Callable[[Model, Optimizers, Progress, str], None]
@@ -65,6 +67,8 @@ class Run:
         self.settings = check(cfg, kind)
         self.environment = start_environment(cfg)
         self.ranks = Ranks(self.settings.agreement_timeout(cfg.get("compile", False)))
+        require_output_folder(cfg, self.ranks)
+        self.stop = StopSignals(self.settings.stop_timeout)
         self.watchdog = Watchdog(
             self.ranks,
             limit=self.settings.rank_timeout,
@@ -85,6 +89,7 @@ class Run:
             self.metrics.log_config(cfg)
 
     def __enter__(self) -> Run:
+        self.stop.__enter__()
         self.watchdog.__enter__()
         return self
 
@@ -94,8 +99,11 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.watchdog.__exit__(kind, error, traceback)
-        self._end_prediction()
+        try:
+            self.watchdog.__exit__(kind, error, traceback)
+        finally:
+            self._end_prediction()
+            self.stop.__exit__(kind, error, traceback)
 
     def _end_prediction(self) -> None:
         if self.prediction is not None:
@@ -193,6 +201,7 @@ class Run:
             save_every_n_steps=cfg.get("save_every_n_steps"),
             noise=NoiseScale() if measures_noise else None,
             output_dir=output_dir,
+            stop=self.stop,
         )
 
     def _say_what_is_ahead(self, growth: Growth, epochs: Epochs) -> None:
@@ -239,12 +248,14 @@ class Run:
             optimizer_in_backward=optimizers.in_backward,
             launched=self.watchdog.tick,
             measure_noise=measure_noise,
+            stop_requested=lambda: self.stop.requested,
         )
 
     def close(self) -> None:
         if self.metrics is not None:
             self.metrics.close()
         dist.destroy_process_group()
+        self.stop.raise_if_stopped()
 
     def _find_token_budget(
         self, step: TrainStep, data: Data, order: SampleOrder, start: Split

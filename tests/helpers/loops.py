@@ -31,6 +31,7 @@ from torchtune_adaptive.train.instruments import Logging
 from torchtune_adaptive.train.learning_rate import LearningRate
 from torchtune_adaptive.train.loop import TrainingLoop
 from torchtune_adaptive.train.progress import Progress
+from torchtune_adaptive.train.stop import StopSignals
 
 loop_module.tqdm = MagicMock()  # type: ignore[attr-defined]
 loop_module.History = MagicMock()  # type: ignore[misc]  # or each of thousands of runs would draw a plot
@@ -138,6 +139,7 @@ class Training:
             save_every_n_steps=None,
             noise=None,
             output_dir=folder or Path("nowhere"),
+            stop=StopSignals(60.0),
         )
         loop.run()
         trained.parameters = local_values(self.model)

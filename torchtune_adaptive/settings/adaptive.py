@@ -178,6 +178,10 @@ class AdaptiveSettings:
     step_timeout: float = _setting(600.0, _number(1, 86400, "Use a number of seconds, as 600"))
     """The same for a rank that is alive, but stands still in a training step while others wait for it."""
 
+    stop_timeout: float = _setting(300.0, _number(1, 86400, "Use a number of seconds, as 300"))
+    """Seconds in which training must have saved a checkpoint and ended after SIGTERM or Ctrl-C; then it ends
+    without."""
+
     search_only: bool = _setting(False, _boolean)
     """Stop after the search (what ``tune-adaptive find`` sets)."""
 

@@ -71,6 +71,9 @@ class StepOutcome:
     retries: int = 0
     """How often the allocators of all ranks had to give memory back to go on."""
 
+    stop: bool = False
+    """A rank has been asked to stop."""
+
     noise: NoiseSums | None = None
     """Where it is measured: what the step says about the noise in its gradient, if anything."""
 
@@ -92,6 +95,7 @@ class TrainStep:
         launched: called after every collective that FSDP launches.
         measure_noise: measure gradient noise, with one more norm of each micro-batch's gradient. Not where
             the optimizers step in backward: there the step's gradient is never all there.
+        stop_requested: whether this rank has been asked to stop; all ranks learn of it in the outcome.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class TrainStep:
         optimizer_in_backward: bool = False,
         launched: Callable[[], None] = lambda: None,
         measure_noise: bool = False,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model = model
         self.optimizers = optimizers
@@ -117,6 +122,7 @@ class TrainStep:
         self.memory = memory
         self.ranks = ranks
         self.optimizer_in_backward = optimizer_in_backward
+        self._stop_requested = stop_requested
         self.phase = "forward"
         self._activations = activations or nullcontext()
         self._clip_grad_norm = clip_grad_norm
@@ -263,6 +269,8 @@ class TrainStep:
                 self._small.fill(totals)
         if self._collectives is not None:
             totals[Total.RETRIES].fill_(float(self._new_retries()))
+        if self._stop_requested():
+            totals[Total.STOP].fill_(1.0)
         if self.ranks.size > 1:
             dist.all_reduce(totals)
         summed = totals.tolist()
@@ -279,6 +287,7 @@ class TrainStep:
             loss=_over(loss, tokens),
             gradient_norm=norm,
             retries=int(retries),
+            stop=summed[Total.STOP] > 0,
             noise=self._small.sums(summed, self.ranks.size) if self._small is not None else None,
         )
 

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from torchtune_adaptive import durable
 from torchtune_adaptive.durable import Damaged, Manifest
 from torchtune_adaptive.errors import CheckpointError
+from torchtune_adaptive.ranks.agreement import Ranks
 
 STATE = "recipe_state.pt"
 """The recipe state in a checkpoint's folder; torchtune's ``recipe_state/recipe_state.pt`` leads there."""
@@ -183,9 +186,9 @@ class CheckpointFolder:
             unusable.append(f"{checkpoint.name} ({reason})")
         if unusable:
             raise CheckpointError(
-                f"{self.path}: none of the checkpoints can be resumed from: {'; '.join(unusable)}. Name files "
-                "to resume from (checkpointer.checkpoint_files, checkpointer.recipe_checkpoint), or set "
-                "resume_from_checkpoint=False to start from the beginning."
+                f"{self.path}: none of the checkpoints can be resumed from: {'; '.join(unusable)}. Name "
+                "files to resume from (checkpointer.checkpoint_files, checkpointer.recipe_checkpoint), or "
+                "set resume_from_checkpoint=False to start from the beginning."
             )
         return None, skipped
 
@@ -217,6 +220,19 @@ class CheckpointFolder:
                 elif unusable is not None:
                     unusable.append(f"{folder.name} ({reason})")
         return found
+
+
+def require_output_folder(cfg: DictConfig, ranks: Ranks) -> None:
+    """Raise on all ranks unless checkpoints can be written where the config says; nothing is loaded yet."""
+    problem = None
+    if ranks.rank == 0:
+        try:
+            for key in {cfg.output_dir, cfg.checkpointer.output_dir}:
+                CheckpointFolder(Path(key)).require_usable()
+        except CheckpointError as error:
+            problem = str(error)
+    if problem := ranks.from_rank_zero(problem):
+        raise CheckpointError(problem)
 
 
 def superseded(
@@ -257,7 +273,7 @@ def _why_not(checkpoint: Checkpoint, recipe: str, needed: Callable[[str], bool])
     if not checkpoint.facts.get("resumable"):
         return "it is the end of a run"
     if not checkpoint.is_resumable:
-        return "its recipe state was removed when a newer checkpoint was saved"
+        return "its recipe state is missing: removed when a newer one was saved"
     try:
         durable.check_sizes(checkpoint.folder, manifest)
         durable.check_contents(

@@ -136,7 +136,6 @@ class Checkpoints(ABC):
 
     def _choose_source(self) -> Source | None:
         """On rank 0: the files to resume from, or None to start from the beginning."""
-        self._folder.require_usable()
         if not self._cfg.resume_from_checkpoint:
             return None
         source = named_source(self._cfg, self._kind)

@@ -33,6 +33,7 @@ from torchtune_adaptive.train.growth import Grown, Growth
 from torchtune_adaptive.train.instruments import History, Logging, Profiling
 from torchtune_adaptive.train.learning_rate import LearningRate
 from torchtune_adaptive.train.progress import Progress
+from torchtune_adaptive.train.stop import StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class TrainingLoop:
     noise: NoiseScale | None
     """Of the gradient, where it is measured."""
     output_dir: Path
+    stop: StopSignals
 
     def run(self) -> None:
         self._taken: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # in this step
@@ -76,12 +78,15 @@ class TrainingLoop:
         self.profiling.start()
         self._losses: list[float] = []
         self._step_started = time.perf_counter()
-        for epoch in range(self.progress.epochs_run, self.progress.total_epochs):
-            with logging_redirect_tqdm([logging.getLogger("torchtune_adaptive")]):
-                self._epoch(epoch, used)
-            used = 0
-            self.progress.epochs_run += 1
-            self._save(f"{epoch}", used)
+        with self.stop.while_training():
+            for epoch in range(self.progress.epochs_run, self.progress.total_epochs):
+                with logging_redirect_tqdm([logging.getLogger("torchtune_adaptive")]):
+                    self._epoch(epoch, used)
+                if self.stop.saved is not None:
+                    break
+                used = 0
+                self.progress.epochs_run += 1
+                self._save(f"{epoch}", used)
         self.profiling.stop()
         self._say_where_everything_is()
 
@@ -116,8 +121,13 @@ class TrainingLoop:
             self._heed(outcome)
             self.profiling.after_step(epoch, number)
             number += 1
-            if self.save_every_n_steps and self.global_step % self.save_every_n_steps == 0:
+            is_due = self.save_every_n_steps and self.global_step % self.save_every_n_steps == 0
+            if is_due or outcome.stop:
                 self._save(f"{epoch}_step_{self.global_step}", rows.used)
+            if outcome.stop:
+                self.stop.saved = last_saved(self.output_dir)
+                bar.close()
+                return
         bar.close()
         # What does not fill a step is left at the end, not carried into the next epoch's first step.
         if left := self.epochs.rows - rows.used:
