@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from tests.helpers.killing import KillAt, in_child
 from tests.helpers.ranks import Alone
 from torchtune_adaptive import durable
 from torchtune_adaptive.durable import MANIFEST
@@ -76,51 +76,6 @@ def test_a_copy_where_there_are_no_symbolic_links(
     at = save(CheckpointFolder(tmp_path), "epoch_0")
     linked = tmp_path / "recipe_state" / STATE
     assert not linked.is_symlink() and linked.read_bytes() == (at / STATE).read_bytes()
-
-
-class KillAt:
-    """Kills this process just before the n-th operation on files, by what Python reports of each."""
-
-    OPERATIONS = frozenset(
-        ["os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate"]
-    )
-
-    def __init__(self, number: int, count: Callable[[int], None] = lambda _: None) -> None:
-        self._number = number
-        self._seen = 0
-        self._count = count
-        fsync = os.fsync
-
-        def flush(descriptor: int) -> None:
-            self._next()
-            fsync(descriptor)
-
-        os.fsync = flush
-        sys.addaudithook(self._hook)
-
-    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_ACCMODE
-        if writes or event in self.OPERATIONS:
-            self._next()
-
-    def _next(self) -> None:
-        self._seen += 1
-        self._count(self._seen)
-        if self._seen == self._number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def in_child(work: Callable[[], object]) -> int:
-    """Call ``work`` in a forked process; how that ended."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 KILLED_SAVES: dict[str, tuple[list[str], str]] = {
@@ -299,15 +254,15 @@ def test_what_a_config_names(tmp_path: Path) -> None:
         named_source(config(tmp_path, checkpoint_files=[f"epoch_7/{WEIGHTS}"]), "full")
     with pytest.raises(CheckpointError, match="there is no such file"):
         named_source(config(tmp_path, **weights, recipe_checkpoint="elsewhere.pt"), "full")
+    both = [f"epoch_0/{WEIGHTS}", f"epoch_1/{WEIGHTS}"]
     with pytest.raises(CheckpointError, match="belong to different checkpoints"):
-        both = [f"epoch_0/{WEIGHTS}", f"epoch_1/{WEIGHTS}"]
         named_source(config(tmp_path, checkpoint_files=both), "full")
     os.truncate(out / "epoch_0" / WEIGHTS, 2)
     with pytest.raises(CheckpointError, match=r"epoch_0: model-.* is truncated"):
         named_source(config(tmp_path, **weights), "full")
     (out / "empty.pt").touch()
+    other = {"checkpoint_files": [f"epoch_1/{WEIGHTS}"], "recipe_checkpoint": "empty.pt"}
     with pytest.raises(CheckpointError, match=r"empty.pt: is empty"):
-        other = {"checkpoint_files": [f"epoch_1/{WEIGHTS}"], "recipe_checkpoint": "empty.pt"}
         named_source(config(tmp_path, **other), "full")
 
 
