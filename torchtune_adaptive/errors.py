@@ -69,8 +69,15 @@ class RankLost(AdaptiveBatchingError):
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was asked to stop, by SIGTERM or Ctrl-C. No error, so no ``except Exception`` catches it."""
+    """The run was asked to stop, by SIGTERM or Ctrl-C. No error, so no ``except Exception`` catches it.
 
-    def __init__(self, message: str, status: int) -> None:
+    Args:
+        message: for the user.
+        status: to exit with.
+        everywhere: whether all ranks say the same.
+    """
+
+    def __init__(self, message: str, status: int, everywhere: bool = False) -> None:
         self.status = status
+        self.everywhere = everywhere
         super().__init__(message)

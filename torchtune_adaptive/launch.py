@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -19,6 +20,7 @@ from torchtune_adaptive.errors import (
     Stopped,
 )
 from torchtune_adaptive.registry import find_config
+from torchtune_adaptive.train.stop import exit_status
 
 
 def recipe(run: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -50,16 +52,14 @@ def _end_interrupted(interrupt: KeyboardInterrupt) -> None:
 
     Nothing is torn down: other ranks may be gone, or wait for this one.
     """
-    known = isinstance(interrupt, Stopped)
+    if not isinstance(interrupt, Stopped):
+        what = "stopped by Ctrl-C outside training, where there is nothing to save."
+        interrupt = Stopped(what, exit_status(signal.SIGINT))
     rank = os.environ.get("RANK", "0")
-    what = (
-        str(interrupt)
-        if known
-        else "stopped by Ctrl-C outside training, where there is nothing to save."
-    )
-    print(f"\nrank {rank}: {what}\n", file=sys.stderr, flush=True)
+    if rank == "0" or not interrupt.everywhere:
+        print(f"\nrank {rank}: {interrupt}\n", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(interrupt.status if isinstance(interrupt, Stopped) else 130)
+    os._exit(interrupt.status)
 
 
 def _find_config_by_name() -> None:

@@ -67,7 +67,8 @@ class Run:
         self.settings = check(cfg, kind)
         self.environment = start_environment(cfg)
         self.ranks = Ranks(self.settings.agreement_timeout(cfg.get("compile", False)))
-        require_output_folder(cfg, self.ranks)
+        if not self.settings.search_only:
+            require_output_folder(cfg, self.ranks)
         self.stop = StopSignals(self.settings.stop_timeout)
         self.watchdog = Watchdog(
             self.ranks,

@@ -9,8 +9,11 @@ import time
 import weakref
 
 import pytest
+import torch
 
 from tests.helpers.killing import in_child
+from tests.helpers.models import adamw, tiny_llama, train_step
+from tests.helpers.ranks import Alone
 from torchtune_adaptive.errors import AdaptiveBatchingError, Stopped
 from torchtune_adaptive.train import stop as stop_module
 from torchtune_adaptive.train.stop import StopSignals
@@ -131,3 +134,17 @@ def test_from_another_thread_nothing_is_installed() -> None:
     thread = threading.Thread(target=use)
     thread.start()
     thread.join()
+
+
+def test_a_step_says_whether_to_stop() -> None:
+    model = tiny_llama(layers=1, sharded=False)
+    stop, _ = signals()
+    step = train_step(
+        model, [adamw(model)], ranks=Alone(), survive=False, stop_requested=lambda: stop.requested
+    )
+    batch = {"tokens": torch.ones(1, 6, dtype=torch.int64)}
+    with stop, stop.while_training():
+        for expected in (False, True):
+            step.forward_backward({**batch, "labels": batch["tokens"]})
+            assert step.apply().stop is expected
+            signal.raise_signal(signal.SIGTERM)

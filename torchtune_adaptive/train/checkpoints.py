@@ -13,6 +13,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -292,8 +293,11 @@ class FullCheckpoints(Checkpoints):
 
     def __init__(self, cfg: DictConfig, environment: Environment) -> None:
         super().__init__(cfg, environment)
-        # An asynchronous save runs collectives in a thread; they must not meet those of training.
-        self._group = dist.new_group(backend="gloo")
+        resumes_distributed = self._source is not None and self._source.distributed is not None
+        self._group: dist.ProcessGroup | None = None
+        if self._asynchronous or resumes_distributed:
+            # An asynchronous save runs collectives in a thread; they must not meet those of training.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_LONGEST_SAVE))
         self._running: Future[None] | None = None
 
     def resume(
@@ -392,7 +396,7 @@ class FullCheckpoints(Checkpoints):
 class _FromFolder(training.DistributedCheckpointer):
     """torchtune's reader of asynchronous checkpoints, for one that has been chosen."""
 
-    def __init__(self, folder: Path, group: dist.ProcessGroup) -> None:
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None) -> None:
         super().__init__(str(folder), str(folder.parent), group)
         self._folder = folder
 

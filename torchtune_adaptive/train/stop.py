@@ -75,6 +75,7 @@ class StopSignals:
             raise Stopped(
                 f"stopped as requested, and saved {self.saved}. Resume with resume_from_checkpoint=True.",
                 exit_status(self._signal or signal.SIGTERM),
+                everywhere=True,
             )
 
     # --- life -----------------------------------------------------------------------------------------
