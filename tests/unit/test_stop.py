@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import threading
@@ -123,6 +124,19 @@ def test_other_signals_and_forked_processes_do_not_count() -> None:
             assert not stop.requested and process.ended.empty()
     finally:
         signal.signal(signal.SIGUSR1, handler)
+
+
+def test_it_ends_while_a_forked_process_lives() -> None:
+    """As a process that fetches rows does: it has inherited the socket, which is thereby not closed."""
+    stop, _ = signals()
+    with stop:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    assert not stop._thread.is_alive()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def test_from_another_thread_nothing_is_installed() -> None:

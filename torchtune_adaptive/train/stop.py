@@ -50,7 +50,7 @@ class StopSignals:
         self._end = end
         self._signal: int | None = None
         self._raised = False
-        self._training = False
+        self._training = self._over = False
         self._allowed = 0.0
         self.saved: str | None = None
         """What has been saved because a stop was requested, by whichever rank."""
@@ -100,8 +100,10 @@ class StopSignals:
         _LISTENING.remove(self._sender.fileno())
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        self._sender.close()  # ends the thread
+        self._over = True
+        self._sender.send(b"\0")  # closing it would not do: forked processes have it, too
         self._thread.join()
+        self._sender.close()
         self._receiver.close()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -129,10 +131,11 @@ class StopSignals:
                 return
             numbers = [number for number in self._receiver.recv(64) if number in SIGNALS]
             now = time.monotonic()
+            if self._over:
+                return
             if not numbers:
-                if self._sender.fileno() == -1:
-                    return  # the context is over
-            elif began is None or deadline is None:
+                continue
+            if began is None or deadline is None:
                 self._signal = self._signal or numbers[0]
                 self._allowed = self._timeout if self._training else _UNWINDING
                 began, deadline = now, now + self._allowed
