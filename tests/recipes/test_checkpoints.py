@@ -136,34 +136,41 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_or_the_new_one(
     kill_at_every_operation(kind, tmp_path, changes, at_save, STRIDE)
 
 
-def run_killed_at(kind: str, cfg: DictConfig, at_save: int, number: int) -> None:
-    """A run that is killed at an operation of one of its saves; what else happens then counts as well."""
-    begin = CheckpointFolder.begin
+def run_killed_at(kind: str, cfg: DictConfig, method: str, number: int) -> None:
+    """A run that is killed in its second save, at an operation counted from where a method is called."""
+    original = getattr(CheckpointFolder, method)
     saves = count(1)
 
-    def begin_and_be_killed(self: CheckpointFolder, name: str) -> Path:
-        if next(saves) == at_save:
+    def call_and_be_killed(*arguments: Any) -> Any:
+        if next(saves) == 2:
             KillAt(number)
-        return begin(self, name)
+        return original(*arguments)
 
-    CheckpointFolder.begin = begin_and_be_killed  # type: ignore[method-assign]
+    setattr(CheckpointFolder, method, call_and_be_killed)
     run_ours(kind, cfg)
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "number"),
-    [("full", ASYNCHRONOUS, n) for n in (5, 60, 150)] + [("lora", CASES["lora"][1], 20)],
-    ids=["asynchronous, begins", "asynchronous, writes", "asynchronous, publishes", "lora"],
+    ("kind", "changes", "method", "number"),
+    [
+        ("full", ASYNCHRONOUS, "begin", 5),
+        ("full", ASYNCHRONOUS, "begin", 60),
+        ("full", ASYNCHRONOUS, "publish", 5),
+        ("full", ASYNCHRONOUS, "publish", 10),
+        ("lora", CASES["lora"][1], "begin", 20),
+    ],
+    ids=["begins", "writes", "seals", "publishes", "lora"],
 )
 def test_a_run_that_is_killed_while_it_saves_resumes_exactly(
-    kind: str, changes: dict[str, Any], number: int, tmp_path: Path
+    kind: str, changes: dict[str, Any], method: str, number: int, tmp_path: Path
 ) -> None:
+    """On two ranks; all but the last save asynchronously."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     expected = train(kind, whole, 2, **changes)
     lethal = {**changes, "adaptive_batching.rank_timeout": 3}
     cfg = tiny_config(kind, killed, **lethal)
     ended, _ = watch_ranks(
-        run_killed_at, 2, kind, cfg, 2, number, until_exit_of=[0], timeout=60, join=False
+        run_killed_at, 2, kind, cfg, method, number, until_exit_of=[0], timeout=60, join=False
     )
     assert ended.exit_code == -signal.SIGKILL, ended.said
     resumed = train(kind, killed, 2, **changes, **RESUME)
@@ -336,6 +343,7 @@ def test_a_disk_that_is_full_at_the_second_checkpoint(writer: str, tmp_path: Pat
     second = "dist_epoch_1" if asynchronous else "epoch_0_step_4"
     assert f"The checkpoint {second} could not be written" in said and "GiB free" in said
     assert f"The last one is {tmp_path}/{first}" in said
+    assert ("write failed" if writer == "state" else "No space left on device") in said
     assert {p.name for p in tmp_path.glob("*epoch_*")} == {first}
     found, _ = CheckpointFolder(tmp_path).newest("full", lambda _: True)
     assert found is not None and found.name == first

@@ -458,6 +458,8 @@ def _unreadable(error: Exception) -> str:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:
+        error, _ = next(iter(error.failures.values()))  # of one rank
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return f"{type(error).__name__}: {_first_line(error)}"
