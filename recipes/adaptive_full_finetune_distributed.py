@@ -55,11 +55,7 @@ class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
         model = full_model(cfg, run.environment, checkpoint[training.MODEL_KEY])
         state = checkpoint.get(training.OPT_KEY)
         optimizers = build_optimizers(cfg, run.environment, model.module, state)
-        if cfg.resume_from_checkpoint:
-            if checkpoints.asynchronous:
-                checkpoints.resume_asynchronous(model, optimizers, run.progress)
-            else:
-                run.progress.resume(checkpoint)
+        checkpoints.resume(model, optimizers, run.progress, checkpoint)
         self._loop = run.prepare(model, optimizers, checkpoints.save)
 
     def train(self) -> None:

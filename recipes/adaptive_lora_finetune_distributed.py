@@ -50,8 +50,7 @@ class AdaptiveLoRAFinetuneRecipeDistributed(FTRecipeInterface):
         model = lora_model(cfg, run.environment, checkpoint[training.MODEL_KEY], adapters)
         state = checkpoint.get(training.OPT_KEY)
         optimizers = build_optimizers(cfg, run.environment, model.module, state)
-        if cfg.resume_from_checkpoint:
-            run.progress.resume(checkpoint)
+        checkpoints.resume(model, optimizers, run.progress, checkpoint)
         self._loop = run.prepare(model, optimizers, checkpoints.save)
 
     def train(self) -> None:

@@ -9,6 +9,7 @@
     |-- BatchIncreaseError     the batch cannot grow as asked, or cannot be shared by the ranks
     |-- TrainingOutOfMemory    a training step ran out of memory and cannot be retried
     |-- OutOfMemoryElsewhere   memory ran out between steps, so not because of the batch size
+    |-- CheckpointError        a checkpoint that cannot be saved or resumed from
     |-- NoPrediction           a run whose memory cannot be predicted, and why
     `-- RankLost               another rank died, hung, or stopped answering
 
@@ -60,9 +61,28 @@ class OutOfMemoryElsewhere(AdaptiveBatchingError):
     """Memory ran out between training steps, e.g. while saving."""
 
 
+class CheckpointError(AdaptiveBatchingError):
+    """A checkpoint that cannot be saved or resumed from."""
+
+
 class NoPrediction(AdaptiveBatchingError):
     """A run whose memory cannot be predicted."""
 
 
 class RankLost(AdaptiveBatchingError):
     """Another rank died, hung, or stopped answering."""
+
+
+class Stopped(KeyboardInterrupt):
+    """The run was asked to stop, by SIGTERM or Ctrl-C. No error, so no ``except Exception`` catches it.
+
+    Args:
+        message: for the user.
+        status: to exit with.
+        everywhere: whether all ranks say the same.
+    """
+
+    def __init__(self, message: str, status: int, everywhere: bool = False) -> None:
+        self.status = status
+        self.everywhere = everywhere
+        super().__init__(message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -14,8 +15,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
 
-from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError, RankLost
+from torchtune_adaptive.errors import (
+    AdaptiveBatchingError,
+    CheckpointError,
+    ConfigError,
+    RankLost,
+    Stopped,
+)
 from torchtune_adaptive.registry import find_config, load_config
+from torchtune_adaptive.train.stop import exit_status
 
 
 def recipe(run: Callable[[DictConfig], None]) -> Callable[[], None]:
@@ -36,6 +44,8 @@ def recipe(run: Callable[[DictConfig], None]) -> Callable[[], None]:
             if dist.is_initialized() and not isinstance(error, RankLost):
                 dist.destroy_process_group()
             sys.exit(1)
+        except KeyboardInterrupt as interrupt:
+            _end_interrupted(interrupt)
 
     return main
 
@@ -76,9 +86,24 @@ def _override(argument: str) -> str:
     return f"{key}={as_json}"
 
 
+def _end_interrupted(interrupt: KeyboardInterrupt) -> None:
+    """End by SIGTERM or Ctrl-C, with the status that a shell would report.
+
+    Nothing is torn down: other ranks may be gone, or wait for this one.
+    """
+    if not isinstance(interrupt, Stopped):
+        what = "stopped by Ctrl-C outside training, where there is nothing to save."
+        interrupt = Stopped(what, exit_status(signal.SIGINT))
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or not interrupt.everywhere:
+        print(f"\nrank {rank}: {interrupt}\n", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(interrupt.status)
+
+
 def _say(error: AdaptiveBatchingError) -> None:
     rank = os.environ.get("RANK", "0")
-    if isinstance(error, ConfigError) and rank != "0":
-        return  # all ranks have the same config
+    if isinstance(error, (ConfigError, CheckpointError)) and rank != "0":
+        return  # all ranks have the same config, and agree on checkpoints
     name = type(error).__name__
     print(f"\nrank {rank}: {name}: {error}\n", file=sys.stderr, flush=True)

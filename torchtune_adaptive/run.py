@@ -33,7 +33,7 @@ from torchtune_adaptive.setup.optimizer import Optimizers, build_loss, build_lr_
 from torchtune_adaptive.step.objective import NextTokenPrediction
 from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.train.adaptation import Adaptation
-from torchtune_adaptive.train.checkpoints import last_saved
+from torchtune_adaptive.train.checkpoint_folder import last_saved, require_output_folder
 from torchtune_adaptive.train.events import Events
 from torchtune_adaptive.train.growth import Growth, batch_increase
 from torchtune_adaptive.train.instruments import Profiling, build_profiler
@@ -43,6 +43,7 @@ from torchtune_adaptive.train.loop import TrainingLoop
 from torchtune_adaptive.train.metrics import Logging, Metrics
 from torchtune_adaptive.train.progress import Progress
 from torchtune_adaptive.train.retry import StepRunner
+from torchtune_adaptive.train.stop import StopSignals
 
 Save = Callable[[Model, Optimizers, Progress, str], None]
 
@@ -66,6 +67,9 @@ class Run:
         self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here
         self.environment = start_environment(cfg)
         self.ranks = Ranks(self.settings.agreement_timeout(cfg.get("compile", False)))
+        if not self.settings.search_only:
+            require_output_folder(cfg, self.ranks)
+        self.stop = StopSignals(self.settings.stop_timeout)
         self.watchdog = Watchdog(
             self.ranks,
             limit=self.settings.rank_timeout,
@@ -86,6 +90,7 @@ class Run:
             self.metrics.log_config(cfg)
 
     def __enter__(self) -> Run:
+        self.stop.__enter__()
         self.watchdog.__enter__()
         return self
 
@@ -95,8 +100,11 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.watchdog.__exit__(kind, error, traceback)
-        self._close_planner()
+        try:
+            self.watchdog.__exit__(kind, error, traceback)
+        finally:
+            self._close_planner()
+            self.stop.__exit__(kind, error, traceback)
 
     def _close_planner(self) -> None:
         if self.planner is not None:
@@ -162,6 +170,7 @@ class Run:
             save=lambda name: save(model, optimizers, self.progress, name),
             save_every_n_steps=cfg.get("save_every_n_steps"),
             output_dir=output_dir,
+            stop=self.stop,
         )
 
     def _step_runner(
@@ -243,6 +252,7 @@ class Run:
                 optimizer_in_backward=optimizers.in_backward,
                 launched=self.watchdog.tick,
                 measure_noise=measure_noise,
+                stop_requested=lambda: self.stop.requested,
             ),
         )
 
@@ -250,3 +260,4 @@ class Run:
         if self.metrics is not None:
             self.metrics.close()
         dist.destroy_process_group()
+        self.stop.raise_if_stopped()

@@ -35,6 +35,7 @@ from torchtune_adaptive.train.loop import TrainingLoop
 from torchtune_adaptive.train.metrics import Logging, Metrics
 from torchtune_adaptive.train.progress import Progress
 from torchtune_adaptive.train.retry import StepRunner
+from torchtune_adaptive.train.stop import StopSignals
 
 loop_module.tqdm = MagicMock()  # type: ignore[attr-defined]
 metrics_module.History = MagicMock()  # type: ignore[misc]  # or each of thousands of runs would draw a plot
@@ -153,6 +154,7 @@ class Training:
             save=save,
             save_every_n_steps=None,
             output_dir=folder or Path("nowhere"),
+            stop=StopSignals(60.0),
         )
         loop.run()
         trained.parameters = local_values(self.model)

@@ -17,7 +17,7 @@ RECIPES = PACKAGE.parent / "recipes"
 LAYERS = (
     # No torch, not even indirectly.
     {"settings", "batching", "memory_model", "schedule"}
-    | {"errors", "versions", "shadowing", "cache", "text", "plots"},
+    | {"errors", "versions", "shadowing", "durable", "cache", "text", "plots"},
     # What a step needs: the device's memory, and ranks that stay together.
     {"device", "ranks", "registry", "tiny"},
     # One optimizer step, the rows that it takes, the objects that it is made of.

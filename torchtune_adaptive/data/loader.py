@@ -8,6 +8,7 @@ out to the ranks one by one and repeats the first few if they do not divide.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, tee
 from typing import Any
@@ -106,6 +107,7 @@ class Loader:
             collate_fn=self.collate,
             generator=torch.Generator(),  # or each loader would draw from the run's own
             num_workers=self._workers,
+            worker_init_fn=_leave_signals_to_the_run if self._workers else None,
         )
         for portion, batch in zip(brought, loader, strict=True):
             self.micro_batches.finish(portion, batch)
@@ -115,6 +117,12 @@ class Loader:
     @property
     def ranks(self) -> int:
         return self._ranks
+
+
+def _leave_signals_to_the_run(_: int) -> None:
+    """Workers get the signals of their group, too, and the run needs them until it has saved a checkpoint."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _SampleIds(Sampler[list[int]]):

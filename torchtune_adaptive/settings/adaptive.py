@@ -62,6 +62,10 @@ class AdaptiveSettings:
     """Save a mid-epoch checkpoint (``epoch_<n>_step_<step>``) every N steps; each replaces the previous one.
     Resuming from it continues at the exact sample."""
 
+    keep_last_n_checkpoints: Annotated[int, at_least(1)] | None = _at_top_level(None)
+    """Keep only the newest N checkpoints. By default all those of epochs are kept, and the newest mid-epoch
+    one (docs/checkpoints.md)."""
+
     search: Strategy | Literal["predict"] = "extrapolate"
     """How to search. ``extrapolate``, ``bisect`` and ``halve`` find the same size in different numbers of
     trials; ``predict`` confirms a predicted size with one trial and learns from it (docs/planning.md)."""
@@ -133,6 +137,10 @@ class AdaptiveSettings:
 
     step_timeout: Annotated[float, SECONDS] = 600.0
     """The same for a rank that is alive but makes no progress in a training step while others wait."""
+
+    stop_timeout: Annotated[float, SECONDS] = 300.0
+    """Seconds in which training must save a checkpoint and end after SIGTERM or Ctrl-C. Then it ends without
+    one (docs/checkpoints.md)."""
 
     search_only: bool = False
     """Stop after the search (set by ``tune-adaptive find``)."""

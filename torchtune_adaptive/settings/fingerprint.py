@@ -44,6 +44,8 @@ _IRRELEVANT_SETTINGS = (
     "search_only",
     "cache",
     "save_every_n_steps",
+    "keep_last_n_checkpoints",
+    "stop_timeout",
     "workers",
     "lr_scaling",
     "beta2",

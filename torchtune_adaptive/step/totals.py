@@ -22,6 +22,7 @@ class Total(IntEnum):
     SMALL_TOKENS = 6
     SMALL_TOKENS_SQUARED = 7
     ROWS = 8
+    STOP = 9
 
 
 class SmallBatches:

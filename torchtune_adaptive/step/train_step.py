@@ -71,6 +71,9 @@ class StepOptions:
     """Measure gradient noise, with one more norm of each micro-batch's gradient. Not possible where the
     optimizers step in backward: there the step's gradient is never complete."""
 
+    stop_requested: Callable[[], bool] = lambda: False
+    """Whether this rank has been asked to stop; all ranks learn of it in the outcome."""
+
 
 @dataclass(frozen=True)
 class StepOutcome:
@@ -93,6 +96,9 @@ class StepOutcome:
 
     retries: int = 0
     """How often the allocators of all ranks had to free cached memory to continue."""
+
+    stop: bool = False
+    """A rank has been asked to stop."""
 
     noise: NoiseSums | None = None
     """Where it is measured: what the step says about the noise in its gradient, if anything."""
@@ -279,6 +285,8 @@ class TrainStep:
             if self._small is not None:
                 self._small.fill(totals)
         totals[Total.RETRIES].fill_(float(self._new_retries()))
+        if self.options.stop_requested():
+            totals[Total.STOP].fill_(1.0)
         if self.ranks.size > 1:
             dist.all_reduce(totals)
         summed = totals.tolist()
@@ -295,6 +303,7 @@ class TrainStep:
             loss=gradients.divide(loss, tokens),
             gradient_norm=norm,
             retries=int(retries),
+            stop=summed[Total.STOP] > 0,
             noise=self._small.sums(summed, self.ranks.size) if self._small is not None else None,
         )
 

@@ -16,12 +16,14 @@ from torchtune_adaptive.data.loader import EpochRows, Loader
 from torchtune_adaptive.device.memory import is_out_of_memory
 from torchtune_adaptive.errors import OutOfMemoryElsewhere
 from torchtune_adaptive.step.snapshot import Generators
+from torchtune_adaptive.step.train_step import StepOutcome
 from torchtune_adaptive.train.adaptation import Adaptation
-from torchtune_adaptive.train.checkpoints import last_saved
+from torchtune_adaptive.train.checkpoint_folder import last_saved
 from torchtune_adaptive.train.instruments import Profiling
 from torchtune_adaptive.train.metrics import Metrics
 from torchtune_adaptive.train.progress import Progress
 from torchtune_adaptive.train.retry import StepRunner
+from torchtune_adaptive.train.stop import StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +42,15 @@ class TrainingLoop:
     """Saves a checkpoint of this name, with the progress as it is."""
     save_every_n_steps: int | None
     output_dir: Path
+    stop: StopSignals
+    """Asks for an early end; training then saves after the step that is running."""
 
     global_step: int = field(init=False, default=0)
     samples: int = field(init=False, default=0)
     """Used since the run began, over all ranks."""
 
     def run(self) -> None:
-        """Train to the end."""
+        """Train to the end, or until a stop is requested."""
         epochs = self.adaptation.epochs
         self.global_step = self.progress.epochs_run * epochs.base_steps
         self.samples = self.global_step * self.adaptation.split.global_batch
@@ -57,12 +61,15 @@ class TrainingLoop:
         memory.watch()
         self.profiling.start()
         self.metrics.start_step()
-        for epoch in range(self.progress.epochs_run, self.progress.total_epochs):
-            with logging_redirect_tqdm([logging.getLogger("torchtune_adaptive")]):
-                self._epoch(epoch, used)
-            used = 0
-            self.progress.epochs_run += 1
-            self._save(f"{epoch}", used)
+        with self.stop.while_training():
+            for epoch in range(self.progress.epochs_run, self.progress.total_epochs):
+                with logging_redirect_tqdm([logging.getLogger("torchtune_adaptive")]):
+                    self._epoch(epoch, used)
+                if self.stop.saved is not None:
+                    break
+                used = 0
+                self.progress.epochs_run += 1
+                self._save(f"{epoch}", used)
         self.profiling.stop()
         self._summarize()
 
@@ -83,13 +90,18 @@ class TrainingLoop:
         number = 0
         while self._is_room_for_a_step(epoch, rows):
             self.profiling.before_step(epoch, number)
-            loss = self._step(epoch, rows)
+            outcome = self._step(epoch, rows)
             bar.update(epochs.position(0, rows.used) - bar.n)
-            bar.set_description(f"{epoch + 1}|{self.global_step}|Loss: {loss}")
+            bar.set_description(f"{epoch + 1}|{self.global_step}|Loss: {outcome.loss}")
             self.profiling.after_step(epoch, number)
             number += 1
-            if self.save_every_n_steps and self.global_step % self.save_every_n_steps == 0:
+            is_due = self.save_every_n_steps and self.global_step % self.save_every_n_steps == 0
+            if is_due or outcome.stop:
                 self._save(f"{epoch}_step_{self.global_step}", rows.used)
+            if outcome.stop:
+                self.stop.saved = last_saved(self.output_dir)
+                bar.close()
+                return
         bar.close()
         # Rows that do not fill a step are left out, not carried into the next epoch's first step.
         if left := epochs.rows - rows.used:
@@ -103,7 +115,7 @@ class TrainingLoop:
             self.runner.begin(adaptation.split)
         return rows.used + adaptation.split.rows <= adaptation.epochs.rows
 
-    def _step(self, epoch: int, rows: EpochRows) -> float:
+    def _step(self, epoch: int, rows: EpochRows) -> StepOutcome:
         adaptation, split = self.adaptation, self.adaptation.split
         outcome = self.runner.run(rows, self.global_step + 1)
         self.global_step += 1
@@ -121,7 +133,7 @@ class TrainingLoop:
             [micro_batch.rows for micro_batch in self.runner.computed],
             more,
         )
-        return outcome.loss
+        return outcome
 
     # --- checkpoints ------------------------------------------------------------------------------------
 
