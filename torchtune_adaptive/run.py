@@ -244,6 +244,7 @@ class Run:
     def close(self) -> None:
         if self.metrics is not None:
             self.metrics.close()
+        self.ranks.close()
         dist.destroy_process_group()
 
     def _find_token_budget(
