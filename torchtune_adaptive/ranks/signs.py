@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 DONE = "done"
 LONGEST_SILENCE = 1800.0
-"""Seconds of silence after which a rank is lost where a phase may take as long as it likes. Loading and saving
-may hold the interpreter's lock for as long as a file takes, and then no thread of that rank can publish."""
+"""Seconds of silence after which a rank is lost in a phase that may take any time. Loading and saving may hold
+the interpreter's lock for as long as a file takes, and then no thread of that rank can publish."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,10 @@ def opened(raw: bytes, rank: int, key: bytes, now: float) -> Sign | None:
     code, _, text = raw.decode(errors="replace").partition(" ")
     if not hmac.compare_digest(code.encode(), _code(text, key).encode()):
         return None
-    writer, *values = json.loads(text)
-    return Sign(*values, heard=now, moved=now) if writer == rank else None
+    writer, phase, progress, patience, stopped, beats = json.loads(text)
+    if writer != rank:
+        return None
+    return Sign(phase, progress, patience, stopped, beats, heard=now, moved=now)
 
 
 def _code(text: str, key: bytes) -> str:

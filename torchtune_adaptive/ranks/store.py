@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torchtune_adaptive.ranks.agreement import Ranks
 
 _LOOPBACK = "127.0.0.1"
+_THIS_MACHINE = (_LOOPBACK, "localhost", "::1")
 
 
 def open_store(ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
@@ -52,18 +54,9 @@ def _listen(host: str) -> socket.socket:
     Where that is not possible it listens on every address: ``host`` may be one that others see and this
     machine does not have (a translated address), or resolve to loopback here and to another address there.
     """
-    family, address = socket.AF_INET, ""
-    try:
-        family, _, _, _, (address, *_) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]  # type: ignore[misc]
-    except OSError:
-        pass
-    if (
-        address
-        and ipaddress.ip_address(address.partition("%")[0]).is_loopback
-        and not (host == _LOOPBACK or host == "localhost")
-    ):
-        address = ""
-    try:
-        return socket.create_server((address, 0), family=family)
-    except OSError:
-        return socket.create_server(("", 0))
+    with suppress(OSError):
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        ip = str(address[0])
+        if host in _THIS_MACHINE or not ipaddress.ip_address(ip).is_loopback:
+            return socket.create_server((ip, 0), family=family)
+    return socket.create_server(("", 0))

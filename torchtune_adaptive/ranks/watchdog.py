@@ -198,7 +198,8 @@ class Watchdog:
     def _who_is_missing(self) -> str:
         """Called when a collective broke: who has missed a few beats?"""
         print(
-            f"rank {self._ranks.rank}: lost contact in the phase '{self._phase}'; identifying the missing rank",
+            f"rank {self._ranks.rank}: lost contact in the phase '{self._phase}'; "
+            "identifying the missing rank",
             file=sys.stderr,
             flush=True,
         )
