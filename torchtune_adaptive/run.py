@@ -63,8 +63,9 @@ class Run:
     def __init__(self, cfg: DictConfig, kind: Kind) -> None:
         self._cfg = cfg
         self.settings = check(cfg, kind)
-        self.environment = start_environment(cfg)
-        self.ranks = Ranks(self.settings.agreement_timeout(cfg.get("compile", False)))
+        patience = self.settings.agreement_timeout(cfg.get("compile", False))
+        self.environment = start_environment(cfg, longest_wait=patience)
+        self.ranks = Ranks(patience)
         self.watchdog = Watchdog(
             self.ranks,
             limit=self.settings.rank_timeout,

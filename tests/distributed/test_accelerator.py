@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 
 import pytest
-import torch
 
 from tests.helpers.accelerator import Card
 from tests.helpers.models import adamw, batch, local_values, tiny_llama, train_step
@@ -16,7 +15,7 @@ GIB = 1 << 30
 LARGE, SMALL = 32, 4
 
 
-def train(small_cards: list[int]) -> tuple[list[bool], list[torch.Tensor], int]:
+def train(small_cards: list[int]) -> tuple[list[bool], list[list[float]], int]:
     """Steps of ``SMALL`` rows, with one of ``LARGE`` in between where this rank's card is small."""
     ranks = Ranks(timeout=20)
     patch = pytest.MonkeyPatch()
@@ -39,7 +38,7 @@ def train(small_cards: list[int]) -> tuple[list[bool], list[torch.Tensor], int]:
             take(LARGE)
     take(SMALL)
     patch.undo()
-    return lost, local_values(model), card.waits_with_lock
+    return lost, [v.flatten().tolist() for v in local_values(model)], card.waits_with_lock
 
 
 def test_a_step_that_is_lost_on_one_card_is_lost_on_all_and_leaves_no_trace() -> None:
@@ -49,5 +48,5 @@ def test_a_step_that_is_lost_on_one_card_is_lost_on_all_and_leaves_no_trace() ->
             run_ranks(train, 2, small), healthy, strict=True
         ):
             assert lost == [False, False, False, True, False]
-            assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+            assert values == expected
             assert waits == 0

@@ -18,11 +18,12 @@ _NOTICED = 1 << 20  # smaller tensors are not worth a look at the machine
 
 
 def bound_by_host_memory(offloading: Any) -> Any:
-    """Make ``offloading`` (torchtune's ``OffloadActivations``, in place) stop before the host's memory ends."""
+    """Make ``offloading`` (torchtune's ``OffloadActivations``, in place) fail before host memory ends."""
     pack = offloading.pack_hook
 
     def pack_if_there_is_room(tensor: torch.Tensor) -> Any:
-        check_host_memory(tensor.nbytes)
+        if not isinstance(tensor, torch.nn.Parameter):  # those stay where they are
+            check_host_memory(tensor.nbytes)
         return pack(tensor)
 
     offloading.pack_hook = pack_if_there_is_room

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 DONE = "done"
 LONGEST_SILENCE = 1800.0
-"""Seconds of silence after which a rank is lost in a phase that may take any time. Loading and saving may hold
-the interpreter's lock for as long as a file takes, and then no thread of that rank can publish."""
+"""Seconds of silence after which a rank is lost in a phase that may take any time. Loading and saving may
+hold the interpreter's lock for as long as a file takes, and then no thread of that rank can publish."""
 
 
 @dataclass(frozen=True)
