@@ -5,13 +5,14 @@
 #   make test      lint, types, and all tests that need no GPU
 #   make check     lint and types only
 #   make bench     the benchmarks that run on a CPU
+#   make gpu       tests and benchmarks on a GPU, continuing where they stopped; writes docs/results/gpu.md
 #   make clean     remove what these made
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo demo-oom test check bench clean
+.PHONY: demo demo-oom test check bench gpu clean
 .DEFAULT_GOAL := test
 
 # torch first: on its own, so that the version pinned in constraints.txt is the one that all else gets.
@@ -49,6 +50,9 @@ bench: $(READY)
 	$(RUN) $(BIN)/python benchmarks/search_cost.py
 	$(RUN) $(BIN)/python benchmarks/step_overhead.py
 	$(RUN) $(BIN)/python benchmarks/token_budget.py
+
+gpu: $(READY)
+	$(RUN) $(BIN)/python benchmarks/gpu.py
 
 clean:
 	rm -rf .venv demo_output build dist .mypy_cache .ruff_cache .pytest_cache
