@@ -8,13 +8,14 @@
 #   make test-one  the tests in T, e.g. T=tests/unit/test_cache.py
 #   make check     lint and types only
 #   make bench     the benchmarks that run on a CPU
+#   make gpu       tests and benchmarks on a GPU, continuing where they stopped; writes docs/results/gpu.md
 #   make clean     remove what these made
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo demo-oom test test-all test-rest test-one check bench clean
+.PHONY: demo demo-oom test test-all test-rest test-one check bench gpu clean
 .DEFAULT_GOAL := test
 
 # torch first, on its own, so that everything else gets the version pinned in constraints.txt.
@@ -64,6 +65,9 @@ bench: $(READY)
 	$(RUN) $(BIN)/python benchmarks/search_cost.py
 	$(RUN) $(BIN)/python benchmarks/step_overhead.py
 	$(RUN) $(BIN)/python benchmarks/token_budget.py
+
+gpu: $(READY)
+	$(RUN) $(BIN)/python benchmarks/gpu.py
 
 clean:
 	rm -rf .venv demo_output build dist .mypy_cache .ruff_cache .pytest_cache

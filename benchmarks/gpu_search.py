@@ -134,6 +134,8 @@ def confirm(
         for _ in range(TRAINING_STEPS):
             step.forward_backward(batch(found))
             assert not step.apply().lost, "a size that fitted in its trial did not fit in training"
+        if step.device.type != "cpu":
+            torch.accelerator.synchronize()  # a step's numbers are read before its optimizer is done
         usage = memory.usage()
         tokens = found * asked.length * TRAINING_STEPS / (time.perf_counter() - started)
         print(

@@ -65,8 +65,9 @@ class Run:
         self._cfg = cfg
         self.settings = check(cfg, kind)
         self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here
-        self.environment = start_environment(cfg)
-        self.ranks = Ranks(self.settings.agreement_timeout(cfg.get("compile", False)))
+        patience = self.settings.agreement_timeout(cfg.get("compile", False))
+        self.environment = start_environment(cfg, longest_wait=patience)
+        self.ranks = Ranks(patience)
         if not self.settings.search_only:
             require_output_folder(cfg, self.ranks)
         self.stop = StopSignals(self.settings.stop_timeout)
@@ -259,5 +260,6 @@ class Run:
     def close(self) -> None:
         if self.metrics is not None:
             self.metrics.close()
+        self.ranks.close()
         dist.destroy_process_group()
         self.stop.raise_if_stopped()

@@ -3,38 +3,54 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.device import device_memory
-from torchtune_adaptive.device.accelerator import AcceleratorMemory
 from torchtune_adaptive.device.memory import Usage, is_out_of_memory, plain_tensors
 from torchtune_adaptive.device.simulated import SimulatedMemory
 
+NVML = "NVML_SUCCESS == r INTERNAL ASSERT FAILED at"
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     torch.OutOfMemoryError(""),
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    torch.AcceleratorError("CUDA error: out of memory"),
     RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+    RuntimeError("CUDA driver error: out of memory"),  # expandable segments
+    RuntimeError(f'{NVML} "../c10/cuda/CUDACachingAllocator.cpp":1131, please report a bug'),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("Triton Error [HIP]: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    RuntimeError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"),
+    RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("HIP error: out of memory"),
+    RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    RuntimeError("HIP failure: 'out of memory'"),
+    RuntimeError("XPU out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
+    RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB"),
     RuntimeError(
         "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"
     ),
     RuntimeError(
         "DefaultCPUAllocator: not enough memory: you tried to allocate 1099511627776 bytes."
     ),
-    RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
 ]
 SOMETHING_ELSE = [
     RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 16x2)"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("out of resource: shared memory, Required: 264192, Hardware limit: 232448"),
     RuntimeError("[enforce fail] Connection closed by peer"),
+    RuntimeError(f'{NVML} "../c10/cuda/driver_api.cpp":42, please report a bug'),
+    RuntimeError('INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":99'),
+    # A communicator that failed is dead, whatever the cause.
+    RuntimeError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"),
+    RuntimeError("RCCL error in: ProcessGroupNCCL.cpp:99. HIP failure: 'out of memory'"),
+    dist.DistBackendError("Cuda failure 2 'out of memory'"),
+    dist.DistBackendError("CUDA error: out of memory"),
+    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:99, HIP failure: 'out of memory'"),
     ValueError("CUDA out of memory"),
     IndexError("index out of range in self"),
     MemoryError(),
@@ -190,74 +206,3 @@ def test_quantised_and_sharded_tensors_are_what_they_are_made_of() -> None:
     assert len(parts) > 1 and all(type(part) is torch.Tensor for part in parts)
     plain = torch.ones(3)
     assert list(plain_tensors(plain)) == [plain]
-
-
-class FakeAccelerator:
-    """What ``torch.accelerator`` and a device module report for a card that another process uses too."""
-
-    def __init__(self) -> None:
-        self.total, self.free, self.reserved, self.retries = 1000, 600, 100, 7
-        self.fractions: list[float] = []
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        accelerator = {
-            "get_memory_info": lambda device: (self.free, self.total),
-            "memory_reserved": lambda device: self.reserved,
-            "memory_allocated": lambda device: 60,
-            "max_memory_reserved": lambda device: 450,
-            "max_memory_allocated": lambda device: 400,
-            "memory_stats": lambda device: {"num_alloc_retries": self.retries},
-            "reset_peak_memory_stats": lambda device: None,
-            "empty_cache": lambda: None,
-        }
-        for name, function in accelerator.items():
-            monkeypatch.setattr(torch.accelerator, name, function)
-
-        class Module:
-            get_device_name = staticmethod(lambda device: "Fake 1000")
-            set_per_process_memory_fraction = staticmethod(
-                lambda fraction, device: self.fractions.append(fraction)
-            )
-
-        monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-
-
-class TestAccelerator:
-    @pytest.fixture
-    def card(self, monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
-        card = FakeAccelerator()
-        card.install(monkeypatch)
-        return card
-
-    def memory(self, limit: int | None = None) -> Any:
-        memory = device_memory(torch.device("cuda", 0), limit)
-        assert isinstance(memory, AcceleratorMemory)
-        return memory
-
-    def test_capacity_is_what_this_process_can_get(self, card: FakeAccelerator) -> None:
-        # 1000 in all, but a neighbour has 300 of them
-        assert self.memory().capacity() == 700
-        assert self.memory(limit=500).capacity() == 500
-        assert self.memory(limit=900).capacity() == 700
-
-    def test_a_limit_caps_the_allocator_itself(self, card: FakeAccelerator) -> None:
-        memory = self.memory(limit=500)
-        with memory.capped(250):
-            pass
-        assert card.fractions == [0.5, 0.25, 0.5]
-
-    def test_without_a_limit_the_cap_is_lifted_again(self, card: FakeAccelerator) -> None:
-        memory = self.memory()
-        with memory.capped(700):
-            pass
-        assert card.fractions == [1.0, 0.7, 1.0]
-
-    def test_what_runs_out_is_reserved_memory_and_retries_count(
-        self, card: FakeAccelerator
-    ) -> None:
-        memory = self.memory()
-        memory.watch()
-        card.retries += 2
-        assert memory.usage() == Usage(peak_bytes=450, peak_allocated_bytes=400, retries=2)
-        assert memory.in_use() == 60
-        assert memory.name == "Fake 1000"

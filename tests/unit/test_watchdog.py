@@ -1,13 +1,16 @@
-"""When a rank is lost; the clock is an argument."""
+"""When a rank is lost, and what counts as a sign of life; the clock is an argument."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from torchtune_adaptive.ranks.watchdog import Sign, lost_rank
+import pytest
+
+from torchtune_adaptive.ranks.signs import LONGEST_SILENCE, Sign, lost_rank, opened, sealed
 
 OWN = Sign("trial of 8 rows", progress=50, patience=45.0)
 HEALTHY = Sign("trial of 8 rows", progress=50, patience=45.0, heard=99.0, moved=99.0)
+KEY = b"known to the ranks"
 
 
 def verdict(now: float = 100.0, own: Sign = OWN, **changes: object) -> str | None:
@@ -21,34 +24,73 @@ def test_all_is_well() -> None:
 
 
 def test_a_silent_rank_is_named_with_its_last_phase() -> None:
-    said = verdict(heard=50.0, phase="trial of 4 rows")
-    assert said == (
-        "rank 3 has not been heard of for 50 s, and this rank waits for it in the phase 'trial of 8 rows'; "
-        "its last word came from the phase 'trial of 4 rows'"
+    message = verdict(heard=50.0, phase="trial of 4 rows")
+    assert message == (
+        "rank 3 has sent no sign of life for 50 s, and this rank waits for it in the phase "
+        "'trial of 8 rows'; its last sign came from the phase 'trial of 4 rows'"
     )
     assert verdict(heard=56.0) is None
 
 
 def test_a_rank_that_stands_still_while_this_one_waits_for_it_hangs() -> None:
-    said = verdict(moved=50.0, progress=49)
+    message = verdict(moved=50.0, progress=49)
     assert (
-        said is not None
-        and "rank 3 has been hanging for 50 s in the phase 'trial of 8 rows'" in said
+        message is not None
+        and "rank 3 has been hanging for 50 s in the phase 'trial of 8 rows'" in message
     )
 
 
-def test_who_is_as_far_as_this_rank_is_not_waited_for() -> None:
+def test_a_rank_that_is_as_far_as_this_one_is_not_waited_for() -> None:
     assert verdict(moved=1.0, progress=50) is None  # both wait for a third, or both compute
     assert verdict(moved=1.0, progress=51) is None
 
 
-def test_some_phases_may_take_as_long_as_they_like() -> None:
+def test_no_rank_hangs_in_a_phase_without_patience() -> None:
     assert verdict(moved=1.0, progress=49, patience=None) is None
     assert verdict(own=replace(OWN, patience=None), moved=1.0, progress=49) is None
-    assert verdict(heard=1.0, patience=None) is not None, "but no rank may die in them"
+
+
+@pytest.mark.parametrize("without_patience", ["its phase", "this rank's phase"])
+def test_silence_in_a_phase_without_patience_is_bounded_but_long(without_patience: str) -> None:
+    """A rank that saves may hold the interpreter's lock, and its last sign may be from the phase before."""
+    own = replace(OWN, patience=None) if without_patience == "this rank's phase" else OWN
+    patience = None if without_patience == "its phase" else 45.0
+    now = 10_000.0
+
+    def at(heard: float) -> str | None:
+        sign = replace(HEALTHY, patience=patience, heard=heard, moved=heard)
+        return lost_rank(own, {3: sign}, now, limit=45)
+
+    assert at(now - 300.0) is None, "a shard of 5 GB on a slow disk"
+    assert at(now - LONGEST_SILENCE + 1) is None
+    assert "rank 3 has sent no sign of life" in str(at(now - LONGEST_SILENCE - 1))
 
 
 def test_a_rank_that_ended_says_why() -> None:
     assert verdict(stopped="done", heard=1.0) is None
-    said = verdict(stopped="ValueError: no", heard=1.0)
-    assert said == "rank 3 stopped in the phase 'trial of 8 rows': ValueError: no"
+    message = verdict(stopped="ValueError: no", heard=1.0)
+    assert message == "rank 3 stopped in the phase 'trial of 8 rows': ValueError: no"
+
+
+def test_a_sign_arrives_as_it_was_sent() -> None:
+    sign = Sign("saving 'ä' to disk", progress=7, patience=None, stopped="", beats=3)
+    raw = sealed(sign, 2, KEY).encode()
+    assert opened(raw, 2, KEY, now=5.0) == replace(sign, heard=5.0, moved=5.0)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\xff\xfe garbage",
+        b"{}",
+        b'{"phase": "saving", "stopped": "an error that never was"}',
+        b"0" * 64 + b' [2, "x", 1, 1.0, "an error that never was", 1]',
+        sealed(HEALTHY, 2, b"another key").encode(),
+        sealed(HEALTHY, 1, KEY).encode(),  # another rank's
+        sealed(HEALTHY, 2, KEY).encode()[:-1],
+        sealed(HEALTHY, 2, KEY).encode() + b" ",
+    ],
+)
+def test_what_the_rank_did_not_write_is_no_sign(raw: bytes) -> None:
+    assert opened(raw, 2, KEY, now=0.0) is None

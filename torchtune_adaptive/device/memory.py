@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Out of memory, said by something other than ``torch.OutOfMemoryError``. Triton's "out of resource" is
@@ -20,22 +21,45 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _OUT_OF_MEMORY_TEXTS = (
     "CUDA out of memory",
     "CUDA error: out of memory",
-    "HIP out of memory",
-    "XPU out of memory",
+    "CUDA driver error: out of memory",  # expandable segments
+    "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
-    "Cuda failure 2 'out of memory'",  # NCCL
+    "HIP out of memory",
+    "HIP error: out of memory",
+    "Triton Error [HIP]: out of memory",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+    "HIP failure: 'out of memory'",  # RCCL
+    "XPU out of memory",
+    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",  # XPU's driver
+    "NPU out of memory",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
 
+# Where NVML does not know the device (MIG, vGPU, Jetson, some containers), the allocator fails while it
+# writes its report of being out of memory. From anywhere else, the same assertion is something else.
+_FAILED_REPORT_TEXTS = ("NVML_SUCCESS == r INTERNAL ASSERT FAILED", "CUDACachingAllocator")
+
+# A communicator that failed, be it for want of memory, is likely dead, and the run with it.
+_DEAD_COMMUNICATOR_TEXTS = ("NCCL error", "NCCL Error", "RCCL error", "RCCL Error")
+
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Whether the device ran out of memory; anything else is a bug and must not be swallowed."""
+    """Whether the device ran out of memory, and a smaller step may succeed.
+
+    Anything else is a bug or the end of the run, and must not be swallowed.
+    """
     if isinstance(exception, torch.OutOfMemoryError):
         return True
+    if not isinstance(exception, RuntimeError) or isinstance(exception, dist.DistBackendError):
+        return False
     text = str(exception)
-    return isinstance(exception, RuntimeError) and any(t in text for t in _OUT_OF_MEMORY_TEXTS)
+    if any(t in text for t in _DEAD_COMMUNICATOR_TEXTS):
+        return False
+    return any(t in text for t in _OUT_OF_MEMORY_TEXTS) or all(
+        t in text for t in _FAILED_REPORT_TEXTS
+    )
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -52,3 +52,9 @@ class Ranks:
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
+
+    def close(self) -> None:
+        """Leave the group. Its threads end here: one that is left when the interpreter ends can abort it."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            dist.destroy_process_group(group)

@@ -1,7 +1,7 @@
-"""Notice a rank that died or hangs, say which and where, and stop: long before the process group would.
+"""Notice a rank that died or hangs, name it and its phase, and stop: long before the process group would.
 
 Each rank has a thread that publishes where its main thread is, and reads the same of the others. Two
-things make a rank lost: it is not heard of at all for ``limit`` seconds (killed, stopped, its machine
+things make a rank lost: it sends no sign of life for ``limit`` seconds (killed, stopped, its machine
 gone), or it stays where it is while the others are past that point and wait for it (a hang), for longer
 than the phase allows. Then every other rank says so and exits, whatever its main thread is waiting in;
 the launcher sees the exit and ends the run.
@@ -11,27 +11,29 @@ Nothing here touches the device or delays a step: the main thread writes a few a
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-import socket
+import secrets
 import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from torchtune_adaptive.errors import RankLost
 from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.ranks.signs import DONE, Sign, lost_rank, opened, sealed
+from torchtune_adaptive.ranks.store import open_store
 
+log = logging.getLogger(__name__)
 EXIT_CODE = 70
 """Tells our exit from a signal's or Python's own ("internal software error" of sysexits.h)."""
-_DONE = "done"
 _BEATS_PER_LIMIT = 20
 _SLOWEST_BEAT = 2.0  # seconds between two signs of life, whatever the limit
-_SILENT_BEATS = 3  # after a collective broke, so many missed beats name the rank that broke it
+_SILENT_BEATS = 3  # after a collective broke, a rank that misses this many is the one that broke it
 
 # What collectives say when a peer is gone. Anything else is this rank's own error.
 _LOST_PEER_TEXTS = (
@@ -41,46 +43,6 @@ _LOST_PEER_TEXTS = (
     "Timed out waiting",
     "remote process exited",
 )
-
-
-@dataclass(frozen=True)
-class Sign:
-    """One rank's sign of life, as another rank sees it."""
-
-    phase: str
-    progress: int
-    """Counts everything that all ranks do in the same order; who is behind holds the others up."""
-    patience: float | None
-    """Seconds after which standing still in this phase is a hang (saving a large checkpoint never is)."""
-    stopped: str = ""
-    """Set when the rank has ended: why."""
-    beats: int = 0
-    heard: float = 0.0
-    """When the sign last changed at all, on the observer's clock."""
-    moved: float = 0.0
-    """When its progress last changed, on the observer's clock."""
-
-
-def lost_rank(own: Sign, others: dict[int, Sign], now: float, limit: float) -> str | None:
-    """The sentence to stop with, or None while all is well."""
-    for rank, sign in sorted(others.items()):
-        if sign.stopped:
-            if sign.stopped != _DONE:
-                return f"rank {rank} stopped in the phase '{sign.phase}': {sign.stopped}"
-            continue
-        if now - sign.heard > limit:
-            return (
-                f"rank {rank} has not been heard of for {now - sign.heard:.0f} s, and this rank waits for it "
-                f"in the phase '{own.phase}'; its last word came from the phase '{sign.phase}'"
-            )
-        if sign.progress >= own.progress or sign.patience is None or own.patience is None:
-            continue
-        if now - sign.moved > max(sign.patience, own.patience):
-            return (
-                f"rank {rank} has been hanging for {now - sign.moved:.0f} s in the phase '{sign.phase}', "
-                f"and this rank waits for it in '{own.phase}'"
-            )
-    return None
 
 
 class Watchdog:
@@ -102,9 +64,12 @@ class Watchdog:
         self._stopped = ""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._store: dist.TCPStore | None = None
+        self._key = b""
         self._beats = 0
         self._raw: dict[int, bytes] = {}
         self._others: dict[int, Sign] = {}
+        self._warned = False
 
     # --- what the main thread says ------------------------------------------------------------------
 
@@ -116,15 +81,21 @@ class Watchdog:
         """The main thread is in ``phase`` from now on; every rank must enter the same phases.
 
         A rank that stands still in it for more than ``patience`` seconds, while others wait for it, hangs.
+        With ``patience=None`` it may take any time, and keep the thread from publishing meanwhile.
         """
         self._phase, self._patience = phase, patience
         self._progress += 1
+        if patience is None and self._store is not None:
+            self._publish()  # now: there may be no other chance
 
     # --- life -----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Watchdog:
         if self._on_duty:
-            self._store = self._connect()
+            self._store = open_store(self._ranks, timedelta(seconds=self._limit))
+            self._key = self._ranks.from_rank_zero(secrets.token_bytes(16))
+            self._publish()
+            self._ranks.any(False)  # from here on, every rank's sign exists
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
@@ -132,30 +103,38 @@ class Watchdog:
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if self._thread is None:
             return
-        if _is_lost_peer(error):
-            raise RankLost(self._who_is_missing()) from error
+        broken: RuntimeError | None = None
         if error is None:
-            self._ranks.any(False)  # rank 0 hosts the store: it must not leave before the others
-            self._stopped = _DONE
-        else:
-            self._stopped = f"{type(error).__name__}: {error}"
-        self._closing.set()
-        self._thread.join(timeout=self._limit)
+            try:
+                self._ranks.any(False)  # nobody stops watching while another rank still works
+            except RuntimeError as last:
+                error = broken = last
+        lost = RankLost(self._who_is_missing()) if _is_lost_peer(error) else None
+        ending = lost or error
+        self._stopped = DONE if ending is None else f"{type(ending).__name__}: {ending}"
+        self._close(self._thread)
+        if lost is not None:
+            raise lost from error
+        if broken is not None:
+            raise broken
 
-    def _connect(self) -> dist.TCPStore:
-        """A key-value store of our own, hosted by rank 0."""
-        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        timeout = timedelta(seconds=self._limit)
-        store, port = None, 0
-        if self._ranks.rank == 0:
-            store = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-            port = store.port
-        port = self._ranks.from_rank_zero(port)
-        if store is None:
-            store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        store.set(_key(self._ranks.rank), self._sign_of_life())
-        self._ranks.any(False)  # from here on, every rank's key exists
-        return store
+    def _close(self, thread: threading.Thread) -> None:
+        """End the thread and the store, in this order, and before the interpreter ends.
+
+        A thread that still needs the interpreter when that ends makes the process abort.
+        """
+        self._closing.set()
+        thread.join(timeout=self._limit)
+        store, self._store = self._store, None
+        assert store is not None
+        with suppress(Exception):  # nobody may be left
+            store.set(_left(self._ranks.rank), "")
+            if (
+                self._ranks.rank == 0
+            ):  # the host: the others' last calls, and their reading of why, need it
+                patience = self._limit if self._stopped == DONE else 2 * self._beat
+                others = [_left(rank) for rank in range(1, self._ranks.size)]
+                store.wait(others, timedelta(seconds=patience))
 
     # --- the thread -----------------------------------------------------------------------------------
 
@@ -168,57 +147,67 @@ class Watchdog:
             try:
                 self._exchange_signs()
             except Exception as error:
-                if not self._closing.wait(_SLOWEST_BEAT):  # or rank 0 has left because all is done
-                    self._stop(f"rank 0, which keeps the signs of life, does not answer ({error})")
+                if not self._closing.wait(_SLOWEST_BEAT):  # or this rank is ending anyway
+                    self._stop(f"rank 0, which hosts the signs of life, does not answer ({error})")
                 return
             verdict = lost_rank(self._own(), self._others, time.monotonic(), self._limit)
             # If all ranks end for the same reason, each says it better itself: give this one a moment.
             if verdict is not None and not self._closing.wait(_SLOWEST_BEAT):
                 self._stop(verdict)
-        with suppress(Exception):  # last words; it may be that nobody is left to keep them
-            self._store.set(_key(self._ranks.rank), self._sign_of_life())
+        self._publish()  # its last sign
 
     def _exchange_signs(self) -> None:
+        store = self._store
+        assert store is not None
         self._beats += 1
-        self._store.set(_key(self._ranks.rank), self._sign_of_life())
+        store.set(_sign(self._ranks.rank), sealed(self._own(), self._ranks.rank, self._key))
         others = [rank for rank in range(self._ranks.size) if rank != self._ranks.rank]
-        now = time.monotonic()
-        for rank, raw in zip(others, self._store.multi_get([_key(r) for r in others]), strict=True):
-            if raw == self._raw.get(rank):
-                continue
-            self._raw[rank] = raw
-            sign = Sign(**json.loads(raw), heard=now, moved=now)
-            before = self._others.get(rank)
-            if before is not None and before.progress == sign.progress:
-                sign = replace(sign, moved=before.moved)
-            self._others[rank] = sign
+        values = store.multi_get([_sign(rank) for rank in others])
+        for rank, raw in zip(others, values, strict=True):
+            if raw != self._raw.get(rank):
+                self._raw[rank] = raw
+                self._read(rank, raw)
 
-    def _sign_of_life(self) -> str:
-        return json.dumps(
-            {
-                "phase": self._phase,
-                "progress": self._progress,
-                "patience": self._patience,
-                "beats": self._beats,
-                "stopped": self._stopped,
-            }
-        )
+    def _read(self, rank: int, raw: bytes) -> None:
+        sign = opened(raw, rank, self._key, time.monotonic())
+        if sign is None:
+            if not self._warned:
+                log.warning(
+                    f"The key-value store of the watchdog holds a value for rank {rank} that no rank of this "
+                    "run has written; ignoring it, and any other like it. Another process can connect to "
+                    "the store's port: check who reaches this machine."
+                )
+            self._warned = True
+            return
+        before = self._others.get(rank)
+        if before is not None and before.progress == sign.progress:
+            sign = replace(sign, moved=before.moved)
+        self._others[rank] = sign
+
+    def _publish(self) -> None:
+        """This rank's sign, now; whether it arrives is for the thread to notice."""
+        with suppress(Exception):
+            assert self._store is not None
+            self._store.set(
+                _sign(self._ranks.rank), sealed(self._own(), self._ranks.rank, self._key)
+            )
 
     def _own(self) -> Sign:
-        return Sign(self._phase, self._progress, self._patience)
+        return Sign(self._phase, self._progress, self._patience, self._stopped, self._beats)
 
     def _who_is_missing(self) -> str:
-        """Called when a collective broke: who has not been heard of for a few beats?"""
+        """Called when a collective broke: who has missed a few beats?"""
         print(
-            f"rank {self._ranks.rank}: lost contact in the phase '{self._phase}'; finding out with whom",
+            f"rank {self._ranks.rank}: lost contact in the phase '{self._phase}'; "
+            "identifying the missing rank",
             file=sys.stderr,
             flush=True,
         )
         silence = _SILENT_BEATS * self._beat
-        self._closing.wait(silence + self._beat)  # the thread goes on listening meanwhile
+        self._closing.wait(silence + self._beat)  # the thread keeps listening meanwhile
         now = time.monotonic()
         missing = [
-            f"rank {rank} ({sign.stopped or 'silent'}; its last word came from the phase '{sign.phase}')"
+            f"rank {rank} ({sign.stopped or 'silent'}; its last sign came from the phase '{sign.phase}')"
             for rank, sign in sorted(self._others.items())
             if sign.stopped or now - sign.heard > silence
         ]
@@ -229,7 +218,7 @@ class Watchdog:
 
     def _stop(self, why: str) -> None:
         print(
-            f"rank {self._ranks.rank}: {why}. Stopping, or it would wait for ever. "
+            f"rank {self._ranks.rank}: {why}. Stopping: this rank would otherwise wait forever. "
             "(If that rank was merely slow, raise adaptive_batching.rank_timeout or, for a hang in training, "
             "step_timeout.)",
             file=sys.stderr,
@@ -243,5 +232,9 @@ def _is_lost_peer(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and any(t in str(error) for t in _LOST_PEER_TEXTS)
 
 
-def _key(rank: int) -> str:
+def _sign(rank: int) -> str:
     return f"sign of life of rank {rank}"
+
+
+def _left(rank: int) -> str:
+    return f"rank {rank} has left"

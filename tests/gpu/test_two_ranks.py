@@ -1,0 +1,69 @@
+"""FSDP with two ranks on one real device: its streams, its allocations, and one rank without memory."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchtune.modules.loss import CEWithChunkedOutputLoss
+
+from tests.helpers.models import adamw, batch, local_values, tiny_llama
+from tests.helpers.ranks import run_ranks
+from tests.helpers.staging import init_staging_group
+from torchtune_adaptive.device import device_memory
+from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.step.train_step import TrainStep
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = "cuda"
+LARGE, SMALL = 1 << 15, 4
+
+
+def train(fails: list[int]) -> tuple[list[bool], list[list[float]]]:
+    """Steps of ``SMALL`` rows, with one of ``LARGE`` before the last, for which some ranks lack memory."""
+    warnings.simplefilter("ignore")
+    init_staging_group()
+    device = torch.device(DEVICE)
+    ranks = Ranks(timeout=60)
+    memory = device_memory(device)
+    model = tiny_llama(layers=2)
+    step = TrainStep(
+        model=model,
+        optimizers=[adamw(model)],
+        loss_fn=CEWithChunkedOutputLoss(num_output_chunks=2),
+        device=device,
+        memory=memory,
+        ranks=ranks,
+        survive=True,
+        clip_grad_norm=1.0,
+    )
+    lost = []
+
+    def take(rows: int) -> None:
+        step.forward_backward(batch(rows=rows))
+        lost.append(step.apply().lost)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        for _ in range(3):
+            take(SMALL)
+        if fails:
+            memory.release()
+            room = memory.usage().peak_bytes + (8 << 20)
+            with memory.capped(room if ranks.rank in fails else memory.capacity()):
+                take(LARGE)
+        take(SMALL)
+    return lost, [value.flatten().tolist() for value in local_values(model)]
+
+
+@pytest.mark.parametrize("fails", [[0], [1], [0, 1]], ids=["rank 0", "rank 1", "both"])
+def test_a_rank_without_memory_holds_nobody_up_and_leaves_no_trace(fails: list[int]) -> None:
+    healthy = run_ranks(train, 2, [], timeout=120, join=False)
+    disturbed = run_ranks(train, 2, fails, timeout=120, join=False)
+    for (lost, values), (_, expected) in zip(disturbed, healthy, strict=True):
+        assert lost == [False, False, False, True, False]
+        assert values == expected

@@ -1,0 +1,186 @@
+"""A stand-in for an accelerator: its allocator, its streams' lateness, its statistics and its error texts.
+
+Tensors are real and on the CPU. What an operation creates also takes a block of a model of torch's caching
+allocator, so that what is asked of ``torch.accelerator`` has the answers that a card would give: memory is
+cached, capped, given back and retried for. A freed block comes back late, as that of a stream that is behind.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+
+from torchtune_adaptive.device.accelerator import AcceleratorMemory
+from torchtune_adaptive.device.simulated import SimulatedMemory
+from torchtune_adaptive.memory_model.allocator import Allocator, Block, OutOfMemory
+
+SCALE = 4096  # a tiny model's tensors, as large as blocks that an allocator notices
+
+
+def cuda_error(detail: str) -> Exception:
+    return torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {detail}.")
+
+
+class Card(SimulatedMemory):
+    """An accelerator with a neighbour on it.
+
+    Args:
+        total: bytes of the card.
+        neighbour: bytes that another process has.
+        lateness: operations for which a freed block stays in use.
+        fraction: what the user has set as this process's share.
+        scale: bytes of the card for each byte of a tensor.
+        error: makes what is raised when memory runs out.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        neighbour: int = 0,
+        lateness: int = 5,
+        fraction: float = 1.0,
+        scale: int = SCALE,
+        error: Callable[[str], Exception] = cuda_error,
+    ) -> None:
+        super().__init__(limit=total)
+        self.total, self.neighbour, self.fraction = total, neighbour, fraction
+        self.error = error
+        self.fractions: list[float] = []  # each that was set
+        self.pinned = 0  # bytes of the cache of pinned host memory
+        self.waits_with_lock = 0  # emptied the cache of a device that was still busy
+        self._lateness, self._scale = lateness, scale
+        self._allocator = Allocator()
+        self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Block]] = {}
+        self._late: deque[tuple[int, Block]] = deque()
+        self._operations = 0
+        self._retries = 0  # before the statistics were reset
+
+    # --- what operations do -------------------------------------------------------------------------
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = id(storage), storage.nbytes()
+        if key in self._blocks:
+            if self._blocks[key][1] == nbytes:
+                return
+            self._forget(key)
+        if nbytes == 0:
+            return
+        block = self._allocate(nbytes * self._scale)
+        reference = weakref.ref(storage, lambda _: self._forget(key))
+        self._blocks[key] = (reference, nbytes, block)
+
+    def check(self, extra: int = 0) -> None:
+        self._operations += 1
+        while self._late and self._late[0][0] <= self._operations:
+            self._allocator.free(self._late.popleft()[1])
+
+    def _forget(self, key: int) -> None:
+        self._late.append((self._operations + self._lateness, self._blocks.pop(key)[2]))
+
+    def _allocate(self, nbytes: int) -> Block:
+        self._allocator._limit = min(int(self.fraction * self.total), self.total - self.neighbour)
+        try:
+            return self._allocator.allocate(nbytes)
+        except OutOfMemory:  # now for the blocks that streams still use, as torch's allocator does
+            self.synchronize()
+        try:
+            return self._allocator.allocate(nbytes)
+        except OutOfMemory as error:
+            raise self.error(str(error)) from None
+
+    # --- what ``torch.accelerator`` and the device's module answer ----------------------------------
+
+    def synchronize(self, device: Any = None) -> None:
+        while self._late:
+            self._allocator.free(self._late.popleft()[1])
+
+    def empty_cache(self) -> None:
+        self.waits_with_lock += bool(self._late)
+        self.synchronize()
+        self._allocator.release()
+
+    def empty_host_cache(self) -> None:
+        self.pinned = 0
+
+    def get_memory_info(self, device: Any = None) -> tuple[int, int]:
+        return self.total - self.neighbour - self._allocator.reserved, self.total
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        return {
+            "num_alloc_retries": self._retries + self._allocator.retries,
+            "active_bytes.all.peak": self._allocator.peak_allocated,
+        }
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        self._retries += self._allocator.retries
+        self._allocator.watch()
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return self._allocator.reserved
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return self._allocator.allocated
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        return self._allocator.peak_reserved
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return self._allocator.peak_allocated
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "Fake 1000"
+
+    def current_device_index(self) -> int:
+        return 0
+
+    def get_per_process_memory_fraction(self, device: torch.device) -> float:
+        assert device.index is not None
+        return self.fraction
+
+    def set_per_process_memory_fraction(self, fraction: float, device: torch.device) -> None:
+        assert device.index is not None and 0 <= fraction <= 1
+        self.fractions.append(fraction)
+        self.fraction = fraction
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Answer for ``torch.accelerator`` from now on."""
+        for name in (
+            "current_device_index",
+            "empty_cache",
+            "empty_host_cache",
+            "get_memory_info",
+            "max_memory_allocated",
+            "max_memory_reserved",
+            "memory_allocated",
+            "memory_reserved",
+            "memory_stats",
+            "reset_peak_memory_stats",
+            "synchronize",
+        ):
+            patch.setattr(torch.accelerator, name, getattr(self, name), raising=False)
+        patch.setattr(torch, "get_device_module", lambda device: self)
+
+    def memory(self, limit: int | None = None) -> AcceleratorMemory:
+        """What the product makes of this card, which must have been installed."""
+        return _OnCard(self, limit)
+
+
+class _OnCard(AcceleratorMemory):
+    """Lets the card see the operations. Nothing else differs from the product's."""
+
+    def __init__(self, card: Card, limit: int | None) -> None:
+        super().__init__(torch.device("cuda"), limit)
+        self._card = card
+
+    def running(self) -> AbstractContextManager[object]:
+        return self._card.running()
+
+    def adopt(self, tensors: Any) -> None:
+        self._card.adopt(tensors)

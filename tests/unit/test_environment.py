@@ -1,0 +1,91 @@
+"""What a rank's environment is made of: which network, and how long a collective may take."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.ranks.signs import LONGEST_SILENCE
+from torchtune_adaptive.setup import environment
+from torchtune_adaptive.setup.environment import gloo_interface, start_environment
+
+INTERFACES = ["lo", "docker0", "eth0", "eth1", "ib0"]
+
+
+@pytest.mark.parametrize(
+    ("nccl", "gloo"),
+    [
+        ("eth", "eth0"),
+        ("eth1", "eth1"),
+        ("ib,eth", "eth0"),
+        ("=eth1", "eth1"),
+        ("=eth", None),
+        ("^docker", "eth0"),
+        ("^docker,eth", "ib0"),
+        ("^=docker0,eth0", "eth1"),
+        ("wlan", None),
+        ("lo", "lo"),
+    ],
+)
+def test_gloo_takes_the_first_interface_that_nccl_may_use(nccl: str, gloo: str | None) -> None:
+    assert gloo_interface(nccl, INTERFACES) == gloo
+
+
+class TestStart:
+    @pytest.fixture(autouse=True)
+    def alone(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        for name in ("RANK", "WORLD_SIZE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(INTERFACES, 1)))
+        yield
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+    def start(self, longest_wait: float = 1200.0) -> None:
+        start_environment(OmegaConf.create({"device": "cpu", "dtype": "fp32"}), longest_wait)
+
+    def test_the_process_group_waits_longer_than_the_watchdog(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: dict[str, Any] = {}
+        init = dist.init_process_group
+
+        def record(*arguments: Any, **settings: Any) -> None:
+            asked.update(settings)
+            init(*arguments, **settings)
+
+        monkeypatch.setattr(environment.dist, "init_process_group", record)
+        for longest_wait in (1.0, 1200.0, 86400.0):
+            self.start(longest_wait)
+            timeout: timedelta = asked["timeout"]
+            assert timeout.total_seconds() > longest_wait
+            assert timeout.total_seconds() > LONGEST_SILENCE, "one that saves is waited for as well"
+            dist.destroy_process_group()
+
+    @pytest.mark.parametrize(
+        ("nccl", "gloo", "used"),
+        [(None, None, None), ("eth1", None, "eth1"), ("eth1", "ib0", "ib0"), ("wlan", None, None)],
+    )
+    def test_gloo_uses_the_network_of_nccl_unless_it_has_its_own(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        nccl: str | None,
+        gloo: str | None,
+        used: str | None,
+    ) -> None:
+        for name, value in (("NCCL_SOCKET_IFNAME", nccl), ("GLOO_SOCKET_IFNAME", gloo)):
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        monkeypatch.setattr(environment.dist, "init_process_group", lambda *_, **__: None)
+        monkeypatch.setattr(environment.dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(environment.dist, "get_world_size", lambda: 1)
+        self.start()
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == used

@@ -1,0 +1,50 @@
+"""Host memory as a limit: what activations that are offloaded to it may take.
+
+A machine that runs out of host memory ends processes without a word. So the ranks of a machine stop before:
+offloading fails as the device's allocator does, with an error that a step survives and a trial takes for a
+size that does not fit.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psutil
+import torch
+
+_RESERVE = 0.05  # of the machine's memory, for everything that is not offloaded
+_NOTICED = 1 << 20  # smaller tensors are not worth a look at the machine
+
+
+def bound_by_host_memory(offloading: Any) -> Any:
+    """Make ``offloading`` (torchtune's ``OffloadActivations``, in place) fail before host memory ends."""
+    pack = offloading.pack_hook
+
+    def pack_if_there_is_room(tensor: torch.Tensor) -> Any:
+        if not isinstance(tensor, torch.nn.Parameter):  # those stay where they are
+            check_host_memory(tensor.nbytes)
+        return pack(tensor)
+
+    offloading.pack_hook = pack_if_there_is_room
+    return offloading
+
+
+def check_host_memory(nbytes: int) -> None:
+    """Check that every rank of this machine can pin ``nbytes`` more.
+
+    Raises:
+        torch.OutOfMemoryError: they cannot.
+    """
+    if nbytes < _NOTICED:
+        return
+    pinned = (
+        1 << (nbytes - 1).bit_length()
+    )  # the allocator of pinned memory rounds to powers of two
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    memory = psutil.virtual_memory()
+    if memory.available - pinned * ranks < _RESERVE * memory.total:
+        raise torch.OutOfMemoryError(
+            f"host memory: offloading an activation would pin {pinned:,} bytes on each of {ranks} ranks, and "
+            f"{memory.available:,} of {memory.total:,} bytes are available, {_RESERVE:.0%} of which stay free"
+        )
