@@ -15,7 +15,7 @@ from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.data.micro_batches import ByRows, ByTokens, MicroBatches
 from torchtune_adaptive.plots import new_figure
 from torchtune_adaptive.search.trial import LengthTrial, SizeTrial
-from torchtune_adaptive.text import table
+from torchtune_adaptive.text import human_bytes, table
 
 JSON_NAME = "token_budget.json"
 PLOT_NAME = "token_budget.png"
@@ -52,7 +52,7 @@ class BudgetReport:
         ]
         fits = ", ".join(f"{rows} x {length}" for length, rows in self.budget.measured)
         lines = [
-            *table(("length", "rows", "peak", "usable", "verdict", "deciding rank"), rows),
+            *table(("length", "rows", "peak", "limit", "verdict", "deciding rank"), rows),
             f"Rows that fit, by length: {fits}.",
             f"Padding: {self.without_budget.padding_share:.0%} of what is computed in micro-batches of "
             f"{self.split.micro_batch} rows, {self.with_budget.padding_share:.0%} with the token budget.",
@@ -109,8 +109,8 @@ def _cells(trial: SizeTrial) -> tuple[str, ...]:
     decided = trial.deciding
     return (
         str(trial.size),
-        f"{decided.peak_bytes:,}",
-        f"{decided.usable_bytes:,}",
+        human_bytes(decided.peak_bytes),
+        human_bytes(decided.usable_bytes),
         decided.trouble or "fits",
         str(trial.deciding_rank),
     )
