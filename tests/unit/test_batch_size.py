@@ -1,0 +1,94 @@
+"""How a search uses what is remembered and predicted, and what it remembers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers.ranks import Alone
+from torchtune_adaptive.batching.strategies import Status, candidates
+from torchtune_adaptive.search.batch_size import _Search, found_sizes
+from torchtune_adaptive.search.trial import RankReport, SizeTrial
+from torchtune_adaptive.settings.adaptive import AdaptiveSettings
+
+ABOUT = {"model": "a"}
+SIZES = candidates("power_of_two", 64, 64)
+FIXED, EACH_ROW, LIMIT = 100, 10, 270  # 16 rows take 260, 32 take 420
+
+
+class FakeProbe:
+    """A device on which a row takes so much memory, and of which a neighbour may hold a part."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.limit = limit
+        self.tried: list[int] = []
+
+    def trial(self, size: int) -> SizeTrial:
+        self.tried.append(size)
+        peak = FIXED + EACH_ROW * size
+        failed = "forward" if peak > self.limit else None
+        return SizeTrial(size, 0.1, (RankReport(failed, min(peak, LIMIT), peak, 0, self.limit),))
+
+
+class FakePredictions:
+    def __init__(self, *answers: int) -> None:
+        self.answers = list(answers)
+
+    def largest(self, after: Any) -> int:
+        return self.answers.pop(0) if self.answers else 0
+
+
+def search(
+    folder: Path, probe: FakeProbe, strategy: Any = "extrapolate", predictions: Any = None
+) -> Any:
+    settings = AdaptiveSettings(search=strategy, cache=str(folder))
+    run: Any = SimpleNamespace(settings=settings, ranks=Alone())
+    first = FakeProbe(limit=10**9).trial(1)
+    predictions = predictions or FakePredictions()
+    return _Search(run, probe, first, SIZES, predictions).result(ABOUT, known=None)  # type: ignore[arg-type]
+
+
+def remembered(folder: Path) -> int | None:
+    return found_sizes(str(folder)).get(ABOUT)
+
+
+def test_a_remembered_size_takes_one_trial(tmp_path: Path) -> None:
+    found_sizes(str(tmp_path)).put(ABOUT, 16)
+    found = search(tmp_path, probe := FakeProbe())
+    assert (found.size, found.status, probe.tried) == (16, Status.REMEMBERED, [16])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_size_that_was_found_beside_a_neighbour_is_corrected(size: int, tmp_path: Path) -> None:
+    found_sizes(str(tmp_path)).put(ABOUT, size)
+    found = search(tmp_path, probe := FakeProbe())
+    assert (found.size, found.status) == (16, Status.NEXT_DOES_NOT_FIT)
+    assert remembered(tmp_path) == 16
+    assert len(set(probe.tried)) == len(probe.tried), "no size is tried twice"
+
+
+def test_a_remembered_size_that_no_longer_fits_is_corrected(tmp_path: Path) -> None:
+    found_sizes(str(tmp_path)).put(ABOUT, 64)
+    found = search(tmp_path, probe := FakeProbe())
+    assert found.size == remembered(tmp_path) == 16
+    assert probe.tried.count(64) == 1
+
+
+def test_a_size_at_which_a_prediction_stopped_is_not_remembered(tmp_path: Path) -> None:
+    found = search(tmp_path, FakeProbe(), "predict", FakePredictions(8, 8))
+    assert (found.size, found.status) == (8, Status.PREDICTED)
+    assert remembered(tmp_path) is None
+
+
+def test_a_trial_may_correct_a_prediction_upwards(tmp_path: Path) -> None:
+    found = search(tmp_path, probe := FakeProbe(), "predict", FakePredictions(8, 17, 17))
+    assert (found.size, probe.tried) == (16, [8, 16])
+
+
+def test_a_prediction_that_was_too_high_is_followed_by_a_search(tmp_path: Path) -> None:
+    found = search(tmp_path, FakeProbe(), "predict", FakePredictions(64))
+    assert (found.size, found.status) == (16, Status.NEXT_DOES_NOT_FIT)
+    assert remembered(tmp_path) == 16
