@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cache import libraries
 from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings, top_level_keys
+from torchtune_adaptive.settings.batch import configured_batch
 from torchtune_adaptive.settings.kinds import KNOWN_KEYS
 
 # What cannot change the memory of a step, and why.
@@ -92,7 +93,7 @@ def search_facts(
     """
     chosen = {k: v for k, v in asdict(settings).items() if k not in _IRRELEVANT_SETTINGS}
     return {
-        "config": {**step_facts(cfg), "batch_size": cfg.batch_size},
+        "config": {**step_facts(cfg), "batch_size": configured_batch(cfg, ranks).micro_batch},
         "settings": chosen,
         "row_length": row_length,
         "packed": packed,
