@@ -1,8 +1,11 @@
 # Everything a newcomer types. Each target does all the set-up it needs, once.
 #
 #   make demo      watch a tiny Llama find its batch size and train, on 2 CPU ranks
-#   make demo-oom  the same when a neighbour takes half the memory in mid-run, beside an undisturbed run
-#   make test      lint, types, and all tests that need no GPU
+#   make demo-oom  the same, with half of one rank's memory taken mid-run, compared with an undisturbed run
+#   make test      lint, types, and the quick tests, which sample the slow ones (SHARD=N takes another sample)
+#   make test-all  lint, types, and every test that needs no GPU
+#   make test-rest only what `make test` samples or leaves out, in full
+#   make test-one  the tests in T, e.g. T=tests/unit/test_cache.py
 #   make check     lint and types only
 #   make bench     the benchmarks that run on a CPU
 #   make gpu       tests and benchmarks on a GPU, continuing where they stopped; writes docs/results/gpu.md
@@ -12,17 +15,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo demo-oom test check bench gpu clean
+.PHONY: demo demo-oom test test-all test-rest test-one check bench gpu clean
 .DEFAULT_GOAL := test
 
-# torch first: on its own, so that the version pinned in constraints.txt is the one that all else gets.
+# torch first, on its own, so that everything else gets the version pinned in constraints.txt.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
-# The environment of all runs: one thread for each rank, and no network, which nothing here needs.
+# The environment of every run: one thread per rank, and no network, because nothing here needs one.
 RUN := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONWARNINGS=ignore
 
 demo: $(READY)
@@ -38,8 +41,20 @@ demo-oom: $(READY)
 		adaptive_batching.memory_limit=30MiB adaptive_batching.grow_back_after=10
 	$(BIN)/python demos/compare_runs.py demo_output/undisturbed demo_output/disturbed
 
+PYTEST := $(RUN) $(BIN)/python -m pytest
+SHARD ?= 0
+
 test: check
-	$(RUN) $(BIN)/python -m pytest
+	$(PYTEST) --shard $(SHARD)
+
+test-all: check
+	$(PYTEST) --exhaustive
+
+test-rest: $(READY)
+	$(PYTEST) --exhaustive -m exhaustive
+
+test-one: $(READY)
+	$(PYTEST) $(or $(T),$(error which tests? For example: make test-one T=tests/unit/test_search.py))
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,10 +1,10 @@
-"""Predictions beside a real device: peaks, and the largest size that fits.
+"""Predictions compared with a real device: peaks, and the largest size that fits.
 
     python benchmarks/gpu_plan.py                        # 15 configs of Llama 1B, 3B and 8B on one GPU
     python benchmarks/gpu_plan.py --device cpu           # small models on the simulated device
 
-All predictions are made first, on the CPU, each in a process of its own. Then each config is measured in a
-process of its own: torchtune's model in its real shape, with zeros for weights, sharded and stepped as in a
+All predictions are made first, on the CPU, each in its own process. Then each config is measured in its own
+process: torchtune's model in its real shape, with zeros for weights, sharded and stepped as in a
 recipe; as one rank of several, the others do not exist. Seen are the peaks of a small micro-batch and of the
 largest that is predicted to fit, and whether one row more fits under the same limit.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +25,9 @@ from torchtune import training
 
 from torchtune_adaptive.device import device_memory
 from torchtune_adaptive.device.memory import is_out_of_memory
-from torchtune_adaptive.plan.predict import Prediction, predict, processes
+from torchtune_adaptive.plan.predict import Prediction, predict
 from torchtune_adaptive.plan.request import plan_request
+from torchtune_adaptive.plan.workers import processes
 from torchtune_adaptive.registry import find_config
 from torchtune_adaptive.settings.adaptive import amount_of_memory
 from torchtune_adaptive.setup.environment import Environment
@@ -37,8 +37,10 @@ from torchtune_adaptive.setup.model import (
     initialize_ropes,
 )
 from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
-from torchtune_adaptive.step.train_step import TrainStep
-from torchtune_adaptive.trace.tracer import FakeRanks, fill
+from torchtune_adaptive.step.objective import NextTokenPrediction
+from torchtune_adaptive.step.train_step import StepOptions, TrainStep
+from torchtune_adaptive.trace.tracer import FakeRanks
+from torchtune_adaptive.trace.weights import fill
 
 GIB = 1 << 30
 SMALL = 2
@@ -106,8 +108,8 @@ def config_of(case: Case, device: str) -> DictConfig:
     return merged
 
 
-def measure(case: Case, device_name: str, memory_limit: int, usable: int, largest: int) -> Measured:
-    """In a process of its own: a small step, the largest that should fit, then one row more and more."""
+def measure(case: Case, device_name: str, memory_limit: int, limit: int, largest: int) -> Measured:
+    """In its own process: a small step, the largest that should fit, then one row more and more."""
     cfg = config_of(case, device_name)
     dist.init_process_group("fake", rank=0, world_size=case.ranks, store=FakeStore())
     device = torch.device(device_name)
@@ -125,13 +127,12 @@ def measure(case: Case, device_name: str, memory_limit: int, usable: int, larges
     optimizers = build_optimizers(cfg, environment, model, None)
     step = TrainStep(
         model=model,
+        objective=NextTokenPrediction(build_loss(cfg, environment, model)),
         optimizers=optimizers.steppers,
-        loss_fn=build_loss(cfg, environment, model),
         device=device,
         memory=memory,
         ranks=FakeRanks(0, case.ranks),  # type: ignore[arg-type]
-        survive=False,
-        activations=nullcontext(),
+        options=StepOptions(survive=False),
     )
 
     def take(rows: int, length: int) -> None:
@@ -142,7 +143,7 @@ def measure(case: Case, device_name: str, memory_limit: int, usable: int, larges
     for _ in range(2):
         take(SMALL, case.length // SMALL)
     found = Measured({}, {}, None)
-    with memory.capped(usable):
+    with memory.capped(limit):
         for rows in (SMALL, *range(largest, largest + 4)):
             memory.release()
             memory.watch()
@@ -165,8 +166,8 @@ def predict_all(cases: list[Case], device: str, memory: int) -> list[tuple[int, 
     """For each case the bytes that may be used, and the prediction."""
     plans = [plan_request(config_of(case, device), case.ranks, memory=memory) for case in cases]
     with processes() as run:
-        asked = [run(predict, plan.question()) for plan in plans]
-        return [(plan.device.usable, a.result()) for plan, a in zip(plans, asked, strict=True)]
+        asked = [run(predict, plan.query()) for plan in plans]
+        return [(plan.device.limit, a.result()) for plan, a in zip(plans, asked, strict=True)]
 
 
 def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -198,13 +199,20 @@ def main() -> None:
     print("|---|---|---|---|---|---|", flush=True)
     errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
     sizes = []
-    for case, (usable, told) in zip(cases, predict_all(cases, asked.device, memory), strict=True):
+    for case, (limit, prediction) in zip(
+        cases, predict_all(cases, asked.device, memory), strict=True
+    ):
         try:
-            seen = in_a_process(measure, case, asked.device, memory, usable, max(told.largest, 1))
+            seen = in_a_process(
+                measure, case, asked.device, memory, limit, max(prediction.largest, 1)
+            )
         except Exception as error:  # the other cases can still say something
             print(f"| {case.name} | not measured: {type(error).__name__}: {error} |", flush=True)
             continue
-        for rows, peak in ((SMALL, told.configured), (told.largest, told.at_largest)):
+        for rows, peak in (
+            (SMALL, prediction.configured),
+            (prediction.largest, prediction.at_largest),
+        ):
             if rows not in seen.allocated or peak is None:
                 continue
             line = f"| {case.name} | {rows} "
@@ -217,9 +225,10 @@ def main() -> None:
         found = max((r for r in seen.allocated if r > SMALL), default=0)
         more = "" if seen.first_that_failed else " or more"
         print(
-            f"| {case.name} | largest: predicted {told.largest}, found {found}{more} |", flush=True
+            f"| {case.name} | largest: predicted {prediction.largest}, found {found}{more} |",
+            flush=True,
         )
-        sizes.append(abs(found - told.largest) if found else told.largest)
+        sizes.append(abs(found - prediction.largest) if found else prediction.largest)
     for what, off in errors.items():
         if off:
             print(f"\n{what}: mean error {sum(off) / len(off):.2%}, maximum {max(off):.2%}")

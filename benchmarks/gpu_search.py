@@ -30,6 +30,7 @@ from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.search.probe import Probe
 from torchtune_adaptive.search.trial import SizeTrial, trial_line
 from torchtune_adaptive.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.step.objective import NextTokenPrediction
 from torchtune_adaptive.step.train_step import TrainStep
 
 LORA: dict[str, Any] = {
@@ -73,11 +74,10 @@ def measure(name: str, asked: argparse.Namespace) -> None:
     step = TrainStep(
         model=model,
         optimizers=[optimizer],
-        loss_fn=loss_fn,
+        objective=NextTokenPrediction(loss_fn),
         device=device,
         memory=memory,
         ranks=ranks,
-        survive=True,
     )
 
     def batch(rows: int) -> dict[str, torch.Tensor]:

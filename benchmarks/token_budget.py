@@ -55,6 +55,7 @@ from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.search.probe import Probe
 from torchtune_adaptive.search.token_budget import find_budget, lengths_to_measure
 from torchtune_adaptive.settings.adaptive import amount_of_memory
+from torchtune_adaptive.step.objective import NextTokenPrediction
 from torchtune_adaptive.step.train_step import TrainStep
 
 ROWS, ROWS_IN_STEP = 2048, 128
@@ -109,11 +110,10 @@ class Bench:
         self.step = TrainStep(
             model=self.model,
             optimizers=[torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=not on_cpu)],
-            loss_fn=CEWithChunkedOutputLoss(),
+            objective=NextTokenPrediction(CEWithChunkedOutputLoss()),
             device=torch.device(device),
             memory=self.memory,
             ranks=self.ranks,
-            survive=True,
         )
 
     def probe(self, batch: Callable[[int], dict[str, Any]]) -> Probe:
@@ -220,7 +220,7 @@ def budget(bench: Bench, order: list[int]) -> Batches:
     assert found is not None
     packer = ByTokens(found, lengths, padding_id=0, ignored=-100)
     for step in in_steps(order):
-        portions = packer.portions(step, packer.largest, rank=0, ranks=1)
+        portions = packer.portions(step, packer.budget.tokens, rank=0, ranks=1)
         yield [padded([bench.rows[i] for i in portion.sample_ids]) for portion in portions]
 
 

@@ -1,4 +1,4 @@
-"""Two runs in one plot, and how far apart their losses are.
+"""Plot two runs together, and print how far apart their losses are.
 
 python demos/compare_runs.py demo_output/undisturbed demo_output/disturbed
 """
@@ -15,7 +15,7 @@ LINE = re.compile(r"Step (\d+) \| (.*)")
 
 
 def records(run: Path) -> dict[int, dict[str, float]]:
-    """What torchtune's disk logger wrote in the newest log of a run."""
+    """The metrics of each step, from the newest log of torchtune's disk logger."""
     newest = max((run / "logs").glob("log_*.txt"), key=lambda path: path.stat().st_mtime)
     return {
         int(match[1]): {
@@ -47,8 +47,8 @@ def main() -> None:
     path = folders[1] / "comparison.png"
     figure.savefig(path, dpi=120)
     print(
-        f"{len(plain)} steps each, {last['redone_steps']:.0f} of them taken twice in the disturbed run; "
-        f"their losses are at most {apart:.1e} apart. Plot: {path}"
+        f"{len(plain)} steps each, {last['retried_steps']:.0f} of them retried in the disturbed run; "
+        f"the losses differ by at most {apart:.1e}. Plot: {path}"
     )
 
 

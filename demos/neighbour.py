@@ -1,13 +1,12 @@
-"""The full recipe on a simulated device into which a neighbour moves for a while: `make demo-oom`.
+"""The full recipe on a simulated device that another process uses for a while: `make demo-oom`.
 
-At step 20 something else takes half the memory of rank 0's device; at step 45 it leaves. Nothing else is
-changed, and the recipe is told nothing.
+At step 20 the other process takes half the memory of rank 0's device; at step 45 it frees it. Nothing else
+changes, and the recipe does not know.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 from adaptive_full_finetune_distributed import AdaptiveFullFinetuneRecipeDistributed
@@ -20,7 +19,7 @@ MOVES_IN, LEAVES = 20, 45
 
 
 class Neighbour:
-    """Stands where the metric logger stands, which is how it knows the step."""
+    """A metric logger that takes memory away at one step and gives it back at another."""
 
     def __init__(self, metrics: Any, memory: SimulatedMemory) -> None:
         self._metrics = metrics
@@ -34,14 +33,16 @@ class Neighbour:
         elif step == LEAVES:
             self._memory.limit *= 2
 
+    def close(self) -> None:
+        self._metrics.close()
+
 
 class FullFinetuneWithANeighbour(AdaptiveFullFinetuneRecipeDistributed):
     def setup(self, cfg: DictConfig) -> None:
-        super().setup(cfg)
-        assert self._loop is not None and isinstance(self.run.memory, SimulatedMemory)
+        assert isinstance(self.run.memory, SimulatedMemory)
         if self.run.environment.is_rank_zero:
-            neighbour = Neighbour(self._loop.logging.metrics, self.run.memory)
-            self._loop.logging = replace(self._loop.logging, metrics=neighbour)
+            self.run.metrics = Neighbour(self.run.metrics, self.run.memory)
+        super().setup(cfg)
 
 
 @launch.recipe

@@ -1,4 +1,4 @@
-"""Full finetuning that finds its own batch size.
+"""Full fine-tuning that finds its own batch size.
 
     tune run --nproc_per_node 8 adaptive_full_finetune_distributed --config llama3_1/8B_full \\
         use_maximum_batch_size=True
@@ -7,7 +7,7 @@
 # ruff: noqa: E402
 from torchtune_adaptive.versions import require_supported_versions
 
-require_supported_versions()  # first of all: with others the imports below fail less clearly
+require_supported_versions()  # before the imports below, which fail less clearly
 
 import sys
 
@@ -24,23 +24,22 @@ from torchtune_adaptive.train.loop import TrainingLoop
 
 
 class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
-    """Full finetuning of a dense text model with FSDP2, on one rank or many.
+    """Full fine-tuning of a dense text model with FSDP2, on one rank or many.
 
-    It takes every key of torchtune's ``full_finetune_distributed`` and does the same with it, to the bit
-    of the losses. What it adds:
+    It accepts every key of torchtune's ``full_finetune_distributed`` and does the same with it. It adds:
 
-    - ``use_maximum_batch_size: True`` searches for the largest micro-batch that fits, on the very model,
-      optimizer and data of the run, then trains as if ``batch_size`` had been that.
-    - ``adaptive_batching`` says how to search; see ``AdaptiveSettings`` for each key.
+    - ``use_maximum_batch_size: True`` searches for the largest micro-batch that fits, with the model, the
+      optimizer and the data of the run, then trains as if ``batch_size`` had been set to it.
+    - ``adaptive_batching`` configures the search and training; see ``AdaptiveSettings`` for each key.
 
-    Where torchtune goes on with a fault, this stops or does right: a misspelt key, a batch larger than the
-    data, gradients left over from one epoch that leak into the next.
+    Faults that torchtune lets pass stop the run or are corrected: a misspelled key, a batch larger than the
+    data, gradients that leak from the end of one epoch into the next.
 
     Args:
-        cfg: the config, with what the command line changed.
+        cfg: the config, including overrides from the command line.
 
     Raises:
-        ConfigError: a setting cannot work; nothing has been built yet.
+        ConfigError: a setting that cannot work; nothing has been built yet.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -48,7 +47,7 @@ class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
         self._loop: TrainingLoop | None = None
 
     def setup(self, cfg: DictConfig) -> None:
-        """Load the model and its optimizer; the rest is the same in every recipe."""
+        """Load the model and its optimizer; the rest is common to all recipes."""
         run = self.run
         run.watchdog.enter("loading the model", patience=None)
         checkpoints = FullCheckpoints(cfg, run.environment)
@@ -56,11 +55,7 @@ class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
         model = full_model(cfg, run.environment, checkpoint[training.MODEL_KEY])
         state = checkpoint.get(training.OPT_KEY)
         optimizers = build_optimizers(cfg, run.environment, model.module, state)
-        if cfg.resume_from_checkpoint:
-            if checkpoints.asynchronous:
-                checkpoints.resume_asynchronous(model, optimizers, run.progress)
-            else:
-                run.progress.resume(checkpoint)
+        checkpoints.resume(model, optimizers, run.progress, checkpoint)
         self._loop = run.prepare(model, optimizers, checkpoints.save)
 
     def train(self) -> None:
@@ -73,7 +68,7 @@ class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
 
 @launch.recipe
 def recipe_main(cfg: DictConfig) -> None:
-    """Full finetuning that finds its own batch size."""
+    """Full fine-tuning that finds its own batch size."""
     recipe = AdaptiveFullFinetuneRecipeDistributed(cfg)
     config.log_config(recipe_name="AdaptiveFullFinetuneRecipeDistributed", cfg=cfg)
     with recipe.run:

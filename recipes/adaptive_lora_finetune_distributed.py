@@ -1,4 +1,4 @@
-"""LoRA finetuning that finds its own batch size.
+"""LoRA fine-tuning that finds its own batch size.
 
     tune run --nproc_per_node 8 adaptive_lora_finetune_distributed --config llama3_1/8B_lora \\
         use_maximum_batch_size=True
@@ -7,7 +7,7 @@
 # ruff: noqa: E402
 from torchtune_adaptive.versions import require_supported_versions
 
-require_supported_versions()  # first of all: with others the imports below fail less clearly
+require_supported_versions()  # before the imports below, which fail less clearly
 
 import sys
 
@@ -24,16 +24,16 @@ from torchtune_adaptive.train.loop import TrainingLoop
 
 
 class AdaptiveLoRAFinetuneRecipeDistributed(FTRecipeInterface):
-    """LoRA, DoRA and QLoRA finetuning of a dense text model with FSDP2, on one rank or many.
+    """LoRA, DoRA and QLoRA fine-tuning of a dense text model with FSDP2, on one rank or many.
 
-    It takes every key of torchtune's ``lora_finetune_distributed`` and does the same with it, to the bit of
-    the losses. What it adds is what ``adaptive_full_finetune_distributed`` adds.
+    It accepts every key of torchtune's ``lora_finetune_distributed`` and does the same with it. It adds what
+    ``adaptive_full_finetune_distributed`` adds.
 
     Args:
-        cfg: the config, with what the command line changed.
+        cfg: the config, including overrides from the command line.
 
     Raises:
-        ConfigError: a setting cannot work; nothing has been built yet.
+        ConfigError: a setting that cannot work; nothing has been built yet.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -41,7 +41,7 @@ class AdaptiveLoRAFinetuneRecipeDistributed(FTRecipeInterface):
         self._loop: TrainingLoop | None = None
 
     def setup(self, cfg: DictConfig) -> None:
-        """Load the model, its adapters and their optimizer; the rest is the same in every recipe."""
+        """Load the model, its adapters and their optimizer; the rest is common to all recipes."""
         run = self.run
         run.watchdog.enter("loading the model", patience=None)
         checkpoints = LoRACheckpoints(cfg, run.environment)
@@ -50,8 +50,7 @@ class AdaptiveLoRAFinetuneRecipeDistributed(FTRecipeInterface):
         model = lora_model(cfg, run.environment, checkpoint[training.MODEL_KEY], adapters)
         state = checkpoint.get(training.OPT_KEY)
         optimizers = build_optimizers(cfg, run.environment, model.module, state)
-        if cfg.resume_from_checkpoint:
-            run.progress.resume(checkpoint)
+        checkpoints.resume(model, optimizers, run.progress, checkpoint)
         self._loop = run.prepare(model, optimizers, checkpoints.save)
 
     def train(self) -> None:
@@ -64,7 +63,7 @@ class AdaptiveLoRAFinetuneRecipeDistributed(FTRecipeInterface):
 
 @launch.recipe
 def recipe_main(cfg: DictConfig) -> None:
-    """LoRA finetuning that finds its own batch size."""
+    """LoRA fine-tuning that finds its own batch size."""
     recipe = AdaptiveLoRAFinetuneRecipeDistributed(cfg)
     config.log_config(recipe_name="AdaptiveLoRAFinetuneRecipeDistributed", cfg=cfg)
     with recipe.run:

@@ -1,18 +1,19 @@
 """Values that are worth keeping from run to run, each under the facts that it holds for.
 
 One file for each value, named by a fingerprint of the facts, with the facts in it. Whatever is wrong with a
-file, it is a value that is not remembered, never an error.
+file or its folder, it is a value that is not cached, never an error.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -22,15 +23,58 @@ _LIBRARIES = ("torch", "torchtune", "torchao", "torchtune-adaptive")
 V = TypeVar("V")
 
 
+def user_cache() -> Path | None:
+    """This package's folder in the user's cache, or None for a user without a home."""
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "torchtune_adaptive"
+    try:
+        return Path.home() / ".cache" / "torchtune_adaptive"
+    except RuntimeError as error:
+        _warn_once("the user's home", str(error))
+        return None
+
+
 def cache_folder(setting: bool | str, kind: str) -> Path | None:
-    """Where values of a kind are kept, as the setting says: in the user's cache folder, in a folder of
-    their own, or not at all."""
+    """The folder for values of a kind, or None.
+
+    Args:
+        setting: True for the user's cache folder, False for none, or a folder.
+        kind: the name of the folder in it.
+    """
     if setting is False:
         return None
     if setting is True:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(base) / "torchtune_adaptive" / kind
-    return Path(setting).expanduser() / kind
+        base = user_cache()
+        return None if base is None else base / kind
+    try:
+        return Path(setting).expanduser() / kind
+    except RuntimeError as error:  # ~somebody
+        _warn_once(setting, str(error))
+        return None
+
+
+@functools.cache
+def _warn_once(folder: str, reason: str) -> None:
+    """One line for each folder, however many values it should hold."""
+    log.warning(f"Continuing without a cache in {folder}: {reason}.")
+
+
+@contextmanager
+def atomically(path: Path) -> Iterator[Path]:
+    """A temporary path on which to write a file, or to make a folder, that then takes the place of ``path``.
+
+    It appears whole or not at all, whenever the program is killed and however many write at once. A folder
+    cannot replace one that is not empty: that raises ``OSError``.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as private:
+        temporary = Path(private) / path.name
+        yield temporary
+        for written in (temporary, *temporary.rglob("*")):
+            if written.is_file():
+                with written.open("rb") as file:
+                    os.fsync(file.fileno())
+        os.replace(temporary, path)
 
 
 def libraries() -> dict[str, str]:
@@ -38,9 +82,9 @@ def libraries() -> dict[str, str]:
     return {name: version(name) for name in _LIBRARIES}
 
 
-@cache
+@functools.cache
 def package_fingerprint() -> str:
-    """A fingerprint of this package's source, for what would be stale when that changes."""
+    """A fingerprint of this package's source, for values that become stale when it changes."""
     found = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         found.update(path.read_bytes())
@@ -48,13 +92,13 @@ def package_fingerprint() -> str:
 
 
 class Cache(Generic[V]):
-    """Values of one kind in a folder; without one, nothing is ever remembered.
+    """Values of one kind in a folder; without one, nothing is kept.
 
     Args:
         folder: where.
-        what: they are, for messages: "batch size".
-        valid: whether something read is such a value.
-        most: how many are kept; those that were written longest ago go.
+        what: the name of such a value, for messages: "batch size".
+        valid: whether something read can be such a value.
+        most: how many are kept; the oldest are removed.
     """
 
     def __init__(
@@ -71,44 +115,62 @@ class Cache(Generic[V]):
 
     def get(self, facts: Mapping[str, Any]) -> V | None:
         """The value under exactly these facts."""
-        path = self._path(facts)
-        if path is None or not path.exists():
+        if self._folder is None:
             return None
+        path = self._folder / _file_name(facts)
         entry = self._read(path)
         if entry is not None and entry[0] != _plain(facts):
-            log.warning(f"Not using the remembered {self._what} in {path}: it is of another run.")
+            log.warning(f"Ignoring cached {self._what} in {path}: it belongs to a different run.")
             return None
         return entry[1] if entry else None
 
     def all(self) -> list[tuple[dict[str, Any], V]]:
         """All values, with their facts."""
-        paths = self._folder.glob("*.json") if self._folder else ()
+        try:
+            paths = sorted(self._folder.glob("*.json")) if self._folder else []
+        except OSError as error:
+            self._give_up(error)
+            return []
         return [entry for path in paths if (entry := self._read(path))]
 
     def _read(self, path: Path) -> tuple[dict[str, Any], V] | None:
         try:
             entry = json.loads(path.read_text())
             facts, value = entry["facts"], entry["value"]
+            if entry["checksum"] != _checksum(facts, value):
+                raise ValueError("it does not match its checksum")
             if not self._valid(value):
-                raise ValueError("what it holds makes no sense")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning(f"Not using the remembered {self._what} in {path}: {error}.")
+                raise ValueError("invalid value")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except PermissionError as error:
+            self._give_up(error)
+            return None
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            reason = f"it has no {error}" if isinstance(error, KeyError) else error
+            log.warning(f"Ignoring cached {self._what} in {path}: {reason}.")
             return None
         return facts, value
 
     def put(self, facts: Mapping[str, Any], value: V) -> None:
-        """Remember a value; whole or not at all, so that two jobs at once do no harm."""
-        path = self._path(facts)
-        if path is None:
+        """Keep a value."""
+        if self._folder is None:
             return
+        entry = {"facts": _plain(facts), "value": _plain(value)}
+        entry["checksum"] = _checksum(**entry)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                json.dump({"value": value, "facts": _plain(facts)}, file)
-            os.replace(file.name, path)
-            self._prune(path.parent)
+            with atomically(self._folder / _file_name(facts)) as temporary:
+                temporary.write_text(json.dumps(entry))
+            self._prune(self._folder)
         except OSError as error:
-            log.warning(f"The {self._what} is not remembered: {error}.")
+            self._give_up(error)
 
     def _prune(self, folder: Path) -> None:
         if self._most is not None:
@@ -116,13 +178,21 @@ class Cache(Generic[V]):
             for path in newest_first[self._most :]:
                 path.unlink(missing_ok=True)
 
-    def _path(self, facts: Mapping[str, Any]) -> Path | None:
-        if self._folder is None:
-            return None
-        text = json.dumps(_plain(facts), sort_keys=True)
-        return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    def _give_up(self, error: OSError) -> None:
+        assert self._folder is not None
+        _warn_once(str(self._folder.parent), error.strerror or str(error))
 
 
-def _plain(facts: Mapping[str, Any]) -> Any:
+def _file_name(facts: Mapping[str, Any]) -> str:
+    text = json.dumps(_plain(facts), sort_keys=True)
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def _checksum(facts: Any, value: Any) -> str:
+    text = json.dumps([facts, value], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
     """As JSON gives it back, so that what was written equals what is read."""
-    return json.loads(json.dumps(facts, default=str))
+    return json.loads(json.dumps(value, default=str))

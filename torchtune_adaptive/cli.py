@@ -1,14 +1,15 @@
-"""``tune-adaptive``: torchtune's command line with our recipes and configs in it, and two commands more."""
+"""``tune-adaptive``: torchtune's command line with our recipes and configs, and two more commands."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from torchtune_adaptive.errors import AdaptiveBatchingError
-from torchtune_adaptive.plan.predict import warm_up
-from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
+from torchtune_adaptive.plan.workers import start_server
+from torchtune_adaptive.settings.adaptive import BLOCK
+from torchtune_adaptive.settings.checks import check
+from torchtune_adaptive.settings.kinds import kind_of
 from torchtune_adaptive.versions import require_supported_versions
 
 _FIND = ("use_maximum_batch_size=True", f"{BLOCK}.search_only=True")
@@ -28,7 +29,7 @@ def main() -> None:
 def _run(argv: list[str]) -> None:
     command = argv[1] if len(argv) > 1 else ""
     if command == "plan":
-        warm_up()  # beside the imports
+        start_server()  # imports torch while this process does
 
     from torchtune._cli import cat, cp, download, ls, run, validate
 
@@ -41,12 +42,13 @@ def _run(argv: list[str]) -> None:
         argv[1:2] = ["run"]
         argv += _FIND
     elif command == "validate" and len(argv) == 3:
+        _validate_ours(argv[2])
         argv[2] = str(find_config(argv[2]))
-        _validate_ours(Path(argv[2]))
 
     parser = argparse.ArgumentParser(
         prog="tune-adaptive",
-        description="torchtune's command line, with batch sizes that find themselves.",
+        description="torchtune's command line, plus recipes that find their own batch size.",
+        epilog="`find` and `plan` are ours; the other commands are torchtune's.",
     )
     parser.set_defaults(func=lambda _: parser.print_help())
     commands = parser.add_subparsers(title="subcommands")
@@ -65,8 +67,10 @@ def _run(argv: list[str]) -> None:
     arguments.func(arguments)
 
 
-def _validate_ours(path: Path) -> None:
-    """torchtune validates components; the adaptive settings are ours to check."""
-    from omegaconf import OmegaConf
+def _validate_ours(name: str) -> None:
+    """Check a config as a run does; torchtune checks the components."""
+    from torchtune_adaptive.registry import load_config
+    from torchtune_adaptive.train.growth import batch_increase
 
-    AdaptiveSettings.from_config(OmegaConf.load(path))  # type: ignore[arg-type]
+    cfg = load_config(name)
+    batch_increase(cfg, check(cfg, kind_of(cfg)))

@@ -2,13 +2,15 @@
 
     AdaptiveBatchingError
     |-- ConfigError            a setting that cannot work, found before any model is built
-    |-- UnsupportedVersion     a library version that this release was not made for
+    |-- UnsupportedVersion     a library version that this release does not support
     |-- NothingFits            not even one row fits on the device
-    |-- EmptyTrial             a trial that trained nothing, so its verdict would be worthless
+    |-- EmptyTrial             a trial in which no token was trained on, so it shows nothing
+    |-- NothingToLearn         no row of the data has a label that is trained on
     |-- BatchIncreaseError     the batch cannot grow as asked, or cannot be shared by the ranks
-    |-- TrainingOutOfMemory    memory ran out in a training step, and it cannot be redone
-    |-- OutOfMemoryElsewhere   memory ran out between steps: the batch size is not to blame
-    |-- NoPrediction           a run whose memory cannot be told ahead, and why
+    |-- TrainingOutOfMemory    a training step ran out of memory and cannot be retried
+    |-- OutOfMemoryElsewhere   memory ran out between steps, so not because of the batch size
+    |-- CheckpointError        a checkpoint that cannot be saved or resumed from
+    |-- NoPrediction           a run whose memory cannot be predicted, and why
     `-- RankLost               another rank died, hung, or stopped answering
 
 Every message gives the value, the reason and the remedy.
@@ -32,15 +34,19 @@ class ConfigError(AdaptiveBatchingError, ValueError):
 
 
 class UnsupportedVersion(AdaptiveBatchingError):
-    """A library version that this release was not made for."""
+    """A library version that this release does not support."""
 
 
 class NothingFits(AdaptiveBatchingError):
-    """Not even one row fits on the device."""
+    """Not even one sample fits on the device."""
 
 
 class EmptyTrial(AdaptiveBatchingError):
-    """A trial that trained nothing."""
+    """A trial in which no token was trained on."""
+
+
+class NothingToLearn(AdaptiveBatchingError):
+    """No sample of the data has a label that is trained on."""
 
 
 class BatchIncreaseError(AdaptiveBatchingError):
@@ -48,16 +54,35 @@ class BatchIncreaseError(AdaptiveBatchingError):
 
 
 class TrainingOutOfMemory(AdaptiveBatchingError):
-    """Memory ran out in a training step, and it cannot be redone."""
+    """A training step ran out of memory and cannot be retried."""
 
 
 class OutOfMemoryElsewhere(AdaptiveBatchingError):
-    """Memory ran out between training steps, as while saving."""
+    """Memory ran out between training steps, e.g. while saving."""
+
+
+class CheckpointError(AdaptiveBatchingError):
+    """A checkpoint that cannot be saved or resumed from."""
 
 
 class NoPrediction(AdaptiveBatchingError):
-    """A run whose memory cannot be told ahead."""
+    """A run whose memory cannot be predicted."""
 
 
 class RankLost(AdaptiveBatchingError):
     """Another rank died, hung, or stopped answering."""
+
+
+class Stopped(KeyboardInterrupt):
+    """The run was asked to stop, by SIGTERM or Ctrl-C. No error, so no ``except Exception`` catches it.
+
+    Args:
+        message: for the user.
+        status: to exit with.
+        everywhere: whether all ranks say the same.
+    """
+
+    def __init__(self, message: str, status: int, everywhere: bool = False) -> None:
+        self.status = status
+        self.everywhere = everywhere
+        super().__init__(message)

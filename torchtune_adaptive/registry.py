@@ -1,4 +1,4 @@
-"""Which recipes and configs there are, ours and torchtune's, and where their files lie."""
+"""Our recipes and configs, and torchtune's: their names and their files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torchtune
-from omegaconf import OmegaConf
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torchtune._recipe_registry import Config, Recipe, get_all_recipes
 from torchtune.config._utils import _get_component_from_path
 
@@ -30,9 +33,9 @@ RECIPES = {
     "adaptive_full_finetune_distributed": "full",
     "adaptive_lora_finetune_distributed": "lora",
 }
-"""Our recipes, and the word in the names of the configs that are made for each."""
+"""Our recipes, each with the word that the names of its configs contain."""
 
-# What the tiny configs run on is made when it is first asked for: ${tiny_assets:}
+# ${tiny_assets:} in the tiny configs: made on first use.
 _register_resolver = (
     getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
 )
@@ -40,7 +43,7 @@ _register_resolver("tiny_assets", lambda: str(tiny.assets()), replace=True)
 
 
 def our_configs() -> list[str]:
-    """The names of our configs, as ``llama3_2/1B_adaptive_full``."""
+    """The names of our configs, e.g. ``llama3_2/1B_adaptive_full``."""
     return sorted(
         path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml")
     )
@@ -60,7 +63,7 @@ def find_config(name: str) -> Path:
     """The file of a config, given its name or its path.
 
     Raises:
-        ConfigError: there is no such config; the message says which there are.
+        ConfigError: there is no such config; the message names the nearest ones.
     """
     theirs = torchtune_configs()
     for path in (Path(name), CONFIGS / f"{name}.yaml", theirs.get(name)):
@@ -71,9 +74,29 @@ def find_config(name: str) -> Path:
         "--config",
         name,
         "is neither a file nor the name of a config",
-        (f"Did you mean {' or '.join(close)}? " if close else "")
-        + f"Ours are {', '.join(our_configs())}; `tune ls` lists torchtune's",
+        f"Did you mean {' or '.join(close)}?"
+        if close
+        else f"Ours are {', '.join(our_configs())}; `tune ls` lists torchtune's",
     )
+
+
+def load_config(name: str) -> DictConfig:
+    """A config, given its name or its path, as it is written.
+
+    Raises:
+        ConfigError: there is no such config, or the file is not a block of YAML.
+    """
+    path = find_config(name)
+    try:
+        cfg = OmegaConf.load(path)
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            "--config", str(path), f"cannot be read: {reason}", "Correct the file"
+        ) from error
+    if not isinstance(cfg, DictConfig):
+        raise ConfigError("--config", str(path), "is not a block", "Write `key: value` lines in it")
+    return cfg
 
 
 def register() -> None:
@@ -94,7 +117,8 @@ def register() -> None:
 
 
 def component(path: str) -> Callable[..., Any]:
-    """A function by its dotted path; modules in the working directory count."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    """A function by its dotted path; modules in the working directory count, after those installed."""
+    with suppress(FileNotFoundError):  # the working directory was deleted
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)
     return _get_component_from_path(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -13,37 +12,39 @@ from omegaconf import DictConfig
 from torchtune import config, training
 
 from torchtune_adaptive.batching.noise import NoiseScale
-from torchtune_adaptive.batching.packing import Budget
 from torchtune_adaptive.batching.recovery import Recovery
-from torchtune_adaptive.batching.split import Epochs, Split, epochs_of, resumed_start
-from torchtune_adaptive.batching.strategies import candidates
-from torchtune_adaptive.data.dataset import Data, load_data
+from torchtune_adaptive.batching.split import Epochs, Split, epochs_of
+from torchtune_adaptive.data.dataset import load_data
 from torchtune_adaptive.data.loader import Loader, SampleOrder
-from torchtune_adaptive.data.micro_batches import ByTokens
-from torchtune_adaptive.data.row_lengths import row_lengths
+from torchtune_adaptive.data.micro_batches import MicroBatches
 from torchtune_adaptive.device import device_memory
-from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.plan.background import BackgroundPlanner
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.ranks.watchdog import Watchdog
-from torchtune_adaptive.search.batch_size import find_batch_size
-from torchtune_adaptive.search.decide import announce
-from torchtune_adaptive.search.report import SearchReport
-from torchtune_adaptive.search.token_budget import find_token_budget
+from torchtune_adaptive.schedule import IncreaseFunction, Schedule
+from torchtune_adaptive.search.context import SearchContext
+from torchtune_adaptive.search.decide import Batch, decide_batch
+from torchtune_adaptive.settings.batch import configured_batch
 from torchtune_adaptive.settings.checks import check
 from torchtune_adaptive.settings.kinds import Kind
 from torchtune_adaptive.setup.environment import start_environment
 from torchtune_adaptive.setup.model import Model
 from torchtune_adaptive.setup.optimizer import Optimizers, build_loss, build_lr_scheduler
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.step.objective import NextTokenPrediction
+from torchtune_adaptive.step.train_step import StepOptions, TrainStep
+from torchtune_adaptive.train.adaptation import Adaptation
+from torchtune_adaptive.train.checkpoint_folder import last_saved, require_output_folder
 from torchtune_adaptive.train.events import Events
 from torchtune_adaptive.train.growth import Growth, batch_increase
-from torchtune_adaptive.train.instruments import Logging, Profiling, build_profiler
+from torchtune_adaptive.train.instruments import Profiling, build_profiler
+from torchtune_adaptive.train.learnable import require_something_to_learn
 from torchtune_adaptive.train.learning_rate import LearningRate
 from torchtune_adaptive.train.loop import TrainingLoop
+from torchtune_adaptive.train.metrics import Logging, Metrics
 from torchtune_adaptive.train.progress import Progress
+from torchtune_adaptive.train.retry import StepRunner
+from torchtune_adaptive.train.stop import StopSignals
 
-log = logging.getLogger(__name__)
 Save = Callable[[Model, Optimizers, Progress, str], None]
 
 
@@ -63,9 +64,13 @@ class Run:
     def __init__(self, cfg: DictConfig, kind: Kind) -> None:
         self._cfg = cfg
         self.settings = check(cfg, kind)
+        self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here
         patience = self.settings.agreement_timeout(cfg.get("compile", False))
         self.environment = start_environment(cfg, longest_wait=patience)
         self.ranks = Ranks(patience)
+        if not self.settings.search_only:
+            require_output_folder(cfg, self.ranks)
+        self.stop = StopSignals(self.settings.stop_timeout)
         self.watchdog = Watchdog(
             self.ranks,
             limit=self.settings.rank_timeout,
@@ -75,9 +80,9 @@ class Run:
         self.progress = Progress(seed, cfg.epochs, cfg.max_steps_per_epoch)
         # Before the model: a cap on memory holds for its weights as well.
         self.memory = device_memory(self.environment.device, self.settings.memory_limit)
-        self.prediction: BackgroundPlanner | None = None  # on rank 0, beside the set-up
+        self.planner: BackgroundPlanner | None = None  # on rank 0, in parallel with the set-up
         if self.settings.predicts and self.environment.is_rank_zero:
-            self.prediction = BackgroundPlanner.begin(
+            self.planner = BackgroundPlanner.begin(
                 cfg, self.settings, self.ranks.size, self.memory.name
             )
         self.metrics: Any = None  # torchtune's metric logger, on rank 0
@@ -86,6 +91,7 @@ class Run:
             self.metrics.log_config(cfg)
 
     def __enter__(self) -> Run:
+        self.stop.__enter__()
         self.watchdog.__enter__()
         return self
 
@@ -95,13 +101,16 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.watchdog.__exit__(kind, error, traceback)
-        self._end_prediction()
+        try:
+            self.watchdog.__exit__(kind, error, traceback)
+        finally:
+            self._close_planner()
+            self.stop.__exit__(kind, error, traceback)
 
-    def _end_prediction(self) -> None:
-        if self.prediction is not None:
-            self.prediction.close()
-            self.prediction = None
+    def _close_planner(self) -> None:
+        if self.planner is not None:
+            self.planner.close()
+            self.planner = None
 
     def prepare(self, model: Model, optimizers: Optimizers, save: Save) -> TrainingLoop | None:
         """Make the training loop of a model and its optimizer, with the batch size found if it is asked for.
@@ -112,111 +121,114 @@ class Run:
         Returns:
             The loop, or None where only the search was asked for.
         """
-        cfg, environment, settings = self._cfg, self.environment, self.settings
-        progress, state = self.progress, self.progress.training
-        loss_fn = build_loss(cfg, environment, model.module)
+        cfg, settings, saved = self._cfg, self.settings, self.progress.training
+        loss_fn = build_loss(cfg, self.environment, model.module)
         self.watchdog.enter("loading the data", patience=None)
         data = load_data(cfg, config.instantiate(cfg.tokenizer), loss_fn)
         order = SampleOrder(len(data.dataset), model.data_ranks, cfg.shuffle)
-        grow = batch_increase(cfg, settings)
+        grow = self._grow
         measures_noise = settings.gradient_noise != "off" or getattr(grow, "needs_noise", False)
         step = self.train_step(model, optimizers, loss_fn, measures_noise)
-        start = Split(cfg.batch_size, cfg.gradient_accumulation_steps, model.data_ranks)
-        # What a run decided that is resumed; one that decided nothing binds nobody.
-        known = state["growth"]["largest"] if state and settings.adapts else None
-        largest: int | None = None
-        packer = None
-        if settings.budgets and data.packed:
-            log.info("token_budget: packed rows are all full, so there is nothing for it to do.")
-        elif settings.budgets:
-            packer = self._find_token_budget(step, data, order, start)
-            largest = order.rows_per_rank  # tokens are bounded, not rows
-        if settings.searches:
-            report = self._find_batch_size(step, data, order, known)
-            self._end_prediction()
-            largest = report.largest
-            if settings.use_maximum_batch_size:
-                start = report.after
-            elif start.micro_batch > largest:
-                raise ConfigError(
-                    "batch_size",
-                    start.micro_batch,
-                    f"does not fit: {report.reason()}",
-                    f"Use {largest}",
-                )
+        require_something_to_learn(data, step)
+        context = SearchContext(
+            cfg=cfg,
+            settings=settings,
+            configured=configured_batch(cfg, model.data_ranks),
+            data=data,
+            order=order,
+            step=step,
+            ranks=self.ranks,
+            watchdog=self.watchdog,
+        )
+        batch = decide_batch(context, saved, self.planner)
+        self._close_planner()
         if settings.search_only:
             return None
-        if state and known is not None:
-            start = resumed_start(state["growth"], largest or known, model.data_ranks)
-        epochs = epochs_of(order.rows_per_rank, start, progress.max_steps_per_epoch)
-        growth = Growth(start, largest, grow, settings.grow_past_memory, epochs.rows, self.ranks)
-        used = 0
-        if state:
-            used = state["samples_of_epoch"] // model.data_ranks
-            if known is not None:
-                growth.load_state_dict(state["growth"])
-        elif grow is not None:
-            self._say_what_is_ahead(growth, epochs)
+        epochs = epochs_of(order.rows_per_rank, batch.start, self.progress.max_steps_per_epoch)
         output_dir = Path(cfg.output_dir)
-        learning_rate = LearningRate(
-            optimizers,
-            lambda position: build_lr_scheduler(
-                cfg, optimizers, progress.total_epochs * epochs.base_steps, position
-            ),
-            position=epochs.position(progress.epochs_run, used),
-            rule=settings.lr_scaling or (growth.schedule.lr_scaling if growth.schedule else "none"),
-            half_life=settings.beta2 == "half_life",
-            start=start.global_batch,
-        )
+        events = Events(output_dir if self.environment.is_rank_zero else None)
+        noise = NoiseScale() if measures_noise else None
         return TrainingLoop(
-            environment=environment,
-            step=step,
-            growth=growth,
-            learning_rate=learning_rate,
-            make_recovery=lambda split: self._recovery(split, packer),
+            runner=self._step_runner(step, batch.micro_batches, events),
+            adaptation=self._adaptation(batch, grow, optimizers, epochs, noise, events),
             loader=Loader(
                 data.dataset,
                 data.collate,
                 order,
                 model.data_rank,
                 model.data_ranks,
+                batch.micro_batches,
                 settings.workers,
-                packer,
             ),
-            epochs=epochs,
-            progress=progress,
-            logging=Logging.from_config(cfg, self.metrics, environment),
-            events=Events(output_dir if environment.is_rank_zero else None),
-            profiling=Profiling(*build_profiler(cfg), environment, self.memory),
+            progress=self.progress,
+            metrics=Metrics(
+                Logging.from_config(cfg, self.metrics, self.environment),
+                self.environment,
+                self.memory,
+                watch_memory=settings.shrinks,
+            ),
+            profiling=Profiling(*build_profiler(cfg), self.environment, self.memory),
+            save=lambda name: save(model, optimizers, self.progress, name),
+            save_every_n_steps=cfg.get("save_every_n_steps"),
+            output_dir=output_dir,
+            stop=self.stop,
+        )
+
+    def _step_runner(
+        self, step: TrainStep, micro_batches: MicroBatches, events: Events
+    ) -> StepRunner:
+        settings, output_dir = self.settings, Path(self._cfg.output_dir)
+
+        def recovery(split: Split) -> Recovery | None:
+            if not settings.shrinks:
+                return None
+            sizes = micro_batches.full_size(split), micro_batches.smaller_sizes(split)
+            return Recovery(*sizes, settings.grow_back_after)
+
+        return StepRunner(
+            step=step,
+            micro_batches=micro_batches,
+            make_recovery=recovery,
             watchdog=self.watchdog,
             step_timeout=settings.step_timeout,
-            save=lambda name: save(model, optimizers, progress, name),
-            save_every_n_steps=cfg.get("save_every_n_steps"),
-            noise=NoiseScale() if measures_noise else None,
-            output_dir=output_dir,
+            events=events,
+            last_checkpoint=lambda: last_saved(output_dir),
+            wait_for_memory=settings.wait_for_memory,
         )
 
-    def _say_what_is_ahead(self, growth: Growth, epochs: Epochs) -> None:
-        total = self.progress.total_epochs
-        steps = growth.steps_ahead(epochs, total)
-        log.info(
-            f"The batch starts at {growth.start.micro_batch} rows and may grow; the largest that fits is "
-            f"{growth.largest}. The base schedule has {total * epochs.base_steps} steps; "
-            + (
-                f"the run will take {steps}."
-                if steps
-                else "how many the run takes is not known ahead."
-            )
+    def _adaptation(
+        self,
+        batch: Batch,
+        grow: Schedule | IncreaseFunction | None,
+        optimizers: Optimizers,
+        epochs: Epochs,
+        noise: NoiseScale | None,
+        events: Events,
+    ) -> Adaptation:
+        """How the batch and the learning rate change from here on; restored if the run is resumed."""
+        settings, progress, saved = self.settings, self.progress, self.progress.training
+        growth = Growth(
+            batch.start, batch.largest, grow, settings.grow_past_memory, epochs.rows, self.ranks
         )
-
-    def _recovery(self, split: Split, packer: ByTokens | None) -> Recovery | None:
-        if not self.settings.shrinks:
-            return None
-        if packer is not None:
-            return Recovery(packer.largest, packer.sizes(), self.settings.grow_back_after)
-        rounding = "divisor" if self.settings.keep_global_batch else self.settings.rounding
-        smaller = candidates(rounding, split.micro_batch, split.rows)
-        return Recovery(split.micro_batch, smaller, self.settings.grow_back_after)
+        used = 0
+        if saved:
+            used = saved["samples_of_epoch"] // batch.start.ranks
+            if settings.adapts and saved["growth"]["largest"] is not None:
+                growth.load_state_dict(saved["growth"])
+        learning_rate = LearningRate(
+            optimizers,
+            lambda position: build_lr_scheduler(
+                self._cfg, optimizers, progress.total_epochs * epochs.base_steps, position
+            ),
+            position=epochs.position(progress.epochs_run, used),
+            rule=settings.lr_scaling or (growth.schedule.lr_scaling if growth.schedule else "none"),
+            half_life=settings.beta2 == "half_life",
+            start=batch.start.global_batch,
+        )
+        adaptation = Adaptation(growth, learning_rate, noise, epochs, events)
+        if grow is not None and not saved:
+            adaptation.announce(progress.total_epochs)
+        return adaptation
 
     def train_step(
         self,
@@ -229,17 +241,20 @@ class Run:
         clip = self._cfg.get("clip_grad_norm", None)
         return TrainStep(
             model=model.module,
+            objective=NextTokenPrediction(loss_fn),
             optimizers=optimizers.steppers,
-            loss_fn=loss_fn,
             device=self.environment.device,
             memory=self.memory,
             ranks=self.ranks,
-            survive=self.settings.survives,
-            activations=model.activations,
-            clip_grad_norm=None if clip is None else float(clip),
-            optimizer_in_backward=optimizers.in_backward,
-            launched=self.watchdog.tick,
-            measure_noise=measure_noise,
+            options=StepOptions(
+                survive=self.settings.survives,
+                activations=model.activations,
+                clip_grad_norm=None if clip is None else float(clip),
+                optimizer_in_backward=optimizers.in_backward,
+                launched=self.watchdog.tick,
+                measure_noise=measure_noise,
+                stop_requested=lambda: self.stop.requested,
+            ),
         )
 
     def close(self) -> None:
@@ -247,46 +262,4 @@ class Run:
             self.metrics.close()
         self.ranks.close()
         dist.destroy_process_group()
-
-    def _find_token_budget(
-        self, step: TrainStep, data: Data, order: SampleOrder, start: Split
-    ) -> ByTokens:
-        cfg, settings = self._cfg, self.settings
-        is_rank_zero = self.environment.is_rank_zero
-        self.watchdog.enter("looking up the lengths of all rows", patience=None)
-        lengths = row_lengths(data.dataset, cfg, self.ranks, settings.cache, is_rank_zero)
-        state = self.progress.training
-        saved = state["token_budget"] if state else None
-        report = find_token_budget(
-            cfg=cfg,
-            settings=settings,
-            data=data,
-            order=order,
-            row_lengths=lengths,
-            split=start,
-            step=step,
-            ranks=self.ranks,
-            watchdog=self.watchdog,
-            known=Budget(tuple((length, rows) for length, rows in saved)) if saved else None,
-        )
-        if is_rank_zero:
-            announce(report, Path(cfg.output_dir))
-        return report.packer
-
-    def _find_batch_size(
-        self, step: TrainStep, data: Data, order: SampleOrder, known: int | None
-    ) -> SearchReport:
-        report = find_batch_size(
-            cfg=self._cfg,
-            settings=self.settings,
-            data=data,
-            rows_per_rank=order.rows_per_rank,
-            step=step,
-            ranks=self.ranks,
-            watchdog=self.watchdog,
-            known=known,
-            prediction=self.prediction,
-        )
-        if self.environment.is_rank_zero:
-            announce(report, Path(self._cfg.output_dir))
-        return report
+        self.stop.raise_if_stopped()

@@ -1,15 +1,15 @@
-"""When the batch grows, and what that does to the learning rate; all of it counted in samples.
+"""Schedules: when the global batch grows, as a function of consumed samples.
 
-A schedule looks at a ``Moment`` of the run and says which global batch it wants. It is a component for
-``batch_increase_function``, wherever a function would do:
+A schedule returns the global batch it wants at a ``Moment`` of the run. It is a component for
+``batch_increase_function``, and can be used wherever a function can:
 
     batch_increase_function:
       _component_: torchtune_adaptive.schedule.Geometric
       factor: 2
       every: 1  # epochs
 
-Nothing here is counted in steps: how many steps an epoch has depends on the batch, and what is counted in
-steps (a warm-up, a decay, a position in the data) ends early or never once the batch grows.
+Nothing here is counted in steps: the number of steps in an epoch depends on the batch, and whatever is
+counted in steps (a warm-up, a decay, a position in the data) ends early or never once the batch grows.
 """
 
 from __future__ import annotations
@@ -23,59 +23,61 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_adaptive.batching.noise import GrowthController
+from torchtune_adaptive.batching.scaling import LrScaling
 
 IncreaseFunction = Callable[[int, int], int]
-"""``f(epoch, current_batch_size) -> increment``, of the micro-batch, called as an epoch begins."""
+"""``f(epoch, current_batch_size) -> increment`` of the micro-batch, called at the start of each epoch."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A point between two steps."""
+    """The state of the run between two steps."""
 
     samples: int
-    """Trained on so far, over all ranks and epochs."""
+    """Samples trained on so far, over all ranks and epochs."""
     epochs: float
-    """How far the run is: 1.5 in the middle of its second epoch."""
+    """Progress in epochs: 1.5 in the middle of the second one."""
     start: int
-    """The global batch that the run began with."""
+    """The global batch that the run started with."""
     current: int
     """The global batch of the last step."""
     lr_factor: float = 1.0
-    """The base learning rate, over the highest that it has been."""
+    """The base learning rate divided by the highest value it has had."""
     noise: float | None = None
-    """The gradient noise scale in rows, where it is measured and known."""
+    """The gradient noise scale in rows; None where it is not measured, or not known yet."""
 
 
 class Schedule(ABC):
-    """Says which global batch it wants. It is asked before every step, with one moment after the other."""
+    """Base class: decides the global batch. It is called before every step, with moments in order."""
 
-    lr_scaling = "none"
-    """What the learning rate does if the config does not say."""
+    lr_scaling: LrScaling = "none"
+    """How the learning rate follows the batch, unless ``lr_scaling`` is set."""
     needs_noise = False
+    """Whether the gradient noise scale must be measured."""
     predictable = True
-    """Whether it depends on the moment's samples and epochs only, so that steps can be counted ahead."""
+    """Whether it depends only on samples and epochs, so that steps can be counted in advance."""
 
     @abstractmethod
     def global_batch(self, now: Moment) -> int:
-        """Rows in a step over all ranks. What the run cannot have it gets as nearly as it can."""
+        """The rows wanted in a step, over all ranks; the run uses the nearest number that it can."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have none
-        """Go on where ``state_dict`` was called."""
+        """Continue from ``state_dict``."""
 
 
 def _at_least(name: str, value: Any, minimum: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= minimum:
-        raise ValueError(f"{name}: {value!r} is not a number of at least {minimum:g}")
+        raise ValueError(f"{name}: {value!r} must be a number >= {minimum:g}")
 
 
 class Step(Schedule):
-    """The global batches that are written down: ``at: {0: 64, 250000: 128}``, by samples.
+    """Fixed global batches by samples: ``at: {0: 64, 250000: 128}``.
 
     Args:
-        at: global batch by the number of samples after which it begins.
+        at: global batches, by the number of samples from which each applies.
     """
 
     def __init__(self, at: Mapping[int, int]) -> None:
@@ -91,10 +93,10 @@ class Step(Schedule):
 
 
 class Geometric(Schedule):
-    """Multiplied by ``factor`` each time ``every`` epochs are over (AdaBatch: doubling).
+    """Multiplies the batch by ``factor`` every ``every`` epochs (AdaBatch: doubling).
 
     Args:
-        factor: more than 1.
+        factor: at least 1.
         every: epochs; may be a fraction.
     """
 
@@ -106,18 +108,18 @@ class Geometric(Schedule):
 
     def global_batch(self, now: Moment) -> int:
         times = math.floor(now.epochs / self._every + 1e-9)
-        # A power that no computer holds is more than any run can have.
+        # 2^62 times the start is more than any run can use, and still a finite number.
         most = 62 / math.log2(self._factor) if self._factor > 1 else times
         return int(now.start * self._factor ** min(times, most))
 
 
 class Linear(Schedule):
-    """From the batch that the run begins with to ``to``, in equal increments (Megatron's ramp).
+    """Grows from the starting batch to ``to`` in equal increments (a ramp as in Megatron).
 
     Args:
         to: global batch at the end of the ramp.
-        over: epochs that the ramp takes.
-        increment: rows that are added at a time; by default the batch that the run begins with.
+        over: length of the ramp in epochs.
+        increment: rows added at a time; by default the starting batch.
     """
 
     def __init__(self, to: int, over: float = 1, increment: int | None = None) -> None:
@@ -136,12 +138,12 @@ class Linear(Schedule):
 
 
 class Seesaw(Schedule):
-    """Doubles where the base learning rate has halved; with ``sqrt`` scaling the rate falls by sqrt 2 there.
+    """Doubles whenever the base learning rate halves; with ``sqrt`` scaling it falls by sqrt(2) instead.
 
-    The learning rate's warm-up does not count: what counts is its fall from the highest that it has been.
+    Warm-up does not matter: the rate is compared with the highest value it has had.
     """
 
-    lr_scaling = "sqrt"
+    lr_scaling: LrScaling = "sqrt"
     predictable = False
 
     def global_batch(self, now: Moment) -> int:
@@ -151,10 +153,10 @@ class Seesaw(Schedule):
 
 
 class Replay(Schedule):
-    """What a recorded run decided, at the same samples.
+    """Repeats the decisions of a recorded run, at the same samples.
 
     Args:
-        path: of its ``batch_size_events.jsonl``.
+        path: the ``batch_size_events.jsonl`` of that run.
     """
 
     def __init__(self, path: str) -> None:
@@ -169,12 +171,12 @@ class Replay(Schedule):
 
 
 class GradientNoise(Schedule):
-    """Doubles when the gradient noise scale, as it is measured, has been twice the batch for a while.
+    """Doubles when ``factor`` times the measured gradient noise scale stays at twice the batch or above.
 
     Args:
-        patience: steps in a row that must be for it.
-        dwell: steps between two doublings, and before the first.
-        factor: how many noise scales the batch should have.
+        patience: consecutive steps in which that must hold.
+        dwell: minimum number of steps between two doublings, and before the first.
+        factor: the wanted batch, in noise scales.
     """
 
     needs_noise = True
@@ -188,7 +190,7 @@ class GradientNoise(Schedule):
         self._asked_at = -1
 
     def global_batch(self, now: Moment) -> int:
-        if now.samples == self._asked_at:  # between two epochs it is asked twice
+        if now.samples == self._asked_at:  # called twice between two epochs
             return now.current
         self._asked_at = now.samples
         return now.current * (2 if self._controller.update(now.noise, now.current) else 1)

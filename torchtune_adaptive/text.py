@@ -1,25 +1,51 @@
-"""Text for people: tables and sizes."""
+"""Text for people: tables and amounts of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+_UNITS = ("B", "KiB", "MiB", "GiB")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns that are as wide as they must be."""
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()
+) -> list[str]:
+    """The lines of a table, indented by two spaces.
+
+    Args:
+        header: the columns' names.
+        rows: the cells.
+        right: the numbers of the columns that are aligned right.
+    """
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    return [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (header, *rows)
-    ]
+    lines = []
+    for row in (header, *rows):
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
 
 
 def human_bytes(number: int) -> str:
-    """Bytes for people: three digits that mean something."""
-    amount = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(amount) < 1024 or unit == "GiB":
+    """Human-readable bytes, three significant digits: ``18.9 GiB``."""
+    amount, unit = _scaled(number)
+    return f"{amount} {unit}"
+
+
+def bytes_of(part: int, whole: int) -> str:
+    """A part of an amount of memory: ``18.9 of 73.7 GiB``, ``900 MiB of 73.7 GiB``."""
+    amount, unit = _scaled(part)
+    whole_amount, whole_unit = _scaled(whole)
+    unit = "" if unit == whole_unit else f" {unit}"
+    return f"{amount}{unit} of {whole_amount} {whole_unit}"
+
+
+def _scaled(number: int) -> tuple[str, str]:
+    amount, unit = float(number), _UNITS[0]
+    for unit in _UNITS:
+        if abs(amount) < 1024 or unit == _UNITS[-1]:
             break
         amount /= 1024
-    return f"{amount:.0f} {unit}" if amount >= 100 or unit == "B" else f"{amount:.3g} {unit}"
+    return (f"{amount:.0f}" if amount >= 100 or unit == "B" else f"{amount:.3g}"), unit

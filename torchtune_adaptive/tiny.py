@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -18,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torchtune.models import convert_weights
 from torchtune.models.llama2 import llama2
+
+from torchtune_adaptive.cache import atomically, user_cache
 
 _EDITION = 1  # of what is made here: another edition is made beside an older one
 _ROWS = 640
@@ -76,17 +77,25 @@ _WORDS = [
 
 
 def assets() -> Path:
-    """The folder with ``tokenizer.model``, ``data.json``, ``config.json`` and the weights."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "torchtune_adaptive" / f"tiny_{_EDITION}"
+    """The folder with ``tokenizer.model``, ``data.json``, ``config.json`` and the weights.
+
+    It is made in the user's cache or, where that cannot be written, in the folder for temporary files.
+    """
+    temporary = Path(tempfile.gettempdir()) / f"torchtune_adaptive_{os.getuid()}"
+    try:
+        return _made_in(user_cache() or temporary)
+    except OSError:
+        return _made_in(temporary)
+
+
+def _made_in(base: Path) -> Path:
+    folder = base / f"tiny_{_EDITION}"
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        making = Path(tempfile.mkdtemp(dir=folder.parent))
-        make(making)
         try:
-            making.rename(folder)  # whole or not at all: every rank may be here at once
+            with atomically(folder) as making:  # every rank may be here at once
+                making.mkdir()
+                make(making)
         except OSError:
-            shutil.rmtree(making)
             if not folder.exists():
                 raise
     return folder

@@ -1,25 +1,31 @@
-"""Stop with one line where a library is of a version that this release was not made for.
+"""End with one line if a library has a version that this release does not support.
 
-Looks at what is installed without importing it: some unsupported combinations fail already at import.
+The supported ranges are those of the package's own metadata (``pyproject.toml``). Libraries are looked up
+without importing them: some unsupported combinations fail at import.
 """
 
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
 
 from torchtune_adaptive.errors import UnsupportedVersion
+from torchtune_adaptive.shadowing import stop_if_shadowed
 
-# From the first version to, but not including, the last; and why.
-SUPPORTED = {
-    "torchtune": ((0, 6, 1), (0, 6, 2), "its last release; the recipes are built from its parts"),
-    "torchao": ((0, 13), (0, 16), "torchtune 0.6.1 needs what 0.16 removed"),
-    "torch": ((2, 11), (2, 16), "older ones lack parts of FSDP2, newer ones are not tried yet"),
+REASONS = {
+    "torchtune": "it is torchtune's last release, and the recipes are built from its parts",
+    "torchao": "torchtune 0.6.1 needs what torchao 0.16 removed",
+    "torch": "older versions lack parts of FSDP2, newer ones have not been tested",
 }
+"""Why the range of each library that is checked is what it is."""
 
 
 def require_supported_versions() -> None:
-    """End the program with one line where a version is not supported."""
+    """End the program with one line if a version is not supported."""
+    stop_if_shadowed()
     try:
         check_versions()
     except UnsupportedVersion as error:
@@ -27,30 +33,32 @@ def require_supported_versions() -> None:
 
 
 def check_versions() -> None:
-    """Raises ``UnsupportedVersion`` at the first library that is missing, too old, or too new."""
-    for name, (first, end, reason) in SUPPORTED.items():
+    """Check all libraries whose versions matter.
+
+    Raises:
+        UnsupportedVersion: the first that is missing, too old, or too new.
+    """
+    supported = {r.name: r for r in map(Requirement, requires("torchtune-adaptive") or ())}
+    for name, reason in REASONS.items():
         try:
             installed = version(name)
         except PackageNotFoundError:
             installed = "not installed"
-        if not first <= _numbers(installed) < end:
-            wanted = f"{name}>={_dotted(first)},<{_dotted(end)}"
+        if not _is_in(installed, supported[name]):
             raise UnsupportedVersion(
                 f"torchtune-adaptive does not work with {name} {installed}: {reason}. "
-                f"Install a supported one: pip install '{wanted}'"
+                f"Install a supported version: pip install '{range_text(supported[name])}'"
             )
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """``2.13.0+cpu`` -> (2, 13, 0); a text without a version is below every version."""
-    numbers = []
-    for part in text.split("+")[0].split("."):
-        digits = "".join(character for character in part if character.isdigit())
-        if not part[:1].isdigit():
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+def range_text(requirement: Requirement) -> str:
+    """``torch>=2.11,<2.16``, the lower end first."""
+    return requirement.name + ",".join(sorted(map(str, requirement.specifier), reverse=True))
 
 
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
+def _is_in(installed: str, supported: Requirement) -> bool:
+    try:
+        release = Version(installed).base_version  # 2.12 for 2.12.0a0+git1234, as vendors build it
+    except InvalidVersion:
+        return False
+    return release in supported.specifier

@@ -6,7 +6,8 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,14 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.models import adamw, batch, tiny_llama, train_step
-from tests.helpers.ranks import watch_ranks
+from tests.helpers.ranks import Ended, watch_ranks
 from torchtune_adaptive.device.simulated import SimulatedMemory
 from torchtune_adaptive.errors import RankLost
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.ranks.watchdog import EXIT_CODE, Watchdog
 from torchtune_adaptive.search.probe import Probe
 
-LIMIT = 3.0
+LIMIT = 2.0
 VICTIM = 1
 
 
@@ -79,25 +80,6 @@ def search_until(fate: str) -> None:
             raise AssertionError("a trial without its victim came to an end")
 
 
-@pytest.mark.parametrize("fate", ["killed", "stopped", "hangs"])
-def test_the_others_stop_and_name_the_rank_and_the_phase(fate: str) -> None:
-    started = time.monotonic()
-    survivor, *_ = watch_ranks(search_until, 2, fate, until_exit_of=[0], timeout=60)
-    assert time.monotonic() - started < 8 * LIMIT, "and start-up is in that"
-    assert survivor.exit_code in (EXIT_CODE, 1), survivor.said
-    assert f"rank {VICTIM}" in survivor.said
-    assert "trial of 4 rows" in survivor.said
-    if survivor.exit_code == 1:
-        assert RankLost.__name__ in survivor.said
-
-
-def test_the_rank_with_the_bug_says_what_it_is() -> None:
-    survivor, victim = watch_ranks(search_until, 2, "bug", until_exit_of=[0, 1], timeout=60)
-    assert "mat1 and mat2 shapes cannot be multiplied" in victim.said
-    assert victim.exit_code == 1 and survivor.exit_code in (EXIT_CODE, 1)
-    assert f"rank {VICTIM}" in survivor.said
-
-
 def slow_but_alive() -> str:
     """Longer than the limit in a phase that may take long, and in one where all ranks are slow together."""
     ranks = Ranks(timeout=20 * LIMIT)
@@ -105,13 +87,54 @@ def slow_but_alive() -> str:
     with watchdog:
         watchdog.enter("loading the model", patience=None)
         if ranks.rank == 0:
-            ctypes.PyDLL(None).sleep(4)  # holds the interpreter's lock, as saving a file may
+            ctypes.PyDLL(None).usleep(2_500_000)  # holds the interpreter's lock, as saving may
         ranks.any(False)
         watchdog.enter("a long computation", patience=1.0)
-        time.sleep(4.0)
+        time.sleep(2.5)
     return "done"
 
 
-def test_patience_where_patience_is_due() -> None:
-    for rank in watch_ranks(slow_but_alive, 2, until_exit_of=[0, 1], timeout=60):
+RUNS: dict[str, tuple[Callable[..., Any], list[str], list[int]]] = {
+    "killed": (search_until, ["killed"], [0]),
+    "stopped": (search_until, ["stopped"], [0]),
+    "hangs": (search_until, ["hangs"], [0]),
+    "bug": (search_until, ["bug"], [0, 1]),
+    "slow but alive": (slow_but_alive, [], [0, 1]),
+}
+"""What two ranks run, its arguments, and which of the ranks must exit."""
+
+
+@pytest.fixture(scope="module")
+def ended() -> Iterator[dict[str, Future[list[Ended]]]]:
+    """How each of the runs ends. Most of their time they wait, so they do it together."""
+    with ThreadPoolExecutor(len(RUNS)) as threads:
+        yield {
+            name: threads.submit(
+                watch_ranks, function, 2, *arguments, until_exit_of=exits, timeout=8 * LIMIT
+            )
+            for name, (function, arguments, exits) in RUNS.items()
+        }
+
+
+@pytest.mark.parametrize("fate", ["killed", "stopped", "hangs"])
+def test_the_others_stop_and_name_the_rank_and_the_phase(
+    fate: str, ended: dict[str, Future[list[Ended]]]
+) -> None:
+    survivor, *_ = ended[fate].result()
+    assert survivor.exit_code in (EXIT_CODE, 1), survivor.said
+    assert f"rank {VICTIM}" in survivor.said
+    assert "trial of 4 rows" in survivor.said
+    if survivor.exit_code == 1:
+        assert RankLost.__name__ in survivor.said
+
+
+def test_the_rank_with_the_bug_says_what_it_is(ended: dict[str, Future[list[Ended]]]) -> None:
+    survivor, victim = ended["bug"].result()
+    assert "mat1 and mat2 shapes cannot be multiplied" in victim.said
+    assert victim.exit_code == 1 and survivor.exit_code in (EXIT_CODE, 1)
+    assert f"rank {VICTIM}" in survivor.said
+
+
+def test_patience_where_patience_is_due(ended: dict[str, Future[list[Ended]]]) -> None:
+    for rank in ended["slow but alive"].result():
         assert rank.exit_code == 0, rank.said

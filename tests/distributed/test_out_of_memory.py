@@ -10,7 +10,15 @@ import torch
 from torchtune import training
 
 from tests.helpers.faults import FailingMemory
-from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
+from tests.helpers.models import (
+    Distillation,
+    adamw,
+    batch,
+    local_values,
+    same_bits,
+    tiny_llama,
+    train_step,
+)
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.search.probe import Probe
@@ -28,10 +36,13 @@ class Everywhere:
         in_backward: bool = False,
         output_apart: bool = False,
         measure_noise: bool = False,
+        distilled: bool = False,
         **kind_of_model: Any,
     ) -> None:
         self.ranks = Ranks(timeout=20)
         self.model = tiny_llama(output_apart=output_apart, **kind_of_model)
+        teacher = tiny_llama(**kind_of_model, seed=1) if distilled else None
+        self.objective = Distillation(teacher) if teacher is not None else None
         self.in_backward = in_backward
         self.measure_noise = measure_noise
         if in_backward:
@@ -51,6 +62,7 @@ class Everywhere:
         self.step = train_step(
             self.model,
             self.optimizers,
+            objective=self.objective,
             memory=self.memory,
             ranks=self.ranks,
             clip_grad_norm=None if self.in_backward else 1.0,
@@ -97,16 +109,16 @@ def was_insisted_on(trial: SizeTrial, failed: Any) -> bool:
 
 
 def fail_in_trials(
-    stride: int, first: int, everyone: bool, settings: dict[str, Any]
+    stride: int, shard: int, everyone: bool, settings: dict[str, Any]
 ) -> dict[str, int]:
-    """Fail at each operation of a trial, on one rank after the other (or all); then take a healthy step."""
+    """Fail at operations of a trial, on one rank after the other (or all); then take a healthy step."""
     run = Everywhere(**settings)
     with run.probe() as probe:
         assert probe.prime().fits
         expected = run.healthy_step()
         operations = run.count_operations(probe)
         counts = dict.fromkeys(COUNTS, 0)
-        for operation in range(first, operations + 1, stride):
+        for operation in range(1 + shard % stride, operations + 1, stride):
             victim = operation // stride % run.ranks.size
             here = everyone or run.ranks.rank == victim
             with run.memory.fail_at(operation if here else 0) as fault:
@@ -130,11 +142,11 @@ def assert_survived(counts: list[dict[str, int]], at_least: int) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_one_rank_at_every_operation_of_a_trial(
-    lora: bool, checkpointing: bool, accumulation: int
+    lora: bool, checkpointing: bool, accumulation: int, stride: int, shard: int
 ) -> None:
     settings = {"lora": lora, "checkpointing": checkpointing, "accumulation": accumulation}
-    counts = run_ranks(fail_in_trials, 2, 1, 1, False, settings, timeout=500)
-    assert_survived(counts, at_least=300)
+    counts = run_ranks(fail_in_trials, 2, stride, shard, False, settings, timeout=500)
+    assert_survived(counts, at_least=300 // stride)
 
 
 SAMPLES: dict[str, tuple[int, bool, dict[str, Any]]] = {
@@ -143,6 +155,7 @@ SAMPLES: dict[str, tuple[int, bool, dict[str, Any]]] = {
     "optimizer in backward": (2, False, {"layers": 2, "in_backward": True}),
     "not resharded": (2, False, {"layers": 2, "reshard": False, "accumulation": 2}),
     "output sharded apart": (2, False, {"output_apart": True, "checkpointing": True}),
+    "two models": (2, False, {"accumulation": 2, "distilled": True}),
     "measuring noise": (2, False, {"layers": 2, "accumulation": 2, "measure_noise": True}),
     "one rank, measuring noise": (1, False, {"accumulation": 2, "measure_noise": True}),
     "one rank": (1, False, {"layers": 2, "accumulation": 2}),
@@ -152,13 +165,14 @@ SAMPLES: dict[str, tuple[int, bool, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("ranks", "everyone", "settings"), SAMPLES.values(), ids=SAMPLES)
 def test_other_kinds_of_run_at_a_sample_of_operations(
-    ranks: int, everyone: bool, settings: dict[str, Any]
+    ranks: int, everyone: bool, settings: dict[str, Any], exhaustive: bool, shard: int
 ) -> None:
-    counts = run_ranks(fail_in_trials, ranks, 13, 5, everyone, settings, timeout=300)
-    assert_survived(counts, at_least=20)
+    stride = 13 if exhaustive else 61
+    counts = run_ranks(fail_in_trials, ranks, stride, shard, everyone, settings, timeout=300)
+    assert_survived(counts, at_least=260 // stride)
 
 
-def fail_while_recording(stride: int, settings: dict[str, Any]) -> dict[str, int]:
+def fail_while_recording(stride: int, shard: int, settings: dict[str, Any]) -> dict[str, int]:
     """Fail before the sequence of collectives is known, when ranks agree before each one."""
     run = Everywhere(**settings)
     with run.probe() as probe:
@@ -166,7 +180,7 @@ def fail_while_recording(stride: int, settings: dict[str, Any]) -> dict[str, int
         expected = run.healthy_step()
         operations = run.count_operations(probe)
     counts = dict.fromkeys(COUNTS, 0)
-    for operation in range(1, operations + 1, stride):
+    for operation in range(1 + shard % stride, operations + 1, stride):
         victim = operation // stride % run.ranks.size
         run.new_step()
         with run.probe() as probe:
@@ -190,5 +204,9 @@ def fail_while_recording(stride: int, settings: dict[str, Any]) -> dict[str, int
     ],
     ids=["full", "optimizer in backward", "lora", "measuring noise"],
 )
-def test_while_the_sequence_is_being_recorded(settings: dict[str, Any]) -> None:
-    assert_survived(run_ranks(fail_while_recording, 2, 11, settings, timeout=300), at_least=20)
+def test_while_the_sequence_is_being_recorded(
+    settings: dict[str, Any], exhaustive: bool, shard: int
+) -> None:
+    stride = 11 if exhaustive else 41
+    counts = run_ranks(fail_while_recording, 2, stride, shard, settings, timeout=300)
+    assert_survived(counts, at_least=220 // stride)

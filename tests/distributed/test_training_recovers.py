@@ -1,4 +1,4 @@
-"""Training in which memory runs out: the step is taken again, smaller, and nothing else is different."""
+"""Training in which memory runs out: the step is retried, smaller, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from torchtune_adaptive.errors import OutOfMemoryElsewhere, TrainingOutOfMemory
 from torchtune_adaptive.ranks.watchdog import EXIT_CODE, Watchdog
 
 
-def fail_everywhere(stride: int, settings: dict[str, Any]) -> dict[str, int]:
-    """Fail at each operation of the first step, on one rank after the other."""
+def fail_everywhere(stride: int, shard: int, settings: dict[str, Any]) -> dict[str, int]:
+    """Fail at operations of the first step, on one rank after the other."""
     training = Training(rows=4, micro_batch=2, **settings)
     unharmed = training.run(Sizes([2]))
     smaller = training.run(Sizes([1]))
     assert not same_bits(unharmed.parameters, smaller.parameters)
     operations = training.operations_before_the_optimizer()
     counts = {"tried": 0, "redone": 0, "wrong": 0}
-    for operation in range(1, operations + 1, stride):
+    for operation in range(1 + shard % stride, operations + 1, stride):
         victim = operation // stride % training.ranks.size
         if victim == training.ranks.rank:
             with training.memory.fail_at(operation):
@@ -49,13 +49,13 @@ def fail_everywhere(stride: int, settings: dict[str, Any]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_at_every_operation_of_a_step(lora: bool) -> None:
+def test_at_every_operation_of_a_step(lora: bool, stride: int, shard: int) -> None:
     settings = {"steps": 1, "lora": lora}
-    for count in run_ranks(fail_everywhere, 2, 1, settings, timeout=900):
+    for count in run_ranks(fail_everywhere, 2, stride, shard, settings, timeout=900):
         assert count["wrong"] == 0
-        assert count["tried"] >= 300
+        assert count["tried"] >= 300 // stride
         # Only the scaling of gradients, in place, is simply done again: one operation for each gradient.
-        assert count["tried"] - 12 <= count["redone"] < count["tried"]
+        assert count["tried"] - 12 <= count["redone"] <= count["tried"] - (stride == 1)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,17 @@ def test_at_every_operation_of_a_step(lora: bool) -> None:
     [(3, {"layers": 2}), (1, {"sharded": False}), (2, {"reshard": False, "output_apart": True})],
     ids=["three ranks", "one rank", "not resharded, output apart"],
 )
-def test_other_kinds_of_run_at_a_sample_of_operations(ranks: int, settings: dict[str, Any]) -> None:
+def test_other_kinds_of_run_at_a_sample_of_operations(
+    ranks: int, settings: dict[str, Any], exhaustive: bool, shard: int
+) -> None:
     settings = {"steps": 3, "dropout": 0.1, **settings}
-    for count in run_ranks(fail_everywhere, ranks, 29, settings, timeout=600):
-        assert count["wrong"] == 0 and count["redone"] >= 15
+    stride = 29 if exhaustive else 101
+    for count in run_ranks(fail_everywhere, ranks, stride, shard, settings, timeout=600):
+        assert count["wrong"] == 0 and count["redone"] >= 435 // stride
 
 
-def soak(steps: int) -> dict[str, Any]:
-    """Memory runs out now and then, anywhere, on any rank."""
+def soak(steps: int, faults: float) -> dict[str, Any]:
+    """Memory runs out now and then (in that share of the steps), anywhere, on any rank."""
     training = Training(rows=4, micro_batch=4, steps=steps, dropout=0.1)
     training.run(Sizes([4]))  # learns the sequence of collectives
     operations = training.operations_before_the_optimizer()
@@ -80,9 +83,9 @@ def soak(steps: int) -> dict[str, Any]:
     def arm(step: int) -> None:
         training.memory.fault = None
         recovery._wait = 2  # or it would soon have learnt to stay small
-        if step % 100 == 0:
+        if step % (steps // 10) == 0:
             resident.append(psutil.Process().memory_info().rss)
-        if fate.random() < 0.1 and recovery.size > 1:
+        if fate.random() < faults and recovery.size > 1:
             operation, victim = fate.randrange(1, operations), fate.randrange(training.ranks.size)
             training.memory.arm(operation if victim == training.ranks.rank else 0)
 
@@ -101,12 +104,13 @@ def soak(steps: int) -> dict[str, Any]:
     }
 
 
-def test_a_thousand_steps_in_which_anything_may_fail() -> None:
+def test_a_thousand_steps_in_which_anything_may_fail(exhaustive: bool) -> None:
+    steps, faults = (1000, 0.1) if exhaustive else (100, 0.25)
     started = time.monotonic()
-    for seen in run_ranks(soak, 2, 1000, timeout=900):
-        assert seen["redone"] >= 50 and seen["sizes"] == {1, 2, 4}
+    for seen in run_ranks(soak, 2, steps, faults, timeout=900):
+        assert seen["redone"] >= steps // 20 and seen["sizes"] == {1, 2, 4}
         assert seen["same"] and seen["same losses"] and seen["same samples"]
-        assert seen["samples"] == 4000
+        assert seen["samples"] == 4 * steps
         assert seen["growth"] < 20 << 20
     assert time.monotonic() - started < 900
 
@@ -131,8 +135,8 @@ def test_an_isolated_retry_changes_nothing_two_in_a_row_lower_the_next_step(tmp_
     )
     assert sizes == other_sizes == [4, 4, 4, 4, 2, 2, 2, 4]
     assert events[0]["step"] == 5 and events[0]["micro_batch"] == [4, 2]
-    assert "two steps in a row" in events[0]["reason"] and events[0]["accumulation"] == [1, 2]
-    assert events[-1]["reason"] == "calm again"
+    assert "two consecutive steps" in events[0]["reason"] and events[0]["accumulation"] == [1, 2]
+    assert events[-1]["reason"] == "no OOM for 3 steps"
 
 
 def test_at_size_one_thrashing_is_a_warning(tmp_path: Path) -> None:
@@ -171,6 +175,30 @@ def test_size_one_is_the_end() -> None:
         )
 
 
+def short_of_memory_for_a_moment(folder: str) -> tuple[bool, int, list[Any]]:
+    training = Training(rows=2, micro_batch=1, steps=2)
+    unharmed = training.run(Sizes([1]))
+    operations = training.operations_before_the_optimizer()
+
+    def once(step: int) -> None:
+        if step == 1 and training.ranks.rank == 1:
+            training.memory.arm(operations // 2)
+
+    recovery = Recovery(1, (1,), None)
+    trained = training.run(recovery, once, Path(folder), wait_for_memory=5)
+    rows = (Path(folder) / "batch_size_events.jsonl").read_text().splitlines()
+    same = same_bits(trained.parameters, unharmed.parameters)
+    return same, trained.redone, [json.loads(row) for row in rows]
+
+
+def test_size_one_is_retried_when_memory_was_short_for_a_moment(tmp_path: Path) -> None:
+    for same, retried, events in run_ranks(short_of_memory_for_a_moment, 2, str(tmp_path)):
+        assert same and retried == 1
+        assert {event["step"] for event in events} == {2}
+        assert "out of memory on rank 1" in events[0]["reason"]
+        assert "retrying in 1 s" in events[0]["reason"]
+
+
 def test_raise_stops_every_rank_with_the_reason() -> None:
     for said in run_ranks(cannot_go_on, 2, "raise"):
         assert "on_out_of_memory is raise" in said
@@ -178,7 +206,9 @@ def test_raise_stops_every_rank_with_the_reason() -> None:
 
 def test_out_of_memory_while_saving_is_not_the_batchs_fault() -> None:
     for said in run_ranks(cannot_go_on, 2, "saving"):
-        assert "while saving the checkpoint epoch_0" in said and "not to blame" in said
+        assert (
+            "while saving the checkpoint epoch_0" in said and "batch size is not the cause" in said
+        )
 
 
 def half_applied() -> None:

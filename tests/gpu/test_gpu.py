@@ -18,7 +18,8 @@ from torchtune_adaptive.device import device_memory
 from torchtune_adaptive.device.memory import is_out_of_memory
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.search.probe import Probe
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.step.objective import NextTokenPrediction
+from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,12 +42,11 @@ def step() -> Iterator[TrainStep]:
         yield TrainStep(
             model=model,
             optimizers=[torch.optim.AdamW(model.parameters(), fused=True)],
-            loss_fn=CEWithChunkedOutputLoss(8),
+            objective=NextTokenPrediction(CEWithChunkedOutputLoss(8)),
             device=device,
             memory=device_memory(device, LIMIT),
             ranks=Ranks(),
-            survive=True,
-            clip_grad_norm=1.0,
+            options=StepOptions(clip_grad_norm=1.0),
         )
     dist.destroy_process_group()
     torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,4 +1,4 @@
-"""Out of memory, at the operation of your choice."""
+"""Out-of-memory errors at a chosen operation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchtune_adaptive.device.simulated import SimulatedMemory
 class OutOfMemoryAt(TorchDispatchMode):
     """Raises ``torch.OutOfMemoryError`` at the n-th operation (never, if 0), and counts them all.
 
-    A collective itself is not counted: its buffers exist before it, and what makes them is counted.
+    Collectives are not counted: their buffers exist before, and what allocates those is counted.
     """
 
     def __init__(self, operation: int) -> None:
@@ -36,9 +36,9 @@ class OutOfMemoryAt(TorchDispatchMode):
 
 
 class FailingMemory(SimulatedMemory):
-    """A device that runs out of memory at the operation that ``fail_at`` says, and never else.
+    """A device that runs out of memory at the operation given to ``fail_at``, and nowhere else.
 
-    It does not count, which makes a step twice as fast; there are thousands of them.
+    It does not count bytes, which makes a step twice as fast; tests take thousands of them.
     """
 
     def __init__(self) -> None:

@@ -18,22 +18,27 @@ from tests.helpers.models import VOCABULARY, adamw, local_values, tiny_llama, tr
 from torchtune_adaptive.batching.recovery import Recovery
 from torchtune_adaptive.batching.split import Split, epochs_of
 from torchtune_adaptive.data.loader import EpochRows, Loader, SampleOrder
-from torchtune_adaptive.data.micro_batches import MicroBatch
+from torchtune_adaptive.data.micro_batches import ByRows, MicroBatch
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.ranks.watchdog import Watchdog
 from torchtune_adaptive.setup.environment import Environment
 from torchtune_adaptive.setup.optimizer import Optimizers
 from torchtune_adaptive.step.snapshot import Snapshot
 from torchtune_adaptive.train import loop as loop_module
+from torchtune_adaptive.train import metrics as metrics_module
+from torchtune_adaptive.train.adaptation import Adaptation
+from torchtune_adaptive.train.checkpoints import last_saved
 from torchtune_adaptive.train.events import Events
 from torchtune_adaptive.train.growth import Growth
-from torchtune_adaptive.train.instruments import Logging
 from torchtune_adaptive.train.learning_rate import LearningRate
 from torchtune_adaptive.train.loop import TrainingLoop
+from torchtune_adaptive.train.metrics import Logging, Metrics
 from torchtune_adaptive.train.progress import Progress
+from torchtune_adaptive.train.retry import StepRunner
+from torchtune_adaptive.train.stop import StopSignals
 
 loop_module.tqdm = MagicMock()  # type: ignore[attr-defined]
-loop_module.History = MagicMock()  # type: ignore[misc]  # or each of thousands of runs would draw a plot
+metrics_module.History = MagicMock()  # type: ignore[misc]  # or each of thousands of runs would draw a plot
 
 
 class Sizes(Recovery):
@@ -54,7 +59,7 @@ class Trained:
 
     parameters: list[torch.Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    """Of the micro-batch in each step, at its end."""
+    """The size of the micro-batch at the end of each step."""
     losses: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     redone: int = 0
@@ -98,6 +103,7 @@ class Training:
         folder: Path | None = None,
         save: Callable[[str], None] = lambda name: None,
         watchdog: Watchdog | None = None,
+        wait_for_memory: float = 0.0,
     ) -> Trained:
         """Train from the start. ``before_step`` may arm a fault."""
         self.snapshot.close()
@@ -111,14 +117,23 @@ class Training:
                 self.optimizer, lambda step: 1 - step / self.steps
             )
 
+        events = Events(folder)
+        micro_batches = ByRows("none")
+        growth = Growth(self.split, self.split.micro_batch, None, False, epochs.rows, self.ranks)
+        rate = LearningRate(optimizers, falling, 0, "none", False, self.split.global_batch)
+        environment = Environment(torch.device("cpu"), torch.float32, 0, self.ranks.size)
         loop = TrainingLoop(
-            environment=Environment(torch.device("cpu"), torch.float32, 0, self.ranks.size),
-            step=self.step,
-            growth=Growth(self.split, self.split.micro_batch, None, False, epochs.rows, self.ranks),
-            learning_rate=LearningRate(
-                optimizers, falling, 0, "none", False, self.split.global_batch
+            runner=StepRunner(
+                step=self.step,
+                micro_batches=micro_batches,
+                make_recovery=lambda split: recovery,
+                watchdog=watchdog or Watchdog(self.ranks, 20.0, on_duty=False),
+                step_timeout=20.0,
+                events=events,
+                last_checkpoint=lambda: last_saved(folder or Path("nowhere")),
+                wait_for_memory=wait_for_memory,
             ),
-            make_recovery=lambda split: recovery,
+            adaptation=Adaptation(growth, rate, None, epochs, events),
             loader=_Watched(
                 trained,
                 self.dataset,  # type: ignore[arg-type]
@@ -126,18 +141,20 @@ class Training:
                 order,
                 self.ranks.rank,
                 self.ranks.size,
+                micro_batches,
             ),
-            epochs=epochs,
             progress=Progress(0, 1, None),
-            logging=Logging(_Metrics(trained), every_n_steps=1, memory=False),
-            events=Events(folder),
+            metrics=Metrics(
+                Logging(_Logger(trained), every_n_steps=1, memory=False),
+                environment,
+                self.memory,
+                watch_memory=False,
+            ),
             profiling=_BeforeStep(before_step),  # type: ignore[arg-type]
-            watchdog=watchdog or Watchdog(self.ranks, 20.0, on_duty=False),
-            step_timeout=20.0,
             save=save,
             save_every_n_steps=None,
-            noise=None,
             output_dir=folder or Path("nowhere"),
+            stop=StopSignals(60.0),
         )
         loop.run()
         trained.parameters = local_values(self.model)
@@ -184,7 +201,7 @@ class _WatchedRows(EpochRows):
             self._trained.taken += micro_batch.sample_ids
 
 
-class _Metrics:
+class _Logger:
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
 
@@ -192,7 +209,7 @@ class _Metrics:
         self._trained.losses.append(payload["loss"])
         self._trained.rates.append(payload["lr"])
         self._trained.sizes.append(payload["micro_batch_size"])
-        self._trained.redone = payload.get("redone_steps", 0)
+        self._trained.redone = payload.get("retried_steps", 0)
 
 
 class _BeforeStep:

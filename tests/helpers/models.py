@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torchtune import modules, training
 from torchtune.models.llama2 import llama2, lora_llama2
@@ -15,7 +16,8 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune_adaptive.device.memory import DeviceMemory
 from torchtune_adaptive.device.simulated import SimulatedMemory
 from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.step.objective import Batch, Forward, NextTokenPrediction, Objective
+from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 
 VOCABULARY = 16
 
@@ -87,19 +89,35 @@ def train_step(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     *,
+    objective: Objective | None = None,
     memory: DeviceMemory | None = None,
     ranks: Ranks | None = None,
-    **settings: Any,
+    **options: Any,
 ) -> TrainStep:
     return TrainStep(
         model=model,
+        objective=objective or NextTokenPrediction(CEWithChunkedOutputLoss(num_output_chunks=2)),
         optimizers=optimizers,
-        loss_fn=CEWithChunkedOutputLoss(num_output_chunks=2),
         device=torch.device("cpu"),
         memory=memory or SimulatedMemory(None),
         ranks=ranks or Ranks(timeout=20),
-        **{"survive": True, **settings},
+        options=StepOptions(**options),
     )
+
+
+class Distillation(NextTokenPrediction):
+    """Learns to predict as another model does, which is frozen: an objective of two models."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        super().__init__(CEWithChunkedOutputLoss(num_output_chunks=2))
+        self.frozen = (teacher.requires_grad_(False),)
+
+    def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> torch.Tensor:
+        logits = torch.cat(forward(batch["tokens"]), dim=1)[:, :-1]
+        with torch.no_grad():
+            taught = torch.cat(self.frozen[0](batch["tokens"]), dim=1)[:, :-1]
+        each = -(taught.softmax(-1) * F.log_softmax(logits, -1)).sum(-1)
+        return each[batch["labels"][:, 1:] != self.ignored].sum()
 
 
 def adamw(model: nn.Module, **settings: Any) -> torch.optim.AdamW:
@@ -115,7 +133,7 @@ def local_values(model: nn.Module) -> list[torch.Tensor]:
 
 
 def same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Equal to the bit: also of NaNs, and of the sign of zero."""
+    """Bit-for-bit equal, including NaNs and the sign of zero."""
 
     def bits(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,9 +1,29 @@
-"""What the processes of tests start with; see ``ranks``."""
+"""What every rank starts with already imported; see ``ranks``.
 
+Ranks are forked from the process that imports these. Threads and CUDA do not survive a fork, so no module
+here may start one or initialise the other; and none may patch another (as ``loops`` does), or every rank
+would have the patch.
+"""
+
+import importlib
 import warnings
+
+MODULES = (
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "pytest",
+    "tests.helpers.models",
+    "tests.helpers.recipes",
+    "torchdata.stateful_dataloader",
+    "torchtune.datasets",
+    "torchtune.recipe_interfaces",
+    "torchtune_adaptive.launch",
+    "torchtune_adaptive.run",
+    "torchtune_adaptive.trace.tracer",
+    "torchtune_adaptive.versions",
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import torchtune.datasets
-    import torchtune.models.llama2
-    import torchtune.training  # noqa: F401
+    for module in MODULES:
+        importlib.import_module(module)

@@ -1,7 +1,7 @@
-"""Run a function on several ranks: real processes, a real gloo group on loopback, bounded in time.
+"""Run a function on several ranks: real processes, a real gloo group on loopback, limited in time.
 
-A hang is the failure that matters most here, so nothing waits without a limit: when the time is up the
-ranks are killed, and the test fails with the traceback of where each of them was.
+A hang is the failure that matters most here, so every wait has a limit: when the time is up, the ranks are
+killed and the test fails with the traceback of where each of them was.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Alone(Ranks):
         return value
 
 
-# Imported once, in the server that all ranks are forked from: torch and torchtune take seconds.
+# A server imports what ranks need once, and forks them: imports take seconds, a fork a few milliseconds.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.helpers.preload"])
 
@@ -53,13 +53,13 @@ def run_ranks(
     timeout: float = 60.0,
     join: bool = True,
 ) -> list[Any]:
-    """Call ``function(*arguments)`` on every rank, and give what each of them returned.
+    """Call ``function(*arguments)`` on every rank, and return what each call returned.
 
     Args:
-        function: a function of a module, with what it gives and takes picklable.
-        ranks: how many.
+        function: a module-level function; its arguments and results must be picklable.
+        ranks: number of ranks.
         timeout: seconds after which the test has failed.
-        join: make the process group before the call; else the function does, as a launched process would.
+        join: whether to create the process group; if not, the function does, as a launched process would.
 
     Raises:
         AssertionError: a rank raised, died, or was not done in time.
@@ -97,7 +97,7 @@ class _Setting:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended, and all that it said."""
+    """How a rank ended, and all its output."""
 
     exit_code: int | None
     said: str
@@ -111,7 +111,7 @@ def watch_ranks(
     timeout: float = 60.0,
     join: bool = True,
 ) -> list[Ended]:
-    """Like ``run_ranks``, for ranks that may die: wait for some of them to exit, and see how it went.
+    """Like ``run_ranks``, for ranks that may die: wait for some of them to exit, then kill the others.
 
     Raises:
         AssertionError: one that should exit did not in time.
@@ -136,9 +136,10 @@ def watch_ranks(
                 process.kill()
                 process.join()
         said = [(Path(folder) / f"said_{rank}").read_text() for rank in range(ranks)]
+        stacks = _stacks(Path(folder))
     for rank in until_exit_of:
         assert exit_codes[rank] is not None, (
-            f"rank {rank} is still there after {timeout:g} s: {said[rank]}"
+            f"rank {rank} is still running after {timeout:g} s: {said[rank]}\n{stacks}"
         )
     return [Ended(code, text) for code, text in zip(exit_codes, said, strict=True)]
 
@@ -158,14 +159,18 @@ def _collect(pipes: list[Connection], folder: Path, timeout: float) -> list[Any]
             try:
                 kind, value = pipe.recv()  # type: ignore[union-attr]
             except EOFError:
-                kind, value = "error", "the process died without a word"
+                kind, value = "error", "the process died without an error"
             results[rank] = value
             if kind == "error":
                 problems.append(f"rank {rank}: {value}")
     if problems:
-        stacks = [f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("stack_*"))]
-        raise AssertionError("\n".join([*problems, *stacks]))
+        raise AssertionError("\n".join([*problems, _stacks(folder)]))
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _stacks(folder: Path) -> str:
+    """Where each rank was just before the time was up."""
+    return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("stack_*")))
 
 
 def _rank_main(

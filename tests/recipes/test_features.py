@@ -142,7 +142,9 @@ def test_a_checkpoint_without_recipe_state_is_refused_with_the_remedy(tmp_path: 
 
     train("full", tmp_path)
     state = tmp_path / "recipe_state" / "recipe_state.pt"
-    torch.save({"optimizer": torch.load(state)["optimizer"]}, state)
+    optimizer = torch.load(state)["optimizer"]
+    state.unlink()  # it leads into the checkpoint, which would be found to be damaged
+    torch.save({"optimizer": optimizer}, state)
     cfg = resumed(tiny_config("full", tmp_path), tmp_path)
     with pytest.raises(AssertionError, match=r"no 'epochs_run'.*checkpointer.recipe_checkpoint"):
         run_ranks(run_ours, 2, "full", cfg, join=False)

@@ -40,8 +40,8 @@ def test_a_neighbour_moves_in_and_out_and_the_losses_stay(tmp_path: Path) -> Non
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
     sizes = [int(record["micro_batch_size"]) for record in disturbed]
     assert sizes[:20] == [8] * 20 and 4 in sizes[20:45] and sizes[-1] == 8
-    assert disturbed[-1]["redone_steps"] == 2, "once at first, once when it tried to grow back"
-    assert 0 < disturbed[-1]["headroom"] < 1 and disturbed[-1]["alloc_retries"] == 0
+    assert disturbed[-1]["retried_steps"] == 2, "once at first, once when it tried to grow back"
+    assert 0 < disturbed[-1]["memory_unused_share"] < 1 and disturbed[-1]["alloc_retries"] == 0
     rows = (tmp_path / "disturbed" / "batch_size_events.jsonl").read_text().splitlines()
     events = [json.loads(row) for row in rows]
     assert [event["micro_batch"] for event in events] == [[8, 4], [4, 8], [8, 4], [4, 8]]

@@ -1,10 +1,11 @@
-"""A run that searches, then trains, is to the bit a run that was told the size."""
+"""A run that searches, then trains, is bitwise equal to a run that was given the size."""
 
 from __future__ import annotations
 
 import io
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, saved_weights, tiny_config
 from torchtune_adaptive.errors import NothingFits
-from torchtune_adaptive.plan import background
+from torchtune_adaptive.plan import background, workers
 from torchtune_adaptive.plan.calibration import Calibration, Calibrations
 
 SEARCH = {
@@ -36,16 +37,38 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "bisect": ("full", {"adaptive_batching.search": "bisect"}),
     "predict": ("lora", {"adaptive_batching.search": "predict"}),
 }
+COMBINED = [
+    ("full", "bf16, checkpointed", "accumulation", "any size"),
+    ("optimizer in backward", "packed", "bisect"),
+    ("lora with dropout", "dora", "predict"),
+]
+"""What the quick tier runs instead of one after the other."""
 
 
 def written(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "batch_size_search.json").read_text())
 
 
+@pytest.mark.parametrize("names", COMBINED, ids=" + ".join)
+def test_training_after_a_search_is_training_without_in_combinations(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert_training_is_the_same(
+        RUNS[names[0]][0],
+        {key: value for name in names for key, value in RUNS[name][1].items()},
+        tmp_path,
+    )
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "changes"), RUNS.values(), ids=RUNS)
 def test_training_after_a_search_is_training_without(
     kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
+    assert_training_is_the_same(kind, changes, tmp_path)
+
+
+def assert_training_is_the_same(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     searched, *_ = run_ranks(
         run_ours,
         2,
@@ -128,7 +151,9 @@ def test_a_predicted_size_is_confirmed_by_one_trial(tmp_path: Path) -> None:
     assert found["predict"]["batch_size"] == found["bisect"]["batch_size"]
     assert len(found["predict"]["trials"]) == 1
     learned = Calibrations(str(tmp_path / "cache"), cfg, ranks=2).of("simulated device")
-    assert learned is not None and learned.reserved == learned.allocated == 1.0  # to the byte
+    assert (
+        learned is not None and learned.reserved_ratio == learned.allocated_ratio == 1.0
+    )  # to the byte
 
 
 def test_what_was_learned_corrects_the_next_prediction(tmp_path: Path) -> None:
@@ -140,7 +165,7 @@ def test_what_was_learned_corrects_the_next_prediction(tmp_path: Path) -> None:
         "adaptive_batching.search_only": True,
         "adaptive_batching.cache": cache,
     }
-    wrong = Calibration("simulated device", 1, reserved=1.5, allocated=1.0, when=0.0)
+    wrong = Calibration("simulated device", 1, reserved_ratio=1.5, allocated_ratio=1.0, when=0.0)
     Calibrations(cache, tiny_config("full", tmp_path), ranks=1).keep(wrong)
     tried = []
     for number in range(2):
@@ -156,10 +181,10 @@ def test_what_was_learned_corrects_the_next_prediction(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("is given no time", "No prediction: it took more than 0 s."),
+        ("is given no time", "No prediction: no answer within 0 s."),
         ("cannot be started", "No prediction: [Errno 2] No such file"),
-        ("ends at once", "No prediction: it said nothing."),
-        ("cannot trace this", "NoPrediction: With torch"),
+        ("ends at once", "No prediction: the planner process ended without an answer"),
+        ("cannot trace this", "No prediction: With torch"),
     ],
 )
 def test_without_a_prediction_the_search_goes_on(fault: str, reason: str, tmp_path: Path) -> None:
@@ -170,19 +195,26 @@ def test_without_a_prediction_the_search_goes_on(fault: str, reason: str, tmp_pa
     assert [trial["size"] for trial in written(tmp_path)["trials"]][:2] == [1, 2]
 
 
+def planner_that_ends(cfg: Any, ranks: int) -> Any:
+    os._exit(0)
+
+
+def planner_of_another_torch(cfg: Any, ranks: int) -> Any:
+    from torchtune_adaptive.trace import recorder
+
+    recorder.Recorder.knows = lambda *_: False
+    return background._Planner(cfg, ranks)
+
+
 def run_ours_with_a_predictor_that(fault: str, cfg: Any) -> str:
     if fault == "is given no time":
         background.PATIENCE = 0.0
     elif fault == "cannot be started":
-        background.sys.executable = "/no/python"
+        workers.sys.executable = "/no/python"
     elif fault == "ends at once":
-        background.PROGRAM = "pass"
+        background._Planner = planner_that_ends
     elif fault == "cannot trace this":
-        background.PROGRAM = (
-            "from torchtune_adaptive.trace import recorder;"
-            "recorder.Recorder.knows = lambda *_: False;"
-            f"{background.PROGRAM}"
-        )
+        background._Planner = planner_of_another_torch
     heard = io.StringIO()
     logging.getLogger("torchtune_adaptive").addHandler(logging.StreamHandler(heard))
     run_ours("full", cfg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,13 @@ def test_steps_are_what_they_were(kind: str, tmp_path: Path) -> None:
         for key in ("lr", "samples_seen", "global_batch_size"):
             assert one[key] == other[key]
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
-    assert packed[-1]["redone_steps"] == 0, "nothing ran out of memory"
+    assert packed[-1]["retried_steps"] == 0, "nothing ran out of memory"
     assert all(0 <= record["padding_share"] < 0.35 for record in packed)
     assert {record["gradient_accumulation_steps"] for record in packed} != {1}
     assert (tmp_path / "packed" / "token_budget.png").exists()
     said = json.loads((tmp_path / "packed" / "token_budget.json").read_text())
-    assert said["without"]["padding_share"] > 1.5 * said["under"]["padding_share"]
-    assert said["under"]["tokens_per_second"] > 0
+    assert said["without_budget"]["padding_share"] > 1.5 * said["with_budget"]["padding_share"]
+    assert said["with_budget"]["tokens_per_second"] > 0
     assert [trial["fits"] for trial in said["trials"]].count(True) >= 2
 
 
@@ -71,7 +72,7 @@ def test_it_shrinks_when_a_neighbour_moves_in(tmp_path: Path) -> None:
     disturbed, *_ = run_ranks(run_recipe_at, 2, "demos/neighbour.py", cfg, join=False, timeout=100)
     del changes["adaptive_batching.memory_limit"], changes["adaptive_batching.token_budget"]
     plain = run(tmp_path / "plain", **changes)
-    assert disturbed[-1]["redone_steps"] >= 1
+    assert disturbed[-1]["retried_steps"] >= 1
     for one, other in zip(plain, disturbed, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)
     events = (tmp_path / "batch_size_events.jsonl").read_text().splitlines()
@@ -100,13 +101,14 @@ def test_with_growth_and_resume_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     }
     resumed = run(tmp_path / "whole", **again)
     later = [record for record in whole if record["step"] >= resumed[0]["step"]]
-    machine = {"tokens_per_second_per_gpu", "headroom"}
+    machine = {"tokens_per_second_per_gpu", "memory_unused_share"}
     for one, other in zip(later, resumed, strict=True):
         assert all(one[key] == other[key] for key in one.keys() - machine)
 
 
-def run_compiled(cfg: Any) -> tuple[list[dict[str, float]], set[int], int]:
+def run_compiled(cfg: Any, backend: str) -> tuple[list[dict[str, float]], set[int], int]:
     """What was logged, the lengths of micro-batches, and how many graphs were compiled."""
+    os.environ["TORCH_COMPILE_BACKEND"] = backend
     torch._inductor.config.compile_threads = 1
     lengths = set()
     forward = TransformerDecoder.forward
@@ -120,13 +122,16 @@ def run_compiled(cfg: Any) -> tuple[list[dict[str, float]], set[int], int]:
     return records, lengths, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_a_compiled_model_sees_few_lengths(tmp_path: Path) -> None:
+def test_a_compiled_model_sees_few_lengths(tmp_path: Path, exhaustive: bool) -> None:
     # No limit on memory: on the simulated device, compiled regions run eager.
     changes = {**PLAIN, "batch_size": 24, "adaptive_batching.token_budget": 400}
     changes["max_steps_per_epoch"] = 3
     plain = run(tmp_path / "plain", ranks=1, **changes)
     cfg = tiny_config("full", tmp_path / "compiled", **changes, compile=True)
-    [(compiled, lengths, graphs)] = run_ranks(run_compiled, 1, cfg, join=False, timeout=240)
+    backend = "inductor" if exhaustive else "aot_eager"  # inductor takes half a minute here
+    [(compiled, lengths, graphs)] = run_ranks(
+        run_compiled, 1, cfg, backend, join=False, timeout=240
+    )
     for one, other in zip(plain, compiled, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)
     assert 2 < len(lengths) <= 8, "of micro-batches of many lengths"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.recipes.test_launch import QUICK, launch, losses
+from torchtune_adaptive import __version__
 from torchtune_adaptive.registry import our_configs
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +46,7 @@ def test_what_is_in_it(wheel: Path) -> None:
         assert f"torchtune_adaptive/configs/{name}.yaml" in names
     for recipe in (ROOT / "recipes").glob("*.py"):
         assert recipe.name in names, "recipes are top-level modules: `tune run NAME` runs `-m NAME`"
+    assert "torchtune_adaptive/py.typed" in names, "or type checkers ignore our annotations"
     top = {name.split("/")[0] for name in names}
     # torchtune's own wheel has a package `recipes` that raises when it is imported.
     assert not top & {"recipes", "configs", "tests", "benchmarks", "docs"}
@@ -51,7 +55,9 @@ def test_what_is_in_it(wheel: Path) -> None:
 def test_its_dependencies_are_those_that_work(wheel: Path) -> None:
     (name,) = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("/METADATA")]
     metadata = zipfile.ZipFile(wheel).read(name).decode()
-    for requirement in ("torchtune==0.6.1", "torchao<0.16,>=0.13", "torch<2.16,>=2.11"):
+    assert f"\nVersion: {__version__}\n" in metadata
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for requirement in map(Requirement, project["dependencies"]):
         assert f"Requires-Dist: {requirement}" in metadata
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.registry import CONFIGS, find_config, our_configs, torchtune_configs
-from torchtune_adaptive.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.settings.adaptive import (
+    BLOCK,
+    AdaptiveSettings,
+    block_keys,
+    top_level_keys,
+)
 from torchtune_adaptive.settings.checks import check
-from torchtune_adaptive.settings.kinds import unused_keys
+from torchtune_adaptive.settings.kinds import KNOWN_KEYS, kind_of, unused_keys
+from torchtune_adaptive.settings.reference import tables
+from torchtune_adaptive.settings.rules import rule_of
+from torchtune_adaptive.settings.torchtune_keys import _MUST_BE_GIVEN, _REQUIRED
 
 
 def config(name: str = "tiny/full", *overrides: str) -> DictConfig:
@@ -24,12 +34,10 @@ def settings(**block: Any) -> AdaptiveSettings:
 
 
 def test_without_a_word_everything_is_off() -> None:
-    assert AdaptiveSettings.from_config(OmegaConf.create({})) == AdaptiveSettings()
-    assert (
-        AdaptiveSettings.from_config(OmegaConf.create({"adaptive_batching": None}))
-        == AdaptiveSettings()
-    )
-    assert not AdaptiveSettings().use_maximum_batch_size
+    off = AdaptiveSettings(on_out_of_memory="raise")
+    assert AdaptiveSettings.from_config(OmegaConf.create({})) == off
+    assert AdaptiveSettings.from_config(OmegaConf.create({"adaptive_batching": None})) == off
+    assert not off.adapts and not off.survives
 
 
 def test_the_defaults_are_those_that_the_docs_promise() -> None:
@@ -60,10 +68,18 @@ def test_memory_is_written_with_units_or_in_bytes(written: Any, expected: int | 
     assert settings(memory_limit=written).memory_limit == expected
 
 
-def test_none_on_the_command_line_means_no_rounding() -> None:
-    # torchtune turns it into null
-    assert settings(rounding=None).rounding == "none"
-    assert settings(rounding="none").rounding == "none"
+def test_null_means_the_default() -> None:
+    null = dict.fromkeys(top_level_keys()) | {BLOCK: dict.fromkeys(block_keys())}
+    read = AdaptiveSettings.from_config(OmegaConf.create(null))
+    assert read == AdaptiveSettings(on_out_of_memory="raise")
+
+
+def test_never_is_an_answer_to_after_how_many_steps() -> None:
+    assert settings(grow_back_after="never").grow_back_after is None
+
+
+def test_a_bare_off_is_false_in_yaml() -> None:
+    assert settings(gradient_noise=False).gradient_noise == "off"
 
 
 @pytest.mark.parametrize(
@@ -72,10 +88,10 @@ def test_none_on_the_command_line_means_no_rounding() -> None:
         ("search", "fibonacci", "extrapolate, bisect, halve"),
         ("search", True, "extrapolate"),
         ("rounding", "nearest", "power_of_two, divisor, none"),
-        ("ceiling", 0, "1 or more"),
-        ("ceiling", 2.5, "1 or more"),
-        ("ceiling", True, "1 or more"),
-        ("ceiling", "many", "1 or more"),
+        ("ceiling", 0, "an integer >= 1"),
+        ("ceiling", 2.5, "an integer >= 1"),
+        ("ceiling", True, "an integer >= 1"),
+        ("ceiling", "many", "an integer >= 1"),
         ("headroom", 1, "0.05"),
         ("headroom", -0.1, "0.05"),
         ("headroom", "5%", "0.05"),
@@ -85,28 +101,30 @@ def test_none_on_the_command_line_means_no_rounding() -> None:
         ("memory_limit", 0, "24GiB"),
         ("memory_limit", -5, "24GiB"),
         ("memory_limit", True, "24GiB"),
-        ("probe_length", 1, "2 or more"),
-        ("keep_global_batch", "yes", "True or False"),
-        ("keep_global_batch", 1, "True or False"),
-        ("cache", 3, "a folder"),
-        ("cache", "", "a folder"),
+        ("probe_length", 1, "an integer from 2 to 16777216"),
+        ("probe_length", 10**9, "an integer from 2 to 16777216"),
+        ("keep_global_batch", "yes", "True, False"),
+        ("keep_global_batch", 1, "True, False"),
+        ("cache", 3, "the path of a folder"),
+        ("cache", "", "the path of a folder"),
         ("rank_timeout", 0, "seconds"),
-        ("search_only", "no", "True or False"),
+        ("search_only", "no", "True, False"),
         ("on_out_of_memory", "ignore", "shrink, raise"),
-        ("grow_back_after", 0, "1 or more"),
+        ("grow_back_after", 0, "an integer >= 1, never"),
         ("step_timeout", -1, "seconds"),
-        ("grow_past_memory", 1, "True or False"),
+        ("grow_past_memory", 1, "True, False"),
         ("lr_scaling", "cubic", "none, sqrt, linear, gain"),
         ("beta2", 0.99, "fixed, half_life"),
         ("gradient_noise", "loud", "off, observe, act"),
-        ("workers", -1, "0 or more"),
+        ("workers", -1, "an integer from 0 to 256"),
+        ("workers", 100_000, "an integer from 0 to 256"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_remedy(key: str, value: Any, remedy: str) -> None:
     with pytest.raises(ConfigError) as raised:
         settings(**{key: value})
     message = str(raised.value)
-    assert message.startswith(f"adaptive_batching.{key}: {value!r} ")
+    assert message.startswith(f"adaptive_batching.{key}: {value!r} is not valid. Must be ")
     assert remedy in message
 
 
@@ -115,8 +133,43 @@ def test_a_misspelt_setting_is_an_error_that_knows_better() -> None:
         ConfigError, match=r"adaptive_batching.headrom: 0.1 .* Did you mean headroom\?"
     ):
         settings(headrom=0.1)
-    with pytest.raises(ConfigError, match="The settings are beta2, cache, ceiling, "):
+    with pytest.raises(ConfigError, match=r"Did you mean headroom\?"):
+        settings(HEADROOM=0.1)
+    with pytest.raises(ConfigError, match="Known are beta2, cache, ceiling, "):
         settings(zzz=1)
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "remedy"),
+    [
+        ({"token_budget": True}, "token_budget", "adaptive_batching.token_budget=True"),
+        ({"Search": "halve"}, "Search", "adaptive_batching.search=halve"),
+        ({"USE_MAXIMUM_BATCH_SIZE": True}, "USE_MAXIMUM_BATCH_SIZE", "use_maximum_batch_size"),
+        ({"Epochs": 3}, "Epochs", "Rename it to epochs"),
+        (
+            {"adaptive_batching": {"use_maximum_batch_size": True}},
+            "adaptive_batching.use_maximum_batch_size",
+            "at top level",
+        ),
+        (
+            {"adaptive_batching": {"SAVE_EVERY_N_STEPS": 3}},
+            "adaptive_batching.SAVE_EVERY_N_STEPS",
+            "save_every_n_steps=3",
+        ),
+    ],
+)
+def test_a_setting_in_the_wrong_place_or_letters_says_where_it_belongs(
+    written: dict[str, Any], key: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check(OmegaConf.merge(config(), written), "full")  # type: ignore[arg-type]
+    assert raised.value.key == key
+    assert remedy in str(raised.value)
+
+
+def test_a_variable_may_have_the_name_of_a_setting() -> None:
+    written = {"headroom": 0.2, BLOCK: {"headroom": "${headroom}"}}
+    assert check(OmegaConf.merge(config(), written), "full").headroom == 0.2  # type: ignore[arg-type]
 
 
 def test_a_block_that_is_no_block() -> None:
@@ -125,7 +178,7 @@ def test_a_block_that_is_no_block() -> None:
 
 
 def test_the_switch_is_typed_as_well() -> None:
-    with pytest.raises(ConfigError, match="use_maximum_batch_size: 'yes please' is not a boolean"):
+    with pytest.raises(ConfigError, match="use_maximum_batch_size: 'yes please' is not valid"):
         AdaptiveSettings.from_config(OmegaConf.create({"use_maximum_batch_size": "yes please"}))
 
 
@@ -148,10 +201,13 @@ def test_our_configs_are_without_fault(name: str) -> None:
 
 def test_no_key_of_torchtunes_own_configs_is_an_error() -> None:
     for name, path in torchtune_configs().items():
-        kind = "lora" if "lora" in name else "full"
-        unused = unused_keys(OmegaConf.load(path), kind)  # type: ignore[arg-type]
+        cfg = OmegaConf.load(path)
+        assert isinstance(cfg, DictConfig)
+        unused = unused_keys(cfg, "lora" if "lora" in name else "full")
         # Two keys that older recipes knew, and that torchtune's present ones ignore as well.
         assert set(unused) <= {"low_cpu_ram", "fsdp"}, name
+        cfg.merge_with({"optimizer_in_bwd": False, "enable_activation_checkpointing": True})
+        check(cfg, kind_of(cfg))
 
 
 def test_a_misspelt_torchtune_key_is_an_error() -> None:
@@ -166,9 +222,17 @@ def test_variables_for_interpolation_and_foreign_keys_are_not_errors() -> None:
 
 
 IMPOSSIBLE: list[tuple[str, list[str], str, str]] = [
-    ("full", ["batch_size=0"], "batch_size", "1 or more"),
-    ("full", ["gradient_accumulation_steps=1.5"], "gradient_accumulation_steps", "1 or more"),
-    ("full", ["max_steps_per_epoch=0"], "max_steps_per_epoch", "1 or more"),
+    ("full", ["batch_size=0"], "batch_size", "an integer >= 1"),
+    ("full", ["gradient_accumulation_steps=1.5"], "gradient_accumulation_steps", "an integer >= 1"),
+    ("full", ["max_steps_per_epoch=0"], "max_steps_per_epoch", "an integer >= 1"),
+    ("full", ["batch_size=auto"], "batch_size", "use_maximum_batch_size=True"),
+    ("full", ["epochs=0"], "epochs", "an integer >= 1"),
+    ("full", ["clip_grad_norm=-1"], "clip_grad_norm", "greater than 0"),
+    ("full", ["tokenizer.max_seq_len=1"], "tokenizer.max_seq_len", "an integer >= 2"),
+    ("full", ["batch_increase_function=3"], "batch_increase_function", "dotted path"),
+    ("full", ["batch_increase_function=True"], "batch_increase_function", "_component_"),
+    ("full", ["adaptive_batching.probe_length=513"], "adaptive_batching.probe_length", "512"),
+    ("full", ["epochs=${nothing}"], "epochs", "Correct it"),
     ("full", ["dtype=fp16"], "dtype", "bf16 or fp32"),
     ("full", ["fsdp_cpu_offload=True"], "fsdp_cpu_offload", "accelerator"),
     ("full", ["enable_activation_offloading=True"], "enable_activation_offloading", "False"),
@@ -189,13 +253,17 @@ IMPOSSIBLE: list[tuple[str, list[str], str, str]] = [
     ("full", ["tensor_parallel_dim=2"], "tensor_parallel_dim", "tensor_parallel_plan"),
     (
         "full",
-        ["tensor_parallel_dim=2", "tensor_parallel_plan._component_=x", "optimizer.fused=True"],
+        [
+            "tensor_parallel_dim=2",
+            "tensor_parallel_plan._component_=m.plan",
+            "optimizer.fused=True",
+        ],
         "optimizer.fused",
         "fused=False",
     ),
     (
         "full",
-        ["tensor_parallel_dim=2", "tensor_parallel_plan._component_=x"],
+        ["tensor_parallel_dim=2", "tensor_parallel_plan._component_=m.plan"],
         "tensor_parallel_dim",
         "use_maximum_batch_size=False",
     ),
@@ -254,7 +322,7 @@ IMPOSSIBLE: list[tuple[str, list[str], str, str]] = [
         "adaptive_batching.beta2",
         "AdamW",
     ),
-    ("full", ["save_every_n_steps=0"], "save_every_n_steps", "1 or more"),
+    ("full", ["save_every_n_steps=0"], "save_every_n_steps", "an integer >= 1"),
     (
         "full",
         ["save_every_n_steps=5", "enable_async_checkpointing=True"],
@@ -273,3 +341,72 @@ def test_what_cannot_work_together_stops_here(
         check(config(f"tiny/{kind}", *overrides), kind)
     assert raised.value.key == key
     assert remedy in str(raised.value)
+
+
+def test_the_reference_is_up_to_date() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    for table in tables():
+        assert table in page, (
+            "put there what python -m torchtune_adaptive.settings.reference prints"
+        )
+
+
+def test_a_type_without_a_rule_is_refused() -> None:
+    with pytest.raises(TypeError, match="no rule"):
+        rule_of(complex)
+
+
+NONSENSE: list[Any] = [
+    None,
+    *(True, False, 0, 1, -1, 2, 10**400, -(10**30), 0.5, 1.0, 1.5, -0.1),
+    *(math.nan, math.inf, -math.inf, "", " ", "1", "auto", "none", "None", "yes", "a.b", "é\n2"),
+    *("24GiB", "9" * 400, "0GiB", "-1GiB", "~nobody/x", "${nothing}", "${batch_size}", "???"),
+    *([], [1], ["a"], {}, {"a": 1}, {"_component_": 3}, {"_component_": "a.b"}),
+    *({"_component_": "a.b", "c": "${nothing}"}, {1: 2}),
+]
+OTHERS = ["tokenizer.max_seq_len", "dataset.max_seq_len", "dataset.packed", "optimizer.lr"]
+OTHERS += ["model.max_seq_len", "optimizer.weight_decay", "lr_scheduler.num_warmup_steps"]
+
+
+NUMBERS_OF = ("batch_size", "epochs", "gradient_accumulation_steps")
+NEVER_VALID: dict[str, list[Any]] = {
+    **{key: [None, 0, -1, 1.5, True] for key in NUMBERS_OF},
+    "tokenizer.max_seq_len": [0, True, 1.5, "24GiB"],
+    "clip_grad_norm": [0, -1, True, "1"],
+    "batch_increase_function": [0, True, False, 0.5, "auto", ""],
+    "shuffle": [0, "yes", 2],
+    "seed": [-1, True, 1.5, 10**400],
+    f"{BLOCK}.workers": [-1, True, 10**400],
+    f"{BLOCK}.token_budget": [-1, 0.5, "auto"],
+}
+
+
+@pytest.mark.parametrize(
+    "key", sorted(KNOWN_KEYS) + [f"{BLOCK}.{key}" for key in sorted(block_keys())] + OTHERS
+)
+def test_any_value_of_any_key_is_valid_or_an_error_of_one_line(key: str) -> None:
+    good = OmegaConf.create(OmegaConf.to_container(config("tiny/full"), resolve=True))
+    assert isinstance(good, DictConfig)
+    for value in NONSENSE:
+        cfg = good.copy()
+        OmegaConf.update(cfg, key, value, merge=False)
+        error = fault(cfg)
+        assert "\n" not in (error or ""), value
+        if any(type(value) is type(never) and value == never for never in NEVER_VALID.get(key, [])):
+            assert error is not None, value
+
+
+@pytest.mark.parametrize("key", [*_REQUIRED, *_MUST_BE_GIVEN, "dtype", "dataset"])
+def test_a_key_that_is_missing_is_named(key: str) -> None:
+    cfg = OmegaConf.create(OmegaConf.to_container(config(), resolve=True))
+    assert isinstance(cfg, DictConfig)
+    del cfg[key]
+    assert (fault(cfg) or "").startswith(f"{key}: None ")
+
+
+def fault(cfg: DictConfig) -> str | None:
+    try:
+        check(cfg, "full")
+    except ConfigError as error:
+        return str(error)
+    return None

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from torchtune_adaptive.memory_model.allocator import MIB
-from torchtune_adaptive.memory_model.peak import Beginning, DeviceLimits, largest, peak, timeline
+from torchtune_adaptive.memory_model.peak import DeviceLimits, StartUp, largest, peak, timeline
 from torchtune_adaptive.memory_model.steps import (
     Bilinear,
     Label,
@@ -55,7 +55,7 @@ class TestBilinear:
             one.step(9, 65)
 
     def test_other_structures_are_refused(self) -> None:
-        with pytest.raises(NotRegular, match=r"\(3, 64\) have other allocations"):
+        with pytest.raises(NotRegular, match=r"\(3, 64\) have different allocations"):
             Bilinear({(2, 64): step(1, 2), (3, 64): step(1, 2, 3)})
 
     def test_a_step_must_leave_things_as_they_were(self) -> None:
@@ -70,37 +70,35 @@ def test_a_peak_says_what_is_held_and_where_it_is_reached() -> None:
     state = RecordedStep(
         [MemoryEvent(2, 100, 0)], {2: Label("optimizer state", "optimizer step", "")}
     )
-    found = peak(Beginning(parameters, state), step(50, 300, 20), 4, 64, SIMULATED)
+    found = peak(StartUp(parameters, state), step(50, 300, 20), 4, 64, SIMULATED)
     assert found.live == found.allocated == found.reserved == 970
     assert found.parts == {"parameters": 500, "optimizer state": 100, "activations": 370}
     assert (found.phase, found.operation) == ("forward", "op 2")
 
 
 def test_a_caching_allocator_rounds_and_keeps() -> None:
-    found = peak(
-        Beginning(NOTHING, NOTHING), step(11 * MIB + 1), 4, 64, DeviceLimits("gpu", 1 << 30)
-    )
+    found = peak(StartUp(NOTHING, NOTHING), step(11 * MIB + 1), 4, 64, DeviceLimits("gpu", 1 << 30))
     assert (found.live, found.allocated, found.reserved) == (11 * MIB + 1, 12 * MIB, 12 * MIB)
 
 
 def test_workspaces_are_part_of_the_peak() -> None:
     device = DeviceLimits("gpu", 1 << 30, workspaces=(32 * MIB, 32 * MIB))
-    found = peak(Beginning(NOTHING, NOTHING), step(MIB), 4, 64, device)
+    found = peak(StartUp(NOTHING, NOTHING), step(MIB), 4, 64, device)
     assert found.reserved == 64 * MIB + 2 * MIB
     assert found.parts["workspaces"] == 64 * MIB
 
 
 @pytest.mark.parametrize(
-    ("usable", "verdict"), [(1030, "FITS"), (1029, "UNCERTAIN"), (970, "UNCERTAIN"), (969, "NOT")]
+    ("limit", "verdict"), [(1030, "FITS"), (1029, "UNCERTAIN"), (970, "UNCERTAIN"), (969, "NOT")]
 )
-def test_a_verdict_is_given_where_the_error_leaves_no_doubt(usable: int, verdict: str) -> None:
-    device = DeviceLimits("", usable, caching=False, band=0.03)
-    found = peak(Beginning(NOTHING, NOTHING), step(1000), 1, 1, device)
+def test_a_verdict_is_given_where_the_error_leaves_no_doubt(limit: int, verdict: str) -> None:
+    device = DeviceLimits("", limit, caching=False, band=0.03)
+    found = peak(StartUp(NOTHING, NOTHING), step(1000), 1, 1, device)
     assert verdict in found.verdict(device)
 
 
 def test_a_timeline_shows_the_highest_moment_of_each_stretch() -> None:
-    line = timeline(Beginning(NOTHING, NOTHING), step(1, 2, 3), SIMULATED, points=3)
+    line = timeline(StartUp(NOTHING, NOTHING), step(1, 2, 3), SIMULATED, points=3)
     assert [parts["activations"] for _, parts in line] == [3, 6, 3]
 
 
@@ -158,6 +156,12 @@ def test_two_traces_and_one_that_confirms_are_an_answer(monkeypatch: pytest.Monk
     assert (found.largest, found.traced_directly) == (90, False)
     assert tracer.traced == [2, 2, 3, 90]  # the first makes the optimizer's state
     assert found.at_largest is not None and found.at_largest.live == 1000
+
+
+def test_a_list_of_datasets_is_traced_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer = FakeTracer(lambda rows, length: (100, rows * length))
+    found = ask(tracer, monkeypatch, dataset=[{"packed": False}, {"packed": False}])
+    assert found.largest == 90
 
 
 def test_what_was_traced_once_is_not_traced_again(

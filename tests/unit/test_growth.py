@@ -139,7 +139,9 @@ def test_a_saved_growth_goes_on() -> None:
 def test_other_ranks_keep_the_global_batch_or_say_that_they_cannot() -> None:
     state = growth(Geometric(), start=Split(2, 2, 3)).state_dict()
     assert resumed_start(state, 8, 2) == Split(3, 2, 2)
-    with pytest.raises(BatchIncreaseError, match="12 rows, which 5 ranks cannot share"):
+    with pytest.raises(
+        BatchIncreaseError, match=r"12 samples, which 5 ranks cannot share.*: 1, 2, 3, 4, 6, 12\."
+    ):
         resumed_start(state, 8, 5)
 
 

@@ -16,7 +16,8 @@ RECIPES = PACKAGE.parent / "recipes"
 
 LAYERS = (
     # No torch, not even indirectly.
-    {"settings", "batching", "memory_model", "schedule", "errors", "versions", "cache", "text"},
+    {"settings", "batching", "memory_model", "schedule"}
+    | {"errors", "versions", "shadowing", "durable", "cache", "text", "plots"},
     # What a step needs: the device's memory, and ranks that stay together.
     {"device", "ranks", "registry", "tiny"},
     # One optimizer step, the rows that it takes, the objects that it is made of.

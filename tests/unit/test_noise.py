@@ -140,7 +140,7 @@ def test_a_step_that_measured_nothing_or_overflowed_leaves_no_trace() -> None:
     assert noise.state_dict() == before
 
 
-def test_the_state_comes_back_to_the_bit() -> None:
+def test_the_state_is_restored_bit_for_bit() -> None:
     chance = random.Random(2)
     steps = [sampled([3, 9, 1], chance) for _ in range(60)]
     noise = noise_of(steps[:30], window=20)

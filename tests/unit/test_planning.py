@@ -1,11 +1,13 @@
-"""The command: what it says, its exit status, and that it leaves the process that asks alone."""
+"""The plan command: its output, its exit status, and that it does not affect the calling process."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +16,38 @@ from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import ConfigError, NoPrediction
 from torchtune_adaptive.memory_model.gpus import GPUS, gpu
+from torchtune_adaptive.memory_model.peak import Peak
 from torchtune_adaptive.plan.calibration import Calibration, Calibrations
-from torchtune_adaptive.plan.command import add_arguments, plan_command
+from torchtune_adaptive.plan.command import _config, add_arguments, plan_command
+from torchtune_adaptive.plan.predict import Prediction
+from torchtune_adaptive.plan.report import (
+    PlanReport,
+    WhatIfResult,
+    as_dict,
+    details_text,
+    draw,
+    headline_text,
+)
 from torchtune_adaptive.plan.request import plan_request
 from torchtune_adaptive.plan.what_if import what_ifs
 from torchtune_adaptive.registry import find_config
 
 PROGRAM = """
-import sys, torch
+import os, sys, torch
 from torch import distributed
 from torchtune_adaptive.cli import main
 
 if __name__ == "__main__":
-    before = torch._C._get_privateuse1_backend_name(), torch.UntypedStorage.resize_
+    def state():
+        backend = torch._C._get_privateuse1_backend_name()
+        return backend, torch.UntypedStorage.resize_, dict(os.environ)
+
+    before = state()
     try:
         main()
     finally:
-        assert before == (torch._C._get_privateuse1_backend_name(), torch.UntypedStorage.resize_)
-        assert not distributed.is_initialized() and not hasattr(torch, "imagined")
+        assert before == state()
+        assert not distributed.is_initialized() and not hasattr(torch, "fakegpu")
 """
 
 
@@ -48,39 +64,39 @@ def test_a_plan_for_the_simulated_device(tmp_path: Path) -> None:
                     "--plot", str(picture), "adaptive_batching.probe_length=103",
                     folder=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said["verdict"] == "FITS"
-    assert said["largest"] == 14  # what the searches find without rounding
-    assert said["configured"]["parts"].keys() >= {"activations", "logits and loss", "parameters"}
-    assert said["configured"]["phase"] in ("forward", "backward")
-    assert not said["traced_directly"]
+    printed = json.loads(done.stdout)
+    assert printed["verdict"] == "FITS"
+    assert printed["largest"] == 14  # what the searches find without rounding
+    assert printed["configured"]["parts"].keys() >= {"activations", "logits and loss", "parameters"}
+    assert printed["configured"]["phase"] in ("forward", "backward")
+    assert not printed["traced_directly"]
     assert picture.stat().st_size > 10_000
 
 
-def test_all_that_may_be_asked(tmp_path: Path) -> None:
+def test_everything_that_is_predicted(tmp_path: Path) -> None:
     done = run_plan("--config", "tiny/full", "--nproc", "3", "--json",
                     "adaptive_batching.probe_length=64", f"adaptive_batching.cache={tmp_path}",
                     folder=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    names = {one["name"]: one["answer"] for one in said["what_ifs"]}
+    printed = json.loads(done.stdout)
+    names = {one["name"]: one["answer"] for one in printed["what_ifs"]}
     assert names.keys() >= {"activation checkpointing", "LoRA (rank 8)", "6 ranks", "1 rank"}
-    assert names["activation checkpointing"]["largest"] > said["largest"]
-    assert names["6 ranks"]["configured"]["live"] < said["configured"]["live"]
+    assert names["activation checkpointing"]["largest"] > printed["largest"]
+    assert names["6 ranks"]["configured"]["live"] < printed["configured"]["live"]
     # Parts as small as these stay as they are.
-    assert names["8-bit optimizer (torchao)"]["configured"]["live"] == said["configured"]["live"]
-    assert said["lengths"]["32"] >= 2 * said["largest"] >= 4 * said["lengths"]["128"]
+    assert names["8-bit optimizer (torchao)"]["configured"]["live"] == printed["configured"]["live"]
+    assert printed["lengths"]["32"] >= 2 * printed["largest"] >= 4 * printed["lengths"]["128"]
     # 3 ranks cannot share 512 rows of an embedding evenly.
-    assert said["last_rank"]["rank"] == 2
-    assert said["last_rank"]["configured"]["live"] < said["configured"]["live"]
+    assert printed["last_rank"]["rank"] == 2
+    assert printed["last_rank"]["configured"]["live"] < printed["configured"]["live"]
 
 
 def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
     done = run_plan("--config", "tiny/full", "--memory", "1MiB", "--no-what-ifs", "batch_size=1",
                     folder=tmp_path)  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert "batch_size 1: DOES NOT FIT" in done.stdout
-    assert "Not even one row of 512 tokens fits." in done.stdout
+    assert re.search(r"batch_size 1: DOES NOT FIT\. Peak 15\.\d MiB of 973 KiB", done.stdout)
+    assert "Not even one sample of 512 tokens fits." in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -89,11 +105,11 @@ def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
         (["--config", "tiny/ful"], "Did you mean tiny/full"),
         (["--config", "llama3_1/8B_full", "--gpu", "h10-80gb"], "Did you mean h100-80gb"),
         (["--config", "tiny/full", "adaptive_batching.memory_limit=null"], "has no memory of its"),
-        (["--config", "tiny/full", "batch_size=0"], "whole number of at least 1"),
+        (["--config", "tiny/full", "batch_size=0"], "an integer >= 1"),
         (["--config", "tiny/full", "batch_size"], "Write key=value"),
-        (["--config", "tiny/full", "--memory", "lots"], "not an amount of memory"),
+        (["--config", "tiny/full", "--memory", "lots"], "--memory: 'lots' is not valid"),
         (["--config", "tiny/full", "--nproc", "0"], "Use 1 or more"),
-        ([], "Give the name of a config"),
+        ([], "error: --config is required"),
     ],
 )
 def test_no_answer_has_status_2(
@@ -108,7 +124,84 @@ def test_no_answer_has_status_2(
 def test_a_step_that_cannot_be_traced_has_status_2(tmp_path: Path) -> None:
     done = run_plan("--config", "tiny/full", "--no-what-ifs", "model.num_heads=3", folder=tmp_path)
     assert done.returncode == 2
-    assert "NoPrediction: A step of this config could not be traced: ValueError" in done.stderr
+    assert "plan: error: A step of this config could not be traced: ValueError" in done.stderr
+
+
+def test_overrides_may_contain_equals_signs() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    line = ["--config", "tiny/full", "tokenizer.prompt=a=b", "--nproc_per_node", "2"]
+    arguments = parser.parse_args(line)
+    assert arguments.nproc == 2
+    assert _config(arguments).tokenizer.prompt == "a=b"
+
+
+def test_known_gpus_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert plan_command(parser.parse_args(["--list-gpus"])) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[:3] == ["GPU", "capacity", "available"]
+    assert rows[0].split() == ["t4-16gb", "14.8", "GiB", "14.2", "GiB", "13.2", "GiB"]
+
+
+def a_prediction(**changes: Any) -> Prediction:
+    peak = Peak(
+        2, 2048, 10 << 30, 11 << 30, 19 << 30, {"activations": 10 << 30}, "backward", "aten.mm"
+    )
+    return Prediction(
+        **{
+            **dict(rows=2, length=2048, ranks=8, rank=0, largest=13, configured=peak),
+            **dict(at_largest=replace(peak, rows=13, phase="optimizer step"), lengths={}, curve=[]),
+            **dict(timeline=[], traced_directly=False, uneven=False, seconds=1.0, tool_bytes=1),
+            **changes,
+        }
+    )
+
+
+class TestWhatIsPrinted:
+    plan = plan_request(OmegaConf.load(find_config("llama3_1/8B_full")), 8)  # type: ignore[arg-type]
+
+    def test_the_headline(self) -> None:
+        text = headline_text(self.plan, a_prediction(), "llama3_1/8B_full")
+        assert text.startswith(
+            "llama3_1/8B_full on 8 x h100-80gb, samples of 2048 tokens (assumed: set "
+        )
+        assert (
+            "batch_size 2: FITS. Peak 19 of 73.7 GiB (11 GiB in tensors; the rest is allocator "
+            "overhead), reached in the backward pass.\n    activations"
+        ) in text
+        assert "batch_size 13: Peak 19 of 73.7 GiB" in text and "in the optimizer step." in text
+        assert "Largest micro-batch that fits: 13 (power of two: 8)" in text
+        assert "aten.mm" not in text
+
+    def test_the_details(self) -> None:
+        outcomes = [
+            WhatIfResult("smaller", a_prediction(largest=0)),
+            WhatIfResult("larger", a_prediction(largest=40)),
+            WhatIfResult("other", None, "It cannot be traced."),
+        ]
+        report = PlanReport(
+            self.plan, a_prediction(), a_prediction(largest=12), outcomes, {1024: 20}
+        )
+        first, _, header, *rows = details_text(report).splitlines()
+        assert (
+            first.startswith("Parameters do not divide evenly across ranks") and "is 12." in first
+        )
+        assert header.endswith("largest  peak at batch_size 2: reserved (allocated)")
+        assert [row.split()[:2] for row in rows[:3]] == [
+            ["larger", "40"],
+            ["as", "configured"],
+            ["smaller", "none"],
+        ]
+        assert rows[3].split() == ["samples", "of", "1024", "tokens", "20"]
+        assert rows[4] == "  other: no prediction. It cannot be traced."
+        assert as_dict(report)["configured"]["operation"] == "aten.mm"
+
+    def test_a_plot_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(ConfigError, match=r"Install torchtune-adaptive\[plot\]"):
+            draw(PlanReport(self.plan, a_prediction(), None, [], {}), Path("plan.png"))
 
 
 def stock(name: str, **changes: Any) -> Any:
@@ -118,16 +211,24 @@ def stock(name: str, **changes: Any) -> Any:
 class TestWhatIsAssumed:
     def test_a_device_by_name(self) -> None:
         plan = plan_request(stock("llama3_1/8B_full"), 8, "a100-40gb")
-        assert plan.device.usable == int(GPUS["a100-40gb"].usable(8) * 0.95)
-        assert any("CUDA's context and NCCL" in line for line in plan.assumptions)
+        assert plan.device.limit == int(GPUS["a100-40gb"].available(8) * 0.95)
+        assert plan.assumptions[:2] == (
+            "a100-40gb: 39.4 GiB capacity, less 1.5 GiB for the CUDA context and NCCL",
+            "37.9 GiB available; limit 36 GiB (5% headroom)",
+        )
+        alone = plan_request(stock("llama3_1/8B_full"), 1, "a100-40gb")
+        assert alone.assumptions[0].endswith("less 512 MiB for the CUDA context")
 
     def test_memory_is_what_a_process_can_get(self) -> None:
         plan = plan_request(stock("llama3_1/8B_full"), 8, memory=76 << 30)
-        assert plan.device.usable == int((76 << 30) * 0.95)
+        assert plan.device.limit == int((76 << 30) * 0.95)
+        assert plan.device.name == "GPU with 76 GiB"
+        sold_as = plan_request(stock("llama3_1/8B_full"), 8, memory=24 * 10**9)
+        assert sold_as.device.name == "GPU with 24 GB (22.35 GiB)"
 
     def test_this_machine_is_as_searches_found_it(self, tmp_path: Path) -> None:
         cfg = stock("llama3_1/8B_full", adaptive_batching={"cache": str(tmp_path)})
-        with pytest.raises(ConfigError, match="none is remembered"):
+        with pytest.raises(ConfigError, match="there was none"):
             plan_request(cfg, 8, "here")
         compiled = OmegaConf.merge(cfg, {"compile": True})
         for device, when, run, ranks in (
@@ -140,13 +241,26 @@ class TestWhatIsAssumed:
             kept.keep(Calibration(device, 20 << 30, 1.02, 1.01, when))
         plan = plan_request(cfg, 4, "here")
         assert (plan.device.name, plan.device.correction) == ("New", 1.02)
-        assert plan.device.usable == int((20 << 30) * 0.95)
-        assert "measured here on 2033-05-18: peaks were +2.00% (reserved)" in plan.assumptions[0]
+        assert plan.device.limit == int((20 << 30) * 0.95)
+        assert "2033-05-18: the measured peak was 2.00% above the prediction" in plan.assumptions[0]
         assert plan_request(cfg, 1, "here").device.name == "One"
         assert plan_request(compiled, 2, "here").device.name == "Compiled"
-        absurd = Calibration("Absurd", 20 << 30, reserved=3.0, allocated=1.0, when=5e9)
+        absurd = Calibration("Absurd", 20 << 30, reserved_ratio=3.0, allocated_ratio=1.0, when=5e9)
         Calibrations(str(tmp_path), cfg, 8).keep(absurd)
         assert plan_request(cfg, 4, "here").device.name == "New"
+
+    @pytest.mark.parametrize(
+        ("reserved", "allocated", "text"),
+        [
+            (1.0, 1.0, "the measured peak was as predicted"),
+            (0.995, 1.0, "was 0.50% below the prediction (reserved; allocated: equal to it)"),
+            (1.012, 1.02, "was 1.20% above the prediction (reserved; allocated: 2.00% above it)"),
+        ],
+    )
+    def test_a_trial_is_compared_with_its_prediction(
+        self, reserved: float, allocated: float, text: str
+    ) -> None:
+        assert Calibration("", 1, reserved, allocated, 0.0).comparison().endswith(text)
 
     def test_the_allocator_is_that_of_the_environment(
         self, monkeypatch: pytest.MonkeyPatch
@@ -159,36 +273,62 @@ class TestWhatIsAssumed:
         longer = stock("llama3_1/8B_full", tokenizer={"max_seq_len": 4096})
         assert plan_request(longer, 8).length == 4096
 
-    def test_what_cannot_be_told_is_refused(self) -> None:
+    @pytest.mark.parametrize(
+        ("lengths", "expected"),
+        [
+            ((512, 1024), (1024, "dataset.max_seq_len")),
+            (
+                (512, None),
+                (4096, "tokenizer.max_seq_len"),
+            ),  # any sample of the second may be longer
+        ],
+    )
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_a_list_of_datasets(
+        self, lengths: tuple[int | None, ...], expected: tuple[int, str], packed: bool
+    ) -> None:
+        cfg = stock("llama3_1/8B_full", tokenizer={"max_seq_len": 4096})
+        cfg.dataset = [{**cfg.dataset, "packed": packed, "max_seq_len": n} for n in lengths]
+        plan = plan_request(cfg, 8)
+        assert (plan.length, plan.length_source) == expected
+        assert any("packed rows" in line for line in plan.assumptions) is packed
+        Calibrations(False, cfg, 8)
+
+    def test_what_cannot_be_predicted_is_refused(self) -> None:
         changes = {
             "tensor_parallel_dim": 2,
-            "tensor_parallel_plan": {},
+            "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
             "optimizer": {"fused": False},
         }
-        with pytest.raises(NoPrediction, match="are not traced yet"):
+        with pytest.raises(NoPrediction, match="cannot be traced yet"):
             plan_request(stock("llama3_1/8B_full", **changes), 8)
 
-    def test_compiling_is_said_to_err_high(self) -> None:
+    def test_a_package_that_is_missing_is_named_with_the_remedy(self) -> None:
+        cfg = stock("llama3_1/8B_full", optimizer={"_component_": "no_such_package.AdamW"})
+        with pytest.raises(NoPrediction, match=r"no_such_package is not installed.*AdamW8bit"):
+            plan_request(cfg, 1)
+
+    def test_compiling_is_said_to_be_overestimated(self) -> None:
         plan = plan_request(stock("llama3_1/8B_full", compile=True), 8)
-        assert any("compile" in line and "errs high" in line for line in plan.assumptions)
+        assert any("compile" in line and "overestimates" in line for line in plan.assumptions)
 
 
 def test_what_ifs_change_one_thing_each() -> None:
     plan = plan_request(stock("llama3_1/8B_full"), 8)
-    changed = {one.name: one.question for one in what_ifs(plan)}
+    changed = {one.name: one.query for one in what_ifs(plan)}
     assert changed["no activation checkpointing"].cfg["enable_activation_checkpointing"] is False
     assert changed["QLoRA (rank 8)"].cfg["model"]["_component_"].endswith("qlora_llama3_1_8b")
     assert changed["8-bit optimizer (torchao)"].cfg["optimizer"].keys() == {"_component_", "lr"}
     assert changed["16 ranks"].ranks == 16
     assert changed["expandable segments"].device.expandable
-    for question in changed.values():  # each is a config that a recipe would take
-        plan_request(OmegaConf.create(question.cfg), question.ranks)
+    for query in changed.values():  # each is a config that a recipe would take
+        plan_request(OmegaConf.create(query.cfg), query.ranks)
 
 
 def test_an_unknown_device_is_an_error_with_a_guess() -> None:
     with pytest.raises(ConfigError, match="Did you mean h100-80gb"):
         gpu("h100")
-    assert gpu("H100-80GB").usable(1) > gpu("h100-80gb").usable(2)
+    assert gpu("H100-80GB").available(1) > gpu("h100-80gb").available(2)
 
 
 def test_a_process_that_is_killed_has_status_2(tmp_path: Path) -> None:
@@ -206,4 +346,4 @@ def test_a_process_that_is_killed_has_status_2(tmp_path: Path) -> None:
     command = [sys.executable, str(script), "plan", "--config", "tiny/full", "--no-what-ifs"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 2
-    assert "a process that traced was ended from outside" in done.stderr
+    assert "a process that traced was killed" in done.stderr

@@ -1,4 +1,4 @@
-"""The size of the micro-batch after trouble and after calm, step by step."""
+"""The micro-batch after running out of memory, and after a while without, step by step."""
 
 from __future__ import annotations
 

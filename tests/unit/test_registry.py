@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from tests.unit.test_config import config as load
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.registry import (
     CONFIGS,
+    component,
     find_config,
+    load_config,
     our_configs,
     register,
     torchtune_configs,
@@ -29,12 +32,38 @@ def test_a_name_a_path_and_torchtunes_names_are_found(tmp_path: Path) -> None:
 
 
 def test_a_name_that_exists_nowhere_says_which_do() -> None:
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, match=r"Did you mean llama3_2/1B_adaptive_full or [^;]*\?$"):
         find_config("llama3_2/1B_adaptive_ful")
+    with pytest.raises(ConfigError) as raised:
+        find_config("zzz")
     message = str(raised.value)
-    assert "Did you mean llama3_2/1B_adaptive_full" in message
     assert all(name in message for name in our_configs())
     assert "tune ls" in message
+
+
+@pytest.mark.parametrize("content", [b"a: [", b"- a", b"a: 1\na: 2", b"\xff", b"a: ${b"])
+def test_a_file_that_is_no_config_is_an_error_of_one_line(content: bytes, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        load_config(str(mine))
+    assert str(mine) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_function_of_the_working_directory_comes_after_those_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text("def grow(): return 3")
+    (tmp_path / "torchtune.py").write_text("raise AssertionError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert component("mine.grow")() == 3
+    assert component("torchtune.config.parse") is config.parse
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert component("mine.grow")() == 3
 
 
 def test_registering_twice_is_registering_once() -> None:

@@ -51,11 +51,9 @@ def report(**changes: Any) -> SearchReport:
 
 
 def test_a_trial_is_one_line() -> None:
-    assert trial_line(TRIALS[0]) == "trial of 1 rows: fits; peak 21 GiB of 76 GiB on rank 1, 1.2 s"
+    assert trial_line(TRIALS[0]) == "micro-batch 1: fits, peak 21 of 76 GiB (rank 1), 1.2 s"
     line = trial_line(TRIALS[2])
-    assert (
-        line == "trial of 8 rows: out of memory in backward; peak 74 GiB of 76 GiB on rank 1, 1.2 s"
-    )
+    assert line == "micro-batch 8: out of memory in backward, peak 74 of 76 GiB (rank 1), 1.2 s"
 
 
 def test_the_deciding_rank_is_the_one_in_trouble_or_else_the_tightest() -> None:
@@ -70,24 +68,19 @@ def test_retries_do_not_fit() -> None:
     assert "3 allocation retries" in trial_line(thrashing)
 
 
-def test_the_report_reads_from_trials_to_choice() -> None:
+def test_the_report_gives_the_choice_and_its_reason() -> None:
     assert report().text().splitlines() == [
-        "Trials of 2048 tokens a row (max_seq_len of the tokenizer) on H100, 5% of memory kept free; "
+        "Searched with rows of 2048 tokens (max_seq_len of the tokenizer) on H100, 5% of memory kept free; "
         "extrapolate, 12.3 s:",
-        "  rows  peak    usable  verdict                    seconds  deciding rank",
-        "  1     21 GiB  76 GiB  fits                       1.2      1",
-        "  2     31 GiB  76 GiB  fits                       1.2      1",
-        "  8     74 GiB  76 GiB  out of memory in backward  1.2      1",
-        "  4     51 GiB  76 GiB  fits                       1.2      1",
         "batch_size 2 -> 4 (8 rows do not fit: out of memory in backward on rank 1)",
-        "global batch 16 -> 32 rows (4 x 4 x 2 ranks)",
+        "global batch 16 -> 32 rows (micro-batch 4 x accumulation 4 x 2 ranks)",
     ]
 
 
-def test_a_global_batch_that_stays_is_said_to_stay() -> None:
+def test_a_global_batch_that_stays_is_reported_as_unchanged() -> None:
     text = report(after=Split(4, 2, 2)).text()
     assert "gradient_accumulation_steps 4 -> 2" in text
-    assert "global batch stays 16 rows (4 x 2 x 2 ranks)" in text
+    assert "global batch unchanged: 16 rows (micro-batch 4 x accumulation 2 x 2 ranks)" in text
 
 
 @pytest.mark.parametrize("status", [Status.CEILING, Status.REMEMBERED])

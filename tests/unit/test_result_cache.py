@@ -1,21 +1,37 @@
-"""Remembered results: exact, or not used; and never a reason to fail."""
+"""Cached results: exact, or not used; and never a reason to fail."""
 
 from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.cache import Cache
+from tests.helpers.ranks import Alone
+from torchtune_adaptive import cache as caching
+from torchtune_adaptive import tiny
+from torchtune_adaptive.batching.strategies import SearchResult, Status, Strategy
+from torchtune_adaptive.cache import Cache, atomically, cache_folder
 from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.search.batch_size import facts, found_sizes
-from torchtune_adaptive.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.search.batch_size import _Search, found_sizes
+from torchtune_adaptive.search.trial import RankReport, SizeTrial
+from torchtune_adaptive.settings.adaptive import (
+    BLOCK,
+    AdaptiveSettings,
+    block_keys,
+    top_level_keys,
+)
+from torchtune_adaptive.settings.fingerprint import search_facts, step_facts
+from torchtune_adaptive.settings.kinds import KNOWN_KEYS
 
 FACTS = {"model": {"layers": 2}, "row_length": 128}
 
@@ -29,6 +45,7 @@ def heard(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "propagate", True)
+    caching._warn_once.cache_clear()
     return caplog
 
 
@@ -61,36 +78,166 @@ def test_any_other_fact_is_another_result(change: dict[str, Any], tmp_path: Path
         "[]",
         "null",
         '{"value": 8}',
-        '{"value": "8", "facts": FACTS}',
-        '{"value": 0, "facts": FACTS}',
+        '{"value": 8, "facts": FACTS}',
+        '{"value": 16, "facts": FACTS, "checksum": CHECKSUM}',
+        '{"value": 8, "facts": {}, "checksum": CHECKSUM}',
+        "[" * 100_000,
+        "\\udcff",
     ],
 )
-def test_a_corrupt_file_is_a_miss_with_a_word(
+def test_a_damaged_file_is_a_miss_with_a_warning(
     content: str, tmp_path: Path, heard: pytest.LogCaptureFixture
 ) -> None:
     cache = sizes_in(tmp_path)
     cache.put(FACTS, 8)
-    only_file(tmp_path).write_text(content.replace("FACTS", json.dumps(FACTS)))
+    path = only_file(tmp_path)
+    checksum = json.dumps(json.loads(path.read_text())["checksum"])
+    content = content.replace("FACTS", json.dumps(FACTS)).replace("CHECKSUM", checksum)
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
     assert cache.get(FACTS) is None
-    assert "Not using the remembered batch size" in heard.text
+    assert "Ignoring cached batch size" in heard.text
 
 
-def test_a_file_of_another_run_under_this_name_is_a_miss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [True, 0, -1, 1.5, "8", None, [8]])
+def test_a_value_that_cannot_be_right_is_a_miss(
+    value: Any, tmp_path: Path, heard: pytest.LogCaptureFixture
+) -> None:
+    anything: Cache[Any] = Cache(tmp_path / "batch_sizes", "value", lambda value: True)
+    anything.put(FACTS, value)
+    assert sizes_in(tmp_path).get(FACTS) is None
+    assert "invalid value" in heard.text
+
+
+def test_a_file_of_another_run_under_this_name_is_a_miss(
+    tmp_path: Path, heard: pytest.LogCaptureFixture
+) -> None:
     cache = sizes_in(tmp_path)
     cache.put(FACTS, 8)
     path = only_file(tmp_path)
-    path.write_text(json.dumps({"value": 8, "facts": {"model": "another"}}))
+    cache.put({"model": "another"}, 8)
+    (other,) = set((tmp_path / "batch_sizes").iterdir()) - {path}
+    os.replace(other, path)
     assert cache.get(FACTS) is None
+    assert "belongs to a different run" in heard.text
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_no_more(
-    tmp_path: Path, heard: pytest.LogCaptureFixture
+def _a_file_in_the_way(folder: Path, patch: pytest.MonkeyPatch) -> bool | str:
+    (folder / "file").write_text("not a folder")
+    return str(folder / "file" / "cache")
+
+
+def _a_read_only_folder(folder: Path, patch: pytest.MonkeyPatch) -> bool | str:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    patch.setattr("tempfile.mkdtemp", refuse)
+    return str(folder)
+
+
+def _a_home_that_may_not_be_entered(folder: Path, patch: pytest.MonkeyPatch) -> bool | str:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    patch.setattr(Path, "read_text", refuse)
+    patch.setattr(Path, "mkdir", refuse)
+    patch.setenv("XDG_CACHE_HOME", "")
+    patch.setattr(Path, "home", lambda: folder)
+    return True
+
+
+def _a_user_without_a_home(folder: Path, patch: pytest.MonkeyPatch) -> bool | str:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    patch.setenv("XDG_CACHE_HOME", "")
+    patch.setattr(Path, "home", unknown)
+    return True
+
+
+def _no_such_user(folder: Path, patch: pytest.MonkeyPatch) -> bool | str:
+    return "~nobody_of_this_name/cache"
+
+
+@pytest.mark.parametrize(
+    "obstacle",
+    [
+        _a_file_in_the_way,
+        _a_read_only_folder,
+        _a_home_that_may_not_be_entered,
+        _a_user_without_a_home,
+        _no_such_user,
+    ],
+)
+def test_a_run_continues_without_a_cache_and_says_so_once(
+    obstacle: Callable[[Path, pytest.MonkeyPatch], bool | str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    heard: pytest.LogCaptureFixture,
 ) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    cache = sizes_in(tmp_path / "file" / "cache")
+    setting = obstacle(tmp_path, monkeypatch)
+    for _ in range(2):
+        for cache in (found_sizes(setting), Cache(cache_folder(setting, "b"), "b", lambda _: True)):
+            assert cache.get(FACTS) is None
+            cache.put(FACTS, 8)
+            assert cache.get(FACTS) is None
+            assert cache.all() == []
+    assert heard.text.count("Continuing without a cache in") == 1 == len(heard.records)
+
+
+def test_a_folder_in_the_place_of_a_file(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
+    cache = sizes_in(tmp_path)
     cache.put(FACTS, 8)
+    path = only_file(tmp_path)
+    path.unlink()
+    path.mkdir()
     assert cache.get(FACTS) is None
-    assert "is not remembered" in heard.text
+    cache.put(FACTS, 8)
+    assert "Ignoring cached batch size" in heard.text and "without a cache" in heard.text
+    assert only_file(tmp_path) == path, "nothing is left behind"
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "file"
+    with pytest.raises(ZeroDivisionError), atomically(path) as temporary:
+        assert temporary.write_text("half") / 0
+    assert list(path.parent.iterdir()) == []
+    with atomically(path) as temporary:
+        temporary.write_text("whole")
+        assert not path.exists()
+    with atomically(path) as temporary:
+        temporary.write_text("another")
+        assert path.read_text() == "whole"
+    assert path.read_text() == "another" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_folder_appears_whole_and_the_first_one_stays(tmp_path: Path) -> None:
+    for content in ("first", "second"):
+        with (
+            pytest.raises(OSError, match="not empty") if content == "second" else nullcontext(),
+            atomically(tmp_path / "folder") as temporary,
+        ):
+            temporary.mkdir()
+            (temporary / "file").write_text(content)
+    assert (tmp_path / "folder" / "file").read_text() == "first"
+    assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
+
+
+def test_the_tiny_model_is_made_elsewhere_where_the_cache_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def quickly(folder: Path) -> None:
+        (folder / "data.json").write_text("[]")
+
+    monkeypatch.setattr(tiny, "make", quickly)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert tiny.assets().is_relative_to(tmp_path / "cache")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert tiny.assets().is_relative_to(tmp_path / "tmp")
+    _a_user_without_a_home(tmp_path, monkeypatch)
+    assert tiny.assets() == tiny.assets()
+    assert (tiny.assets() / "data.json").read_text() == "[]"
 
 
 def test_without_a_folder_nothing_is_remembered() -> None:
@@ -118,53 +265,135 @@ def test_what_was_written_longest_ago_goes(tmp_path: Path) -> None:
     assert [few.get({"n": n}) for n in range(5)] == [None, None, 2, 3, 4]
 
 
-def _put_many(folder: str, sizes: list[int]) -> None:
-    for size in sizes:
-        sizes_in(Path(folder)).put(FACTS, size)
+_PUT_MANY = """
+import sys
+from pathlib import Path
+from torchtune_adaptive.cache import Cache
+cache = Cache(Path(sys.argv[1]), "size", lambda size: True)
+for _ in range(200):
+    cache.put({"a": 1}, int(sys.argv[2]))
+    assert cache.get({"a": 1}) in (8, 16)
+"""
 
 
 def test_two_jobs_at_once_leave_one_whole_result(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
     jobs = [
-        context.Process(target=_put_many, args=(str(tmp_path), [size] * 200), daemon=True)
-        for size in (8, 16)
+        subprocess.Popen([sys.executable, "-c", _PUT_MANY, str(tmp_path), size])
+        for size in ("8", "16")
     ]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join(timeout=60)
-        assert job.exitcode == 0
-    assert sizes_in(tmp_path).get(FACTS) in (8, 16)
-    assert only_file(tmp_path)
+    assert [job.wait(timeout=60) for job in jobs] == [0, 0]
+    assert Cache(tmp_path, "size", lambda size: True).get({"a": 1}) in (8, 16)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def found_by(strategy: Strategy | Literal["predict"], folder: Path) -> SearchResult[SizeTrial]:
+    """A search among 1, 2, 4 and 8, of which all fit and 4 is predicted."""
+    search: Any = _Search(
+        run=SimpleNamespace(
+            settings=AdaptiveSettings(search=strategy, cache=str(folder)), ranks=Alone()
+        ),  # type: ignore[arg-type]
+        probe=SimpleNamespace(trial=a_trial),  # type: ignore[arg-type]
+        first=a_trial(1),
+        sizes=(1, 2, 4, 8),
+        predictions=SimpleNamespace(largest=lambda last: 4),  # type: ignore[arg-type]
+    )
+    return search.result(FACTS, None)
+
+
+def a_trial(size: int) -> SizeTrial:
+    return SizeTrial(size, 0.1, (RankReport(None, 10 * size, 10 * size, 0, usable_bytes=100),))
+
+
+def test_a_size_at_which_a_prediction_stopped_is_not_kept(tmp_path: Path) -> None:
+    predicted = found_by("predict", tmp_path)
+    assert (predicted.size, predicted.status) == (4, Status.PREDICTED)
+    assert sizes_in(tmp_path).get(FACTS) is None
+    searched = found_by("bisect", tmp_path)
+    assert (searched.size, searched.status) == (8, Status.CEILING)
+    assert sizes_in(tmp_path).get(FACTS) == 8
+    assert found_by("predict", tmp_path).status is Status.REMEMBERED
 
 
 CHANGES = [
     {"model.embed_dim": 128},
     {"model": {"_component_": "torchtune.models.llama2.lora_llama2", "lora_rank": 4}},
     {"dtype": "bf16"},
+    {"device": "cuda"},
     {"enable_activation_checkpointing": True},
     {"enable_activation_offloading": True},
+    {"ac_mode": "selective"},
+    {"ac_option": 2},
     {"compile": True},
     {"loss._component_": "torch.nn.CrossEntropyLoss"},
     {"optimizer._component_": "torch.optim.SGD"},
+    {"optimizer.fused": True},
     {"optimizer_in_bwd": True},
     {"gradient_accumulation_steps": 2},
+    {"batch_size": 4},
     {"custom_sharded_layers": ["output"]},
+    {"collate_fn": "torchtune.data.padded_collate_packed"},
     {"fsdp_cpu_offload": True},
+    {"fsdp_reshard_after_forward": False},
     {"clip_grad_norm": None},
+    {"cudnn_deterministic_mode": 1},
+    {"tensor_parallel_dim": 2},
+    {"tensor_parallel_plan._component_": "m.plan"},
+    {"use_maximum_batch_size": False},
+    {"batch_increase_function": "m.grow"},
     {"adaptive_batching.headroom": 0.1},
     {"adaptive_batching.memory_limit": "41MiB"},
     {"adaptive_batching.rounding": "none"},
     {"adaptive_batching.ceiling": 4},
+    {"adaptive_batching.keep_global_batch": True},
+    {"adaptive_batching.grow_past_memory": True},
+    {"adaptive_batching.gradient_noise": "observe"},
+    {"adaptive_batching.token_budget": 512},
+    {"adaptive_batching.on_out_of_memory": "raise"},
 ]
-RUN = {"row_length": 103, "packed": False, "ranks": 2, "device": "a", "capacity": 1000}
+CANNOT_MATTER = [
+    {"output_dir": "/elsewhere", "checkpointer.checkpoint_dir": "/elsewhere"},
+    {"resume_from_checkpoint": True},
+    {"metric_logger.log_dir": "/elsewhere", "profiler": {"enabled": True}},
+    {"log_every_n_steps": 5, "log_peak_memory_stats": True},
+    {"enable_async_checkpointing": True, "save_adapter_weights_only": True},
+    {"seed": 7, "shuffle": False},
+    {"epochs": 9, "max_steps_per_epoch": 3, "save_every_n_steps": 3},
+    {"lr_scheduler.num_warmup_steps": 9, "optimizer.lr": 0.1},
+    {
+        "dataset.source": "other",
+        "tokenizer.max_seq_len": 103,
+    },  # the length of rows is a fact itself
+    {"assets": "/elsewhere", "my_notes": "hello"},
+    {"adaptive_batching.search": "halve"},
+    {"adaptive_batching.search_only": True, "adaptive_batching.cache": "/elsewhere"},
+    {"adaptive_batching.workers": 2, "adaptive_batching.grow_back_after": 9},
+    {"adaptive_batching.wait_for_memory": 9, "adaptive_batching.stop_timeout": 9},
+    {"keep_last_n_checkpoints": 2},
+    {"adaptive_batching.lr_scaling": "sqrt", "adaptive_batching.beta2": "half_life"},
+    {"adaptive_batching.rank_timeout": 9, "adaptive_batching.step_timeout": 9},
+    {"adaptive_batching.probe_length": 103},
+]
+RUN = {
+    "row_length": 103,
+    "packed": False,
+    "largest_candidate": 64,
+    "ranks": 2,
+    "device": "a",
+    "capacity": 1000,
+}
+
+
+def changed(changes: dict[str, Any]) -> DictConfig:
+    cfg = OmegaConf.load(find_config("tiny/full"))
+    assert isinstance(cfg, DictConfig)
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key, value, force_add=True)
+    return cfg
 
 
 def facts_of(changes: dict[str, Any], **run: Any) -> dict[str, Any]:
-    cfg = OmegaConf.load(find_config("tiny/full"))
-    for key, value in changes.items():
-        OmegaConf.update(cfg, key, value, force_add=True)
-    return facts(cfg, AdaptiveSettings.from_config(cfg), **{**RUN, **run})  # type: ignore[arg-type]
+    cfg = changed(changes)
+    return search_facts(cfg, AdaptiveSettings.from_config(cfg), **{**RUN, **run})
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: next(iter(changes)))
@@ -179,14 +408,38 @@ def test_everything_that_could_change_the_result_is_a_fact(
 
 @pytest.mark.parametrize(
     "run",
-    [{"row_length": 104}, {"packed": True}, {"ranks": 3}, {"device": "b"}, {"capacity": 1200}],
+    [
+        {"row_length": 104},
+        {"packed": True},
+        {"largest_candidate": 32},
+        {"ranks": 3},
+        {"device": "b"},
+        {"capacity": 1200},
+    ],
     ids=str,
 )
 def test_so_is_the_machine_and_the_data(run: dict[str, Any]) -> None:
     assert facts_of({}, **run) != facts_of({})
 
 
-def test_what_cannot_change_the_result_is_not_a_fact() -> None:
-    same = facts_of({"seed": 7, "output_dir": "/elsewhere", "epochs": 9, "log_every_n_steps": 5})
-    assert same == facts_of({})
-    assert facts_of({}, capacity=1004) == facts_of({})  # a few pages more or less
+@pytest.mark.parametrize("changes", CANNOT_MATTER, ids=lambda changes: next(iter(changes)))
+def test_what_cannot_change_the_result_is_not_a_fact(changes: dict[str, Any]) -> None:
+    assert facts_of(changes) == facts_of({})
+
+
+def test_a_few_pages_more_or_less_are_the_same_capacity() -> None:
+    assert facts_of({}, capacity=1004) == facts_of({})
+
+
+def test_every_key_is_above_in_one_of_the_lists() -> None:
+    """A new one must be thought about."""
+    listed = {key for changes in (*CHANGES, *CANNOT_MATTER) for key in changes}
+    ours = {f"{BLOCK}.{key}" for key in block_keys()} | top_level_keys()
+    theirs = KNOWN_KEYS - {BLOCK}
+    assert ours | theirs <= listed | {key.split(".")[0] for key in listed}
+
+
+def test_traces_hold_for_any_batch_size_and_any_settings_of_ours() -> None:
+    same = {"batch_size": 4, "use_maximum_batch_size": False, "adaptive_batching.headroom": 0.2}
+    assert step_facts(changed(same)) == step_facts(changed({}))
+    assert step_facts(changed({"model.embed_dim": 128})) != step_facts(changed({}))

@@ -9,6 +9,7 @@ import torch
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from torchtune_adaptive.data.loader import EpochRows, Loader, SampleOrder
+from torchtune_adaptive.data.micro_batches import ByRows
 
 
 @pytest.mark.parametrize("samples", [1, 2, 7, 64, 103])
@@ -31,7 +32,7 @@ def collate(rows: list[int]) -> dict[str, Any]:
 def loader(samples: int = 20, rank: int = 0, ranks: int = 1, workers: int = 0) -> Loader:
     dataset: Any = [index * 10 for index in range(samples)]
     order = SampleOrder(samples, ranks, shuffle=True)
-    return Loader(dataset, collate, order, rank, ranks, workers)
+    return Loader(dataset, collate, order, rank, ranks, ByRows("none"), workers)
 
 
 def test_a_micro_batch_knows_its_samples() -> None:

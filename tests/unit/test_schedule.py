@@ -79,7 +79,7 @@ def test_gradient_noise_doubles_after_patience_and_dwell_and_goes_on_after_a_res
 
 def test_replay_does_what_was_recorded(tmp_path: Path) -> None:
     rows = [
-        {"step": 3, "reason": "calm again", "micro_batch": [1, 2]},
+        {"step": 3, "reason": "no OOM for 2 steps", "micro_batch": [1, 2]},
         {"step": 4, "reason": "Geometric", "samples": 500, "global_batch": [8, 16]},
         {"step": 9, "reason": "Geometric", "samples": 900, "global_batch": [16, 32]},
     ]
@@ -106,7 +106,7 @@ def test_replay_does_what_was_recorded(tmp_path: Path) -> None:
     ],
 )
 def test_nonsense_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="is not a number of at least"):
+    with pytest.raises(ValueError, match="must be a number >= "):
         wrong()
 
 

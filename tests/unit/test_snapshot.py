@@ -1,4 +1,4 @@
-"""After a snapshot is put back, every bit is as it was, whatever optimizer made it otherwise."""
+"""A snapshot restores a model and its optimizer bit-for-bit, whatever the optimizer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _number(value: Any) -> Any:
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
-def test_every_bit_is_put_back(make: Callable[[Any], torch.optim.Optimizer], resumed: bool) -> None:
+def test_every_bit_is_restored(make: Callable[[Any], torch.optim.Optimizer], resumed: bool) -> None:
     built = model()
     optimizer = make([p for p in built.parameters() if p.requires_grad])
     if resumed:
@@ -82,7 +82,7 @@ def test_every_bit_is_put_back(make: Callable[[Any], torch.optim.Optimizer], res
     snapshot.close()
     assert same_bits(before, everything(built, optimizer))
     assert bool(optimizer.state) is had_state
-    # And it goes on as it would have: two more steps, compared with a run that was never disturbed.
+    # Training continues as in an undisturbed run.
     undisturbed = model()
     its_optimizer = make([p for p in undisturbed.parameters() if p.requires_grad])
     if resumed:

@@ -29,7 +29,7 @@ def test_a_compiled_model_sees_few_lengths_and_nothing_is_over_budget() -> None:
     for start in range(0, 400, 40):
         step = list(range(start, start + 40))
         for rank in range(2):
-            for portion in packer.portions(step, packer.largest, rank, 2):
+            for portion in packer.portions(step, packer.budget.tokens, rank, 2):
                 rows = [
                     {"tokens": [1] * lengths[i], "labels": [1] * lengths[i]}
                     for i in portion.sample_ids
@@ -49,7 +49,7 @@ def test_a_compiled_model_sees_few_lengths_and_nothing_is_over_budget() -> None:
 
 def test_a_rank_without_rows_runs_one_that_weighs_nothing() -> None:
     packer = ByTokens(Budget.of_tokens(100, 50), [50, 20], PADDING, IGNORED)
-    portions = [packer.portions([0, 1], packer.largest, rank, 3) for rank in range(3)]
+    portions = [packer.portions([0, 1], packer.budget.tokens, rank, 3) for rank in range(3)]
     assert [len(each) for each in portions] == [1, 1, 1]
     ((empty,),) = [each for each in portions if each[0].weightless]
     assert empty.sample_ids == [1], "the shortest will do"

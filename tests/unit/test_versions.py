@@ -1,14 +1,18 @@
-"""Unsupported libraries: one line, with the command that mends it."""
+"""Unsupported libraries: one line, with the command that fixes it."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from torchtune_adaptive import versions
 from torchtune_adaptive.errors import UnsupportedVersion
 
+ROOT = Path(__file__).parents[2]
 GOOD = {"torch": "2.13.0+cpu", "torchtune": "0.6.1", "torchao": "0.15.0"}
 
 
@@ -40,8 +44,8 @@ def test_supported(torch: str, torchao: str, monkeypatch: pytest.MonkeyPatch) ->
         ("torchao", "0.12.0", "pip install 'torchao>=0.13,<0.16'"),
         ("torchao", "0.16.0", "pip install 'torchao>=0.13,<0.16'"),
         ("torchao", None, "pip install 'torchao>=0.13,<0.16'"),
-        ("torchtune", "0.6.0", "pip install 'torchtune>=0.6.1,<0.6.2'"),
-        ("torchtune", "0.7.0", "pip install 'torchtune>=0.6.1,<0.6.2'"),
+        ("torchtune", "0.6.0", "pip install 'torchtune==0.6.1'"),
+        ("torchtune", "0.7.0", "pip install 'torchtune==0.6.1'"),
         ("torch", "unknown", "pip install 'torch>=2.11,<2.16'"),
     ],
 )
@@ -54,6 +58,23 @@ def test_unsupported(
     message = str(raised.value)
     assert f"does not work with {name} {version or 'not installed'}: " in message
     assert mend in message and "\n" not in message
+
+
+def test_ranges_are_written_once() -> None:
+    """In pyproject.toml, whose ranges the metadata repeats, and in the README, for people."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    written = {r.name: r for r in map(Requirement, project["dependencies"])}
+    installed = {r.name: r for r in map(Requirement, requires("torchtune-adaptive") or ())}
+    readme = (ROOT / "README.md").read_text()
+    for name in versions.REASONS:
+        assert installed[name].specifier == written[name].specifier
+        ends = {one.operator: one.version for one in written[name].specifier}
+        if "==" in ends:
+            text = ends["=="]
+        else:
+            major, minor = ends["<"].split(".")
+            text = f"{ends['>=']} to {major}.{int(minor) - 1}"
+        assert f"{name} {text}" in readme
 
 
 def test_this_environment_is_supported() -> None:

@@ -1,11 +1,11 @@
-"""Rows of different lengths into micro-batches: none over the budget, as many on every rank.
+"""Pack rows of different lengths into micro-batches within the budget, the same number on every rank.
 
 A micro-batch of ``rows`` rows is padded to its longest, and takes the memory of ``rows`` rows of that
-length. How many rows of a length fit is measured at some lengths (see ``Budget``); between them a rule
-decides that never gives more than what was measured allows.
+length. How many rows fit is measured at some lengths (see ``Budget``); between them a rule applies that
+never allows more than the measurements do.
 
-Only the rows of one step are packed together. Which rows make up a step is decided by the order of the
-epoch, as without a budget, so the shuffling is what it was, and so is the gradient of every step.
+Only rows of the same step are packed together. Which rows make up a step depends on the order of the epoch,
+as without a budget, so the shuffling stays the same, and so does the gradient of every step.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 COST_OF_A_MICRO_BATCH = 1 / 32
-"""Beside its tokens (gathered weights, launches), as a share of a full micro-batch."""
+"""Besides its tokens (gathering weights, kernel launches), as a fraction of a full micro-batch."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many rows of a length fit.
+    """How many rows fit, by length.
 
-    Between two measured lengths as many as keep the tokens of the longer one, and never more than fit at
-    the shorter one: with as many tokens in shorter rows nothing takes more memory (attention takes less),
-    and with longer rows nothing takes less.
+    Between two measured lengths, as many tokens fit as at the longer one, but never more rows than at the
+    shorter one: the same number of tokens in shorter rows never takes more memory (attention takes less),
+    and longer rows never take less.
     """
 
     measured: tuple[tuple[int, int], ...]
-    """Length, and rows that fit, ascending by length."""
+    """Pairs of a length and the rows that fit, ascending by length."""
 
     def __post_init__(self) -> None:
         lengths = [length for length, _ in self.measured]
@@ -36,7 +36,7 @@ class Budget:
 
     @classmethod
     def of_tokens(cls, tokens: int, longest: int) -> Budget:
-        """As many rows as have no more than ``tokens`` tokens with padding."""
+        """The budget of at most ``tokens`` tokens, padding included."""
         if longest > tokens:
             raise ValueError(f"tokens: {tokens} is less than the longest row has, {longest}")
         return cls(((longest, tokens // longest),))
@@ -47,12 +47,12 @@ class Budget:
 
     @property
     def tokens(self) -> int:
-        """Of the largest micro-batch of the longest rows."""
+        """Tokens in the largest micro-batch of the longest rows."""
         length, rows = self.measured[-1]
         return length * rows
 
     def rows(self, length: int) -> int:
-        """That fit in one micro-batch whose longest row has ``length`` tokens; 0 if it is too long."""
+        """The rows that fit in a micro-batch whose longest row has ``length`` tokens; 0 if it is too long."""
         most = None  # at the next shorter length that was measured
         for measured, rows in self.measured:
             if length <= measured:
@@ -62,23 +62,23 @@ class Budget:
         return 0
 
     def shrunk(self, divisor: int) -> Budget:
-        """A part of the rows at every length; of one row there is no part."""
+        """The budget with 1/``divisor`` of the rows at every length, but at least one."""
         return Budget(tuple((length, max(1, rows // divisor)) for length, rows in self.measured))
 
 
 def pack(lengths: Sequence[int], budget: Budget, ranks: int) -> list[list[list[int]]]:
-    """The micro-batches of one step, for each rank: positions in ``lengths``, every one of them once.
+    """The micro-batches of one step for each rank, as positions in ``lengths``, each of which occurs once.
 
     All ranks get the same number of micro-batches; some of the last ones may be empty. Rows are sorted by
-    length and cut where the budget says so, shortest first: as few micro-batches as sorted rows can have,
-    and the one that is not full is that of the longest rows, where padding costs most. Then they are cut
-    once more where that saves more padding than a micro-batch costs. If ranks would be left with nothing to
-    do in the end, the largest micro-batches are cut in two for them.
+    length and cut where the budget is reached, shortest first. This takes as few micro-batches as possible,
+    and the one that is not full has the longest rows, where padding costs most. Then they are cut once more
+    where that saves more padding than a micro-batch costs. If some ranks would have nothing to do at the
+    end, the largest micro-batches are split for them.
 
     Args:
-        lengths: of the rows of the step, over all ranks.
-        budget: of one micro-batch.
-        ranks: that share them.
+        lengths: the lengths of the step's rows, over all ranks.
+        budget: the budget of one micro-batch.
+        ranks: the number of ranks.
     """
     parts: list[list[int]] = [[]]
     for row in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
@@ -92,7 +92,7 @@ def pack(lengths: Sequence[int], budget: Budget, ranks: int) -> list[list[list[i
         parts[-1].append(row)
 
     def work(part: list[int]) -> int:
-        """What a micro-batch computes, with its padding; its longest row is its last."""
+        """The tokens that a micro-batch computes, padding included; its longest row is its last."""
         return len(part) * lengths[part[-1]]
 
     parts = [piece for part in parts for piece in _pieces(part, lengths, budget)]
@@ -101,14 +101,14 @@ def pack(lengths: Sequence[int], budget: Budget, ranks: int) -> list[list[list[i
         half = len(largest) // 2
         parts.append(largest[half:])
         del largest[half:]
-    # In rounds of micro-batches of like size, so that no rank waits long for another.
+    # In rounds of micro-batches of similar size, so that no rank waits long for another.
     parts.sort(key=lambda part: (-work(part), part[0]))
     parts += [[] for _ in range(-len(parts) % ranks)]
     return [parts[rank::ranks] for rank in range(ranks)]
 
 
 def _pieces(part: list[int], lengths: Sequence[int], budget: Budget) -> list[list[int]]:
-    """A micro-batch, cut where the rows before the cut have much less padding without those behind it."""
+    """Cut a micro-batch where the shorter rows save much padding by being separate."""
     longest = lengths[part[-1]]
     saved, cut = max(
         (((longest - lengths[part[i - 1]]) * i, i) for i in range(1, len(part))), default=(0, 0)
@@ -119,7 +119,7 @@ def _pieces(part: list[int], lengths: Sequence[int], budget: Budget) -> list[lis
 
 
 def padding(micro_batches: Iterable[Iterable[int]]) -> float:
-    """The share of what is computed that is padding, given the lengths of the rows in each micro-batch."""
+    """The fraction of computed tokens that is padding, given the row lengths of each micro-batch."""
     tokens = computed = 0
     for lengths in map(list, micro_batches):
         tokens += sum(lengths)

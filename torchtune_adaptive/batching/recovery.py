@@ -1,6 +1,6 @@
-"""Which micro-batch the next step uses: smaller after trouble, larger again after a calm stretch.
+"""The micro-batch of the next step: smaller after running out of memory, larger again after a while without.
 
-Every rank holds one of these and is told the same, so all ranks decide the same without asking.
+Every rank has its own copy and gives it the same input, so all ranks decide the same without communicating.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ class Recovery:
     """The size of the micro-batch during training.
 
     Args:
-        size: what training starts with, and never goes above.
+        size: the initial size, and the largest.
         candidates: sizes that it may shrink to.
-        calm_steps: steps without trouble after which a size that failed is tried again; never, if None.
+        calm_steps: steps without trouble after which a size that failed is tried again; None: never.
     """
 
     def __init__(self, size: int, candidates: Iterable[int], calm_steps: int | None) -> None:
@@ -25,11 +25,13 @@ class Recovery:
         self._wait = calm_steps
         self._given_up: list[int] = []  # the latest last
         self._calm = 0
-        self._on_trial = False  # grown back, and not yet for a whole calm stretch
+        self._on_trial = False  # grown back, but not yet for the whole wait
         self._retried = False  # in the last step
+        self.waited = 0
+        """Steps without trouble before the size last grew back."""
 
     def shrink(self) -> bool:
-        """Memory ran out: go on with at most half. Each failure halves, so there are few in a row.
+        """Shrink to at most half the size. Since each failure halves, there are few in a row.
 
         Returns:
             False if there is no smaller size.
@@ -45,22 +47,23 @@ class Recovery:
         return True
 
     def is_thrashing(self, retries: int) -> bool:
-        """Told how often the allocator had to retry in a step: whether it is the second such in a row.
+        """Whether this is the second step in a row with allocation retries.
 
-        One retry is the price of a row longer than those before. One in every step means that the device
-        spends its time giving memory back and asking for it again.
+        One retry is the price of a row longer than those before. Retries in every step mean that the device
+        spends its time freeing memory and allocating it again.
         """
         thrashing = self._retried and retries > 0
         self._retried = retries > 0 and not thrashing
         return thrashing
 
     def grow_back(self) -> bool:
-        """Called after each good step: whether the size that failed last is tried again from here on."""
+        """Count a good step; return whether the size that failed last is tried again from now on."""
         if self._wait is None:
             return False
         self._calm += 1
         if self._calm < self._wait:
             return False
+        self.waited = self._wait
         if self._on_trial:  # it held
             self._wait, self._on_trial = self._calm_steps, False
         if not self._given_up:
@@ -80,7 +83,7 @@ class Recovery:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was called, unless that was above what this run begins with."""
+        """Continue from ``state_dict``, unless the sizes in it are not those of this run."""
         if max([state["size"], *state["given_up"]]) != self.size:
             return
         self.size, self._given_up = state["size"], list(state["given_up"])

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
+
+LrScaling = Literal["none", "sqrt", "linear", "gain"]
 
 
 def lr_factor(
-    rule: str, batch: int, start: int, noise: float | None = None, exponent: float = 0.5
+    rule: LrScaling, batch: int, start: int, noise: float | None = None, exponent: float = 0.5
 ) -> float:
-    """What the base learning rate is multiplied by at a global batch of ``batch``.
+    """The factor for the base learning rate at a global batch of ``batch``.
 
     Args:
-        rule: ``none``; ``sqrt`` or ``linear`` in batch over start; ``gain``: what a larger batch is worth
-            at this noise scale, (1 + noise / start) / (1 + noise / batch), to the power of ``exponent``.
+        rule: ``none``; ``sqrt`` or ``linear`` in batch / start; or ``gain``, the value of a larger batch at
+            this noise scale: (1 + noise / start) / (1 + noise / batch), to the power of ``exponent``.
         batch: the global batch.
         start: the global batch that the base learning rate is meant for.
         noise: the gradient noise scale in rows; while it is unknown, ``gain`` is 1.
-        exponent: 0.5 for Adam and its like, 1 for SGD.
+        exponent: 0.5 for Adam and similar optimizers, 1 for SGD.
     """
     ratio = batch / start
     if rule == "sqrt":
@@ -29,5 +32,5 @@ def lr_factor(
 
 
 def beta2_at(beta2: float, batch: int, start: int) -> float:
-    """Adam's second beta that forgets as much in as many samples as ``beta2`` does at ``start``."""
+    """The beta2 at ``batch`` with the same half-life in samples as ``beta2`` has at ``start``."""
     return float(beta2 ** (batch / start))

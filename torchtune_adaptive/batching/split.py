@@ -48,7 +48,7 @@ class Epochs:
         return self.rows // self.base_rows
 
     def position(self, epoch: int, used: int) -> int:
-        """Base steps behind a run that has used so many rows of its epoch."""
+        """The number of base steps completed by a run that has used ``used`` rows of its epoch."""
         return epoch * self.base_steps + min(used // self.base_rows, self.base_steps)
 
     def progress(self, epoch: int, used: int) -> float:
@@ -65,7 +65,7 @@ def split_rows(rows: int, largest: int, accumulation: int) -> tuple[int, int]:
 
 
 def epochs_of(rows_per_rank: int, split: Split, max_steps: int | None) -> Epochs:
-    """What a rank may use in an epoch; a run without a step would save untrained weights as its result.
+    """The epochs of a run. A run without a step would save untrained weights as its result, and is refused.
 
     Args:
         rows_per_rank: that there are.
@@ -86,7 +86,7 @@ def epochs_of(rows_per_rank: int, split: Split, max_steps: int | None) -> Epochs
 
 
 def resumed_start(state: dict[str, Any], largest: int, ranks: int) -> Split:
-    """What a saved run began with, put together for so many ranks and this largest micro-batch."""
+    """The batch that a saved run began with, divided for a number of ranks and a largest micro-batch."""
     micro_batch, accumulation, saved_ranks = state["start"]
     rows = share_equally(micro_batch * accumulation * saved_ranks, ranks)
     return Split(*split_rows(rows, largest, accumulation), ranks, rows)
@@ -95,8 +95,10 @@ def resumed_start(state: dict[str, Any], largest: int, ranks: int) -> Split:
 def share_equally(global_batch: int, ranks: int) -> int:
     rows, left = divmod(global_batch, ranks)
     if left or not rows:
+        work = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+        nearest = sorted(sorted(work, key=lambda n: abs(n - ranks))[:6])
         raise BatchIncreaseError(
-            f"The checkpoint's global batch is {global_batch} rows, which {ranks} ranks cannot share "
-            "equally. Resume on a number of ranks that divides it."
+            f"The checkpoint's global batch is {global_batch} samples, which {ranks} ranks cannot share "
+            f"equally. Resume on a number of ranks that divides it: {', '.join(map(str, nearest))}."
         )
     return rows

@@ -1,11 +1,11 @@
-"""Find the largest micro-batch that fits, knowing nothing but how to try one.
+"""Find the largest micro-batch that fits, given only a function that tries one.
 
-A search is given the sizes that may be returned (``candidates``, ascending) and a function that tries
-one of them (``trial``). It never returns a size that it did not try, and it returns every trial it made.
+A search takes the sizes that may be returned (``candidates``, ascending) and a function that tries one of
+them (``trial``). It never returns a size that it has not tried, and it returns every trial it made.
 
-Every strategy narrows the same bracket: the largest size seen to fit and the smallest seen not to. They
-differ only in which size inside the bracket they try next. So they agree wherever memory grows with
-size, and they end whatever memory does: each trial makes the bracket smaller.
+Every strategy narrows the same bracket: the largest size known to fit and the smallest known not to. They
+differ only in which size inside the bracket they try next. So they agree wherever memory grows with size,
+and they always terminate: each trial shrinks the bracket.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
+
+Strategy = Literal["extrapolate", "bisect", "halve"]
+Rounding = Literal["power_of_two", "divisor", "none"]
 
 LARGEST_LEAP = 32
-"""An estimate is trusted up to this many times the largest size that was measured: a line through sizes
-1 and 2 is mostly the constant part of memory, and a wild guess costs a host batch of that many rows."""
+"""An estimate is trusted up to this many times the largest size measured: a line through sizes 1 and 2 is
+mostly the constant part of memory, and a wild guess costs a batch of that many rows in host memory."""
 
 WRONG_ESTIMATES_BEFORE_BISECTING = 2
-"""Memory that twice refused to follow its line is not a line."""
+"""If memory has missed its line twice, it is not a line."""
 
 STEP_BELOW_A_FAILED_ESTIMATE = 1 / 16
-"""Estimates miss by a few percent; the next try below one gives up this share of the bracket."""
+"""Estimates are off by a few percent; the next try goes this fraction of the bracket below a failed one."""
 
 
 class Trial(Protocol):
-    """What trying one size has shown."""
+    """The outcome of trying one size."""
 
     @property
     def size(self) -> int: ...
@@ -36,7 +39,7 @@ class Trial(Protocol):
     def fits(self) -> bool: ...
     @property
     def free_bytes(self) -> int:
-        """What the tightest rank had left at its peak; read only where the size fits."""
+        """Bytes left at the peak on the tightest rank; only read where the size fits."""
         ...
 
 
@@ -55,14 +58,14 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class SearchResult(Generic[T]):
-    """The size that was found (``None`` if nothing fits), why it is the answer, and the evidence."""
+    """The size found (``None`` if nothing fits), why the search ended there, and all trials."""
 
     size: int | None
     status: Status
     trials: tuple[T, ...]
 
 
-def candidates(rounding: str, ceiling: int, rows_per_step: int) -> tuple[int, ...]:
+def candidates(rounding: Rounding, ceiling: int, rows_per_step: int) -> tuple[int, ...]:
     """The sizes that may be returned, ascending; 1 is always among them.
 
     Args:
@@ -79,7 +82,9 @@ def candidates(rounding: str, ceiling: int, rows_per_step: int) -> tuple[int, ..
     raise ValueError(f"no such rounding: {rounding!r}")
 
 
-def search(strategy: str, candidates: Sequence[int], trial: Callable[[int], T]) -> SearchResult[T]:
+def search(
+    strategy: Strategy, candidates: Sequence[int], trial: Callable[[int], T]
+) -> SearchResult[T]:
     """Find the largest candidate that fits.
 
     Args:
@@ -96,7 +101,7 @@ def search(strategy: str, candidates: Sequence[int], trial: Callable[[int], T]) 
 
 
 class _Bracket(Generic[T]):
-    """What is known: indices into the candidates, ``low`` seen to fit and ``high`` seen not to."""
+    """The state of a search: indices into the candidates; ``low`` fits and ``high`` does not."""
 
     def __init__(self, candidates: Sequence[int]) -> None:
         self.candidates = candidates
@@ -120,7 +125,7 @@ class _Bracket(Generic[T]):
             self.high = index
 
     def inside(self, index: int) -> int:
-        """The index nearest to the one given that would narrow the bracket."""
+        """The index nearest to ``index`` that narrows the bracket."""
         return max(self.low + 1, min(index, self.high - 1))
 
     def at_least(self, size: float) -> int:
@@ -137,7 +142,7 @@ class _Bracket(Generic[T]):
 
 
 def _halve(bracket: _Bracket[T]) -> Iterator[int]:
-    """From the ceiling down until it fits; then settle what halving jumped over."""
+    """Halve from the ceiling until a size fits; then search the sizes that were skipped."""
     size: float = bracket.candidates[-1]
     while bracket.low < 0:
         yield bracket.at_most(size)
@@ -146,7 +151,7 @@ def _halve(bracket: _Bracket[T]) -> Iterator[int]:
 
 
 def _bisect(bracket: _Bracket[T]) -> Iterator[int]:
-    """Double until it does not fit, then bisect."""
+    """Double until a size does not fit, then bisect."""
     while True:
         if bracket.failed_once:
             yield (bracket.low + bracket.high) // 2
@@ -157,10 +162,10 @@ def _bisect(bracket: _Bracket[T]) -> Iterator[int]:
 
 
 def _extrapolate(bracket: _Bracket[T]) -> Iterator[int]:
-    """A line through the two largest sizes that fit says where memory ends; try just below its end.
+    """Follow a line through the two largest sizes that fit, and try just below where memory runs out.
 
-    Memory is only piecewise linear, so the answer is confirmed: stepped up until a size fails, or down
-    until one fits. A size that the line rules out is tried only when that settles the search.
+    Memory is only piecewise linear, so the estimate is confirmed: step up until a size fails, or down until
+    one fits. A size that the line rules out is tried only if that ends the search.
     """
     while len(bracket.trials) < 2:
         yield bracket.low + 1
@@ -181,7 +186,7 @@ def _end_of_the_line(fitting: Sequence[Trial]) -> float:
     """The size at which a line through the two largest sizes that fit runs out of memory."""
     smaller, larger = sorted(fitting, key=lambda trial: trial.size)[-2:]
     bytes_per_row = (smaller.free_bytes - larger.free_bytes) / (larger.size - smaller.size)
-    if bytes_per_row <= 0:  # noise: no line to follow, so go on as a bisection would
+    if bytes_per_row <= 0:  # noise: no usable line, so double as a bisection would
         return 2 * larger.size
     return min(larger.size + larger.free_bytes / bytes_per_row, LARGEST_LEAP * larger.size)
 
@@ -191,7 +196,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-STRATEGIES: dict[str, Callable[[_Bracket], Iterator[int]]] = {
+STRATEGIES: dict[Strategy, Callable[[_Bracket], Iterator[int]]] = {
     "extrapolate": _extrapolate,
     "bisect": _bisect,
     "halve": _halve,

@@ -8,6 +8,7 @@ out to the ranks one by one and repeats the first few if they do not divide.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, tee
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from torchtune_adaptive.data.micro_batches import MicroBatch, Packer, Portion
+from torchtune_adaptive.data.micro_batches import MicroBatch, MicroBatches, Portion
 
 
 class SampleOrder:
@@ -54,15 +55,15 @@ class SampleOrder:
 
 
 class Loader:
-    """Brings one rank's samples, in any portions.
+    """Loads one rank's samples, in portions of any size.
 
     Args:
         dataset: by index.
         collate: makes a batch of rows.
         order: of the samples.
         rank: whose samples to bring, and of how many ranks.
+        micro_batches: how a step is divided.
         workers: processes that fetch and collate ahead.
-        packer: makes micro-batches of rows by their lengths; None to make them of a number of rows.
     """
 
     def __init__(
@@ -72,19 +73,19 @@ class Loader:
         order: SampleOrder,
         rank: int,
         ranks: int,
+        micro_batches: MicroBatches,
         workers: int = 0,
-        packer: Packer | None = None,
     ) -> None:
         self.dataset = dataset
         self.collate = collate
         self.order = order
-        self.packer = packer
+        self.micro_batches = micro_batches
         self._rank = rank
         self._ranks = ranks
         self._workers = workers
 
     def epoch(self, epoch: int, used: int = 0) -> EpochRows:
-        """This rank's samples of an epoch, of which so many have been used."""
+        """This rank's samples of an epoch, of which the first ``used`` rows have been used."""
         return EpochRows(self, self.order.epoch(epoch), used)
 
     def portions(self, step: list[int], size: int) -> list[Portion]:
@@ -92,15 +93,12 @@ class Loader:
 
         Args:
             step: the samples of the step, over all ranks.
-            size: rows in a micro-batch; with a packer, what it makes of that.
+            size: of a micro-batch; see ``MicroBatches``.
         """
-        if self.packer is not None:
-            return self.packer.portions(step, size, self._rank, self._ranks)
-        mine = step[self._rank :: self._ranks]
-        return [Portion(mine[i : i + size]) for i in range(0, len(mine), size)]
+        return self.micro_batches.portions(step, size, self._rank, self._ranks)
 
     def bring(self, steps: Iterable[list[Portion]]) -> Iterator[MicroBatch]:
-        """The samples with these numbers, each portion as one micro-batch."""
+        """Load the samples of each portion as one micro-batch."""
         # Twice: once to fetch, ahead if there are workers, and once to say what has come.
         fetched, brought = tee(portion for portions in steps for portion in portions)
         loader = DataLoader(
@@ -109,16 +107,22 @@ class Loader:
             collate_fn=self.collate,
             generator=torch.Generator(),  # or each loader would draw from the run's own
             num_workers=self._workers,
+            worker_init_fn=_leave_signals_to_the_run if self._workers else None,
         )
         for portion, batch in zip(brought, loader, strict=True):
-            if self.packer is not None:
-                self.packer.finish(portion, batch)
+            self.micro_batches.finish(portion, batch)
             sample_ids = () if portion.weightless else tuple(portion.sample_ids)
             yield MicroBatch(sample_ids, batch)
 
     @property
     def ranks(self) -> int:
         return self._ranks
+
+
+def _leave_signals_to_the_run(_: int) -> None:
+    """Workers get the signals of their group, too, and the run needs them until it has saved a checkpoint."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _SampleIds(Sampler[list[int]]):
@@ -132,8 +136,8 @@ class _SampleIds(Sampler[list[int]]):
 class EpochRows:
     """One rank's samples of an epoch, a step at a time.
 
-    A step is the same until ``advance`` is called, in whatever micro-batches it is asked for: what takes
-    it again, in smaller ones, loses and repeats nothing.
+    A step has the same rows until ``advance`` is called, in whatever micro-batches it is asked for, so a
+    retry in smaller ones loses and repeats nothing.
     """
 
     def __init__(self, loader: Loader, sample_ids: list[int], used: int = 0) -> None:
@@ -156,7 +160,7 @@ class EpochRows:
         self.used += rows
 
     def _steps(self, used: int, rows: int, size: int) -> Iterator[list[Portion]]:
-        """Of full steps; what does not fill one is left out."""
+        """The portions of each full step; rows that do not fill one are left out."""
         while (used + rows) * self._loader.ranks <= len(self._sample_ids):
             yield self._portions(used, rows, size)
             used += rows

@@ -1,23 +1,21 @@
-"""What torch's CUDA caching allocator would do with a sequence of allocations: how much it reserves.
+"""A model of torch's CUDA caching allocator: how much memory a sequence of allocations reserves.
 
-An allocator keeps what it has got from the device. It gives out blocks of it, so what runs out is not what
-tensors hold (*allocated*) but what the allocator holds (*reserved*), and the two can be gigabytes apart.
-The rules are those of torch 2.13 with default settings:
+The allocator keeps the memory that it has got from the device and hands out blocks of it. So what runs out is
+not what tensors hold (*allocated*) but what the allocator holds (*reserved*), and the two can be gigabytes
+apart. The rules are those of torch 2.13 with default settings:
 
-- A size is rounded up to 512 bytes. Up to 1 MiB it is *small*. Small and large blocks have pools of their
-  own, and so has each stream: memory freed on one is never given out on another.
-- The smallest free block that is large enough is taken; among equals, the one at the lowest address. What
-  is left of it becomes a free block if it is worth it: 512 bytes of a small one, more than 1 MiB of a large
-  one. So a large tensor may occupy up to 1 MiB that it did not ask for, and that counts as allocated.
-- Without such a block a segment is taken from the device: 2 MiB for small blocks, 20 MiB for large ones
-  below 10 MiB, and the size itself in units of 2 MiB above.
+- A size is rounded up to 512 bytes. Up to 1 MiB it is *small*. Small and large blocks come from separate
+  pools, and each stream has its own: memory freed on one stream is never reused on another.
+- The smallest free block that is large enough is taken; among equals, the one at the lowest address. The
+  remainder becomes a free block if it is large enough: at least 512 bytes of a small block, more than 1 MiB
+  of a large one. So a large tensor may occupy up to 1 MiB more than requested, which counts as allocated.
+- If there is no such block, a segment is requested from the device: 2 MiB for small blocks, 20 MiB for large
+  blocks below 10 MiB, and the size itself in units of 2 MiB from there on.
 - A freed block merges with its free neighbours in the segment.
-- When the device has no more, every segment without a block in use is given back, and it is tried again
-  (a *retry*, which costs time); only then is memory out.
+- When the device has no more memory, all segments without a block in use are returned to it and the request
+  is repeated (a *retry*, which costs time); only if that fails is it out of memory.
 - With *expandable segments* each pool is one segment that grows at its end by pages of 2 MiB or 20 MiB, and
-  every remainder is split off. The free block at its end is taken only where no other is large enough.
-
-No torch in here.
+  every remainder is split off. The free block at its end is taken only if no other is large enough.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ LARGEST_SMALL = MIB
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 
-SEGMENT_OF_ITS_OWN = 10 * MIB
-"""From this size on, a segment is made for the block."""
+OWN_SEGMENT = 10 * MIB
+"""From this size on, a block gets its own segment."""
 Pool = tuple[int, bool]  # stream, whether small
 
 
 class OutOfMemory(Exception):
-    """The sequence does not fit below the limit, even after giving back what is cached."""
+    """The sequence exceeds the limit, even after cached segments are returned."""
 
 
 class Block:
@@ -53,7 +51,7 @@ class Block:
         self.behind: Block | None = None
 
     def __lt__(self, other: Block) -> bool:
-        """In the order in which free blocks are taken."""
+        """The order in which free blocks are taken."""
         return (self.size, self.address) < (other.size, other.address)
 
 
@@ -61,8 +59,8 @@ class Allocator:
     """The caching allocator of one device, in numbers.
 
     Args:
-        limit: bytes that it can get from the device; without one, any number.
-        expandable: whether it has expandable segments.
+        limit: bytes that it can get from the device; None is unlimited.
+        expandable: whether it uses expandable segments.
     """
 
     def __init__(self, limit: int | None = None, expandable: bool = False) -> None:
@@ -79,7 +77,7 @@ class Allocator:
         """A block of at least ``nbytes``.
 
         Raises:
-            OutOfMemory: there is none, and none can be made.
+            OutOfMemory: there is none, and the limit leaves no room for another.
         """
         size = max(UNIT, -(-nbytes // UNIT) * UNIT)
         pool = (stream, size <= LARGEST_SMALL)
@@ -97,7 +95,7 @@ class Allocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back."""
+        """Release a block."""
         self.allocated -= block.size
         block.free = True
         if block.before is not None and block.before.free:
@@ -109,7 +107,7 @@ class Allocator:
         self._remember(block)
 
     def release(self) -> None:
-        """Give back to the device what no block in use is part of (``empty_cache``)."""
+        """Return segments without a block in use to the device (``empty_cache``)."""
         for blocks in self._free.values():
             for block in list(blocks):
                 if self._expandable:
@@ -119,7 +117,7 @@ class Allocator:
                     self.reserved -= block.size
 
     def watch(self) -> None:
-        """Start a new period of measurement."""
+        """Reset the peaks."""
         self.peak_allocated, self.peak_reserved, self.retries = self.allocated, self.reserved, 0
 
     def _take(self, pool: Pool, size: int) -> Block | None:
@@ -138,7 +136,7 @@ class Allocator:
             extra = -(-(size - at_hand) // page) * page
         elif small:
             extra = SMALL_SEGMENT
-        elif size < SEGMENT_OF_ITS_OWN:
+        elif size < OWN_SEGMENT:
             extra = LARGE_SEGMENT
         else:
             extra = -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
@@ -152,7 +150,7 @@ class Allocator:
         return self._grow(pool, last, extra)
 
     def _grow(self, pool: Pool, last: Block | None, extra: int) -> Block:
-        """Add pages at the end of an expandable segment; the free block that is there grows with it."""
+        """Add pages at the end of an expandable segment; a free block there grows with it."""
         if last is not None and last.free:
             self._forget(last)
             last.size += extra
@@ -163,8 +161,8 @@ class Allocator:
         return block
 
     def _shrink(self, block: Block) -> None:
-        """Give back whole pages at the end of an expandable segment. Those in its middle are kept here,
-        and given back by torch: after a retry, this reserves too much rather than too little."""
+        """Return whole pages at the end of an expandable segment. torch also returns those in its middle, so
+        after a retry this model overestimates."""
         if block is not self._last.get(block.pool):
             return
         page = SMALL_SEGMENT if block.pool[1] else LARGE_SEGMENT

@@ -1,7 +1,10 @@
-"""Devices that a run may be planned for, and how much of their memory a run can get.
+"""GPUs that a run may be planned for, and how much of their memory a process can get.
 
-A card has less than its name says, and the driver, the context and the communication library take their
-part of it before the first tensor.
+Three words for amounts of memory, here and in what ``plan`` prints:
+
+- *capacity*: what torch calls the device's total memory; less than the name of the card says.
+- *available*: capacity - what the CUDA context and NCCL take before the first tensor.
+- *limit*: available - headroom (``adaptive_batching.headroom``). A size fits if its peak is within it.
 """
 
 from __future__ import annotations
@@ -14,32 +17,36 @@ from torchtune_adaptive.errors import ConfigError
 GIB, MIB = 1 << 30, 1 << 20
 
 CONTEXT = GIB // 2
-"""Assumed: a CUDA context with the kernels of a training step loaded."""
+"""Assumption: a CUDA context with the kernels of a training step loaded."""
 
 COMMUNICATION = GIB
-"""Assumed: NCCL's buffers. Published for one node: 0.5 GiB (4 x A100) to 1.06 GB (8 x H100)."""
+"""Assumption: NCCL's buffers. Published for one node: 0.5 GiB (4 x A100) to 1.06 GB (8 x H100)."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of device."""
+    """A GPU model."""
 
     name: str
     gib: float
-    """What torch calls its total capacity."""
+    """The capacity."""
     workspace: int
-    """What cuBLAS takes for each stream and thread that it works on: 4096 KiB x 2 + 16 KiB x 8, and 32 MiB
-    on Hopper and after."""
+    """What cuBLAS allocates for each stream and thread that uses it: 4096 KiB x 2 + 16 KiB x 8, and 32 MiB
+    from Hopper on."""
 
-    def usable(self, ranks: int) -> int:
-        """What the allocator of one of so many ranks can get."""
-        return int(self.gib * GIB) - CONTEXT - (COMMUNICATION if ranks > 1 else 0)
+    @property
+    def capacity(self) -> int:
+        return int(self.gib * GIB)
+
+    def available(self, ranks: int) -> int:
+        """Bytes that the allocator of one process can get in a run on ``ranks`` ranks."""
+        return self.capacity - CONTEXT - (COMMUNICATION if ranks > 1 else 0)
 
 
 _SMALL, _LARGE = 8 * MIB + 128 * 1024, 32 * MIB
 
-# Capacities as torch prints them in out-of-memory errors that people have published. They differ by up to
-# 0.2 GiB with the driver and the form of the card; --memory says it exactly.
+# Capacities are those in published out-of-memory errors of torch. They differ by up to 0.2 GiB with the
+# driver and the form factor of the card; --memory gives the exact amount.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -59,7 +66,7 @@ DEFAULT = "h100-80gb"
 
 
 def gpu(name: str) -> Gpu:
-    """A device by its name.
+    """The GPU of a name.
 
     Raises:
         ConfigError: it is not known.
@@ -70,7 +77,7 @@ def gpu(name: str) -> Gpu:
     raise ConfigError(
         "--gpu",
         name,
-        "is not a known device",
+        "is not a known GPU",
         (f"Did you mean {close[0]}? " if close else "")
-        + f"Use one of {', '.join(GPUS)}, or --memory with what a process can get",
+        + f"Use one of {', '.join(GPUS)}, or give the memory available to one process with --memory",
     )

@@ -1,4 +1,4 @@
-"""From the memory events of steps to their peaks, as the caching allocator would reach them."""
+"""The peak of a step on a device, computed from the step's memory events."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from torchtune_adaptive.memory_model.steps import Label, MemoryEvent, RecordedSt
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a step runs on, as far as its memory goes."""
+    """The memory of a device, as a prediction needs to know it."""
 
     name: str
-    usable: int
-    """Bytes that a run may use."""
+    limit: int
+    """Bytes that a peak may reach."""
     caching: bool = True
     """Whether tensors come from torch's caching allocator; a simulated device counts their bytes."""
     expandable: bool = False
+    """Whether the allocator has expandable segments."""
     workspaces: tuple[int, ...] = ()
-    """What libraries take from the allocator once and keep."""
+    """Bytes that libraries allocate once and keep."""
     band: float = 0.0
-    """The share by which a prediction may be wrong."""
+    """The error that a prediction may have, as a share of the peak."""
     correction: float = 1.0
-    """What peaks were found to be on it, by what was predicted."""
+    """Measured / predicted peak, where an earlier search measured it."""
 
 
 @dataclass(frozen=True)
@@ -38,33 +39,35 @@ class Peak:
     live: int
     """Bytes of tensors."""
     allocated: int
-    """The same as the allocator counts them."""
+    """Bytes of tensors as the allocator counts them, rounded up to blocks."""
     reserved: int
-    """What the allocator holds: this is what runs out."""
+    """Bytes that the allocator holds: this is what runs out."""
     parts: dict[str, int]
-    """What tensors hold at the peak, by category."""
+    """Bytes of tensors at the peak, by category."""
     phase: str
+    """Where in the step the peak is reached."""
     operation: str
+    """The operation that reaches it."""
 
     def verdict(self, device: DeviceLimits) -> str:
-        """Whether it fits, where the error of the prediction leaves no doubt."""
-        if self.reserved * (1 + device.band) <= device.usable:
+        """Whether the peak is within the limit; uncertain if the difference is within the error."""
+        if self.reserved * (1 + device.band) <= device.limit:
             return "FITS"
-        if self.reserved * (1 - device.band) > device.usable:
+        if self.reserved * (1 - device.band) > device.limit:
             return "DOES NOT FIT"
         return "UNCERTAIN"
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """What comes before the steps that are measured: parameters, and a first step, which makes the
+class StartUp:
+    """What precedes the steps that are measured: parameters are allocated, and a first step creates the
     optimizer's state."""
 
     set_up: RecordedStep
     first_step: RecordedStep
 
     def held(self) -> dict[int, tuple[int, str]]:
-        """What is still held when the next step begins: bytes and category by block."""
+        """What is still allocated when the next step begins: bytes and category by block."""
         labels = {**self.set_up.labels, **self.first_step.labels}
         held: dict[int, tuple[int, str]] = {}
         for block, nbytes, _ in (*self.set_up.events, *self.first_step.events):
@@ -76,14 +79,14 @@ class Beginning:
 
 
 def peak(
-    beginning: Beginning, step: RecordedStep, rows: int, length: int, device: DeviceLimits
+    start_up: StartUp, step: RecordedStep, rows: int, length: int, device: DeviceLimits
 ) -> Peak:
-    """The most that a step takes on a device, in a run that has been going for a while."""
-    moment = _highest_moment(beginning, step, device)
+    """The peak of a step on a device, in a run whose earlier steps had the same size."""
+    moment = _highest_moment(start_up, step, device)
     live = sum(moment.parts.values())
     allocated = reserved = live
     if device.caching:
-        allocated, reserved = _replay(beginning, step, device)
+        allocated, reserved = _replay(start_up, step, device)
     reserved = round(reserved * device.correction)
     return Peak(
         rows=rows,
@@ -102,8 +105,8 @@ class _Moment(NamedTuple):
     label: Label
 
 
-def _highest_moment(beginning: Beginning, step: RecordedStep, device: DeviceLimits) -> _Moment:
-    parts = _parts_before(beginning, device)
+def _highest_moment(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> _Moment:
+    parts = _parts_before(start_up, device)
     total = most = sum(parts.values())
     at, size = -1, dict[int, int]()
     for index, (block, nbytes, _) in enumerate(step.events):
@@ -121,9 +124,9 @@ def _highest_moment(beginning: Beginning, step: RecordedStep, device: DeviceLimi
     return _Moment(Counter({name: n for name, n in parts.items() if n}), label)
 
 
-def _parts_before(beginning: Beginning, device: DeviceLimits) -> Counter[str]:
+def _parts_before(start_up: StartUp, device: DeviceLimits) -> Counter[str]:
     parts: Counter[str] = Counter()
-    for nbytes, category in beginning.held().values():
+    for nbytes, category in start_up.held().values():
         parts[category] += nbytes
     if device.workspaces:
         parts["workspaces"] += sum(device.workspaces)
@@ -131,12 +134,12 @@ def _parts_before(beginning: Beginning, device: DeviceLimits) -> Counter[str]:
 
 
 def timeline(
-    beginning: Beginning, step: RecordedStep, device: DeviceLimits, points: int = 400
+    start_up: StartUp, step: RecordedStep, device: DeviceLimits, points: int = 400
 ) -> list[tuple[str, dict[str, int]]]:
-    """Phase and bytes by category over one step, at its highest moment in each of so many stretches."""
-    parts = _parts_before(beginning, device)
+    """Phase and bytes by category over one step: the highest moment in each of ``points`` intervals."""
+    parts = _parts_before(start_up, device)
     size: dict[int, int] = {}
-    stretch = max(1, len(step.events) // points)
+    interval = max(1, len(step.events) // points)
     line: list[tuple[str, dict[str, int]]] = []
     highest = -1
     for index, (block, nbytes, _) in enumerate(step.events):
@@ -145,7 +148,7 @@ def timeline(
             size[block] = nbytes
         parts[label.category] += nbytes if nbytes >= 0 else -size[block]
         total = sum(parts.values())
-        if index // stretch >= len(line):
+        if index // interval >= len(line):
             line.append((label.phase, dict(parts)))
             highest = total
         elif total > highest:
@@ -153,15 +156,15 @@ def timeline(
     return line
 
 
-def _replay(beginning: Beginning, step: RecordedStep, device: DeviceLimits) -> tuple[int, int]:
-    """Allocated and reserved, once the allocator has seen a step of this size before."""
+def _replay(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> tuple[int, int]:
+    """Peaks of allocated and reserved memory once the allocator has seen a step of this size before."""
     allocator = Allocator(expandable=device.expandable)
     for nbytes in device.workspaces:
         allocator.allocate(nbytes)
     blocks: dict[int, Block] = {}
-    _play(allocator, beginning.set_up.events, blocks)
-    _play(allocator, beginning.first_step.events, blocks)
-    allocator.release()  # as a search does between trials
+    _play(allocator, start_up.set_up.events, blocks)
+    _play(allocator, start_up.first_step.events, blocks)
+    allocator.release()  # as between trials of a search
     allocator.watch()
     for _ in range(2):
         _play(allocator, step.events, {})
@@ -177,11 +180,11 @@ def _play(allocator: Allocator, events: Iterable[MemoryEvent], blocks: dict[int,
 
 
 def largest(fits: Callable[[int], bool], guess: int) -> int:
-    """The largest number of rows that fits, if more rows take more memory; 0 if not even one does.
+    """The largest number of rows that fits, given that more rows never take less memory; 0 if none does.
 
     Args:
-        fits: whether so many rows fit.
-        guess: where to begin; the nearer to the answer, the fewer calls.
+        fits: whether a number of rows fits.
+        guess: where to start; the nearer to the answer, the fewer calls.
     """
     low, high = 0, 0
     rows, stride = max(1, guess), 1

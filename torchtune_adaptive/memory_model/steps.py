@@ -1,9 +1,9 @@
-"""The memory events of a step, and the line through two of them.
+"""The memory events of a step, and how those of any size follow from four traces.
 
 The sequence of allocations in a step does not depend on how many rows a micro-batch has or how long they
-are, and the size of each allocation is bilinear in the two: constant (parameters), by row, by token, by
+are, and the size of each allocation is bilinear in the two: constant (parameters), per row, per token, or per
 both (activations). So four traces, of two numbers of rows and two lengths, give every other step. That they
-have one structure is checked.
+have the same structure is verified.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class MemoryEvent(NamedTuple):
-    """Memory given out, or (``nbytes`` is -1) taken back."""
+    """An allocation or, if ``nbytes`` is -1, the release of a block."""
 
     block: int
     nbytes: int
@@ -21,7 +21,7 @@ class MemoryEvent(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What a block is for, and what asked for it."""
+    """What a block is for, and which operation allocated it."""
 
     category: str
     phase: str
@@ -29,16 +29,16 @@ class Label(NamedTuple):
 
 
 class RecordedStep(NamedTuple):
-    """The events of one step in order, and the labels of the blocks that it gives out."""
+    """The events of one step in order, and the labels of the blocks that it allocates."""
 
     events: list[MemoryEvent]
     labels: dict[int, Label]
 
     def renumbered(self) -> RecordedStep:
-        """With blocks counted from 1, as every step counts them that leaves nothing behind.
+        """The same step with blocks numbered from 1, to compare it with others.
 
         Raises:
-            NotRegular: it leaves something behind, or takes back what another step gave out.
+            NotRegular: it leaves blocks behind, or releases some of an earlier step.
         """
         number: dict[int, int] = {}
         events, left = [], 0
@@ -55,7 +55,7 @@ class RecordedStep(NamedTuple):
 
 
 def packed_up(step: RecordedStep) -> dict[str, Any]:
-    """A step as JSON can hold it, in little space: labels are few."""
+    """A step for JSON. Few labels differ, so each is stored once."""
     kinds = {label: number for number, label in enumerate(dict.fromkeys(step.labels.values()))}
     return {
         "events": [list(event) for event in step.events],
@@ -65,7 +65,7 @@ def packed_up(step: RecordedStep) -> dict[str, Any]:
 
 
 def unpacked(packed: Mapping[str, Any]) -> RecordedStep:
-    """The step again."""
+    """The step that was packed up."""
     kinds = [Label(*kind) for kind in packed["kinds"]]
     events = [MemoryEvent(*event) for event in packed["events"]]
     return RecordedStep(events, {block: kinds[number] for block, number in packed["labels"]})
@@ -76,10 +76,10 @@ class NotRegular(Exception):
 
 
 class Bilinear:
-    """A step of any number of rows of any length, out of traced ones.
+    """Steps of any number of rows of any length, interpolated from traces.
 
     Args:
-        corners: steps by rows and length; two numbers of rows, and one length or two.
+        corners: traces by rows and length: two numbers of rows, and one length or two.
 
     Raises:
         NotRegular: they do not have the same structure.
@@ -95,7 +95,7 @@ class Bilinear:
                 (a.block, a.nbytes < 0, a.stream) != (b.block, b.nbytes < 0, b.stream)
                 for a, b in zip(step.events, first.events, strict=True)
             ):
-                raise NotRegular(f"steps of {size} have other allocations than smaller ones")
+                raise NotRegular(f"steps of {size} have different allocations than smaller ones")
         self._first = first
         at = [[steps[rows, length].events for length in self.lengths] for rows in self.rows]
         self._sizes = [
@@ -103,7 +103,7 @@ class Bilinear:
         ]
 
     def step(self, rows: int, length: int) -> RecordedStep:
-        """What a trace of that size would show."""
+        """The step of that size."""
         low, high = self.rows[0], self.rows[-1]
         by_length = [
             _line(self._sizes[0][n], self._sizes[-1][n], low, high, rows)

@@ -1,7 +1,7 @@
-"""How far predictions were off on this machine, so that the next one is nearer.
+"""How far predictions were off on this machine, to correct the next one.
 
-A search that began with a prediction ends with a trial: what it took, by what was predicted for it, is kept
-for the kind of device and of run, the libraries, and the allocator's settings.
+A search that starts from a prediction ends with a trial. The ratio of its measured peaks to the predicted
+ones is kept for the kind of device and of run, the libraries' versions, and the allocator's settings.
 """
 
 from __future__ import annotations
@@ -19,40 +19,53 @@ from torchtune_adaptive.settings.kinds import is_packed
 
 @dataclass(frozen=True)
 class Calibration:
-    """What one trial has shown."""
+    """One trial compared with its prediction."""
 
     device: str
-    """What the device calls itself."""
+    """The device's name for itself."""
     capacity: int
     """Bytes that a process could get."""
-    reserved: float
-    """Peak as measured, by peak as predicted."""
-    allocated: float
-    """The same of what tensors held."""
+    reserved_ratio: float
+    """Measured peak of reserved memory / predicted peak."""
+    allocated_ratio: float
+    """The same for allocated memory."""
     when: float
     """Seconds since 1970."""
 
+    def comparison(self) -> str:
+        reserved, allocated = _off(self.reserved_ratio), _off(self.allocated_ratio)
+        if reserved == allocated == "equal to":
+            return "the measured peak was as predicted"
+        return (
+            f"the measured peak was {reserved} the prediction (reserved; allocated: {allocated} it)"
+        )
+
     def text(self) -> str:
         day = time.strftime("%Y-%m-%d", time.localtime(self.when))
-        return (
-            f"measured here on {day}: peaks were {self.reserved - 1:+.2%} (reserved) and "
-            f"{self.allocated - 1:+.2%} (allocated) off; predictions of reserved memory are corrected"
-        )
+        return f"on this machine, {day}: {self.comparison()}; reserved memory is corrected by this"
+
+
+def _off(ratio: float) -> str:
+    """``1.20% above``, ``0.50% below``, ``equal to``."""
+    text = f"{abs(ratio - 1):.2%}"
+    if text == "0.00%":
+        return "equal to"
+    return f"{text} {'above' if ratio > 1 else 'below'}"
 
 
 class Calibrations:
-    """Those of this machine for runs of a kind.
+    """The calibrations of this machine for one kind of run.
 
     Args:
         cache: the run's setting: where they are kept.
-        cfg: of the run. Compiled steps and packed rows are predicted in another way than they run, so what
-            is learnt of them says nothing about others.
-        ranks: one or more.
+        cfg: the config of the run. The error of a prediction is different for compiled steps and packed rows,
+            so each kind has its own calibration.
+        ranks: the number of ranks; only one or several makes a difference.
     """
 
     def __init__(self, cache: bool | str, cfg: DictConfig, ranks: int) -> None:
         self._kept: Cache[dict[str, Any]] = Cache(
-            cache_folder(cache, "calibration"), "calibration", _is_one
+            cache_folder(cache, "calibrations"), "calibration", _is_calibration
         )
         self._kind = {
             "ranks": "many" if ranks > 1 else "one",
@@ -63,12 +76,12 @@ class Calibrations:
         }
 
     def of(self, device: str) -> Calibration | None:
-        """The one for a kind of device."""
+        """The calibration for a kind of device."""
         kept = self._kept.get({**self._kind, "device": device})
         return Calibration(**kept) if kept else None
 
     def newest(self) -> Calibration | None:
-        """The one that was measured last, on whatever device that was."""
+        """The latest calibration, for whatever device."""
         found = [
             Calibration(**kept)
             for facts, kept in self._kept.all()
@@ -78,12 +91,12 @@ class Calibrations:
 
     def keep(self, calibration: Calibration) -> None:
         value = asdict(calibration)
-        if _is_one(value):  # or it would only be refused, with a warning, each time it is read
+        if _is_calibration(value):  # an invalid one would cause a warning each time it is read
             self._kept.put({**self._kind, "device": calibration.device}, value)
 
 
-def _is_one(value: Any) -> bool:
+def _is_calibration(value: Any) -> bool:
     try:
-        return 0.5 < Calibration(**value).reserved < 2
+        return 0.5 < Calibration(**value).reserved_ratio < 2
     except TypeError:
         return False

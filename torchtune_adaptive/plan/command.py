@@ -1,4 +1,4 @@
-"""``tune-adaptive plan``: from a command line to a prediction and an exit status."""
+"""``tune-adaptive plan``: prints a prediction, and ends with an exit status."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError
-from torchtune_adaptive.memory_model.gpus import DEFAULT, GIB, GPUS
-from torchtune_adaptive.plan.predict import Prediction, Query, predict, processes
+from torchtune_adaptive.memory_model.gpus import DEFAULT, GPUS
+from torchtune_adaptive.plan.predict import Prediction, Query, predict
 from torchtune_adaptive.plan.report import (
     PlanReport,
     WhatIfResult,
@@ -24,93 +24,124 @@ from torchtune_adaptive.plan.report import (
 )
 from torchtune_adaptive.plan.request import HERE, PlanRequest, plan_request
 from torchtune_adaptive.plan.what_if import what_ifs
-from torchtune_adaptive.registry import find_config
+from torchtune_adaptive.plan.workers import processes
+from torchtune_adaptive.registry import load_config
 from torchtune_adaptive.settings.adaptive import amount_of_memory
+from torchtune_adaptive.text import human_bytes, table
 
-HELP = "Predict what fits, without a GPU, weights, tokenizer or data."
+HELP = "Predict peak memory and the largest micro-batch, without a GPU, weights or data."
 EXIT_STATUS = {"FITS": 0, "DOES NOT FIT": 1, "UNCERTAIN": 2}
 NO_ANSWER = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", help="a config's name or file")
-    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks (default: 1)")
+    add = parser.add_argument
+    add("--config", help="a config name or a YAML file")
+    add(
+        *("--nproc", "--nproc_per_node"),
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of GPUs (default: 1)",
+    )
     device = parser.add_mutually_exclusive_group()
     device.add_argument(
-        "--gpu", help=f"a known device, or {HERE}: as searches found it (default: {DEFAULT})"
+        "--gpu",
+        help=f"GPU to plan for (see --list-gpus), or `{HERE}` for this machine's GPU as measured by an "
+        f"earlier search (default: {DEFAULT})",
     )
-    device.add_argument("--memory", help="what a process can get of its device, as 76GiB")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, .pdf)")
-    parser.add_argument("--no-what-ifs", action="store_true", help="only the config as it is")
-    parser.add_argument("--list-gpus", action="store_true", help="name the known devices, and stop")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the config")
+    device.add_argument(
+        "--memory", help="memory available to one process, e.g. 76GiB (instead of --gpu)"
+    )
+    add("--json", action="store_true", help="print JSON")
+    add("--plot", type=Path, metavar="FILE", help="save a plot of peak memory (.png, .svg, .pdf)")
+    add(
+        "--no-what-ifs",
+        action="store_true",
+        help="skip the comparison with alternative settings (much faster)",
+    )
+    add("--list-gpus", action="store_true", help="list known GPUs and exit")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="config overrides, e.g. batch_size=8")
     parser.set_defaults(func=lambda arguments: sys.exit(plan_command(arguments)))
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
-    """Print a prediction; gives the exit status: 0 fits, 1 does not, 2 no answer."""
+    """Print a prediction; returns the exit status: 0 fits, 1 does not fit, 2 no prediction."""
     if arguments.list_gpus:
-        for gpu in GPUS.values():
-            print(f"{gpu.name:<14}{gpu.gib:8.2f} GiB, usable {gpu.usable(8) / GIB:.2f} GiB")
+        print("\n".join(_gpu_table()))
         return 0
     try:
-        return _predict(arguments)
+        return _plan(arguments)
     except AdaptiveBatchingError as error:
-        print(f"tune-adaptive plan: {type(error).__name__}: {error}", file=sys.stderr)
-        return NO_ANSWER
+        reason = str(error)
     except BrokenExecutor:
-        print(
-            "tune-adaptive plan: a process that traced was ended from outside, perhaps because this "
-            "machine has too little memory for it (each takes half a GiB).",
-            file=sys.stderr,
+        reason = (
+            "a process that traced was killed, perhaps because this machine has too little memory for it "
+            "(each takes half a GiB)."
         )
-        return NO_ANSWER
+    print(f"tune-adaptive plan: error: {reason}", file=sys.stderr)
+    return NO_ANSWER
 
 
-def _predict(arguments: argparse.Namespace) -> int:
+def _gpu_table() -> list[str]:
+    rows = [
+        (one.name, *map(human_bytes, (one.capacity, one.available(1), one.available(8))))
+        for one in GPUS.values()
+    ]
+    header = ("GPU", "capacity", "available on 1 GPU", "on several")
+    return table(header, rows, right={1, 2, 3})
+
+
+def _plan(arguments: argparse.Namespace) -> int:
     memory = amount_of_memory("--memory", arguments.memory) if arguments.memory else None
     if arguments.nproc < 1:
-        raise ConfigError("--nproc", arguments.nproc, "is not a number of ranks", "Use 1 or more")
+        raise ConfigError("--nproc", arguments.nproc, "is not a number of GPUs", "Use 1 or more")
     plan = plan_request(_config(arguments), arguments.nproc, arguments.gpu, memory)
+    report = _predict(plan, arguments)
+    if arguments.json:
+        print(json.dumps(as_dict(report), indent=1))
+    else:
+        print(details_text(report), end="")
+    if arguments.plot is not None:
+        draw(report, arguments.plot)
+    return EXIT_STATUS[report.verdict]
+
+
+def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
+    """Predict everything at once; the headline is printed as soon as it is known."""
     in_detail = arguments.plot is not None
     with processes() as run:
 
-        def ask(question: Query) -> Future[Prediction]:
-            return run(predict, question)
+        def start(query: Query) -> Future[Prediction]:
+            return run(predict, query)
 
         checked = run(_check_method, plan.cache)
-        asked = ask(plan.question(in_detail=in_detail, confirmed=True))
+        configured = start(plan.query(in_detail=in_detail, confirmed=True))
         others: dict[Future[Prediction], str] = {}
         if not arguments.no_what_ifs:
             for one in what_ifs(plan):
-                others[ask(replace(one.question, in_detail=in_detail))] = one.name
+                others[start(replace(one.query, in_detail=in_detail))] = one.name
         checked.result()
-        found = asked.result()
+        found = configured.result()
         if not arguments.json:
             print(headline_text(plan, found, arguments.config), flush=True)
-        # Asked only now, because they are about what has been traced already.
-        last = ask(plan.question(rank=plan.ranks - 1)) if found.uneven else None
-        lengths = ask(plan.question(other_lengths=_other_lengths(plan))) if others else None
+        # Started last: they use the traces of those above.
+        last = start(plan.query(rank=plan.ranks - 1)) if found.uneven else None
+        lengths = start(plan.query(other_lengths=_other_lengths(plan))) if others else None
         outcomes = [_outcome(others[done], done) for done in as_completed(others)]
-        told = PlanReport(
+        return PlanReport(
             plan,
             found,
             last_rank=last.result() if last else None,
             outcomes=outcomes,
             lengths=lengths.result().lengths if lengths else {},
         )
-    if arguments.json:
-        print(json.dumps(as_dict(told), indent=1))
-    else:
-        print(details_text(told), end="")
-    if arguments.plot is not None:
-        draw(told, arguments.plot)
-    return EXIT_STATUS[told.verdict]
 
 
 def _check_method(cache: bool | str) -> None:
-    from torchtune_adaptive.trace.self_check import check_method  # not where commands are read
+    from torchtune_adaptive.trace.self_check import (
+        check_method,
+    )  # torch, which only the worker needs
 
     check_method(cache)
 
@@ -130,11 +161,13 @@ def _outcome(name: str, done: Future[Prediction]) -> WhatIfResult:
 
 def _config(arguments: argparse.Namespace) -> DictConfig:
     if not arguments.config:
-        raise ConfigError("--config", None, "is missing", "Give the name of a config, or its file")
+        raise AdaptiveBatchingError(
+            "--config is required (a config name such as llama3_1/8B_full, or a YAML file)"
+        )
     for override in arguments.overrides:
         if "=" not in override:
             raise ConfigError("KEY=VALUE", override, "is not an override", "Write key=value")
-    loaded = OmegaConf.load(find_config(arguments.config))
+    loaded = load_config(arguments.config)
     merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(arguments.overrides))
     assert isinstance(merged, DictConfig)
     return merged

@@ -1,4 +1,4 @@
-"""What the user sees of a plan: text, JSON, pictures."""
+"""What the plan command prints and draws: text, JSON, a plot."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.memory_model.gpus import GIB
+from torchtune_adaptive.memory_model.gpus import GIB, MIB
 from torchtune_adaptive.memory_model.peak import Peak
 from torchtune_adaptive.plan.predict import Prediction
 from torchtune_adaptive.plan.request import PlanRequest
+from torchtune_adaptive.plots import new_figure
+from torchtune_adaptive.text import bytes_of, human_bytes, table
+
+_WHERE = {
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "between steps": "between steps",
+}
 
 
 @dataclass(frozen=True)
 class WhatIfResult:
-    """Of a what-if: what is predicted, or why nothing is."""
+    """The prediction for a what-if, or why there is none."""
 
     name: str
     answer: Prediction | None
@@ -25,154 +33,158 @@ class WhatIfResult:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """All that was found out for a plan."""
+    """Everything the plan command reports."""
 
     plan: PlanRequest
     found: Prediction
     last_rank: Prediction | None
-    """The same on the last rank, where it does not hold the same share of the parameters as the first."""
+    """The prediction for the last rank, if its share of the parameters differs from the first rank's."""
     outcomes: Sequence[WhatIfResult]
     lengths: Mapping[int, int]
     """The largest micro-batch by row length."""
 
     @property
     def verdict(self) -> str:
-        """On the configured batch size, for whichever rank it looks worse."""
+        """For the configured batch size, on the rank where it is worse."""
         answers = [self.found, *([self.last_rank] if self.last_rank else [])]
         verdicts = {one.configured.verdict(self.plan.device) for one in answers}
         return next(v for v in ("DOES NOT FIT", "UNCERTAIN", "FITS") if v in verdicts)
 
 
 def headline_text(plan: PlanRequest, found: Prediction, config: str) -> str:
-    """The prediction for what was asked."""
-    usable = plan.device.usable
+    """The prediction for the config as it is."""
+    limit = plan.device.limit
+    devices = f"{plan.ranks}{' x' * (plan.ranks > 1)} {plan.device.name}"
     verdict = found.configured.verdict(plan.device)
     lines = [
-        f"{config} on {plan.ranks} rank{'s'[: plan.ranks > 1]} of {plan.device.name}, "
-        f"rows of {found.length} tokens ({plan.length_source})",
+        f"{config} on {devices}, samples of {found.length} tokens ({plan.length_source})",
         "",
-        f"batch_size {found.rows}: {verdict}",
-        *_peak_lines(found.configured, usable),
+        f"batch_size {found.rows}: {verdict}. {_peak_text(found.configured, limit)}",
+        *_parts(found.configured),
     ]
     if found.largest != found.rows and found.at_largest is not None:
-        lines += ["", f"batch_size {found.largest}:", *_peak_lines(found.at_largest, usable)]
-    lines += ["", _largest_line(found)]
+        text = _peak_text(found.at_largest, limit)
+        lines += ["", f"batch_size {found.largest}: {text}", *_parts(found.at_largest)]
+    lines += ["", _largest_text(found)]
     if found.traced_directly:
-        lines.append("Steps of this config are not bilinear, so every size was traced by itself.")
+        lines.append(
+            "Memory did not scale as expected for this config, so every size was traced separately "
+            "(slower, equally reliable)."
+        )
     if plan.assumptions:
-        lines += ["", "Assumed:", *(f"  {line}" for line in plan.assumptions)]
+        lines += ["", "Assumptions:", *(f"  {line}" for line in plan.assumptions)]
     return "\n".join(lines)
 
 
-def _largest_line(found: Prediction) -> str:
+def _largest_text(found: Prediction) -> str:
     if not found.largest:
-        return f"Not even one row of {found.length} tokens fits."
+        return f"Not even one sample of {found.length} tokens fits."
     power = 1 << (found.largest.bit_length() - 1)
-    return f"The largest micro-batch that fits: {found.largest} (power of two: {power})"
+    return f"Largest micro-batch that fits: {found.largest} (power of two: {power})"
 
 
-def _peak_lines(peak: Peak, usable: int) -> list[str]:
+def _peak_text(peak: Peak, limit: int) -> str:
+    tensors = ""
+    if peak.reserved != peak.allocated:
+        tensors = f" ({human_bytes(peak.allocated)} in tensors; the rest is allocator overhead)"
+    where = _WHERE.get(peak.phase, f"in the {peak.phase}")
+    return f"Peak {bytes_of(peak.reserved, limit)}{tensors}, reached {where}."
+
+
+def _parts(peak: Peak) -> list[str]:
     parts = sorted(peak.parts.items(), key=lambda part: -part[1])
-    return [
-        f"  peak: {_gib(peak.allocated)} allocated, {_gib(peak.reserved)} reserved, "
-        f"of {_gib(usable)}; in {peak.phase}, at {peak.operation or 'its start'}",
-        *(f"    {name:<36}{_gib(nbytes):>12}" for name, nbytes in parts if nbytes >= 2**20),
-    ]
+    return [f"    {name:<36}{human_bytes(n):>12}" for name, n in parts if n >= MIB]
 
 
-def details_text(told: PlanReport) -> str:
-    """What comes after the first answer, if anything: the last rank; the what-ifs, most rows first."""
+def details_text(report: PlanReport) -> str:
+    """What follows the headline, if anything: the last rank; the what-ifs, largest micro-batch first."""
     lines = []
-    if told.last_rank is not None:
-        peak = told.last_rank.configured
+    if report.last_rank is not None:
+        peak = report.last_rank.configured
         lines.append(
-            f"\nParameters cannot be split evenly; that was the first rank. The last one's peak is "
-            f"{_gib(peak.allocated)} allocated, {_gib(peak.reserved)} reserved; "
-            f"its largest micro-batch is {told.last_rank.largest}."
+            "Parameters do not divide evenly across ranks; the numbers above are for the first rank. "
+            f"The last rank's peak is {human_bytes(peak.reserved)} reserved "
+            f"({human_bytes(peak.allocated)} allocated); its largest micro-batch is "
+            f"{report.last_rank.largest}."
         )
-    if told.outcomes:
-        lines += _table(told)
+    if report.outcomes:
+        lines += ["", *_what_if_table(report)]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _table(told: PlanReport) -> list[str]:
-    found = told.found
-    as_asked = ("as configured", found.largest, found.rows, found.configured)
-    rows: list[tuple[str, int, int, Peak]] = [as_asked]
-    rows += [
-        (one.name, one.answer.largest, one.answer.rows, one.answer.configured)
-        for one in told.outcomes
-        if one.answer is not None
+def _what_if_table(report: PlanReport) -> list[str]:
+    predicted = [("as configured", report.found)]
+    predicted += [(one.name, one.answer) for one in report.outcomes if one.answer is not None]
+    predicted.sort(key=lambda row: -row[1].largest)
+    rows = [
+        (name, str(one.largest or "none"), _peak_cell(one.configured)) for name, one in predicted
     ]
-    lines = ["", "What if", f"  {'':<32}{'largest':>8}  peak reserved (allocated) at the config's"]
-    for name, largest, batch, peak in sorted(rows, key=lambda row: -row[1]):
-        lines.append(
-            f"  {name:<32}{largest or 'none':>8}  "
-            f"{_gib(peak.reserved):>11} ({_gib(peak.allocated)}) at {batch}"
-        )
-    for length, largest in sorted(told.lengths.items()):
-        lines.append(f"  {f'rows of {length} tokens':<32}{largest or 'none':>8}")
-    lines += [f"  {one.name:<32}    no answer: {one.reason}" for one in told.outcomes if one.reason]
-    return lines
+    for length, largest in sorted(report.lengths.items()):
+        rows.append((f"samples of {length} tokens", str(largest or "none"), ""))
+    peak = f"peak at batch_size {report.found.rows}: reserved (allocated)"
+    return [
+        *table(("what if", "largest", peak), rows, right={1}),
+        *(f"  {one.name}: no prediction. {one.reason}" for one in report.outcomes if one.reason),
+    ]
 
 
-def as_dict(told: PlanReport) -> dict[str, Any]:
-    """Everything, for machines."""
+def _peak_cell(peak: Peak) -> str:
+    return f"{human_bytes(peak.reserved)} ({human_bytes(peak.allocated)})"
+
+
+def as_dict(report: PlanReport) -> dict[str, Any]:
+    """Everything, for JSON."""
     return {
-        "verdict": told.verdict,
-        "device": asdict(told.plan.device),
-        "assumptions": list(told.plan.assumptions),
-        "row_length_source": told.plan.length_source,
-        **asdict(told.found),
-        "last_rank": asdict(told.last_rank) if told.last_rank else None,
-        "lengths": dict(told.lengths),
-        "what_ifs": [asdict(outcome) for outcome in told.outcomes],
+        "verdict": report.verdict,
+        "device": asdict(report.plan.device),
+        "assumptions": list(report.plan.assumptions),
+        "row_length_source": report.plan.length_source,
+        **asdict(report.found),
+        "last_rank": asdict(report.last_rank) if report.last_rank else None,
+        "lengths": dict(report.lengths),
+        "what_ifs": [asdict(outcome) for outcome in report.outcomes],
     }
 
 
-def draw(told: PlanReport, path: Path) -> None:
-    """Peak against batch size, and memory over one step.
+def draw(report: PlanReport, path: Path) -> None:
+    """Plot peak memory over batch size, and memory over one step.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
+    figure = new_figure(9, 9)
+    if figure is None:
         raise ConfigError(
             "--plot", str(path), "needs matplotlib", "Install torchtune-adaptive[plot]"
-        ) from error
-    plan, found = told.plan, told.found
-    figure = Figure(figsize=(9, 9), layout="constrained")
+        )
     sizes, step = figure.subplots(2, 1)
-    named = [
-        ("as configured", found),
-        *((one.name, one.answer) for one in told.outcomes if one.answer),
-    ]
-    for name, one in named:
-        rows, _, reserved = zip(*one.curve, strict=True)
-        sizes.plot(rows, [n / GIB for n in reserved], marker=".", label=name)
-    sizes.axhline(plan.device.usable / GIB, color="black", linestyle="--", label="limit")
-    sizes.set(
-        xlabel="rows in a micro-batch",
-        ylabel="peak reserved, GiB",
-        ylim=(0, 1.5 * plan.device.usable / GIB),
-    )
-    sizes.legend(fontsize="small")
-    categories = sorted({category for _, parts in found.timeline for category in parts})
-    stacks = [[parts.get(name, 0) / GIB for _, parts in found.timeline] for name in categories]
-    step.stackplot(range(len(found.timeline)), *stacks, labels=categories, linewidth=0)
-    begun = ""
-    for at, (phase, _) in enumerate(found.timeline):
-        if phase != begun:
-            step.axvline(at, color="grey", linewidth=0.5)
-            step.text(at, step.get_ylim()[1], f" {phase}", va="top", fontsize="x-small")
-            begun = phase
-    step.set(xlabel=f"one step of {found.rows} rows, operation by operation", ylabel="live, GiB")
-    step.set_xticks([])
-    step.legend(fontsize="small", loc="lower right")
+    _draw_sizes(sizes, report)
+    _draw_step(step, report.found)
     figure.savefig(path)
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes / 2**20:.2f} MiB"
+def _draw_sizes(axes: Any, report: PlanReport) -> None:
+    named = [("as configured", report.found)]
+    named += [(one.name, one.answer) for one in report.outcomes if one.answer]
+    for name, one in named:
+        rows, _, reserved = zip(*one.curve, strict=True)
+        axes.plot(rows, [n / GIB for n in reserved], marker=".", label=name)
+    limit = report.plan.device.limit / GIB
+    axes.axhline(limit, color="black", linestyle="--", label="limit")
+    axes.set(xlabel="micro-batch", ylabel="peak reserved, GiB", ylim=(0, 1.5 * limit))
+    axes.legend(fontsize="small")
+
+
+def _draw_step(axes: Any, found: Prediction) -> None:
+    categories = sorted({category for _, parts in found.timeline for category in parts})
+    stacks = [[parts.get(name, 0) / GIB for _, parts in found.timeline] for name in categories]
+    axes.stackplot(range(len(found.timeline)), *stacks, labels=categories, linewidth=0)
+    current = ""
+    for at, (phase, _) in enumerate(found.timeline):
+        if phase != current:
+            axes.axvline(at, color="grey", linewidth=0.5)
+            axes.text(at, axes.get_ylim()[1], f" {phase}", va="top", fontsize="x-small")
+            current = phase
+    axes.set(xlabel=f"one step at batch_size {found.rows}, by operation", ylabel="in tensors, GiB")
+    axes.set_xticks([])
+    axes.legend(fontsize="small", loc="lower right")

@@ -1,13 +1,15 @@
-"""What a prediction is for: the config, the device, the length of rows, and what is assumed about them."""
+"""What a prediction is for: the config, the device, the length of samples, and the assumptions about them."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from importlib.machinery import PathFinder
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError, NoPrediction
 from torchtune_adaptive.memory_model.gpus import DEFAULT, GIB, Gpu, gpu
@@ -15,21 +17,23 @@ from torchtune_adaptive.memory_model.peak import DeviceLimits
 from torchtune_adaptive.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.plan.predict import Query
 from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
+from torchtune_adaptive.settings.batch import configured_batch
 from torchtune_adaptive.settings.checks import check
 from torchtune_adaptive.settings.kinds import is_packed, kind_of
+from torchtune_adaptive.text import human_bytes
 
 ASSUMED_LENGTH = 2048
 
 ERROR_BAND = 0.03
-"""Of predictions for a real device, as a share of the peak."""
+"""The error of predictions for a real device, as a share of the peak."""
 
 HERE = "here"
-"""In place of a device's name: the one of this machine, as searches found it."""
+"""Instead of a GPU's name: the one of this machine, as measured by an earlier search."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What was asked for, and what was assumed on the way."""
+    """What the plan command predicts, and the assumptions that it makes."""
 
     cfg: DictConfig
     ranks: int
@@ -39,20 +43,11 @@ class PlanRequest:
     cache: bool | str
     assumptions: tuple[str, ...] = field(default=())
 
-    def question(self, **changes: Any) -> Query:
-        plain = OmegaConf.to_container(self.cfg, resolve=True)
-        assert isinstance(plain, dict)
-        return replace(
-            Query(
-                {str(key): value for key, value in plain.items()},
-                self.ranks,
-                self.device,
-                self.cfg.batch_size,
-                self.length,
-                cache=self.cache,
-            ),
-            **changes,
-        )
+    def query(self, **changes: Any) -> Query:
+        plain: Any = OmegaConf.to_container(self.cfg, resolve=True)
+        micro_batch = configured_batch(self.cfg, self.ranks).micro_batch
+        query = Query(plain, self.ranks, self.device, micro_batch, self.length, cache=self.cache)
+        return replace(query, **changes)
 
 
 def plan_request(
@@ -60,16 +55,23 @@ def plan_request(
 ) -> PlanRequest:
     """Settle what the prediction is for.
 
+    Args:
+        cfg: the config of the run.
+        ranks: how many there are.
+        gpu_name: a known GPU, or ``here``.
+        memory: bytes available to one process, if known.
+
     Raises:
         ConfigError: the config cannot work.
-        NoPrediction: its memory cannot be told ahead.
+        NoPrediction: its memory cannot be predicted.
     """
     settings = check(cfg, kind_of(cfg))
     if (ways := cfg.get("tensor_parallel_dim") or 1) > 1:
         raise NoPrediction(
-            f"tensor_parallel_dim: {ways} splits tensors in ways that are not traced yet. "
+            f"tensor_parallel_dim: {ways} splits tensors in ways that cannot be traced yet. "
             "Set tensor_parallel_dim=1 to get a prediction."
         )
+    _require_installed(cfg)
     length, source = row_length(cfg, settings)
     device, assumed = device_for(cfg, settings, ranks, gpu_name, memory)
     return PlanRequest(
@@ -77,15 +79,39 @@ def plan_request(
     )
 
 
+def _require_installed(cfg: DictConfig) -> None:
+    for part in ("model", "loss", "optimizer"):
+        component = str(OmegaConf.select(cfg, f"{part}._component_") or "torch.")
+        package = component.split(".")[0]
+        if package in sys.modules or PathFinder.find_spec(package, [*sys.path, os.getcwd()]):
+            continue
+        instead = (
+            ", or plan with optimizer._component_=torchao.optim.AdamW8bit (similar size) or "
+            "torch.optim.AdamW (more memory)"
+        )
+        raise NoPrediction(
+            f"{package} is not installed, so {component} cannot be planned. "
+            f"Install it{instead if part == 'optimizer' else ''}."
+        )
+
+
 def row_length(cfg: DictConfig, settings: AdaptiveSettings) -> tuple[int, str]:
+    """The length of the longest samples as far as the config gives it, and where it does."""
     if settings.probe_length is not None:
         return settings.probe_length, f"{BLOCK}.probe_length"
     for block in ("dataset", "tokenizer"):
-        node = cfg.get(block)
-        if isinstance(node, DictConfig) and (length := node.get("max_seq_len")):
-            return int(length), f"{block}.max_seq_len"
+        if length := _max_seq_len(cfg.get(block)):
+            return length, f"{block}.max_seq_len"
     longest = cfg.model.get("max_seq_len") or ASSUMED_LENGTH
     return min(ASSUMED_LENGTH, longest), "assumed: set tokenizer.max_seq_len"
+
+
+def _max_seq_len(block: Any) -> int | None:
+    """The bound that a block of the config sets; a list of datasets sets one if each of them does."""
+    nodes = block if isinstance(block, ListConfig) else [block]
+    lengths = [node.get("max_seq_len") if isinstance(node, DictConfig) else None for node in nodes]
+    set_lengths = [int(length) for length in lengths if length]
+    return max(set_lengths) if len(set_lengths) == len(nodes) > 0 else None
 
 
 def device_for(
@@ -95,52 +121,58 @@ def device_for(
     gpu_name: str | None = None,
     memory: int | None = None,
 ) -> tuple[DeviceLimits, tuple[str, ...]]:
-    """What a run will have to do with, and what was assumed about it.
+    """The memory that a run can use, and the assumptions about it.
 
     Args:
-        cfg: of the run.
-        settings: of the run.
+        cfg: the config of the run.
+        settings: its adaptive settings.
         ranks: how many there are.
-        gpu_name: a known kind of device, or what was measured on this machine.
-        memory: what a process can get, if that is known.
+        gpu_name: a known GPU, or ``here``.
+        memory: bytes available to one process, if known.
     """
     memory = memory or settings.memory_limit
-    share = 1 - settings.headroom
     if cfg.device == "cpu":
-        if memory is None:
-            raise NoPrediction(
-                "device: 'cpu' has no memory of its own to plan for. Give --memory (or "
-                f"{BLOCK}.memory_limit) to plan for a simulated device, or device=cuda."
-            )
-        return DeviceLimits("simulated device", int(memory * share), caching=False, band=0.001), ()
-    measured = _measured_here(cfg, settings, ranks) if gpu_name == HERE else None
-    kind = gpu(gpu_name or DEFAULT) if measured is None else gpu(DEFAULT)
-    if measured is not None:
-        usable, name = min(memory or measured.capacity, measured.capacity), measured.device
+        return _simulated_device(settings, memory), ()
+    kind, correction = gpu(DEFAULT if gpu_name in (None, HERE) else gpu_name), 1.0
+    if gpu_name == HERE:
+        measured = _measured_here(cfg, settings, ranks)
+        available = min(memory or measured.capacity, measured.capacity)
+        name, source, correction = measured.device, measured.text(), measured.reserved_ratio
     elif memory is not None:
-        usable, name = memory, f"{memory / GIB:.4g} GiB"
+        available, name, source = memory, f"GPU with {_amount(memory)}", ""
     else:
-        usable, name = kind.usable(ranks), kind.name
-    variables = (os.environ.get(f"PYTORCH{x}_ALLOC_CONF", "") for x in ("", "_CUDA"))
-    expandable = any("expandable_segments:true" in value.lower() for value in variables)
+        available, name, source = kind.available(ranks), kind.name, _capacity(kind, ranks)
     device = DeviceLimits(
         name=name,
-        usable=int(usable * share),
-        expandable=expandable,
+        limit=int(available * (1 - settings.headroom)),
+        expandable=_has_expandable_segments(),
         workspaces=(kind.workspace, kind.workspace),
         band=ERROR_BAND,
-        correction=measured.reserved if measured is not None else 1.0,
+        correction=correction,
     )
-    assumed = [
-        f"usable: {usable / GIB:.2f} GiB, of which {settings.headroom:.0%} stay free (headroom)",
-        f"allocator: {'expandable segments' if expandable else 'default segments'}",
-        f"cuBLAS workspaces: 2 x {kind.workspace / 2**20:.4g} MiB",
-    ]
-    if measured is not None:
-        assumed.insert(0, measured.text())
-    elif memory is None:
-        assumed.insert(0, _taken_before(kind, usable))
-    return device, tuple(assumed)
+    assumed = (
+        source,
+        f"{human_bytes(available)} available; limit {human_bytes(device.limit)} "
+        f"({settings.headroom:.0%} headroom)",
+        f"allocator: {'expandable segments' if device.expandable else 'default segments'}",
+        f"cuBLAS workspaces: 2 x {human_bytes(kind.workspace)}",
+    )
+    return device, tuple(line for line in assumed if line)
+
+
+def _simulated_device(settings: AdaptiveSettings, memory: int | None) -> DeviceLimits:
+    if memory is None:
+        raise NoPrediction(
+            "device: 'cpu' has no memory of its own to plan for. Give --memory (or "
+            f"{BLOCK}.memory_limit) to plan for a simulated device, or device=cuda."
+        )
+    limit = int(memory * (1 - settings.headroom))
+    return DeviceLimits("simulated device", limit, caching=False, band=0.001)
+
+
+def _has_expandable_segments() -> bool:
+    variables = (os.environ.get(f"PYTORCH{infix}_ALLOC_CONF", "") for infix in ("", "_CUDA"))
+    return any("expandable_segments:true" in value.lower() for value in variables)
 
 
 def _measured_here(cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> Calibration:
@@ -149,28 +181,37 @@ def _measured_here(cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> C
         raise ConfigError(
             "--gpu",
             HERE,
-            "is the device of this machine as a search found it, and none is remembered for a config "
-            "like this (compile, packed rows) on as many ranks (one, or more)",
-            f"Run one with {BLOCK}.search=predict, or name a device (--list-gpus)",
+            "is this machine's GPU as measured by an earlier search, and there was none for a config like "
+            "this one (compile, packed rows) on as many ranks (one, or several)",
+            f"Run one with {BLOCK}.search=predict, or name a GPU (--list-gpus)",
         )
     return newest
 
 
-def _taken_before(kind: Gpu, usable: int) -> str:
-    others = kind.gib - usable / GIB
-    return f"{kind.name}: {kind.gib:.2f} GiB, less {others:.2f} GiB for CUDA's context and NCCL"
+def _amount(memory: int) -> str:
+    """``22.35 GiB``, and for a round number of GB that as well: that is how cards are sold."""
+    gib = f"{memory / GIB:.4g} GiB"
+    return gib if memory % 10**9 or not memory % GIB else f"{memory // 10**9} GB ({gib})"
+
+
+def _capacity(kind: Gpu, ranks: int) -> str:
+    taken = human_bytes(kind.capacity - kind.available(ranks))
+    by = "the CUDA context and NCCL" if ranks > 1 else "the CUDA context"
+    return f"{kind.name}: {human_bytes(kind.capacity)} capacity, less {taken} for {by}"
 
 
 def _caveats(cfg: DictConfig) -> Iterator[str]:
-    """What is predicted in another way than it runs, and in which direction that errs."""
+    """What is predicted differently from how it runs, and the direction of the error."""
     if cfg.get("compile", False):
         yield (
-            "compile: predicted as it runs without; compiled steps usually take less (errs high), "
-            "compiling itself may take more for a moment"
+            "compile: predicted as if not compiled; compiled steps usually take less (overestimates), "
+            "but compiling itself may take more for a moment"
         )
     if cfg.get("fsdp_cpu_offload", False):
-        yield "CPU offload: what the host needs is not predicted"
+        yield "CPU offload: host memory is not predicted"
     if is_packed(cfg):
-        yield "packed rows: flex attention is counted as flash attention (errs high)"
+        yield "packed rows: flex attention is counted as flash attention (overestimates)"
     if cfg.device != "cpu":
-        yield "attention: flash; where torch picks cuDNN, its workspace comes on top (errs low)"
+        yield (
+            "attention: flash; if torch selects cuDNN, its workspace is not included (underestimates)"
+        )

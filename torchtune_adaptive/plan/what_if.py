@@ -1,4 +1,4 @@
-"""What a user would try next: the same run with one thing changed."""
+"""The alternatives that a plan is compared with: the same run with one thing changed."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ _ADAPTERS = {
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A change by name, and what to ask about it."""
+    """An alternative: its name, and what to predict for it."""
 
     name: str
-    question: Query
+    query: Query
 
 
 def what_ifs(plan: PlanRequest) -> Iterator[WhatIf]:
-    """The changes that this config allows."""
+    """The alternatives that apply to this config."""
     cfg = plan.cfg
     for name, changes in _changes(cfg):
         changed = OmegaConf.merge(cfg, OmegaConf.create(changes))
         assert isinstance(changed, DictConfig)
-        yield WhatIf(name, replace(plan, cfg=changed).question())
+        yield WhatIf(name, replace(plan, cfg=changed).query())
     for name, parts in _other_parts(cfg):
         changed = cfg.copy()
         for key, part in parts.items():
             changed[key] = part
-        yield WhatIf(name, replace(plan, cfg=changed).question())
+        yield WhatIf(name, replace(plan, cfg=changed).query())
     for ranks in (plan.ranks // 2, plan.ranks * 2):
         if ranks:
-            yield WhatIf(f"{ranks} rank{'s'[: ranks > 1]}", plan.question(ranks=ranks))
+            yield WhatIf(f"{ranks} rank{'s'[: ranks > 1]}", plan.query(ranks=ranks))
     if plan.device.caching and not plan.device.expandable:
         device = replace(plan.device, expandable=True)
-        yield WhatIf("expandable segments", plan.question(device=device))
+        yield WhatIf("expandable segments", plan.query(device=device))
 
 
 def _changes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -83,13 +83,13 @@ def _changes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _other_parts(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Whole parts of a config of full finetuning in place of its own: an optimizer with a small state;
-    adapters, as far as torchtune has the model with them."""
+    """Replacements for whole blocks of a full finetuning config: an optimizer with a smaller state; adapters,
+    if torchtune has the model with them."""
     if kind_of(cfg) == "lora":
         return
     if "8bit" not in cfg.optimizer._component_ and not cfg.get("optimizer_in_bwd", False):
-        unknown = ("fused", "foreach")
-        given = {key: value for key, value in cfg.optimizer.items() if key not in unknown}
+        not_in_torchao = ("fused", "foreach")
+        given = {key: value for key, value in cfg.optimizer.items() if key not in not_in_torchao}
         yield "8-bit optimizer (torchao)", {"optimizer": {**given, "_component_": _EIGHT_BIT}}
     module, _, name = cfg.model._component_.rpartition(".")
     for prefix, label in (("lora_", "LoRA (rank 8)"), ("qlora_", "QLoRA (rank 8)")):

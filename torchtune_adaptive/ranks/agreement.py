@@ -1,4 +1,4 @@
-"""The ranks of a run, and the ways in which they agree."""
+"""The ranks of a run, and how they agree."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of a run, and the ways in which they agree; always on the CPU, never on the device.
+    """The ranks of a run. They agree through a gloo group, on the CPU and never on the device.
 
-    Every wait is bounded: a rank that is not heard of within ``timeout`` seconds fails the others.
+    Every wait is bounded: if a rank does not answer within ``timeout`` seconds, the others fail.
     """
 
     def __init__(self, timeout: float = 45.0) -> None:
@@ -28,8 +28,8 @@ class Ranks:
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank.
 
-        Nothing here can run out of memory: a failure after the all-reduce would be told by a second one,
-        which the others would take for an answer to something else.
+        Nothing here can run out of memory: a failure after the all-reduce would have to be announced by a
+        second one, which the others would take for the answer to another question.
         """
         if self._group is None:
             return flag

@@ -1,19 +1,18 @@
-"""How ranks stay together when one of them runs out of memory.
+"""Keep the ranks together when one of them runs out of memory.
 
-FSDP runs every forward and backward as a sequence of collectives. A rank that leaves in the middle leaves
-the others waiting in the next one until the process group times out. So it does not leave:
+FSDP runs every forward and backward as a sequence of collectives. A rank that stops in the middle leaves the
+others waiting in the next one until the process group times out. So it does not stop:
 
 - Once (twice, to check that it repeats) the sequence is *recorded*, and while it is, all ranks agree
   before each collective, so that nobody enters one that another rank will miss.
 - From then on, a rank that runs out of memory drops its graph and launches *the rest of the recorded
-  sequence* with scratch buffers. Nobody waits, nobody asks, and a healthy step pays nothing. That the
-  step is lost is said in the all-reduce that ends it anyway (see ``step``).
+  sequence* with scratch buffers. Nobody waits, nobody asks, and a healthy step pays nothing. The others
+  learn that the step is lost from the all-reduce that ends it anyway (see ``step.train_step``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import nn
 from torchtune_adaptive.ranks import fsdp
 from torchtune_adaptive.ranks.agreement import Ranks
 
-_ALIGNMENT = 512  # of a scratch buffer's start, as an allocator would align it
+_ALIGNMENT = 512  # bytes; allocators align the start of a buffer like this
 
 
 class AnotherRankFailed(Exception):
@@ -30,16 +29,21 @@ class AnotherRankFailed(Exception):
 
 
 class Collectives:
-    """The collectives of a pass (one forward and backward): recorded, then finished when need be.
+    """The collectives of a pass (one forward and backward): recorded, then completed where a rank fails.
 
-    A pass is a sequence of named *segments*; between them the ranks may do something else together.
-    ``launched`` is called after each launch: there is no finer sign of progress. ``reducing`` sees the
-    gradients that FSDP reduces, but not the scratch buffers that ``finish`` does.
+    A pass is a sequence of named *phases*; between them the ranks may do something else together.
+
+    Args:
+        models: the models that run in a pass.
+        ranks: the ranks of the run.
+        device: where the models run.
+        launched: called after each launch: there is no finer sign of progress.
+        reducing: sees the gradients that FSDP reduces, but not the scratch buffers of ``finish``.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        models: Iterable[nn.Module],
         ranks: Ranks,
         device: torch.device,
         launched: Callable[[], None] = lambda: None,
@@ -52,33 +56,30 @@ class Collectives:
         self._equal_passes = 0
         self._pass: dict[str, list[fsdp.Collective]] = {}
         self._count: dict[str, int] = {}
-        self._segment = ""
-        fsdp.watch_collectives(model, self._watch, reducing)
+        self._phase = ""
+        for model in models:
+            fsdp.watch_collectives(model, self._watch, reducing)
 
     @property
     def recording(self) -> bool:
-        """Whether the sequence is not certain yet: a failure must be told before the next collective."""
+        """Whether the sequence is not certain yet: a failure must be announced before the next collective."""
         return self._ranks.size > 1 and self._equal_passes < 2
 
     def begin_pass(self) -> None:
         self._pass, self._count = {}, {}
 
-    @contextmanager
-    def segment(self, name: str) -> Iterator[None]:
-        """Around one part of a pass."""
-        self._segment = name
-        self._pass[name], self._count[name] = [], 0
-        yield
+    def begin_phase(self, phase: str) -> None:
+        self._phase = phase
+        self._pass[phase], self._count[phase] = [], 0
 
     def end_pass(self) -> bool:
-        """After a pass without failure on this rank; whether the others, too, got through it."""
-        if self.has_failed_elsewhere():
+        """End a pass without failure on this rank; whether the other ranks completed it, too."""
+        if self.failed_elsewhere():
             return False
         if not self.recording:
-            expected = {name: len(collectives) for name, collectives in self._recorded.items()}
-            if (
-                self._count != expected
-            ):  # not a constant sequence after all: learn it again, in agreement
+            expected = {phase: len(collectives) for phase, collectives in self._recorded.items()}
+            # Not a constant sequence after all: record it again, in agreement.
+            if self._count != expected:
                 self._equal_passes = 0
         elif self._pass == self._recorded:
             self._equal_passes += 1
@@ -86,21 +87,21 @@ class Collectives:
             self._recorded, self._equal_passes = self._pass, 1
         return True
 
-    def has_failed_elsewhere(self) -> bool:
-        """While recording: whether another rank has told of its failure, so that going on would hang."""
+    def failed_elsewhere(self) -> bool:
+        """While recording: whether another rank has announced a failure, so that continuing would hang."""
         return self.recording and self._ranks.any(False)
 
-    def tell_failure(self) -> None:
-        """While recording: answer the question that every other rank is about to ask."""
+    def announce_failure(self) -> None:
+        """While recording: answer the agreement that every other rank is about to enter."""
         self._ranks.any(True)
 
-    def finish(self, segment: str) -> None:
-        """Launch what is left of a recorded segment, so that no rank waits for this one.
+    def finish(self, phase: str) -> None:
+        """Launch what is left of a recorded phase, so that no rank waits for this one.
 
-        The data is worthless and will be thrown away by all. Called when the failed step's memory has been
-        given back, which is more than the scratch buffer takes.
+        The data is worthless, and every rank discards it. By now the memory of the failed step has been
+        freed, which is more than the scratch buffer takes.
         """
-        rest = self._recorded.get(segment, [])[self._count.setdefault(segment, 0) :]
+        rest = self._recorded.get(phase, [])[self._count.setdefault(phase, 0) :]
         if not rest:
             return
         input_at = max(_aligned(collective.output_bytes) for collective in rest)
@@ -110,18 +111,43 @@ class Collectives:
             output = scratch[: collective.output_bytes].view(collective.dtype)
             input = scratch[input_at : input_at + collective.input_bytes].view(collective.dtype)
             collective.launch(output, input)
-            self._count[segment] += 1
+            self._count[phase] += 1
             self._launched()
 
     def _watch(self, launch: Callable[[], Any], describe: Callable[[], fsdp.Collective]) -> Any:
         if self.recording:
-            if self.has_failed_elsewhere():
+            if self.failed_elsewhere():
                 raise AnotherRankFailed
-            self._pass[self._segment].append(describe())
-        # Noted first: where a launch raises, it raises while waiting for what has been launched.
-        self._count[self._segment] += 1
+            self._pass[self._phase].append(describe())
+        # Counted first: where a launch raises, it raises while waiting for what has been launched.
+        self._count[self._phase] += 1
         self._launched()
         return launch()
+
+
+class NoCollectives:
+    """Does nothing in place of ``Collectives``, where a step is not to survive running out of memory."""
+
+    recording = False
+
+    def __init__(self, models: Iterable[nn.Module], reducing: fsdp.Reducing | None = None) -> None:
+        if reducing is not None:
+            for model in models:
+                fsdp.watch_collectives(model, fsdp.launch_only, reducing)
+
+    def begin_pass(self) -> None: ...
+
+    def begin_phase(self, phase: str) -> None: ...
+
+    def end_pass(self) -> bool:
+        return True
+
+    def failed_elsewhere(self) -> bool:
+        return False
+
+    def announce_failure(self) -> None: ...
+
+    def finish(self, phase: str) -> None: ...
 
 
 def _aligned(size: int) -> int:

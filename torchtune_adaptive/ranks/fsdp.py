@@ -1,4 +1,4 @@
-"""What we ask of FSDP2 beyond training: to see its collectives, and to put it back after an exception.
+"""What we need from FSDP2 beyond training: to see its collectives, and to reset it after an exception.
 
 Everything here that reaches below FSDP2's public interface says why, and on which torch it was checked.
 """
@@ -44,18 +44,18 @@ class Collective:
 
 
 Watcher = Callable[[Callable[[], Any], Callable[[], Collective]], Any]
-"""Is given two functions for each collective: one launches it, the other describes it. Must return what
+"""Called with two functions for each collective: one launches it, the other describes it. Must return what
 the launch returns."""
 
 Reducing = Callable[[torch.Tensor], None]
-"""Is shown each gradient of this rank's own, before it becomes one of all ranks."""
+"""Called with this rank's own gradients, before they are reduced over all ranks."""
 
 
 def watch_collectives(model: nn.Module, watcher: Watcher, reducing: Reducing | None = None) -> None:
     """Route every all-gather and reduce-scatter of an FSDP2 model through ``watcher``.
 
-    ``reducing`` sees what is about to be reduced, on the stream that will do it. There is nothing to see
-    where FSDP has one rank to reduce over: it then leaves out the collective.
+    ``reducing`` sees what is about to be reduced, on the stream that will do it. On one rank there is
+    nothing to reduce, so FSDP launches no collective, and ``reducing`` is not called.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -64,12 +64,12 @@ def watch_collectives(model: nn.Module, watcher: Watcher, reducing: Reducing | N
 
 
 def launch_only(launch: Callable[[], Any], describe: Callable[[], Collective]) -> Any:
-    """The watcher that does nothing."""
+    """A watcher that only launches."""
     return launch()
 
 
 class _Watched:
-    """The part that FSDP2's two interfaces for custom collectives have in common."""
+    """What FSDP2's two interfaces for custom collectives have in common."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -114,7 +114,7 @@ class _ReduceScatter(_Watched):
 
 
 def reset(model: nn.Module) -> None:
-    """Put an FSDP2 model back to where a step begins, after an exception in forward or backward.
+    """Reset an FSDP2 model to the start of a step, after an exception in forward or backward.
 
     Afterwards every parameter is sharded and no parameter has a gradient. Without this the next backward
     silently trains only part of the model. Gradients that backward had left on unsharded parameters are
@@ -140,7 +140,7 @@ def _drop_gradients(model: nn.Module) -> None:
 
 
 def _reset_by_hand(root: FSDPModule) -> None:
-    """What ``FSDPModule.reset_iter_state`` does, for torch 2.11 and 2.12, which do not have it.
+    """Do what ``FSDPModule.reset_iter_state`` does, for torch 2.11 and 2.12, which do not have it.
 
     Private attributes throughout; those that only one of the two versions has are set where they exist.
     """
@@ -176,6 +176,7 @@ def _check_sharded(model: nn.Module) -> None:
     unsharded = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     if unsharded:
         raise RuntimeError(
-            f"FSDP2 of torch {torch.__version__} could not be put back after running out of memory: "
-            f"{unsharded[0]} (and {len(unsharded) - 1} more) stayed unsharded. Please report this."
+            f"FSDP2 of torch {torch.__version__} could not be reset after running out of memory: "
+            f"{unsharded[0]} (and {len(unsharded) - 1} more) stayed unsharded. Please report this, and set "
+            "adaptive_batching.on_out_of_memory=raise to train without recovery."
         )

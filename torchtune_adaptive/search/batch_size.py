@@ -1,246 +1,244 @@
-"""The way from a run that is set up to its batch size: candidates, memory of earlier runs, search, report."""
+"""Find the largest micro-batch that fits: candidates, cache, prediction, trials."""
 
 from __future__ import annotations
 
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig
-
 from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.batching.strategies import SearchResult, Status, candidates, search
-from torchtune_adaptive.cache import Cache, cache_folder, libraries
-from torchtune_adaptive.data.dataset import Data
+from torchtune_adaptive.batching.strategies import (
+    Rounding,
+    SearchResult,
+    Status,
+    candidates,
+    search,
+)
+from torchtune_adaptive.cache import Cache, cache_folder
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.plan.background import BackgroundPlanner
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.ranks.watchdog import Watchdog
-from torchtune_adaptive.search.probe import Probe, new_probe, nothing_fits
+from torchtune_adaptive.search.context import SearchContext
+from torchtune_adaptive.search.probe import Probe, nothing_fits, probe_of
 from torchtune_adaptive.search.report import SearchReport
 from torchtune_adaptive.search.trial import SizeTrial, trial_line
-from torchtune_adaptive.search.worst_case import worst_case
 from torchtune_adaptive.settings.adaptive import AdaptiveSettings
-from torchtune_adaptive.settings.fingerprint import allocator_facts, step_facts
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.settings.fingerprint import search_facts
 
 log = logging.getLogger(__name__)
 
-
-def possible_sizes(settings: AdaptiveSettings, asked: Split, rows_per_rank: int) -> tuple[int, ...]:
-    """The micro-batches that a search may find: at least one full step must remain in an epoch.
-
-    Args:
-        settings: rounding, ceiling, and whether the global batch must stay.
-        asked: what the config asks for.
-        rows_per_rank: the rows that each rank has in an epoch.
-    """
-    rows_per_step = asked.micro_batch * asked.accumulation
-    needed = rows_per_step if settings.keep_global_batch else asked.accumulation
-    if rows_per_rank < needed:
-        raise ConfigError(
-            "gradient_accumulation_steps",
-            asked.accumulation,
-            f"leaves no full step in an epoch: a step needs at least {needed} rows per rank, "
-            f"and the data has {rows_per_rank}",
-            "Lower it, lower batch_size, or use more data",
-        )
-    if settings.keep_global_batch:
-        rounding, ceiling = "divisor", rows_per_step
-    else:
-        rounding, ceiling = settings.rounding, rows_per_rank // asked.accumulation
-    if settings.ceiling is not None:
-        ceiling = min(ceiling, settings.ceiling)
-    return candidates(rounding, ceiling, rows_per_step)
-
-
-def split_for(settings: AdaptiveSettings, asked: Split, size: int) -> Split:
-    """How a step is put together with micro-batches of ``size`` rows."""
-    accumulation = asked.accumulation
-    if settings.keep_global_batch:
-        accumulation = asked.micro_batch * asked.accumulation // size
-    return Split(size, accumulation, asked.ranks)
+_PROOFS = (Status.NEXT_DOES_NOT_FIT, Status.CEILING)
+"""How a search ends that has shown its size to be the largest."""
 
 
 def find_batch_size(
-    *,
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    data: Data,
-    rows_per_rank: int,
-    step: TrainStep,
-    ranks: Ranks,
-    watchdog: Watchdog,
-    known: int | None = None,
-    prediction: BackgroundPlanner | None = None,
+    run: SearchContext, known: int | None = None, planner: BackgroundPlanner | None = None
 ) -> SearchReport:
     """Search on the run itself, which is afterwards as it was before.
 
     Args:
-        cfg: what the config asks for.
-        settings: how to search.
-        data: what the trials are made of.
-        rows_per_rank: the rows that each rank has in an epoch.
-        step: the step that training will use.
-        ranks: the ranks of the run.
-        watchdog: is told about each phase.
+        run: the run to search on.
         known: what an earlier part of this run has found; it is confirmed by one trial.
-        prediction: on rank 0, of the size that should be found.
+        planner: on rank 0, predicts the size that should be found.
     """
     started = time.perf_counter()
-    asked = Split(cfg.batch_size, cfg.gradient_accumulation_steps, ranks.size)
-    sizes = possible_sizes(settings, asked, rows_per_rank)
-    watchdog.enter("looking for the longest row", patience=None)
-    worst = worst_case(data.dataset, data.tokenizer, data.packed, settings.probe_length, ranks)
+    settings, configured = run.settings, run.configured
+    sizes = possible_sizes(settings, configured, run.order.rows_per_rank)
+    worst = run.worst_case(settings.probe_length)
     log.info(
-        f"Searching for the largest micro-batch: rows of {worst.length} tokens ({worst.source})."
+        f"Searching for the largest micro-batch with rows of {worst.length} tokens ({worst.source})."
     )
 
     def accumulation(size: int) -> int:
         most = 2 if settings.grow_past_memory else 1
-        return max(split_for(settings, asked, size).accumulation, most)
+        return max(split_for(settings, configured, size).accumulation, most)
 
-    probe = new_probe(
-        cfg,
-        settings,
-        step,
-        watchdog,
-        ranks,
-        batch=lambda size: worst.batch(size, data.collate),
-        accumulation=accumulation,
-    )
-
+    probe = probe_of(run, lambda size: worst.batch(size, run.data.collate), accumulation)
     with probe:
         first = probe.prime()
         if not first.fits:
             raise nothing_fits(first, worst)
         capacity = min(report.usable_bytes for report in first.reports)
-        about = facts(
-            cfg,
+        predictions = _Predictions(run, planner, worst.length, capacity, accumulation)
+        about = search_facts(
+            run.cfg,
             settings,
             row_length=worst.length,
-            packed=data.packed,
-            ranks=ranks.size,
-            device=step.memory.name,
+            packed=run.data.packed,
+            largest_candidate=sizes[-1],
+            ranks=run.ranks.size,
+            device=run.step.memory.name,
             capacity=capacity,
         )
-
-        def foretold(last: SizeTrial | None) -> int | None:
-            watchdog.enter("predicting the batch size", patience=None)
-            rows = None
-            if prediction is not None:
-                if last is not None:
-                    prediction.learn_from(last.size, last.usage, accumulation(last.size))
-                rows = prediction.largest(worst.length, capacity)
-            return ranks.from_rank_zero(rows)
-
-        result = _search_or_remember(settings, sizes, probe, about, known, ranks, foretold)
-    if settings.search == "predict":
-        watchdog.enter("learning how good the prediction was", patience=None)
-    was_a_search = result.status in (Status.NEXT_DOES_NOT_FIT, Status.CEILING)
-    if prediction is not None and was_a_search:
-        last = next(trial for trial in result.trials if trial.size == result.size)
-        prediction.learn_from(last.size, last.usage, accumulation(last.size))
-    if result.size is None:
-        raise nothing_fits(result.trials[-1], worst)
+        found = _Search(run, probe, first, sizes, predictions).result(about, known)
+    predictions.learn_from(found)
+    if found.size is None:
+        raise nothing_fits(found.trials[-1], worst)
+    after = split_for(settings, configured, found.size)
     return SearchReport(
-        result=result,
-        before=asked,
-        after=split_for(settings, asked, result.size) if settings.use_maximum_batch_size else asked,
+        result=found,
+        before=configured,
+        after=after if settings.use_maximum_batch_size else configured,
         strategy=settings.search,
         row_length=worst.length,
         row_source=worst.source,
-        device=step.memory.name,
+        device=run.step.memory.name,
         headroom=settings.headroom,
         seconds=time.perf_counter() - started,
     )
 
 
-def _search_or_remember(
-    settings: AdaptiveSettings,
-    sizes: tuple[int, ...],
-    probe: Probe,
-    about: Mapping[str, Any],
-    known: int | None,
-    ranks: Ranks,
-    foretold: Callable[[SizeTrial | None], int | None],
-) -> SearchResult[SizeTrial]:
-    def trial(size: int) -> SizeTrial:
-        outcome = probe.trial(size)
-        log.info(trial_line(outcome))
-        return outcome
+def possible_sizes(
+    settings: AdaptiveSettings, configured: Split, rows_per_rank: int
+) -> tuple[int, ...]:
+    """The micro-batches that a search may find: at least one full step must remain in an epoch.
 
-    cache = found_sizes(settings.cache)
-    # From rank 0, or ranks with other caches would part ways.
-    remembered = known or ranks.from_rank_zero(cache.get(about))
-    tried: tuple[SizeTrial, ...] = ()
-    if remembered is not None and remembered in sizes:
-        log.info(f"An earlier run like this one found {remembered} rows; confirming it.")
-        tried = (trial(remembered),)
-        if tried[0].fits:
-            return SearchResult(remembered, Status.REMEMBERED, tried)
-        log.info("It does not fit any more; searching anew.")
-    result: SearchResult[SizeTrial] | None = None
-    strategy = settings.search
-    if strategy == "predict":
-        strategy = "extrapolate"
-        last: SizeTrial | None = None
-        # A trial corrects the prediction; that may say that more would fit, and mostly says no such thing.
-        while (at := bisect_right(sizes, foretold(last) or 0) - 1) >= 0:
-            if last is not None and sizes[at] <= last.size:
-                break
-            tried += (trial(sizes[at]),)
-            if not tried[-1].fits:
-                break
-            last = tried[-1]
-        if last is not None:
-            result = SearchResult(last.size, Status.PREDICTED, ())
-        elif tried:
-            log.info("It does not fit: the prediction missed. Searching without it.")
-    result = result or search(strategy, sizes, trial)
-    if ranks.rank == 0 and result.size is not None:
-        cache.put(about, result.size)
-    return SearchResult(result.size, result.status, tried + result.trials)
-
-
-def facts(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    *,
-    row_length: int,
-    packed: bool,
-    ranks: int,
-    device: str,
-    capacity: int,
-) -> dict[str, Any]:
-    """Everything that could change the result of a search.
-
-    The capacity counts with two digits: it differs by a few pages from run to run, and a result is
-    confirmed by a trial before it is used.
+    Args:
+        settings: rounding, ceiling, and whether the global batch must stay.
+        configured: the batch that the config asks for.
+        rows_per_rank: the rows that each rank has in an epoch.
     """
-    return {
-        "config": {**step_facts(cfg), "batch_size": cfg.batch_size},
-        "settings": {
-            "rounding": settings.rounding,
-            "ceiling": settings.ceiling,
-            "headroom": settings.headroom,
-            "memory_limit": settings.memory_limit,
-            "keep_global_batch": settings.keep_global_batch,
-        },
-        "row_length": row_length,
-        "packed": packed,
-        "ranks": ranks,
-        "device": device,
-        "capacity": float(f"{capacity:.2g}"),
-        "libraries": libraries(),
-        "allocator": allocator_facts(),
-    }
+    accumulation, rows_per_step = configured.accumulation, configured.rows
+    needed = rows_per_step if settings.keep_global_batch else accumulation
+    if rows_per_rank < needed:
+        raise ConfigError(
+            "gradient_accumulation_steps",
+            accumulation,
+            f"leaves no full step in an epoch: a step needs at least {needed} rows per rank, "
+            f"and the data has {rows_per_rank}",
+            "Lower it, lower batch_size, or use more data",
+        )
+    ceiling = rows_per_step if settings.keep_global_batch else rows_per_rank // accumulation
+    if settings.ceiling is not None:
+        ceiling = min(ceiling, settings.ceiling)
+    rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
+    return candidates(rounding, ceiling, rows_per_step)
+
+
+def split_for(settings: AdaptiveSettings, configured: Split, size: int) -> Split:
+    """How a step is put together with micro-batches of ``size`` rows."""
+    accumulation = configured.accumulation
+    if settings.keep_global_batch:
+        accumulation = configured.rows // size
+    return Split(size, accumulation, configured.ranks)
+
+
+@dataclass(frozen=True)
+class _Predictions:
+    """What the planner predicts for a search, the same on all ranks; nothing where there is no planner."""
+
+    run: SearchContext
+    planner: BackgroundPlanner | None
+    row_length: int
+    capacity: int
+    accumulation: Callable[[int], int]
+
+    def largest(self, after: SizeTrial | None) -> int:
+        """The largest size that should fit, corrected by a trial; 0 if there is no prediction."""
+        self.run.watchdog.enter("predicting the batch size", patience=None)
+        rows = None
+        if self.planner is not None:
+            if after is not None:
+                self._correct_by(after)
+            rows = self.planner.largest(self.row_length, self.capacity)
+        return self.run.ranks.from_rank_zero(rows) or 0
+
+    def learn_from(self, found: SearchResult[SizeTrial]) -> None:
+        """Remember how good predictions were, once a search has tried its size."""
+        if self.run.settings.search == "predict":
+            self.run.watchdog.enter("learning how good the prediction was", patience=None)
+        if self.planner is not None and found.status in _PROOFS:
+            self._correct_by(next(trial for trial in found.trials if trial.size == found.size))
+
+    def _correct_by(self, trial: SizeTrial) -> None:
+        assert self.planner is not None
+        self.planner.learn_from(trial.size, trial.usage, self.accumulation(trial.size))
+
+
+@dataclass
+class _Search:
+    """One search: tries each size at most once, in the order that cache, prediction and strategy suggest."""
+
+    run: SearchContext
+    probe: Probe
+    first: SizeTrial
+    """The trial of one row that came before the search."""
+    sizes: tuple[int, ...]
+    predictions: _Predictions
+    tried: dict[int, SizeTrial] = field(default_factory=dict)
+
+    def result(self, about: dict[str, Any], known: int | None) -> SearchResult[SizeTrial]:
+        """Search, or confirm what an earlier search found, and correct the cache.
+
+        Args:
+            about: everything that the result depends on.
+            known: what an earlier part of this run has found.
+        """
+        cache = found_sizes(self.run.settings.cache)
+        # From rank 0, or ranks with different caches would diverge.
+        remembered = known or self.run.ranks.from_rank_zero(cache.get(about))
+        found: SearchResult[SizeTrial] | None = None
+        if remembered is not None and remembered in self.sizes:
+            found = self._confirm(remembered)
+        if found is None and self.run.settings.search == "predict":
+            found = self._by_prediction()
+        if found is None:
+            strategy = self.run.settings.search
+            strategy = "extrapolate" if strategy == "predict" else strategy
+            found = search(strategy, self.sizes, self._trial)
+        if self.run.ranks.rank == 0 and found.size is not None and found.status in _PROOFS:
+            cache.put(about, found.size)
+        return SearchResult(found.size, found.status, tuple(self.tried.values()))
+
+    def _trial(self, size: int) -> SizeTrial:
+        if size not in self.tried:
+            self.tried[size] = self.probe.trial(size)
+            log.info(trial_line(self.tried[size]))
+        return self.tried[size]
+
+    def _confirm(self, size: int) -> SearchResult[SizeTrial] | None:
+        """The size that was found before, if it is still the largest."""
+        log.info(f"A previous identical run found {size}; verifying with one trial.")
+        trial = self._trial(size)
+        if not trial.fits:
+            log.info("It no longer fits; searching again.")
+            return None
+        larger = [other for other in self.sizes if other > size]
+        if larger and self._has_room_for(larger[0], trial) and self._trial(larger[0]).fits:
+            # Whatever was short of memory then, e.g. because of another process, is not any more.
+            log.info("More fits now; searching again.")
+            return None
+        return SearchResult(size, Status.REMEMBERED, ())
+
+    def _has_room_for(self, size: int, trial: SizeTrial) -> bool:
+        """Whether the line through the peaks of one row and of a trial leaves room for a larger size."""
+        peak, one = trial.deciding.peak_bytes, self.first.deciding.peak_bytes
+        each_row = (peak - one) / (trial.size - 1) if trial.size > 1 else peak
+        return peak + each_row * (size - trial.size) <= trial.deciding.usable_bytes
+
+    def _by_prediction(self) -> SearchResult[SizeTrial] | None:
+        """Try what is predicted, and again as long as trials correct the prediction upwards."""
+        last: SizeTrial | None = None
+        while (at := bisect_right(self.sizes, self.predictions.largest(last)) - 1) >= 0:
+            if last is not None and self.sizes[at] <= last.size:
+                break
+            trial = self._trial(self.sizes[at])
+            if not trial.fits:
+                break
+            last = trial
+        if last is not None:
+            return SearchResult(last.size, Status.PREDICTED, ())
+        if self.tried:
+            log.info(
+                "It does not fit: the prediction was too high. Falling back to a normal search."
+            )
+        return None
 
 
 def found_sizes(cache: bool | str) -> Cache[int]:
     """The sizes that searches found, kept where the setting says."""
     return Cache(
-        cache_folder(cache, "batch_sizes"), "batch size", lambda n: isinstance(n, int) and n >= 1
+        cache_folder(cache, "batch_sizes"), "batch size", lambda n: type(n) is int and n >= 1
     )

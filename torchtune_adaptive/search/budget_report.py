@@ -1,4 +1,4 @@
-"""What the user sees of a token budget: each trial, what came of them, and its worth: padding, speed."""
+"""What the search for a token budget reports: its trials, the budget, and the padding and speed it gains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 
 from torchtune_adaptive.batching.packing import Budget, padding
 from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.data.micro_batches import ByTokens
+from torchtune_adaptive.data.micro_batches import ByRows, ByTokens, MicroBatches
+from torchtune_adaptive.plots import new_figure
 from torchtune_adaptive.search.trial import LengthTrial, SizeTrial
 from torchtune_adaptive.text import table
 
@@ -23,7 +24,7 @@ _STEPS_COMPARED = 200
 
 @dataclass(frozen=True)
 class Throughput:
-    """Of one way to make micro-batches of the rows of a step."""
+    """How fast one way of dividing a step into micro-batches is."""
 
     padding_share: float
     tokens_per_second: float | None = None
@@ -34,16 +35,16 @@ class Throughput:
 class BudgetReport:
     """A budget that was found, and what it changes."""
 
-    packer: ByTokens
+    micro_batches: ByTokens
     trials: Sequence[LengthTrial]
     split: Split
-    """Without it."""
-    without: Throughput
-    under: Throughput
+    """The batch without it."""
+    without_budget: Throughput
+    with_budget: Throughput
 
     @property
     def budget(self) -> Budget:
-        return self.packer.budget
+        return self.micro_batches.budget
 
     def text(self) -> str:
         rows = [
@@ -53,10 +54,10 @@ class BudgetReport:
         lines = [
             *table(("length", "rows", "peak", "usable", "verdict", "deciding rank"), rows),
             f"Rows that fit, by length: {fits}.",
-            f"Padding: {self.without.padding_share:.0%} of what is computed in micro-batches of "
-            f"{self.split.micro_batch} rows, {self.under.padding_share:.0%} under the token budget.",
+            f"Padding: {self.without_budget.padding_share:.0%} of what is computed in micro-batches of "
+            f"{self.split.micro_batch} rows, {self.with_budget.padding_share:.0%} with the token budget.",
         ]
-        before, after = self.without.tokens_per_second, self.under.tokens_per_second
+        before, after = self.without_budget.tokens_per_second, self.with_budget.tokens_per_second
         if after is not None:
             was = f"{before:,.0f}" if before else "(does not fit)"
             lines.append(f"Tokens per second on each rank, in one step: {was} -> {after:,.0f}.")
@@ -66,8 +67,8 @@ class BudgetReport:
         return {
             "rows_by_length": {length: rows for length, rows in self.budget.measured},
             "batch_size_without": self.split.micro_batch,
-            "without": asdict(self.without),
-            "under": asdict(self.under),
+            "without_budget": asdict(self.without_budget),
+            "with_budget": asdict(self.with_budget),
             "trials": [{"length": each.length, **each.trial.as_dict()} for each in self.trials],
         }
 
@@ -80,27 +81,28 @@ class BudgetReport:
         return [path, drawn] if drawn else [path]
 
 
-def padding_shares(packer: ByTokens, split: Split) -> tuple[float, float]:
-    """Without a budget and under it, over a number of shuffled steps."""
-    lengths = packer.row_lengths
+def padding_shares(by_tokens: ByTokens, split: Split) -> tuple[float, float]:
+    """The share of padding without a budget and with it, over a number of shuffled steps."""
+    lengths = by_tokens.row_lengths
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).tolist()
     rows = split.global_batch
     steps = [order[i : i + rows] for i in range(0, len(order) - rows + 1, rows)][:_STEPS_COMPARED]
-    without, under = (
-        padding((lengths[sample] for sample in part) for step in steps for part in parts(step))
-        for parts in (
-            lambda step: [
-                step[i : i + split.micro_batch] for i in range(0, rows, split.micro_batch)
-            ],
-            lambda step: [
-                portion.sample_ids
-                for rank in range(split.ranks)
-                for portion in packer.portions(step, packer.largest, rank, split.ranks)
-                if not portion.weightless
-            ],
+
+    def share(micro_batches: MicroBatches) -> float:
+        size = micro_batches.full_size(split)
+        portions = (
+            portion
+            for step in steps
+            for rank in range(split.ranks)
+            for portion in micro_batches.portions(step, size, rank, split.ranks)
         )
-    )
-    return without, under
+        return padding(
+            (lengths[sample] for sample in portion.sample_ids)
+            for portion in portions
+            if not portion.weightless
+        )
+
+    return share(ByRows("none")), share(by_tokens)
 
 
 def _cells(trial: SizeTrial) -> tuple[str, ...]:
@@ -116,11 +118,9 @@ def _cells(trial: SizeTrial) -> tuple[str, ...]:
 
 def _plot(budget: Budget, trials: Sequence[LengthTrial], path: Path) -> Path | None:
     """Rows over length: what fits, what was tried; where matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = new_figure(7, 4)
+    if figure is None:
         return None
-    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     shortest = min(length for length, _ in budget.measured)
     lengths = range(max(1, shortest // 2), budget.longest + 1)

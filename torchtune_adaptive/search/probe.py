@@ -1,8 +1,8 @@
 """One trial: run the real step on the worst case, measure, agree, and leave no trace.
 
-A trial is the step of a run that has been going for a while: the optimizer's state is there, the
-gradients of an earlier micro-batch are there if gradients accumulate, every row is as long as a row can
-be, and the optimizer steps. What it changes is put back; what it allocated is given back.
+A trial is a step in the middle of a run: the optimizer's state exists, the gradients of an earlier
+micro-batch exist if gradients accumulate, every row is as long as a row can be, and the optimizer steps.
+Everything that it changes is restored, and everything that it allocates is freed.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from torchtune_adaptive.device.memory import DeviceMemory
 from torchtune_adaptive.errors import EmptyTrial, NothingFits
 from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.ranks.watchdog import Watchdog
+from torchtune_adaptive.search.context import SearchContext
 from torchtune_adaptive.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.search.worst_case import WorstCase
-from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
+from torchtune_adaptive.settings.adaptive import BLOCK
 from torchtune_adaptive.step.snapshot import Snapshot
 from torchtune_adaptive.step.train_step import StepHalfApplied, TrainStep
 
@@ -33,11 +32,11 @@ class Probe:
 
     Args:
         step: the step that training will use.
-        batch: makes the worst-case batch of so many rows.
+        batch: makes the worst-case batch of a number of rows.
         accumulation: the micro-batches in a step, for a given size.
         headroom: the share of memory that must stay free.
         ranks: the ranks of the run.
-        entering: told about each phase.
+        entering: called with the name of each phase.
         compiled: whether the model is compiled, and forgets what it compiled between sizes.
     """
 
@@ -72,8 +71,8 @@ class Probe:
             torch.compiler.reset()
 
     def prime(self) -> SizeTrial:
-        """Two steps of one row: the optimizer makes its state, the device its workspaces, and the sequence
-        of collectives is recorded and seen to repeat. Only now is what is left the room for rows."""
+        """Take two steps of one row: the optimizer creates its state, the device its workspaces, and the
+        sequence of collectives is recorded and checked. Only then is the free memory available to rows."""
         self._entering("first steps of the search, of 1 row")
         capacity = self._memory.capacity()
         with self._memory.capped(capacity):
@@ -84,7 +83,7 @@ class Probe:
         """Try one size."""
         self._entering(f"trial of {size} rows")
         if self._compiled:
-            # Compile for this size alone, as training will: dynamo would go on to dynamic shapes.
+            # Compile for this size alone, as training will: dynamo would switch to dynamic shapes.
             torch.compiler.reset()
         self._memory.release()
         usable = int(self._memory.capacity() * (1 - self._headroom))
@@ -133,39 +132,39 @@ class Probe:
             return outcome.failures[self._ranks.rank]
         if outcome.tokens == 0:
             raise EmptyTrial(
-                f"A trial of {len(micro_batches[0]['tokens'])} rows trained no token, so it says nothing "
-                "about memory. Check that the dataset's rows have tokens, and that collate_fn keeps their "
-                "labels."
+                f"A trial of {len(micro_batches[0]['tokens'])} rows predicted no token, so it says nothing "
+                "about memory. Check that the dataset's rows have two tokens or more, and that collate_fn "
+                "keeps their labels."
             )
         return None
 
 
-def new_probe(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    step: TrainStep,
-    watchdog: Watchdog,
-    ranks: Ranks,
-    *,
+def probe_of(
+    run: SearchContext,
     batch: Callable[[int], dict[str, Any]],
     accumulation: Callable[[int], int],
 ) -> Probe:
-    compiled = cfg.get("compile", False)
-    if compiled and step.device.type == "cpu":
+    """The probe of a run.
+
+    Args:
+        run: the run to search on.
+        batch: makes the worst-case batch of a number of rows.
+        accumulation: the micro-batches in a step, for a given size.
+    """
+    if run.compiled and run.step.device.type == "cpu":
         log.info(
             "The simulated device sees single operations, so compiled regions run eager in trials."
         )
+    # How long a rank compiles cannot be bounded.
+    patience = None if run.compiled else run.settings.rank_timeout
     return Probe(
-        step=step,
+        step=run.step,
         batch=batch,
         accumulation=accumulation,
-        headroom=settings.headroom,
-        ranks=ranks,
-        # How long a rank compiles is its own affair.
-        entering=lambda phase: watchdog.enter(
-            phase, patience=None if compiled else settings.rank_timeout
-        ),
-        compiled=compiled,
+        headroom=run.settings.headroom,
+        ranks=run.ranks,
+        entering=lambda phase: run.watchdog.enter(phase, patience=patience),
+        compiled=run.compiled,
     )
 
 

@@ -1,5 +1,4 @@
-"""What the user sees: of a search each trial, a table, the choice and why, JSON, a plot; of training, what
-changed the batch."""
+"""What a search reports: the choice and its reason, JSON, a plot."""
 
 from __future__ import annotations
 
@@ -11,8 +10,9 @@ from typing import Any
 
 from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.batching.strategies import SearchResult, Status
+from torchtune_adaptive.plots import new_figure
 from torchtune_adaptive.search.trial import SizeTrial
-from torchtune_adaptive.text import human_bytes, table
+from torchtune_adaptive.text import human_bytes
 
 log = logging.getLogger(__name__)
 JSON_NAME = "batch_size_search.json"
@@ -41,7 +41,7 @@ class SearchReport:
 
     @property
     def uses_what_was_found(self) -> bool:
-        """Or whether it is only how far the batch may grow."""
+        """Whether training starts with what was found, or may only grow to it."""
         return self.after.micro_batch == self.largest
 
     def reason(self) -> str:
@@ -63,20 +63,21 @@ class SearchReport:
     def text(self) -> str:
         old, new = self.before, self.after
         lines = [
-            f"Trials of {self.row_length} tokens a row ({self.row_source}) on {self.device}, "
+            f"Searched with rows of {self.row_length} tokens ({self.row_source}) on {self.device}, "
             f"{self.headroom:.0%} of memory kept free; {self.strategy}, {self.seconds:.1f} s:",
-            *_table(self.result.trials),
             f"batch_size {old.micro_batch} -> {new.micro_batch} ({self.reason()})"
             if self.uses_what_was_found
             else f"batch_size {old.micro_batch} may grow to {self.largest} ({self.reason()})",
         ]
         if new.accumulation != old.accumulation:
             lines.append(f"gradient_accumulation_steps {old.accumulation} -> {new.accumulation}")
-        change = "stays" if old.global_batch == new.global_batch else f"{old.global_batch} ->"
-        lines += [
-            f"global batch {change} {new.global_batch} rows "
-            f"({new.micro_batch} x {new.accumulation} x {new.ranks} ranks)",
-        ]
+        parts = (
+            f"micro-batch {new.micro_batch} x accumulation {new.accumulation} x {new.ranks} ranks"
+        )
+        if old.global_batch == new.global_batch:
+            lines.append(f"global batch unchanged: {new.global_batch} rows ({parts})")
+        else:
+            lines.append(f"global batch {old.global_batch} -> {new.global_batch} rows ({parts})")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -111,58 +112,49 @@ class SearchReport:
         return [path, plot] if plot else [path]
 
 
-def _table(trials: tuple[SizeTrial, ...]) -> list[str]:
-    header = ("rows", "peak", "usable", "verdict", "seconds", "deciding rank")
-    rows = [
-        (
-            str(trial.size),
-            human_bytes(trial.deciding.peak_bytes),
-            human_bytes(trial.deciding.usable_bytes),
-            trial.deciding.trouble or "fits",
-            f"{trial.seconds:.1f}",
-            str(trial.deciding_rank),
-        )
-        for trial in trials
-    ]
-    return table(header, rows)
-
-
 def _plot(report: SearchReport, path: Path) -> Path | None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    """Peak memory over micro-batch size, with the limit and the size that was chosen."""
+    figure = new_figure(6.4, 3.4)
+    if figure is None:
         return None
     trials = sorted(report.result.trials, key=lambda trial: trial.size)
     fitting = [trial for trial in trials if trial.fits]
     failing = [trial for trial in trials if not trial.fits]
-    gib = 1 << 30
-    unit, divisor = ("GiB", gib) if trials[0].deciding.usable_bytes >= gib else ("MiB", 1 << 20)
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    limit = trials[0].deciding.usable_bytes
+    unit, divisor = ("GiB", 1 << 30) if limit >= 1 << 30 else ("MiB", 1 << 20)
+    sizes = [trial.size for trial in fitting]
+    peaks = [trial.deciding.peak_bytes / divisor for trial in fitting]
     axes = figure.subplots()
+    axes.axhline(
+        limit / divisor,
+        color="gray",
+        linestyle="--",
+        label=f"limit: {human_bytes(limit)} ({report.headroom:.0%} kept free)",
+    )
+    axes.plot(sizes, peaks, "o-", label="fits")
     axes.plot(
-        [trial.size for trial in fitting],
-        [trial.deciding.peak_bytes / divisor for trial in fitting],
-        "o-",
-        label="fits",
+        report.largest, peaks[-1], "o", color="tab:green", markersize=11, label="largest that fits"
     )
     if failing:
         axes.plot(
             [trial.size for trial in failing],
-            [trial.deciding.usable_bytes / divisor for trial in failing],
-            "x",
+            [limit / divisor] * len(failing),
+            "X",
             color="tab:red",
+            markersize=9,
             label="does not fit",
         )
-    axes.axhline(
-        trials[0].deciding.usable_bytes / divisor, color="gray", linestyle="--", label="usable"
-    )
-    axes.axvline(report.largest, color="tab:green", alpha=0.4, label="largest that fits")
+    old, new = report.before, report.after
     axes.set(
-        xlabel=f"rows of {report.row_length} tokens in a micro-batch",
-        ylabel=f"peak memory of the tightest rank ({unit})",
-        ylim=(0, None),
+        title=f"batch_size {old.micro_batch} -> {new.micro_batch}"
+        if report.uses_what_was_found
+        else f"batch_size {old.micro_batch} may grow to {report.largest}",
+        xlabel=f"rows of {report.row_length:,} tokens in a micro-batch",
+        ylabel=f"peak memory, tightest rank ({unit})",
         xlim=(0, None),
+        ylim=(0, 1.15 * limit / divisor),
     )
-    axes.legend()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", frameon=False)
     figure.savefig(path, dpi=120)
     return path

@@ -1,8 +1,8 @@
 """The token budget of a run: found by trials at several row lengths, kept by every micro-batch.
 
-The longest rows come first: how many of them fit is searched for. Each shorter length may have as many
-tokens without a trial (see ``packing.Budget``). What fits beyond that is estimated from what has been
-measured, and the estimate is tried once: if it fails, what needed no trial stays.
+The longest rows come first: a search finds how many of them fit. At each shorter length the same number of
+tokens is known to fit and needs no trial (see ``packing.Budget``). What fits beyond that is estimated from
+what was measured, and the estimate is tried once: if it fails, the known size stays.
 """
 
 from __future__ import annotations
@@ -10,28 +10,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from omegaconf import DictConfig
-
 from torchtune_adaptive.batching.packing import Budget
-from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.batching.strategies import search
-from torchtune_adaptive.data.dataset import Data
-from torchtune_adaptive.data.loader import Loader, SampleOrder
-from torchtune_adaptive.data.micro_batches import ByTokens, length_buckets
+from torchtune_adaptive.data.loader import Loader
+from torchtune_adaptive.data.micro_batches import ByRows, ByTokens, MicroBatches, length_buckets
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.ranks.watchdog import Watchdog
 from torchtune_adaptive.search.budget_report import BudgetReport, Throughput, padding_shares
-from torchtune_adaptive.search.probe import Probe, new_probe, nothing_fits
+from torchtune_adaptive.search.context import SearchContext
+from torchtune_adaptive.search.probe import Probe, nothing_fits, probe_of
 from torchtune_adaptive.search.trial import LengthTrial, SizeTrial, trial_line
-from torchtune_adaptive.search.worst_case import worst_case
 from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
-from torchtune_adaptive.step.train_step import TrainStep
 
 log = logging.getLogger(__name__)
 
 _ESTIMATES_ARE_SHORT_BY = 0.03
-"""Of the room that is left: estimates miss by as much, and a trial that fails is worth nothing here."""
+"""The share of free memory that estimates leave: they miss by as much, and a failed trial is wasted."""
 
 
 def find_budget(
@@ -105,7 +98,7 @@ def confirm(tokens: int, probe: Probe, longest: int, most_rows: int) -> tuple[Bu
         raise ConfigError(
             "adaptive_batching.token_budget",
             tokens,
-            f"is less than the longest row has, {longest} tokens",
+            f"is less than the longest row ({longest} tokens)",
             f"Use {longest} or more, or cut rows with tokenizer.max_seq_len",
         )
     trial = probe.trial(min(tokens // longest, most_rows))
@@ -130,51 +123,22 @@ def lengths_to_measure(row_lengths: Sequence[int], longest: int) -> list[int]:
 
 
 def find_token_budget(
-    *,
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    data: Data,
-    order: SampleOrder,
-    row_lengths: Sequence[int],
-    split: Split,
-    step: TrainStep,
-    ranks: Ranks,
-    watchdog: Watchdog,
-    known: Budget | None = None,
+    run: SearchContext, row_lengths: Sequence[int], known: Budget | None = None
 ) -> BudgetReport:
     """Find the token budget on the run itself, which is afterwards as it was before.
 
     Args:
-        cfg: what the config asks for.
-        settings: how to search.
-        data: what the trials are made of.
-        order: of the samples.
+        run: the run to search on.
         row_lengths: of every row of the data.
-        split: how a step is put together without a budget.
-        step: the step that training will use.
-        ranks: the ranks of the run.
-        watchdog: is told about each phase.
         known: what an earlier part of this run has found; it is confirmed by one trial.
     """
-    longest = settings.probe_length or max(row_lengths)
-    if max(row_lengths) > longest:
-        index = max(range(len(row_lengths)), key=row_lengths.__getitem__)
-        raise ConfigError(
-            f"{BLOCK}.probe_length",
-            longest,
-            f"is less than row {index} of the data has, {row_lengths[index]} tokens",
-            "Leave it out, or cut rows with tokenizer.max_seq_len",
-        )
-    worst = worst_case(data.dataset, data.tokenizer, False, longest, ranks)
+    longest = _longest(run.settings, row_lengths)
+    worst = run.worst_case(longest)
     length_now = longest
     log.info(f"Searching for the token budget: the longest row has {longest} tokens.")
-    probe = new_probe(
-        cfg,
-        settings,
-        step,
-        watchdog,
-        ranks,
-        batch=lambda rows: worst.of_length(length_now).batch(rows, data.collate),
+    probe = probe_of(
+        run,
+        batch=lambda rows: worst.of_length(length_now).batch(rows, run.data.collate),
         accumulation=lambda rows: 2,  # a step has as many micro-batches as it takes
     )
 
@@ -187,57 +151,41 @@ def find_token_budget(
         first = probe.prime()
         if not first.fits:
             raise nothing_fits(first, worst)
-        most_rows = order.rows_per_rank if settings.grows else split.rows
-        budget, trials = _find_budget(settings, row_lengths, probe_at, longest, most_rows, known)
+        most_rows = run.order.rows_per_rank if run.settings.grows else run.configured.rows
+        lengths = lengths_to_measure(row_lengths, longest)
+        budget, trials = _find_or_confirm(run.settings, probe_at, lengths, most_rows, known)
         if budget is None:
             raise nothing_fits(trials[-1].trial, worst)
-        compiled = cfg.get("compile", False)
-        packer = ByTokens(
-            budget,
-            row_lengths,
-            data.tokenizer.pad_id,
-            step.loss_fn.ignore_index,  # type: ignore[arg-type]
-            length_buckets(budget.longest, min(row_lengths)) if compiled else (),
+        buckets = length_buckets(longest, min(row_lengths)) if run.compiled else ()
+        ignored = run.step.objective.ignored
+        by_tokens = ByTokens(budget, row_lengths, run.data.tokenizer.pad_id, ignored, buckets)
+        speeds = _speeds(run, probe, by_tokens)
+    without, with_budget = map(Throughput, padding_shares(by_tokens, run.configured), speeds)
+    return BudgetReport(by_tokens, trials, run.configured, without, with_budget)
+
+
+def _longest(settings: AdaptiveSettings, row_lengths: Sequence[int]) -> int:
+    """The row length that the budget must hold for."""
+    longest = max(row_lengths)
+    if settings.probe_length is not None and settings.probe_length < longest:
+        raise ConfigError(
+            f"{BLOCK}.probe_length",
+            settings.probe_length,
+            f"is shorter than row {row_lengths.index(longest)} of the data ({longest} tokens)",
+            "Leave it out, or cut rows with tokenizer.max_seq_len",
         )
-        # With a compiled model most of what would be measured is compiling.
-        can_be_timed = not compiled and split.rows <= order.rows_per_rank
-        speeds = _speeds(probe, data, order, packer, split, ranks) if can_be_timed else (None, None)
-    without, under = map(Throughput, padding_shares(packer, split), speeds)
-    return BudgetReport(packer, trials, split, without, under)
+    return settings.probe_length or longest
 
 
-def _speeds(
-    probe: Probe,
-    data: Data,
-    order: SampleOrder,
-    packer: ByTokens,
-    split: Split,
-    ranks: Ranks,
-) -> tuple[float | None, ...]:
-    """Tokens per second and rank in the first step, without the budget and under it."""
-    samples = order.epoch(0)[: split.global_batch]
-    tokens = sum(packer.row_lengths[sample] for sample in samples) / ranks.size
-
-    def measured(what: str, size: int, packer: ByTokens | None) -> float | None:
-        loader = Loader(data.dataset, data.collate, order, ranks.rank, ranks.size, packer=packer)
-        step = loader.epoch(0).step(split.rows, size)
-        seconds = probe.timed(what, [micro_batch.batch for micro_batch in step])
-        return tokens / seconds if seconds else None
-
-    return (
-        measured("without a token budget", split.micro_batch, None),
-        measured("under the token budget", packer.largest, packer),
-    )
-
-
-def _find_budget(
+def _find_or_confirm(
     settings: AdaptiveSettings,
-    row_lengths: Sequence[int],
     probe_at: Callable[[int], Probe],
-    longest: int,
+    lengths: Sequence[int],
     most_rows: int,
     known: Budget | None,
 ) -> tuple[Budget | None, list[LengthTrial]]:
+    """A budget that the user gives or a checkpoint has, confirmed by one trial; or a search."""
+    longest = lengths[0]
     if settings.token_budget is not True:
         budget, trial = confirm(settings.token_budget, probe_at(longest), longest, most_rows)
         return budget, [trial]
@@ -245,5 +193,32 @@ def _find_budget(
         trial = LengthTrial(longest, probe_at(longest).trial(known.rows(longest)))
         if trial.trial.fits:
             return known, [trial]
-        log.info("What the checkpoint's budget allows does not fit any more; searching anew.")
-    return find_budget(probe_at, lengths_to_measure(row_lengths, longest), most_rows)
+        log.info("The checkpoint's token budget no longer fits; searching again.")
+    return find_budget(probe_at, lengths, most_rows)
+
+
+def _speeds(run: SearchContext, probe: Probe, by_tokens: ByTokens) -> tuple[float | None, ...]:
+    """Tokens per second and rank in the first step, without the budget and with it; None if not measured."""
+    split = run.configured
+    if run.compiled or split.rows > run.order.rows_per_rank:
+        return None, None  # most of what would be measured is compiling; or there is no full step
+    samples = run.order.epoch(0)[: split.global_batch]
+    tokens = sum(by_tokens.row_lengths[sample] for sample in samples) / run.ranks.size
+
+    def measured(what: str, micro_batches: MicroBatches) -> float | None:
+        loader = Loader(
+            run.data.dataset,
+            run.data.collate,
+            run.order,
+            run.ranks.rank,
+            run.ranks.size,
+            micro_batches,
+        )
+        step = loader.epoch(0).step(split.rows, micro_batches.full_size(split))
+        seconds = probe.timed(what, [micro_batch.batch for micro_batch in step])
+        return tokens / seconds if seconds else None
+
+    return (
+        measured("without a token budget", ByRows("none")),
+        measured("with the token budget", by_tokens),
+    )

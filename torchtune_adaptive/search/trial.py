@@ -6,15 +6,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtune_adaptive.device.memory import Usage
-from torchtune_adaptive.text import human_bytes
+from torchtune_adaptive.text import bytes_of
 
 
 def trial_line(trial: SizeTrial) -> str:
     """One line for a trial, as soon as it is over."""
     decided = trial.deciding
     return (
-        f"trial of {trial.size} rows: {decided.trouble or 'fits'}; peak {human_bytes(decided.peak_bytes)} of "
-        f"{human_bytes(decided.usable_bytes)} on rank {trial.deciding_rank}, {trial.seconds:.1f} s"
+        f"micro-batch {trial.size}: {decided.trouble or 'fits'}, peak "
+        f"{bytes_of(decided.peak_bytes, decided.usable_bytes)} (rank {trial.deciding_rank}), "
+        f"{trial.seconds:.1f} s"
     )
 
 
@@ -28,7 +29,7 @@ class LengthTrial:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank saw in a trial."""
+    """The outcome of a trial on one rank."""
 
     failed_in: str | None
     """The phase in which this rank ran out of memory."""
@@ -36,7 +37,7 @@ class RankReport:
     peak_allocated_bytes: int
     retries: int
     usable_bytes: int
-    """What this rank may use: its capacity, less the headroom."""
+    """The memory that this rank may use: its capacity, less the headroom."""
 
     @property
     def free_bytes(self) -> int:
@@ -54,7 +55,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class SizeTrial:
-    """What trying one size has shown, on all ranks."""
+    """The outcome of trying one size, on all ranks."""
 
     size: int
     seconds: float

@@ -15,7 +15,7 @@ from torchtune_adaptive.ranks.agreement import Ranks
 MOST_ROWS_SCANNED = 50_000
 
 MOST_SECONDS_SCANNED = 30.0
-"""Bounds of the look for the longest row, per rank and in all: ranks share the work."""
+"""Limits of the scan for the longest row, per rank and in all: ranks share the work."""
 Row = dict[str, Any]
 
 
@@ -39,7 +39,7 @@ class WorstCase:
 def worst_case(
     dataset: Any, tokenizer: Any, packed: bool, probe_length: int | None, ranks: Ranks
 ) -> WorstCase:
-    """Find the worst case. In this order: what the user says; full packs; ``max_seq_len``; a scan."""
+    """Find the worst case: by packed rows, ``probe_length``, ``max_seq_len``, or a scan, in this order."""
     if len(dataset) == 0:
         raise EmptyTrial(
             "The dataset is empty, so there is no row to try. Check the dataset's source."

@@ -1,194 +1,163 @@
-"""From a torchtune config to settings that cannot be wrong.
+"""The settings that this package adds to a torchtune config.
 
-``AdaptiveSettings.from_config`` reads the three places where this package adds keys:
-``use_maximum_batch_size`` and ``batch_increase_function`` at top level, and the block
+``AdaptiveSettings.from_config`` reads them: some keys at top level, the others in the block
 ``adaptive_batching``. Inside the block every key is known and typed; an unknown one is an error, so a
-misspelt setting is never silently its default.
+misspelt setting is never silently its default. ``null`` means the default.
+
+The annotation of a field says what it may be (see ``rules``), and its docstring is its documentation:
+``python -m torchtune_adaptive.settings.reference`` makes the tables of ``docs/settings.md`` from them.
 """
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, Literal, get_type_hints
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from torchtune_adaptive.batching.scaling import LrScaling
+from torchtune_adaptive.batching.strategies import Rounding, Strategy
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.settings.rules import (
+    COMPONENT,
+    FOLDER,
+    FUNCTION,
+    MEMORY,
+    NEVER,
+    PATIENCE,
+    SECONDS,
+    SHARE,
+    Rule,
+    at_least,
+    either,
+    rule_of,
+)
 
-log = logging.getLogger(__name__)
 BLOCK = "adaptive_batching"
-
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
-_UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+_TOP_LEVEL = "top_level"
 
 
-def _boolean(key: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise ConfigError(key, value, "is not a boolean", "Use True or False")
-
-
-def whole_number(minimum: int) -> Callable[[str, object], int]:
-    def read(key: str, value: object) -> int:
-        if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
-            return value
-        raise ConfigError(
-            key, value, f"is not a whole number of at least {minimum}", f"Use {minimum} or more"
-        )
-
-    return read
-
-
-def _number(low: float, high: float, advice: str) -> Callable[[str, object], float]:
-    def read(key: str, value: object) -> float:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and low <= float(value) < high:  # type: ignore[arg-type]
-            return float(value)  # type: ignore[arg-type]
-        raise ConfigError(key, value, f"is not a number from {low:g} to below {high:g}", advice)
-
-    return read
-
-
-def _one_of(*choices: str) -> Callable[[str, object], str]:
-    def read(key: str, value: object) -> str:
-        if isinstance(value, str) and value in choices:
-            return value
-        raise ConfigError(key, value, "is not a choice", f"Use one of {', '.join(choices)}")
-
-    return read
-
-
-def optional(read: Callable[[str, object], Any]) -> Callable[[str, object], Any]:
-    return lambda key, value: None if value is None else read(key, value)
-
-
-def amount_of_memory(key: str, value: object) -> int:
-    """``24GiB``, ``512 MB`` or a plain number of bytes."""
-    if isinstance(value, (str, int)) and not isinstance(value, bool):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-        if match and match[2] in _UNITS and (size := int(float(match[1]) * _UNITS[match[2]])) > 0:
-            return size
-    units = ", ".join(unit for unit in _UNITS if unit)
-    raise ConfigError(
-        key, value, "is not an amount of memory", f"Write it as 24GiB, or in bytes (units: {units})"
-    )
-
-
-def _cache(key: str, value: object) -> bool | str:
-    if isinstance(value, bool) or (isinstance(value, str) and value):
-        return value
-    raise ConfigError(
-        key, value, "is neither a boolean nor a folder", "Use True, False, or a folder's path"
-    )
-
-
-def _rounding(key: str, value: object) -> str:
-    # On torchtune's command line ``None`` becomes null, and whoever types it means "do not round".
-    if value is None:
-        return "none"
-    return _one_of("power_of_two", "divisor", "none")(key, value)
-
-
-def _gradient_noise(key: str, value: object) -> str:
-    # YAML reads a bare ``off`` as False.
-    if value is None or isinstance(value, bool):
-        return "observe" if value else "off"
-    return _one_of("off", "observe", "act")(key, value)
-
-
-def _token_budget(key: str, value: object) -> bool | int:
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    return whole_number(1)(key, value)
-
-
-def _setting(default: Any, read: Callable[[str, object], Any]) -> Any:
-    return field(default=default, metadata={"read": read})
+def _at_top_level(default: Any) -> Any:
+    """A field whose key stands beside torchtune's, not in the block."""
+    return field(default=default, metadata={_TOP_LEVEL: True})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptiveSettings:
-    """What the user asked for. Field by field, with its default:"""
+    """What a config says about adaptive batching, checked and typed."""
 
-    use_maximum_batch_size: bool = False
+    use_maximum_batch_size: bool = _at_top_level(False)
     """Search for the largest micro-batch that fits, then train with it."""
 
-    grows: bool = False
-    """Whether ``batch_increase_function`` or ``gradient_noise: act`` is set."""
+    batch_increase_function: (
+        Annotated[str, FUNCTION] | Annotated[Mapping[str, Any], COMPONENT] | None
+    ) = _at_top_level(None)
+    """Grow the batch during training: the dotted path of a function ``f(epoch, current_batch_size) ->
+    increment``, or a ``_component_`` (docs/growing-the-batch.md). A search finds out how far it can grow."""
 
-    search: str = _setting("extrapolate", _one_of("extrapolate", "bisect", "halve", "predict"))
-    """How to search. The first three find the same size; ``predict`` confirms a predicted one."""
+    save_every_n_steps: Annotated[int, at_least(1)] | None = _at_top_level(None)
+    """Save a mid-epoch checkpoint (``epoch_<n>_step_<step>``) every N steps; each replaces the previous one.
+    Resuming from it continues at the exact sample."""
 
-    rounding: str = _setting("power_of_two", _rounding)
-    """Which sizes may be found: powers of two, divisors of the rows per rank in a step, or any."""
+    keep_last_n_checkpoints: Annotated[int, at_least(1)] | None = _at_top_level(None)
+    """Keep only the newest N checkpoints. By default all those of epochs are kept, and the newest mid-epoch
+    one (docs/checkpoints.md)."""
 
-    ceiling: int | None = _setting(None, optional(whole_number(1)))
-    """Never go above this micro-batch (the data bound it as well: one step per epoch must remain)."""
+    search: Strategy | Literal["predict"] = "extrapolate"
+    """How to search. ``extrapolate``, ``bisect`` and ``halve`` find the same size in different numbers of
+    trials; ``predict`` confirms a predicted size with one trial and learns from it (docs/planning.md)."""
 
-    headroom: float = _setting(0.05, _number(0, 1, "Use the share of memory to keep free, as 0.05"))
-    """The share of memory that a trial must leave free."""
+    rounding: Rounding = "power_of_two"
+    """Which sizes are candidates: powers of two, divisors of the samples per rank in a step (``divisor``), or
+    all (``none``)."""
 
-    memory_limit: int | None = _setting(None, optional(amount_of_memory))
-    """Behave as a device with this much memory; on CPU, simulate one."""
+    ceiling: Annotated[int, at_least(1)] | None = None
+    """The largest micro-batch to try. The data limits it too: an epoch must have at least one step."""
 
-    probe_length: int | None = _setting(None, optional(whole_number(2)))
-    """Row length of the trials, in tokens; by default the longest row that the data can produce."""
+    headroom: Annotated[float, SHARE] = 0.05
+    """Fraction of memory that a trial must leave free."""
 
-    keep_global_batch: bool = _setting(False, _boolean)
-    """Keep micro-batch x accumulation x ranks exactly as configured; only the split changes."""
+    memory_limit: Annotated[int, MEMORY] | None = None
+    """Behave like a device with this much memory, e.g. ``24GiB`` (on a GPU, a real cap; on a CPU, a simulated
+    device)."""
 
-    cache: bool | str = _setting(True, _cache)
-    """Remember found sizes: in the user's cache folder (True), in a folder of your own, or not."""
+    probe_length: Annotated[int, at_least(2, 1 << 24)] | None = None
+    """Tokens per sample in the trials. By default the longest that the data can produce: ``max_seq_len`` of
+    the tokenizer or of a packed dataset where set, else the longest sample found."""
 
-    grow_past_memory: bool = _setting(False, _boolean)
+    keep_global_batch: bool = False
+    """Keep micro-batch x accumulation x ranks exactly as configured: the largest divisor that fits becomes
+    the micro-batch, and accumulation makes up for it."""
+
+    cache: bool | Annotated[str, FOLDER] = True
+    """Cache search results, sample lengths, traces and prediction errors: ``True`` = the user cache folder, a
+    path = that folder, ``False`` = off. A cached size is confirmed by one trial."""
+
+    token_budget: bool | Annotated[int, at_least(1)] = False
+    """Size micro-batches in tokens instead of samples: ``True`` finds how many samples of each length fit; a
+    number is the most tokens in a micro-batch, padding included (docs/token-budgets.md)."""
+
+    grow_past_memory: bool = False
     """Let the global batch grow by accumulation once the micro-batch is the largest that fits."""
 
-    lr_scaling: str | None = _setting(None, optional(_one_of("none", "sqrt", "linear", "gain")))
-    """What a grown batch does to the learning rate; by default what the schedule is meant for."""
+    lr_scaling: LrScaling | None = None
+    """How the learning rate follows a growing batch: ``none``, ``sqrt``, ``linear``, or ``gain`` (what the
+    batch is worth at the measured noise scale). By default as the schedule says: ``sqrt`` for ``Seesaw``,
+    ``none`` for the others."""
 
-    token_budget: bool | int = _setting(False, _token_budget)
-    """Make micro-batches by tokens, not rows: find how many fit at each row length (True), or the most
-    tokens of a micro-batch with its padding. The rows in a step stay as configured."""
+    beta2: Literal["fixed", "half_life"] = "fixed"
+    """Adam's second beta: ``fixed`` as configured, or ``half_life``: averages over the same number of samples
+    as the batch grows."""
 
-    beta2: str = _setting("fixed", _one_of("fixed", "half_life"))
-    """Adam's second beta: as configured, or forgetting over as many samples as it did at the start."""
+    gradient_noise: Literal["off", "observe", "act"] = "off"
+    """The gradient noise scale: ``observe`` logs it, in samples; ``act`` also grows the batch by it, with
+    ``GradientNoise()``."""
 
-    gradient_noise: str = _setting("off", _gradient_noise)
-    """Measure the gradient noise scale: ``observe`` logs it, ``act`` lets the batch grow by it."""
+    workers: Annotated[int, at_least(0, 256)] = 0
+    """DataLoader-style worker processes per rank."""
 
-    workers: int = _setting(0, whole_number(0))
-    """Processes on each rank that fetch and collate rows ahead."""
+    on_out_of_memory: Literal["shrink", "raise"] | None = None
+    """When a training step runs out of memory: ``shrink`` retries it with micro-batches of at most half the
+    size; ``raise`` stops. By default ``shrink`` where the batch is adapted (a search, growth or a token
+    budget) and the optimizer does not run in backward, else ``raise``."""
 
-    on_out_of_memory: str = _setting("raise", optional(_one_of("shrink", "raise")))
-    """What training does when memory runs out: take the step again with smaller micro-batches, or stop. By
-    default it shrinks where ``use_maximum_batch_size`` is on and the optimizer does not step in backward."""
+    grow_back_after: Annotated[int | None, either(at_least(1), NEVER)] = 100
+    """Steps without running out of memory after which a size that failed in training is tried again, or
+    ``never``. Each further failure doubles the wait."""
 
-    grow_back_after: int | None = _setting(100, optional(whole_number(1)))
-    """Steps without trouble after which a micro-batch that failed in training is tried again; null: never."""
+    wait_for_memory: Annotated[float, PATIENCE] = 30.0
+    """Seconds to wait, in all, when a training step runs out of memory at size 1: memory may be short for a
+    moment only, because of another process. Each wait is as long as all before it."""
 
-    rank_timeout: float = _setting(45.0, _number(1, 86400, "Use a number of seconds, as 45"))
-    """Seconds after which a rank that gives no sign of life, or hangs in the search, is given up, and the
-    run with it."""
+    rank_timeout: Annotated[float, SECONDS] = 45.0
+    """Seconds after which an unresponsive rank is considered lost and the run is aborted."""
 
-    step_timeout: float = _setting(600.0, _number(1, 86400, "Use a number of seconds, as 600"))
-    """The same for a rank that is alive, but stands still in a training step while others wait for it."""
+    step_timeout: Annotated[float, SECONDS] = 600.0
+    """The same for a rank that is alive but makes no progress in a training step while others wait."""
 
-    search_only: bool = _setting(False, _boolean)
-    """Stop after the search (what ``tune-adaptive find`` sets)."""
+    stop_timeout: Annotated[float, SECONDS] = 300.0
+    """Seconds in which training must save a checkpoint and end after SIGTERM or Ctrl-C. Then it ends without
+    one (docs/checkpoints.md)."""
+
+    search_only: bool = False
+    """Stop after the search (set by ``tune-adaptive find``)."""
+
+    @property
+    def grows(self) -> bool:
+        """Whether the batch may grow during training."""
+        return self.batch_increase_function is not None or self.gradient_noise == "act"
 
     @property
     def shrinks(self) -> bool:
-        """Whether a training step in which memory runs out is taken again."""
+        """Whether a training step that runs out of memory is retried."""
         return self.on_out_of_memory == "shrink"
 
     @property
     def budgets(self) -> bool:
-        """Whether micro-batches are made by tokens."""
+        """Whether micro-batches are sized in tokens."""
         return self.token_budget is not False
 
     @property
@@ -198,54 +167,96 @@ class AdaptiveSettings:
 
     @property
     def predicts(self) -> bool:
-        """Whether a search begins with a prediction."""
+        """Whether a search starts from a prediction."""
         return self.searches and self.search == "predict"
 
     @property
     def adapts(self) -> bool:
-        """Whether a run decides about its batch at all, and goes on with its decisions on resume."""
+        """Whether the run decides about its batch, and keeps its decisions when it is resumed."""
         return self.use_maximum_batch_size or self.grows or self.budgets
 
     @property
     def survives(self) -> bool:
-        """Whether ranks must stay together when memory runs out on one of them."""
+        """Whether ranks must stay together when one of them runs out of memory."""
         return self.adapts or self.shrinks
 
     def agreement_timeout(self, compiled: bool) -> float:
-        """Seconds that ranks wait for each other to agree: long enough for the watchdog to speak first
+        """Seconds that ranks wait for each other to agree: long enough for the watchdog to report first
         and, where models are compiled, for a rank that compiles while another has it cached."""
         return 3600.0 if compiled else 2 * max(self.rank_timeout, self.step_timeout)
 
     @classmethod
     def from_config(cls, cfg: DictConfig) -> AdaptiveSettings:
-        """Read and check everything that this package adds to a torchtune config."""
+        """Read and check everything that this package adds to a torchtune config.
+
+        Raises:
+            ConfigError: a key is unknown, or its value is not valid.
+        """
         block = cfg.get(BLOCK)
         if block is None:
             block = {}
         elif not isinstance(block, DictConfig):
             raise ConfigError(
-                BLOCK, block, "is not a block of settings", "Write `key: value` in it"
+                BLOCK,
+                plain_value(cfg, BLOCK),
+                "is not a block",
+                "Write `key: value` lines below it",
             )
-        readers = {f.name: f.metadata["read"] for f in fields(cls) if f.metadata}
         for key in block:
-            if key not in readers:
-                raise ConfigError(
-                    f"{BLOCK}.{key}", block[key], "is not a setting", _did_you_mean(key, readers)
-                )
-        values = {key: readers[key](f"{BLOCK}.{key}", block[key]) for key in block}
-        switch = "use_maximum_batch_size"
-        values[switch] = _boolean(switch, cfg.get(switch, False))
-        acts = values.get("gradient_noise") == "act"
-        values["grows"] = acts or cfg.get("batch_increase_function") is not None
-        if values.get("on_out_of_memory") is None:
-            budgets = values.get("token_budget", False) is not False
-            adapts = values[switch] or values["grows"] or budgets
-            can_redo = adapts and not cfg.get("optimizer_in_bwd", False)
-            values["on_out_of_memory"] = "shrink" if can_redo else "raise"
-        return cls(**values)
+            if key not in block_keys():
+                raise _unknown(str(key), plain_value(block, key))
+        given = {key: (f"{BLOCK}.{key}", plain_value(block, key)) for key in block}
+        given |= {key: (key, plain_value(cfg, key)) for key in top_level_keys()}
+        values = {
+            key: _rules()[key].read(name, value)
+            for key, (name, value) in given.items()
+            if value is not None
+        }
+        settings = cls(**values)
+        if settings.on_out_of_memory is None:
+            can_retry = settings.adapts and not cfg.get("optimizer_in_bwd", False)
+            return replace(settings, on_out_of_memory="shrink" if can_retry else "raise")
+        return settings
 
 
-def _did_you_mean(key: object, known: Iterable[str] | Mapping[str, object]) -> str:
-    names = sorted(known)
-    close = get_close_matches(str(key), names, n=1)
-    return f"Did you mean {close[0]}?" if close else f"The settings are {', '.join(names)}"
+def top_level_keys() -> frozenset[str]:
+    """Our keys that stand beside torchtune's."""
+    return frozenset(f.name for f in fields(AdaptiveSettings) if f.metadata.get(_TOP_LEVEL))
+
+
+def block_keys() -> frozenset[str]:
+    """Our keys inside the block."""
+    return frozenset(f.name for f in fields(AdaptiveSettings)) - top_level_keys()
+
+
+@cache
+def _rules() -> dict[str, Rule]:
+    hints = get_type_hints(AdaptiveSettings, include_extras=True)
+    return {name: rule_of(annotation) for name, annotation in hints.items()}
+
+
+def amount_of_memory(key: str, value: object) -> int:
+    """The bytes of ``24GiB``, ``512 MB`` or a plain number."""
+    return MEMORY.read(key, value)
+
+
+def plain_value(node: DictConfig, key: Any) -> Any:
+    """A value as Python's own types have it, for rules and messages; None where there is none."""
+    value = node.get(key)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def close_match(key: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known key that a wrong one was probably meant to be, whatever its letters' case."""
+    found = get_close_matches(key.lower(), sorted(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def _unknown(key: str, value: object) -> ConfigError:
+    name = f"{BLOCK}.{key}"
+    if key.lower() in top_level_keys():
+        remedy = f"It belongs at top level, outside of {BLOCK}: {key.lower()}={value}"
+        return ConfigError(name, value, "is in the wrong place", remedy)
+    meant = close_match(key, block_keys())
+    remedy = f"Did you mean {meant}?" if meant else f"Known are {', '.join(sorted(block_keys()))}"
+    return ConfigError(name, value, "is set, but there is no such setting", remedy)

@@ -1,7 +1,7 @@
-"""What cannot work together stops here, before any model is built.
+"""Stops a run whose config cannot work, before any model is built.
 
-``check`` looks at the keys that the recipes share with torchtune, and at what this package's settings mean
-beside them.
+``torchtune_keys`` knows what each of torchtune's keys may be, ``adaptive`` what each of ours may be;
+here is what cannot be combined.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import re
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings, optional, whole_number
+from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.settings.kinds import Kind, unused_keys
+from torchtune_adaptive.settings.torchtune_keys import check_values
 
 log = logging.getLogger(__name__)
 
@@ -24,20 +26,30 @@ def check(cfg: DictConfig, recipe: Kind) -> AdaptiveSettings:
     Args:
         cfg: the whole config.
         recipe: the kind of recipe that it is for, ``full`` or ``lora``.
+
+    Raises:
+        ConfigError: the config cannot work.
     """
-    if ignored := unused_keys(cfg, recipe):
-        log.warning(f"Not used by this recipe: {', '.join(ignored)}")
-    settings = AdaptiveSettings.from_config(cfg)
-    check_recipe_config(cfg, recipe)
-    check_adaptive_config(cfg, settings)
+    try:
+        values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        assert isinstance(values, dict)
+        if ignored := unused_keys(cfg, recipe):
+            log.warning(f"Not used by this recipe: {', '.join(ignored)}")
+        settings = AdaptiveSettings.from_config(cfg)
+        check_values({str(key): value for key, value in values.items()})
+        check_recipe_config(cfg, recipe)
+        check_adaptive_config(cfg, settings)
+    except OmegaConfBaseException as error:  # a reference to a key that does not exist, for one
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        key = error.full_key or "config"
+        raise ConfigError(
+            key, error.value, f"cannot be read: {reason}", "Correct it in the config"
+        ) from error
     return settings
 
 
 def check_recipe_config(cfg: DictConfig, recipe: Kind) -> None:
-    """Stop at what cannot work in torchtune's own keys."""
-    for key, minimum in (("batch_size", 1), ("gradient_accumulation_steps", 1), ("epochs", 0)):
-        whole_number(minimum)(key, cfg.get(key))
-    optional(whole_number(1))("max_steps_per_epoch", cfg.get("max_steps_per_epoch"))
+    """Stop at what cannot work together in torchtune's own keys."""
     _check_dtype(cfg)
     _check_activation_memory(cfg)
     _check_collate(cfg)
@@ -45,7 +57,7 @@ def check_recipe_config(cfg: DictConfig, recipe: Kind) -> None:
         raise ConfigError(
             "fsdp_cpu_offload",
             True,
-            "moves parameters between an accelerator and the CPU, and device is cpu",
+            "moves parameters between an accelerator and the CPU, but device is cpu",
             "Set fsdp_cpu_offload=False, or train on an accelerator",
         )
     if recipe == "full":
@@ -62,7 +74,11 @@ def check_recipe_config(cfg: DictConfig, recipe: Kind) -> None:
 
 def check_adaptive_config(cfg: DictConfig, settings: AdaptiveSettings) -> None:
     """Stop at what cannot work together with adaptive batching."""
-    _check_growth(cfg, settings)
+    if cfg.get("optimizer_in_bwd", False):
+        _check_settings_with_optimizer_in_backward(settings)
+    _check_decisions(settings)
+    _check_beta2(cfg, settings)
+    _check_probe_length(cfg, settings)
     if settings.search_only and not settings.use_maximum_batch_size:
         raise ConfigError(
             f"{BLOCK}.search_only",
@@ -70,68 +86,71 @@ def check_adaptive_config(cfg: DictConfig, settings: AdaptiveSettings) -> None:
             "has nothing to search for",
             "Set use_maximum_batch_size=True as well",
         )
-    if settings.shrinks and cfg.get("optimizer_in_bwd", False):
-        raise ConfigError(
-            f"{BLOCK}.on_out_of_memory",
-            "shrink",
-            "takes a step again, and with optimizer_in_bwd a step has changed parameters before it is over",
-            "Set it to raise, or set optimizer_in_bwd=False",
-        )
-    if settings.survives and cfg.get("tensor_parallel_dim", 1) > 1:
+    if settings.survives and (cfg.get("tensor_parallel_dim") or 1) > 1:
         raise ConfigError(
             "tensor_parallel_dim",
             cfg.tensor_parallel_dim,
             "cannot be combined with use_maximum_batch_size, growth or shrink: a rank that runs out of "
-            "memory finishes the step's collectives in the others' place, and can do so for FSDP's only",
+            "memory issues the step's remaining collectives, and can do so for FSDP's only",
             "Set tensor_parallel_dim=1, or use_maximum_batch_size=False, batch_increase_function=null, "
             f"{BLOCK}.on_out_of_memory=raise, and choose batch_size yourself",
         )
-    if not settings.use_maximum_batch_size:
-        return
-    if settings.keep_global_batch and cfg.get("optimizer_in_bwd", False):
+    if settings.save_every_n_steps and cfg.get("enable_async_checkpointing", False):
         raise ConfigError(
-            f"{BLOCK}.keep_global_batch",
-            True,
-            "needs gradient accumulation, and with optimizer_in_bwd there is none",
-            "Set one of the two to False",
+            "save_every_n_steps",
+            settings.save_every_n_steps,
+            "cannot be asynchronous: torchtune finds asynchronous checkpoints by their epoch",
+            "Set enable_async_checkpointing=False, or save_every_n_steps=null",
         )
 
 
-def _check_growth(cfg: DictConfig, settings: AdaptiveSettings) -> None:
-    in_backward = cfg.get("optimizer_in_bwd", False)
-    if settings.budgets and in_backward:
-        raise ConfigError(
-            f"{BLOCK}.token_budget",
-            settings.token_budget,
-            "makes several micro-batches of a step, and with optimizer_in_bwd there can be one only",
-            "Set it to False, or set optimizer_in_bwd=False",
-        )
+def _check_settings_with_optimizer_in_backward(settings: AdaptiveSettings) -> None:
+    """With the optimizer in backward a step is one micro-batch, and its gradients never exist together."""
+    no_accumulation = "needs gradient accumulation, which optimizer_in_bwd does not allow"
+    conflicts = {
+        "token_budget": (
+            settings.budgets,
+            "splits a step into several micro-batches, which optimizer_in_bwd does not allow",
+        ),
+        "grow_past_memory": (settings.grow_past_memory, no_accumulation),
+        "keep_global_batch": (
+            settings.keep_global_batch and settings.use_maximum_batch_size,
+            no_accumulation,
+        ),
+        "gradient_noise": (
+            settings.gradient_noise != "off",
+            "needs the gradients of a whole step, which never exist together with optimizer_in_bwd",
+        ),
+        "on_out_of_memory": (
+            settings.shrinks,
+            "retries a step, but with optimizer_in_bwd a step changes parameters before it is over",
+        ),
+    }
+    instead = {"gradient_noise": "off", "on_out_of_memory": "raise"}
+    for key, (is_set, reason) in conflicts.items():
+        if is_set:
+            raise ConfigError(
+                f"{BLOCK}.{key}",
+                getattr(settings, key),
+                reason,
+                f"Set {key} to {instead.get(key, 'False')}, or set optimizer_in_bwd=False",
+            )
+
+
+def _check_decisions(settings: AdaptiveSettings) -> None:
+    """Two settings must not decide about the same thing."""
     if settings.budgets and settings.use_maximum_batch_size:
         raise ConfigError(
             f"{BLOCK}.token_budget",
             settings.token_budget,
-            "fills the memory without changing the rows in a step, and use_maximum_batch_size changes them",
+            "fills the memory with the same samples in each step, but use_maximum_batch_size changes them",
             "Set one of the two to False",
         )
-    if settings.grow_past_memory and in_backward:
-        raise ConfigError(
-            f"{BLOCK}.grow_past_memory",
-            True,
-            "needs gradient accumulation, and with optimizer_in_bwd there is none",
-            "Set one of the two to False",
-        )
-    if settings.gradient_noise != "off" and in_backward:
-        raise ConfigError(
-            f"{BLOCK}.gradient_noise",
-            settings.gradient_noise,
-            "needs the gradients of a whole step, and with optimizer_in_bwd they never exist together",
-            "Set it to off, or set optimizer_in_bwd=False",
-        )
-    if settings.gradient_noise == "act" and cfg.get("batch_increase_function") is not None:
+    if settings.gradient_noise == "act" and settings.batch_increase_function is not None:
         raise ConfigError(
             f"{BLOCK}.gradient_noise",
             "act",
-            "decides about the batch, and so does batch_increase_function",
+            "decides how the batch grows, and so does batch_increase_function",
             "Set it to observe, or batch_increase_function=null",
         )
     if settings.lr_scaling == "gain" and settings.gradient_noise == "off":
@@ -141,33 +160,36 @@ def _check_growth(cfg: DictConfig, settings: AdaptiveSettings) -> None:
             "is computed from the gradient noise scale, which is not measured",
             f"Set {BLOCK}.gradient_noise=observe, or another rule",
         )
-    if settings.beta2 == "half_life" and not re.search(
-        r"^torch\.optim\.Adam(W)?$", cfg.optimizer.get("_component_", "")
-    ):
+
+
+def _check_beta2(cfg: DictConfig, settings: AdaptiveSettings) -> None:
+    optimizer = cfg.optimizer._component_
+    if settings.beta2 == "half_life" and not re.search(r"^torch\.optim\.Adam(W)?$", optimizer):
         raise ConfigError(
             f"{BLOCK}.beta2",
             "half_life",
-            "corrects the second moment of torch's Adam, which the optimizer is not "
-            f"({cfg.optimizer.get('_component_')})",
+            f"corrects the second moment of torch's Adam, but the optimizer is {optimizer}",
             "Use torch.optim.AdamW or torch.optim.Adam, or set it to fixed",
         )
-    steps = cfg.get("save_every_n_steps")
-    optional(whole_number(1))("save_every_n_steps", steps)
-    if steps is not None and cfg.get("enable_async_checkpointing", False):
+
+
+def _check_probe_length(cfg: DictConfig, settings: AdaptiveSettings) -> None:
+    longest = cfg.model.get("max_seq_len")
+    if settings.probe_length and longest and settings.probe_length > longest:
         raise ConfigError(
-            "save_every_n_steps",
-            steps,
-            "cannot be asynchronous: torchtune finds asynchronous checkpoints by their epoch",
-            "Set enable_async_checkpointing=False, or save_every_n_steps=null",
+            f"{BLOCK}.probe_length",
+            settings.probe_length,
+            f"is longer than the model takes (model.max_seq_len is {longest})",
+            f"Set it to {longest} or less",
         )
 
 
 def _check_dtype(cfg: DictConfig) -> None:
-    if cfg.dtype not in ("bf16", "fp32", "fp64"):
+    if cfg.get("dtype") not in ("bf16", "fp32", "fp64"):
         raise ConfigError(
             "dtype",
-            cfg.dtype,
-            "cannot be trained in: fp16 needs loss scaling, which these recipes do not have",
+            cfg.get("dtype"),
+            "is not supported (fp16 needs loss scaling, which these recipes do not have)",
             "Use bf16 or fp32",
         )
 
@@ -179,7 +201,7 @@ def _check_activation_memory(cfg: DictConfig) -> None:
         raise ConfigError(
             "enable_activation_offloading",
             True,
-            f"needs a CUDA device, and device is {cfg.device}",
+            f"needs a CUDA device, but device is {cfg.device}",
             "Set enable_activation_offloading=False",
         )
     if not cfg.get("enable_activation_checkpointing", False):
@@ -208,7 +230,7 @@ def _check_optimizer_in_backward(cfg: DictConfig) -> None:
         raise ConfigError(
             "clip_grad_norm",
             cfg.clip_grad_norm,
-            "needs all gradients at once, and with optimizer_in_bwd they never exist together",
+            "needs all gradients at once, which never exist together with optimizer_in_bwd",
             "Set clip_grad_norm=None, or optimizer_in_bwd=False",
         )
     if cfg.gradient_accumulation_steps > 1:
@@ -222,7 +244,6 @@ def _check_optimizer_in_backward(cfg: DictConfig) -> None:
 
 def _check_tensor_parallel(cfg: DictConfig) -> None:
     dim = cfg.get("tensor_parallel_dim", 1)
-    whole_number(1)("tensor_parallel_dim", dim)
     if dim == 1:
         return
     if cfg.get("tensor_parallel_plan") is None:

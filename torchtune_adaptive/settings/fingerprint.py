@@ -1,39 +1,108 @@
-"""What a config and the environment say about the memory of a step: the keys of caches."""
+"""What a config and the environment say about the memory of a step: the keys of caches.
+
+Everything in a config counts, unless it is known not to matter. A key that is forgotten here costs a search
+that was not needed; the other way round, a wrong size would be believed.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-# The keys of a config that decide how much memory a micro-batch takes.
-_STEP_KEYS = (
-    "model",
-    "loss",
-    "optimizer",
-    "optimizer_in_bwd",
-    "clip_grad_norm",
-    "dtype",
-    "compile",
-    "enable_activation_checkpointing",
-    "ac_mode",
-    "ac_option",
-    "enable_activation_offloading",
-    "custom_sharded_layers",
-    "fsdp_cpu_offload",
-    "fsdp_reshard_after_forward",
-    "collate_fn",
-    "gradient_accumulation_steps",
+from torchtune_adaptive.cache import libraries
+from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings, top_level_keys
+from torchtune_adaptive.settings.kinds import KNOWN_KEYS
+
+# What cannot change the memory of a step, and why.
+_IRRELEVANT_KEYS = (
+    # Where things lie, and what is logged.
+    "output_dir",
+    "checkpointer",
+    "resume_from_checkpoint",
+    "enable_async_checkpointing",
+    "save_adapter_weights_only",
+    "metric_logger",
+    "profiler",
+    "log_every_n_steps",
+    "log_peak_memory_stats",
+    # How long the run is, in which order it sees its samples, and numbers that have no size.
+    "seed",
+    "shuffle",
+    "epochs",
+    "max_steps_per_epoch",
+    "lr_scheduler",
+    "optimizer.lr",
+    # Trials are made of one sample repeated; its length and whether samples are packed are facts themselves.
+    "dataset",
+    "tokenizer",
+)
+_IRRELEVANT_SETTINGS = (
+    "search",  # all ways to search find the same size
+    "search_only",
+    "cache",
+    "save_every_n_steps",
+    "keep_last_n_checkpoints",
+    "stop_timeout",
+    "workers",
+    "lr_scaling",
+    "beta2",
+    "grow_back_after",
+    "wait_for_memory",
+    "rank_timeout",
+    "step_timeout",
+    "probe_length",  # decides the length of the trials, which is a fact itself
 )
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def step_facts(cfg: DictConfig) -> dict[str, Any]:
-    """What a config says about the memory of a step, whatever its size."""
-    resolved = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(resolved, dict)
-    return {key: resolved.get(key) for key in _STEP_KEYS}
+    """What a config says about the memory of a step, whatever its size.
+
+    Keys that no recipe knows are ignored by recipes, or they are variables of keys that count.
+    """
+    config = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(config, dict)
+    for path in (*_IRRELEVANT_KEYS, "batch_size", BLOCK, *top_level_keys()):
+        *blocks, key = path.split(".")
+        node = config
+        for block in blocks:
+            node = node.get(block) or {}
+        node.pop(key, None)
+    return {k: config[k] for k in sorted(KNOWN_KEYS & config.keys()) if config[k] is not None}
+
+
+def search_facts(
+    cfg: DictConfig,
+    settings: AdaptiveSettings,
+    *,
+    row_length: int,
+    packed: bool,
+    largest_candidate: int,
+    ranks: int,
+    device: str,
+    capacity: int,
+) -> dict[str, Any]:
+    """Everything that could change the result of a search.
+
+    The capacity counts with two digits: it differs by a few pages from run to run, and a result is
+    confirmed by a trial before it is used.
+    """
+    chosen = {k: v for k, v in asdict(settings).items() if k not in _IRRELEVANT_SETTINGS}
+    return {
+        "config": {**step_facts(cfg), "batch_size": cfg.batch_size},
+        "settings": chosen,
+        "row_length": row_length,
+        "packed": packed,
+        "largest_candidate": largest_candidate,
+        "ranks": ranks,
+        "device": device,
+        "capacity": float(f"{capacity:.2g}"),
+        "libraries": libraries(),
+        "allocator": allocator_facts(),
+    }
 
 
 def allocator_facts() -> dict[str, str | None]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 from typing import Literal
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.settings.adaptive import (
+    BLOCK,
+    block_keys,
+    close_match,
+    plain_value,
+    top_level_keys,
+)
 
 Kind = Literal["full", "lora"]
 
@@ -44,10 +50,8 @@ _COMMON_KEYS = frozenset(
         "custom_sharded_layers",
         "fsdp_cpu_offload",
         "fsdp_reshard_after_forward",
-        "use_maximum_batch_size",
-        "batch_increase_function",
-        "adaptive_batching",
-        "save_every_n_steps",
+        BLOCK,
+        *top_level_keys(),
     ]
 )
 
@@ -59,13 +63,18 @@ _RECIPE_KEYS: dict[Kind, frozenset[str]] = {
 }
 
 
+KNOWN_KEYS = frozenset().union(*_RECIPE_KEYS.values())
+"""The top-level keys that any recipe knows."""
+
+
 def kind_of(cfg: DictConfig) -> Kind:
     """The kind of recipe that a config is for, by what its model takes."""
-    return "lora" if "lora_attn_modules" in cfg.model else "full"
+    model = cfg.get("model")
+    return "lora" if isinstance(model, DictConfig) and "lora_attn_modules" in model else "full"
 
 
 def is_packed(cfg: DictConfig) -> bool:
-    """Whether rows are packed; a list of datasets is if all of them are, for torchtune takes no mixture."""
+    """Whether samples are packed; a list of datasets is if all of them are (torchtune has no mixture)."""
     datasets = cfg.get("dataset") or {}
     if not isinstance(datasets, ListConfig):
         return bool(datasets.get("packed", False))
@@ -73,28 +82,31 @@ def is_packed(cfg: DictConfig) -> bool:
 
 
 def unused_keys(cfg: DictConfig, recipe: Kind) -> list[str]:
-    """Top-level keys that the recipe would ignore; raises if one looks like a misspelt key.
+    """Top-level keys that the recipe ignores.
 
     A key that other values refer to (``${max_seq_len}``) is a variable and is never reported.
+
+    Raises:
+        ConfigError: a key is misspelt, or is one of our settings outside of its block.
     """
     known = _RECIPE_KEYS[recipe]
-    every_known = frozenset().union(*_RECIPE_KEYS.values())
     text = OmegaConf.to_yaml(cfg, resolve=False)
     unused = []
     for key in map(str, cfg):
         if key in known or re.search(r"\$\{" + re.escape(key) + r"[}.\[]", text):
             continue
-        if key not in every_known and (close := get_close_matches(key, known, n=1, cutoff=0.87)):
+        if key.lower() in block_keys():
+            name = f"{BLOCK}.{key.lower()}"
+            value = plain_value(cfg, key)
+            raise ConfigError(
+                key, value, "is in the wrong place", f"It belongs in {BLOCK}: {name}={value}"
+            )
+        if key not in KNOWN_KEYS and (meant := close_match(key, known, cutoff=0.87)):
             raise ConfigError(
                 key,
                 plain_value(cfg, key),
-                f"is not a key of this recipe, and looks like {close[0]}",
-                f"Write {close[0]}, or remove it (~{key} on the command line)",
+                f"is set, but the recipe has no such key; it looks like {meant}",
+                f"Rename it to {meant}, or remove it (~{key} on the command line)",
             )
         unused.append(key)
     return unused
-
-
-def plain_value(cfg: DictConfig, key: str) -> object:
-    value = cfg[key]
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value

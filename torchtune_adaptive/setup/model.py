@@ -30,6 +30,7 @@ from torchtune.modules.peft import (
 )
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
+from torchtune_adaptive.errors import CheckpointError
 from torchtune_adaptive.setup.environment import Environment
 
 log = logging.getLogger(__name__)
@@ -118,15 +119,20 @@ def lora_model(
     for module in model.modules():
         if hasattr(module, "initialize_dora_magnitude"):
             module.initialize_dora_magnitude()  # type: ignore[operator]
-    validate_missing_and_unexpected_for_lora(
-        lora_attn_modules=list(cfg.model.lora_attn_modules),
-        apply_lora_to_mlp=cfg.model.apply_lora_to_mlp,
-        apply_lora_to_output=cfg.model.get("apply_lora_to_output", False),
-        base_missing=base_missing,
-        base_unexpected=base_unexpected,
-        lora_missing=missing,
-        lora_unexpected=unexpected,
-    )
+    try:
+        validate_missing_and_unexpected_for_lora(
+            lora_attn_modules=list(cfg.model.lora_attn_modules),
+            apply_lora_to_mlp=cfg.model.apply_lora_to_mlp,
+            apply_lora_to_output=cfg.model.get("apply_lora_to_output", False),
+            base_missing=base_missing,
+            base_unexpected=base_unexpected,
+            lora_missing=missing,
+            lora_unexpected=unexpected,
+        )
+    except AssertionError as error:
+        raise CheckpointError(
+            f"The checkpoint does not fit the model: {error}. Look at the LoRA settings of model."
+        ) from error
     activations = _finish(model, cfg, environment, started)
     return Model(model, activations, environment.rank, environment.ranks)
 
@@ -184,12 +190,33 @@ def _load(
 ) -> Any:
     if any(isinstance(parameter, NF4Tensor) for parameter in model.parameters()):
         return _load_quantised(model, environment, weights)
+    _require_fitting(model, weights, strict)
     return training.load_from_full_model_state_dict(
         model,
         weights,
         environment.device,
         strict=strict,
         cpu_offload=cfg.get("fsdp_cpu_offload", False),
+    )
+
+
+def _require_fitting(model: nn.Module, weights: dict[str, Any], strict: bool) -> None:
+    """Raise before anything is loaded, unless the weights are those of this model.
+
+    Raises:
+        CheckpointError: naming one that is not.
+    """
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    actual = {name: tuple(value.shape) for name, value in weights.items()}
+    missing = sorted(expected.keys() - actual.keys()) if strict else []
+    wrong = sorted(name for name, shape in actual.items() if expected.get(name) != shape)
+    if not missing and not wrong:
+        return
+    name = (missing + wrong)[0]
+    raise CheckpointError(
+        f"The checkpoint does not fit the model: {name} is {actual.get(name, 'missing')} in the checkpoint "
+        f"and {expected.get(name, 'missing')} in the model. Look at model, checkpointer.checkpoint_dir and "
+        "checkpointer.model_type."
     )
 
 

@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Optimizers:
-    """What steps the parameters: one optimizer, or one for each parameter that steps in backward."""
+    """The optimizer of a run, or one for each parameter where parameters step in backward."""
 
     steppers: tuple[Optimizer, ...]
     saved: Optimizer | OptimizerInBackwardWrapper
-    """What checkpoints hold, and what knows the learning rate."""
+    """The object that checkpoints save and that carries the learning rate."""
 
     @property
     def in_backward(self) -> bool:

@@ -1,7 +1,7 @@
-"""Put a run back exactly as it was: every bit that a training step can change.
+"""Restore a run bit-for-bit: everything that a training step can change.
 
-The copies lie in host memory: of what is trained, of the buffers, and of the optimizer's state where
-there is any. What is not trained cannot change and is not copied.
+Trained parameters, buffers, and the optimizer's state, where there is any, are copied to host memory. Frozen
+parameters cannot change and are not copied.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from torchtune_adaptive.device.memory import plain_tensors
 
 
 class Snapshot:
-    """Of a model, its optimizers, and the random number generators.
+    """A copy of a model, its optimizers, and the random number generators, to restore them from.
 
     Args:
         model: its trained parameters and its buffers are copied.
-        optimizers: the state that they have is copied; the state of those that have none is dropped in
-            ``close``.
+        optimizers: their state is copied; an optimizer without any has its new state dropped in ``close``.
         device: the device whose random number generator is used.
     """
 
@@ -36,15 +35,15 @@ class Snapshot:
         self._generators = Generators(device)
 
     def restore(self) -> None:
-        """Everything as it was, except that a fresh optimizer keeps the memory that its state takes, as it
-        does between the steps of a run."""
+        """Restore everything, except that a fresh optimizer keeps its new state, and so the memory that it
+        takes, as it does between the steps of a run."""
         self._tensors.restore()
         for optimizer in self._optimizers:
             optimizer.restore()
         self._generators.restore()
 
     def close(self) -> None:
-        """Restore, and make fresh optimizers fresh again."""
+        """Restore everything, and drop the state of optimizers that had none."""
         self.restore()
         for optimizer in self._optimizers:
             optimizer.forget_new_state()
@@ -62,7 +61,7 @@ class _Copies:
     @torch.no_grad()
     def restore(self) -> None:
         for tensor, copies in self._copies:
-            # Looked up anew: FSDP's first forward may give a parameter another shard to hold.
+            # Looked up again: FSDP's first forward may give a parameter a different shard tensor.
             for plain, saved in zip(plain_tensors(tensor), copies, strict=True):
                 plain.copy_(saved)
 
@@ -104,7 +103,7 @@ class Generators:
             self._accelerator = torch.get_device_module(device).get_rng_state(device)
 
     def state_dict(self) -> dict[str, Any]:
-        """In types that a checkpoint may hold."""
+        """The state in types that a checkpoint may hold."""
         version, words, gauss = self._python
         numpy = dict(self._numpy)
         numpy["state"] = {"key": numpy["state"]["key"].tolist(), "pos": numpy["state"]["pos"]}
@@ -116,7 +115,7 @@ class Generators:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put the generators to where ``state_dict`` was called."""
+        """Set the generators to their state when ``state_dict`` was called."""
         version, words, gauss = state["python"]
         self._python = (version, tuple(words), gauss)
         key = np.array(state["numpy"]["state"]["key"], dtype=np.uint32)

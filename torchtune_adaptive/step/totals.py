@@ -1,4 +1,4 @@
-"""What a step sums up over all ranks, and what gradient noise is told from among it."""
+"""What a step sums over all ranks, and among it what gradient noise is estimated from."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from torchtune_adaptive.batching.noise import NoiseSums
 
 
 class Total(IntEnum):
-    """What the ranks sum up in a step's one all-reduce."""
+    """What the ranks sum in a step's one all-reduce."""
 
     TOKENS = 0
     LOSS = 1
     SQUARED_GRADIENT_NORM = 2
     FAILED = 3
     RETRIES = 4
-    # Of gradient noise; there also where it is not measured, so that measuring changes no sum's rounding.
+    # For gradient noise; present even where it is not measured, so that measuring changes no sum's rounding.
     SMALL = 5
     SMALL_TOKENS = 6
     SMALL_TOKENS_SQUARED = 7
     ROWS = 8
+    STOP = 9
 
 
 class SmallBatches:
-    """This rank's gradients of small batches, of which gradient noise is measured; no bit of them changes.
+    """Squared norms of this rank's gradients of small batches, for gradient noise; only looks at gradients.
 
-    FSDP reduces the gradient of each micro-batch by itself, and what it is given to reduce is this rank's
-    gradient of that micro-batch alone. With nothing to reduce over, there is one small batch in a step: the
-    first micro-batch, whose gradient is alone until the second one's is added.
+    FSDP reduces the gradient of each micro-batch by itself, so the input of its reduce-scatter is this rank's
+    gradient of that micro-batch alone. With nothing to reduce over, a step has one small batch: the first
+    micro-batch, whose gradient stands alone until the second one's is added.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,17 +41,17 @@ class SmallBatches:
         self._tokens: list[int] = []  # of each micro-batch
         self._rows = 0
         self._reduces = False
-        self.first: torch.Tensor | None = None  # the squared norm of the first one's gradient
+        self.first: torch.Tensor | None = None  # squared norm of the first micro-batch's gradient
 
     def add(self, tokens: int, rows: int) -> None:
         self._tokens.append(tokens)
         self._rows += rows
 
     def reducing(self, gradient: torch.Tensor) -> None:
-        """What FSDP calls with gradients of some parameters; it must not make the host wait."""
+        """Called by FSDP with gradients of some parameters; must not make the host wait."""
         square = torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
-        # A step's first replaces the last step's sum: zeroing that would happen on another stream, and
-        # after a failure nothing puts the two in order.
+        # The first of a step overwrites the previous step's sum: zeroing it beforehand would happen on
+        # another stream, and after a failure nothing orders the two.
         if self._reduces:
             self._reduced.add_(square)
         else:
@@ -58,7 +59,7 @@ class SmallBatches:
         self._reduces = True
 
     def only_first_is_left(self) -> bool:
-        """Before a forward pass: whether what has been accumulated is the one small batch there will be."""
+        """Whether, before a forward pass, the accumulated gradient is the step's one small batch."""
         return len(self._tokens) == 1 and not self._reduces
 
     @property
@@ -66,7 +67,7 @@ class SmallBatches:
         return self._reduces or self.first is not None
 
     def fill(self, totals: torch.Tensor) -> None:
-        """Write down this rank's share."""
+        """Add this rank's sums to the totals."""
         totals[Total.ROWS].fill_(float(self._rows))
         if self._reduces:
             totals[Total.SMALL].copy_(self._reduced)
@@ -77,12 +78,12 @@ class SmallBatches:
             totals[Total.SMALL_TOKENS].fill_(float(self._tokens[0]))
 
     def sums(self, totals: list[float], ranks: int) -> NoiseSums | None:
-        """Made of the shares of all ranks; None if there was no batch smaller than the step."""
+        """The sums over all ranks; None if no batch was smaller than the step."""
         tokens, small, small_tokens = (
             totals[at] for at in (Total.TOKENS, Total.SMALL, Total.SMALL_TOKENS)
         )
         small_tokens_squared = totals[Total.SMALL_TOKENS_SQUARED]
-        if not self._reduces:  # the one small batch is of all ranks
+        if not self._reduces:  # the one small batch spans all ranks
             small, small_tokens_squared = small * ranks**2, small_tokens**2
         if not 0 < small_tokens_squared < tokens**2:
             return None
@@ -90,7 +91,7 @@ class SmallBatches:
             small=small,
             small_tokens=small_tokens,
             small_tokens_squared=small_tokens_squared,
-            # What has been reduced is the mean of all ranks, not their sum.
+            # FSDP reduces to the mean over ranks, not to their sum.
             big=totals[Total.SQUARED_GRADIENT_NORM] * ranks**2,
             tokens=tokens,
             tokens_squared=tokens**2,

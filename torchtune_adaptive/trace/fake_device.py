@@ -1,9 +1,9 @@
-"""A device that does not exist, and ranks that do not exist, for one process to imagine a run on them.
+"""A fake device and fake ranks, on which one process can trace a run.
 
-torch lets Python supply a device. This one has streams and events that do nothing but are known, so each
-tensor's stream is known, and with it the part of the allocator that it would come from.
+torch lets Python supply a device. The streams and events of this one do nothing but have an identity, so the
+stream of each allocation is known, and with it the allocator's pool that it would come from.
 
-What is registered here stays for the life of the process: never call it in one that trains.
+What is registered here stays for the life of the process: never call it in a process that trains.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-NAME = "imagined"
+NAME = "fakegpu"
+_BACKEND = "fake_ranks"
 
 
 class FakeEvent:
-    """Always over: nothing runs."""
+    """An event that has always happened: nothing runs."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -36,7 +37,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """A number, by which the allocator tells memory of one stream from that of another."""
+    """A stream with nothing but a number, by which the allocator tells its memory from other streams'."""
 
     made = 0
     device_index = 0
@@ -86,7 +87,7 @@ def in_stream(stream: FakeStream | None) -> AbstractContextManager[Any]:
 
 
 class _DeviceModule:
-    """What torch and FSDP2 ask of the module of a device, ``torch.<name>``."""
+    """The parts of a device's module, ``torch.<name>``, that torch and FSDP2 use."""
 
     Stream = FakeStream
     Event = FakeEvent
@@ -129,9 +130,10 @@ class _DeviceModule:
 
 
 def device() -> torch.device:
-    """The imagined device; registers it with torch.
+    """Register the fake device with torch, and return it.
 
-    Private, and the only way to have a device without building torch (checked on torch 2.11, 2.13 and 2.15).
+    Private API, and the only way to have a device without building torch (checked on torch 2.11, 2.13 and
+    2.15).
     """
     if not hasattr(torch, NAME):
         _setup_privateuseone_for_python_backend(NAME, backend_module=_DeviceModule())
@@ -139,21 +141,21 @@ def device() -> torch.device:
 
 
 def init_fake_ranks(rank: int, ranks: int) -> None:
-    """Be one of so many ranks: collectives give tensors of the right shapes, and the others do not exist."""
+    """Join a fake process group, whose collectives return tensors of the right shapes, as a rank."""
     from torch.testing._internal.distributed import fake_pg
 
-    if NAME not in dist.Backend.backend_list:
+    if _BACKEND not in dist.Backend.backend_list:
         devices = ["cpu", NAME] if hasattr(torch, NAME) else ["cpu"]
         dist.Backend.register_backend(
-            NAME, fake_pg._create_fake_pg, extended_api=True, devices=devices
+            _BACKEND, fake_pg._create_fake_pg, extended_api=True, devices=devices
         )
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group(NAME, rank=rank, world_size=ranks, store=fake_pg.FakeStore())
+    dist.init_process_group(_BACKEND, rank=rank, world_size=ranks, store=fake_pg.FakeStore())
 
 
 class _OnHost:
-    """A copy of a tensor that would be on the host, where memory is not what this is about."""
+    """A stand-in for a copy of a tensor on the host, whose memory is not traced."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._like = (tensor.shape, tensor.stride())
@@ -166,7 +168,7 @@ class _OnHost:
 
 
 class _Torch:
-    """torch as torchtune's activation offloading uses it, which asks for CUDA by name."""
+    """``torch`` for torchtune's activation offloading, which uses ``torch.cuda`` by name."""
 
     cuda = SimpleNamespace(
         default_stream=default_stream,
@@ -185,7 +187,7 @@ class _Torch:
 
 @contextmanager
 def for_offloading() -> Iterator[None]:
-    """Activation offloading, to a host that does not exist from a device that does not exist."""
+    """Let torchtune's activation offloading work with the fake device."""
     from torchtune.training import _activation_offloading
 
     _activation_offloading.torch = _Torch()

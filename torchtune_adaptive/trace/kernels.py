@@ -1,4 +1,4 @@
-"""What CUDA's kernels allocate that the CPU's do not."""
+"""Kernels of CUDA that fake tensors would not choose, and the memory that they allocate inside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _aten = torch.ops.aten
 
 
 def _flash_backward(_grad: Any, query: torch.Tensor, *_: Any) -> list[int]:
-    """Flash attention's gradient of the queries in fp32, and its row sums."""
+    """Flash attention's backward pass: the gradient of the queries in fp32, and row sums."""
     batch, heads, length, dim = query.shape
     length = -(-length // 128) * 128
     unit = 32 if dim <= 128 else 64
@@ -26,7 +26,7 @@ WORKSPACES: dict[Any, Callable[..., list[int]]] = {
 def attention(  # type: ignore[no-untyped-def]
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """What scaled_dot_product_attention runs on CUDA; on other devices it would take another kernel."""
+    """``scaled_dot_product_attention`` with the kernels that it selects on CUDA."""
     if attn_mask is None and query.dtype != torch.float32:
         return _aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale

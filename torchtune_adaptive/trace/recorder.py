@@ -1,7 +1,7 @@
-"""What is given out and taken back on a device that is traced, operation by operation.
+"""Records what is allocated and freed on a traced device, operation by operation.
 
-A storage is noted when an operation makes it, with what it is for, and again when nothing refers to it any
-more. Operations that fake tensors cannot run, or would run otherwise than a GPU does, are answered here.
+A storage is recorded when an operation creates it, with what it is for, and when the last reference to it is
+gone. Operations that fake tensors cannot run, or would run differently from a GPU, are replaced here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WORKSPACES = "workspaces"
 
 
 class Recorder:
-    """Notes what is given out and taken back on one device."""
+    """The memory events of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -50,31 +50,31 @@ class Recorder:
         self.category = PARAMETERS
         self.in_use = 0
         self.peak = 0
-        # A simulated device sees nothing but steps. It counts with a mode, and where there is one autograd
-        # adds gradients out of place.
+        # A simulated device sees only steps. It counts with a dispatch mode, under which autograd accumulates
+        # gradients out of place.
         self.simulated = device.type == "cpu"
         self.listening = not self.simulated
         self._blocks: dict[int, tuple[Any, int, int]] = {}  # by storage: reference, block, bytes
-        self._given = 0
+        self._last_block = 0
 
     def see(self, storage: torch.UntypedStorage, operation: str, category: str = "") -> None:
-        """Note ``storage`` as it is now, and when it is gone."""
+        """Record ``storage`` as it is now, and when it will be freed."""
         key, nbytes = id(storage), storage.nbytes()
         if known := self._blocks.get(key):
             reference, block, before = known
             if nbytes == before:
                 return
-            self._take_back(block, before)
+            self._free(block, before)
         else:
             reference = weakref.ref(storage, functools.partial(self._gone, key))
-        block = self._give(nbytes, operation, category)
+        block = self._allocate(nbytes, operation, category)
         self._blocks[key] = (reference, block, nbytes)
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         return id(storage) in self._blocks
 
     def relabel(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """What the tensors are for is only known now."""
+        """Correct the category of tensors, where it is only known later."""
         for tensor in tensors:
             for plain in plain_tensors(tensor):
                 known = self._blocks.get(id(plain.untyped_storage()))
@@ -82,46 +82,48 @@ class Recorder:
                     self.labels[known[1]] = self.labels[known[1]]._replace(category=category)
 
     def hand_over(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
-        """``new`` is at the place of ``old``, which nothing will use any more."""
+        """``new`` takes the block of ``old``, which is no longer used."""
         reference, block, nbytes = self._blocks[id(old)]
         self._blocks[id(old)] = (reference, 0, 0)
         gone = weakref.ref(new, functools.partial(self._gone, id(new)))
         self._blocks[id(new)] = (gone, block, nbytes)
 
     def workspace(self, sizes: Iterable[int], operation: str) -> None:
-        """Memory that an operation uses inside."""
-        held = [(self._give(nbytes, operation, WORKSPACES), nbytes) for nbytes in sizes]
+        """Record memory that an operation allocates and frees inside."""
+        held = [(self._allocate(nbytes, operation, WORKSPACES), nbytes) for nbytes in sizes]
         for block, nbytes in held:
-            self._take_back(block, nbytes)
+            self._free(block, nbytes)
 
-    def taken(self) -> RecordedStep:
-        """What has been noted since this was last asked."""
-        taken = RecordedStep(self.events, self.labels)
+    def take_events(self) -> RecordedStep:
+        """The events since the last call."""
+        step = RecordedStep(self.events, self.labels)
         self.events, self.labels = [], {}
-        return taken
+        return step
 
-    def _give(self, nbytes: int, operation: str, category: str) -> int:
+    def _allocate(self, nbytes: int, operation: str, category: str) -> int:
         if not nbytes:
             return 0
-        self._given += 1
-        self.events.append(MemoryEvent(self._given, nbytes, fake_device.current_stream().number))
-        self.labels[self._given] = Label(category or self.category, self.phase(), operation)
+        self._last_block += 1
+        self.events.append(
+            MemoryEvent(self._last_block, nbytes, fake_device.current_stream().number)
+        )
+        self.labels[self._last_block] = Label(category or self.category, self.phase(), operation)
         self.in_use += nbytes
         self.peak = max(self.peak, self.in_use)
-        return self._given
+        return self._last_block
 
-    def _take_back(self, block: int, nbytes: int) -> None:
+    def _free(self, block: int, nbytes: int) -> None:
         if block:
             self.events.append(MemoryEvent(block, -1, 0))
             self.in_use -= nbytes
 
     def _gone(self, key: int, _: object) -> None:
         _reference, block, nbytes = self._blocks.pop(key)
-        self._take_back(block, nbytes)
+        self._free(block, nbytes)
 
 
 class Watch(TorchDispatchMode):
-    """Tells a recorder of every storage that operations make, and answers what fake tensors cannot."""
+    """Passes every storage that an operation creates to a recorder, and replaces some operations."""
 
     supports_higher_order_operators = True
 
@@ -147,11 +149,11 @@ class Watch(TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         if not all(kind in (torch.Tensor, nn.Parameter, FakeTensor) for kind in types):
-            return NotImplemented  # a sharded or quantised tensor: see the plain ones inside it
+            return NotImplemented  # a sharded or quantised tensor: its plain parts come next
         if func is _PIN:
-            return args[0]  # on the host, which is not what this is about
+            return args[0]  # host memory is not traced
         if func is _RECORD_STREAM:
-            return None  # frees when another stream is done: here, at once
+            return None  # would delay the release until another stream is done
         if func is _SCALAR:
             return _any_value(args[0].dtype)
         recorder = self._recorder
@@ -178,15 +180,15 @@ class Watch(TorchDispatchMode):
 
 
 def _any_value(dtype: torch.dtype) -> bool | float:
-    """For what is read from tensors: there is something to learn, and this is the optimizer's step 1. The
-    sums of all ranks, the only numbers in float64, are 0, or a rank would have failed."""
+    """A value for what is read from fake tensors: there are labels, and this is the optimizer's step 1. The
+    totals of all ranks, the only float64 numbers, are 0: anything else would mean that a rank failed."""
     return True if dtype is torch.bool else 0.0 if dtype is torch.float64 else 1
 
 
 def _is_accumulation(summands: tuple[Any, ...], recorder: Recorder) -> bool:
-    """Whether autograd adds two gradients that meet: in place on real tensors, but never on fake ones.
+    """Whether this is autograd's sum of two gradients: in place on real tensors, but never on fake ones.
 
-    Private: the two counts that autograd itself goes by (checked on torch 2.11, 2.13 and 2.15).
+    Private API: the two counts that autograd itself checks (torch 2.11, 2.13 and 2.15).
     """
     if torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
         return False

@@ -1,8 +1,8 @@
-"""Whether traces can be believed with the torch that is installed.
+"""Whether traces are right with the installed version of torch.
 
-What tracing rests on is partly private to torch. So a small model is trained for a few steps on the
-simulated device, which counts real tensors, and traced: both must take the same memory to the byte. Where
-they do not, there is no prediction.
+Tracing relies on private parts of torch. So a small model is trained for a few steps on the simulated device,
+which counts real tensors, and also traced: both must take the same memory, to the byte. If they do not, there
+is no prediction.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from torchtune import config, training
 from torchtune_adaptive.cache import Cache, cache_folder, libraries, package_fingerprint
 from torchtune_adaptive.device.simulated import SimulatedMemory
 from torchtune_adaptive.errors import NoPrediction
-from torchtune_adaptive.memory_model.peak import Beginning, DeviceLimits, peak
+from torchtune_adaptive.memory_model.peak import DeviceLimits, StartUp, peak
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.setup.environment import Environment
 from torchtune_adaptive.setup.kinds import recipe_kind
 from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.step.objective import NextTokenPrediction
+from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.trace import fake_device
 from torchtune_adaptive.trace.recorder import Recorder, Watch
 from torchtune_adaptive.trace.tracer import Tracer
@@ -54,13 +55,13 @@ SMALL_RUN = {
 
 
 def check_method(cache: bool | str) -> None:
-    """See that the method holds here. Call it in a process that does nothing else: see ``imagined``.
+    """Check that tracing works here. Call it in a process that does nothing else: see ``fake_device``.
 
     Args:
-        cache: the run's setting: where it is remembered that it did.
+        cache: the run's setting: where it is kept that the check has passed.
 
     Raises:
-        NoPrediction: it does not.
+        NoPrediction: it does not work.
     """
     passed: Cache[bool] = Cache(
         cache_folder(cache, "self_checks"), "self-check", lambda value: value is True
@@ -68,7 +69,7 @@ def check_method(cache: bool | str) -> None:
     facts = {"libraries": libraries(), "code": package_fingerprint()}
     if passed.get(facts):
         return
-    fake_device.device()  # first of all: autograd counts the devices at its first backward pass
+    fake_device.device()  # first: autograd counts the devices at its first backward pass
     cfg = OmegaConf.create(SMALL_RUN)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -78,28 +79,28 @@ def check_method(cache: bool | str) -> None:
     traced = traced_peaks(Tracer(cfg, ranks=1), _SIZES)
     if traced != measured:
         raise _no_prediction(
-            f"steps of {_SIZES} rows and tokens should take {list(traced.values())} bytes and took "
-            f"{list(measured.values())}"
+            f"steps of {_SIZES} rows and tokens took {list(measured.values())} bytes instead of "
+            f"{list(traced.values())}"
         )
     if (made := _gradients_made()) != _GRADIENTS_MADE:
         raise _no_prediction(
-            f"three gradients that meet should take {_GRADIENTS_MADE} allocations and took {made}"
+            f"the sum of three gradients took {made} allocations instead of {_GRADIENTS_MADE}"
         )
     passed.put(facts, True)
 
 
 def _no_prediction(reason: str) -> NoPrediction:
     return NoPrediction(
-        f"With torch {torch.__version__} the memory of a step cannot be told ahead: of a small model, "
-        f"{reason}. Use a version that this package was tried on (see its README), or search on the "
-        "device (adaptive_batching.search: extrapolate)."
+        f"With torch {torch.__version__} the memory of a step cannot be predicted: on the self-check model, "
+        f"{reason}. Use a torch version that this package was tested with (see its README), or search on "
+        "the device (adaptive_batching.search=extrapolate)."
     )
 
 
 def measured_peaks(cfg: DictConfig, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Train a model of this config with random weights on the simulated device: peak bytes by (rows, length).
+    """Peak bytes by (rows, length), of training with random weights on the simulated device.
 
-    The ranks must have a process group.
+    The process group must exist.
     """
     memory = SimulatedMemory(1 << 40)
     step = _real_step(cfg, memory)
@@ -111,7 +112,7 @@ def measured_peaks(cfg: DictConfig, sizes: Iterable[tuple[int, int]]) -> dict[tu
             step.forward_backward(batch)
         step.apply()
 
-    for _ in range(2):  # the optimizer makes its state, and collectives are recorded
+    for _ in range(2):  # the optimizer creates its state, and collectives are recorded
         take(*_FIRST)
     peaks = {}
     for size in sizes:
@@ -122,7 +123,7 @@ def measured_peaks(cfg: DictConfig, sizes: Iterable[tuple[int, int]]) -> dict[tu
 
 
 def _real_step(cfg: DictConfig, memory: SimulatedMemory) -> TrainStep:
-    """As a recipe makes it, with random weights in place of a checkpoint."""
+    """The step of a recipe, with random weights instead of a checkpoint."""
     environment = Environment(
         torch.device("cpu"), torch.float32, dist.get_rank(), dist.get_world_size()
     )
@@ -132,36 +133,36 @@ def _real_step(cfg: DictConfig, memory: SimulatedMemory) -> TrainStep:
     optimizers = build_optimizers(cfg, environment, model.module, None)
     return TrainStep(
         model=model.module,
+        objective=NextTokenPrediction(build_loss(cfg, environment, model.module)),
         optimizers=optimizers.steppers,
-        loss_fn=build_loss(cfg, environment, model.module),
         device=environment.device,
         memory=memory,
         ranks=Ranks(timeout=20),
-        survive=True,
-        clip_grad_norm=cfg.clip_grad_norm,
-        optimizer_in_backward=optimizers.in_backward,
+        options=StepOptions(
+            clip_grad_norm=cfg.clip_grad_norm, optimizer_in_backward=optimizers.in_backward
+        ),
     )
 
 
 def traced_peaks(tracer: Tracer, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """The same, by a trace of each size."""
-    beginning = Beginning(tracer.set_up, tracer.take_step(*_FIRST))
+    """The same from a trace of each size."""
+    start_up = StartUp(tracer.set_up, tracer.take_step(*_FIRST))
     device = DeviceLimits("simulated device", 1 << 40, caching=False)
-    return {size: peak(beginning, tracer.take_step(*size), *size, device).live for size in sizes}
+    return {size: peak(start_up, tracer.take_step(*size), *size, device).live for size in sizes}
 
 
 _GRADIENTS_MADE = 4
-"""Of three that meet, each is made, and then the one of what they flow into. Sums are made in place."""
+"""Each of the three, and the one that they flow into; their sum is in place."""
 
 
 def _gradients_made() -> int:
-    """The allocations of a small backward pass on the imagined device, where gradients meet."""
+    """The allocations of a small backward pass on the fake device that sums three gradients."""
     device = fake_device.device()
     recorder = Recorder(device)
     with FakeTensorMode(), Watch(recorder):
         leaf = torch.empty(1024, device=device, requires_grad=True)
         inner = leaf * 1
         end = (inner * 2 + inner * 3 + inner * 4).sum()
-        recorder.taken()
+        recorder.take_events()
         end.backward()
-    return sum(event.nbytes == leaf.nbytes for event in recorder.taken().events)
+    return sum(event.nbytes == leaf.nbytes for event in recorder.take_events().events)

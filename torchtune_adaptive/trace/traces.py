@@ -1,8 +1,7 @@
-"""A run of a config that exists as traces alone: what steps of any size would take, out of as few traces
-as will do.
+"""The peaks of a config's steps at any size, computed from as few traces as possible.
 
-Traces do not depend on the device's memory or on the batch size of the config, and are remembered: a
-question about the same model on another device is answered without tracing.
+Traces do not depend on the device's memory or on the batch size of the config, and are cached: a query about
+the same model on another device needs no tracing.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cache import Cache, cache_folder, libraries, package_fingerprint
 from torchtune_adaptive.memory_model.peak import (
-    Beginning,
     DeviceLimits,
     Peak,
+    StartUp,
     largest,
     peak,
     timeline,
@@ -32,8 +31,8 @@ from torchtune_adaptive.settings.fingerprint import step_facts
 from torchtune_adaptive.settings.kinds import is_packed
 
 ROWS_TRACED = (2, 3)
-"""Not 1: with one row torch takes other ways through some operations."""
-_MOST_REMEMBERED = 100
+"""Not 1: with one row torch takes different code paths."""
+_MOST_KEPT = 100
 _PARTS = ("model", "loss", "optimizer")
 _VERSIONED = ("torch.", "torchtune.", "torchao.")
 
@@ -44,22 +43,22 @@ class Traces:
     Args:
         cfg: the config, of either recipe.
         ranks: how many there are.
-        rank: which one it is.
-        cache: the run's setting: where traces are remembered.
+        rank: which of them is traced.
+        cache: the run's setting: where traces are kept.
     """
 
     def __init__(self, cfg: DictConfig, ranks: int, rank: int, cache: bool | str) -> None:
         self._run = (cfg, ranks, rank)
         components = (OmegaConf.select(cfg, f"{part}._component_") for part in _PARTS)
         if not all(str(name or "torch.").startswith(_VERSIONED) for name in components):
-            cache = False  # the user's own code changes without a version that would tell
-        self._remembered: Cache[dict[str, Any]] = Cache(
-            cache_folder(cache, "traces"), "traces", _are_traces, most=_MOST_REMEMBERED
+            cache = False  # no version says when the user's own code changes
+        self._kept: Cache[dict[str, Any]] = Cache(
+            cache_folder(cache, "traces"), "traces", _are_traces, most=_MOST_KEPT
         )
-        said = step_facts(cfg)
-        said["gradient_accumulation_steps"] = min(cfg.gradient_accumulation_steps, 2)
+        facts = step_facts(cfg)
+        facts["gradient_accumulation_steps"] = min(cfg.gradient_accumulation_steps, 2)
         self._facts = {
-            "config": said,
+            "config": facts,
             "packed": is_packed(cfg),
             "device": cfg.device,
             "rank": [rank, ranks],
@@ -67,21 +66,21 @@ class Traces:
             "code": package_fingerprint(),
         }
         self._tracer: Any = None
-        kept = self._remembered.get(self._facts) or {}
+        kept = self._kept.get(self._facts) or {}
         self.uneven: bool | None = kept.get("uneven")
         self._steps = {name: unpacked(step) for name, step in kept.get("steps", {}).items()}
         self._grown = False
 
-    def beginning(self, length: int) -> Beginning:
-        """Set-up and first step, of as many tokens as one row of this length has, as in a search."""
+    def start_up(self, length: int) -> StartUp:
+        """Set-up and first step; the step has as many tokens as one row of this length, as in a search."""
         size = (ROWS_TRACED[0], max(1, length // ROWS_TRACED[0]))
         name = f"first {size}"
         if name not in self._steps:
             self._begin(size)
-        return Beginning(self._steps["set-up"], self._steps[name])
+        return StartUp(self._steps["set-up"], self._steps[name])
 
     def step(self, rows: int, length: int) -> RecordedStep:
-        """A later step."""
+        """A later step of a size."""
         name = f"{(rows, length)}"
         if name not in self._steps:
             if self._tracer is None:
@@ -90,10 +89,10 @@ class Traces:
         return self._steps[name]
 
     def remember(self) -> None:
-        """Keep what has been traced for the next time."""
+        """Keep new traces in the cache."""
         if self._grown:
             steps = {name: packed_up(step) for name, step in self._steps.items()}
-            self._remembered.put(self._facts, {"uneven": self.uneven, "steps": steps})
+            self._kept.put(self._facts, {"uneven": self.uneven, "steps": steps})
             self._grown = False
 
     def _begin(self, size: tuple[int, int]) -> None:
@@ -105,7 +104,7 @@ class Traces:
         self._note(f"first {size}", self._tracer.take_step(*size))
 
     def _note(self, name: str, step: RecordedStep) -> None:
-        """Keep a step, with what FSDP allocates on streams of its own called by its name."""
+        """Keep a step; what FSDP allocates on its own streams is labelled by the stream."""
         on_streams: Mapping[int, str] = self._tracer.stream_categories()
         for block, _, stream in step.events:
             if category := on_streams.get(stream):
@@ -127,18 +126,18 @@ class TracedRun:
     """Peaks of one config.
 
     Args:
-        traces: of the config.
-        length: of the rows that will be asked about most.
-        any_length: whether others will be asked about as well.
+        traces: the traces of the config.
+        length: the row length of most queries.
+        any_length: whether there will be queries with other lengths.
     """
 
     def __init__(self, traces: Traces, length: int, any_length: bool = False) -> None:
         self._traces = traces
-        self._beginning = traces.beginning(length)
+        self._beginning = traces.start_up(length)
         self._structures: dict[int, Bilinear] = {}
         self._every: Bilinear | None = None
         self.direct = False
-        """Whether steps are not bilinear, so that each size is traced by itself."""
+        """Whether steps are not bilinear, so that each size is traced separately."""
         try:
             if any_length:
                 self._every = self._of_every_length(length)
@@ -151,16 +150,14 @@ class TracedRun:
         few, many = ROWS_TRACED[0], 4 * ROWS_TRACED[0]
         low, high = (self.peak(rows, length, device).reserved for rows in (few, many))
         each = max(1, (high - low) // (many - few))
-        guess = many + (device.usable - high) // each
-        if guess > many:  # nearer the end the line is another one
+        guess = many + (device.limit - high) // each
+        if guess > many:  # memory is only piecewise linear: correct the slope at the far end
             end = self.peak(guess, length, device).reserved
-            guess -= (end - device.usable) * (guess - many) // max(1, end - high)
-        return largest(
-            lambda rows: self.peak(rows, length, device).reserved <= device.usable, guess
-        )
+            guess -= (end - device.limit) * (guess - many) // max(1, end - high)
+        return largest(lambda rows: self.peak(rows, length, device).reserved <= device.limit, guess)
 
     def confirmed_largest(self, length: int, device: DeviceLimits) -> int:
-        """The same; and a trace of that very size has shown that it is as it was worked out."""
+        """The same, verified by a trace of that very size."""
         found = self.largest(length, device)
         if found < ROWS_TRACED[0] or self.direct:
             return found
@@ -190,8 +187,8 @@ class TracedRun:
         return Bilinear({(r, n): self._traces.step(r, n) for r in ROWS_TRACED for n in lengths})
 
     def _of_every_length(self, length: int) -> Bilinear | None:
-        """Where a third length is what two say, so is any other; else each needs its traces: attention
-        that keeps its weights, for one, is quadratic in the length."""
+        """Steps of any length, if a third length matches the prediction from two; else None, and each length
+        needs its own traces: attention that keeps its weights, for example, is quadratic in the length."""
         if length < 8:
             return None
         every = self._of_lengths(length // 2, length)

@@ -1,6 +1,7 @@
-"""Load what a run starts from, save what it has become, in torchtune's own formats.
+"""Loads what a run starts from, and saves checkpoints that are complete or do not exist.
 
-A checkpoint of these recipes is a checkpoint of torchtune's and the other way round.
+The files are torchtune's own, so torchtune reads what these recipes save and the other way round. Where the
+files are, and which checkpoint a run resumes from, is decided on rank 0.
 """
 
 from __future__ import annotations
@@ -8,13 +9,20 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
+from torch.distributed.checkpoint import FileSystemWriter, async_save
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torchtune import config, training
 from torchtune.modules.peft import (
@@ -25,45 +33,73 @@ from torchtune.modules.peft import (
 from torchtune.training import OptimizerInBackwardWrapper
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import AdaptiveBatchingError, CheckpointError, ConfigError
+from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.settings.kinds import Kind
 from torchtune_adaptive.setup.environment import Environment
 from torchtune_adaptive.setup.model import Model
 from torchtune_adaptive.setup.optimizer import Optimizers
+from torchtune_adaptive.train.checkpoint_folder import STATE, CheckpointFolder
 from torchtune_adaptive.train.progress import Progress
+from torchtune_adaptive.train.resume_from import Source, named_source, newest_source
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ID_KEY = "checkpoint_id"
+"""In the recipe state: which checkpoint it belongs to."""
+_TRAINING_STATE = "training_state.pt"
+_LONGEST_SAVE = 24 * 3600.0
+"""Seconds that ranks wait for one that writes to a slow disk; a rank that dies is noticed at once."""
+_WRITERS = 4  # threads that write an asynchronous checkpoint, on each rank
 
 
 class Checkpoints(ABC):
-    """Loads what a run starts from, and saves what it has become, by torchtune's checkpointer."""
+    """What a run starts from, and what it saves.
 
+    Args:
+        cfg: the config.
+        environment: where the rank runs.
+
+    Raises:
+        CheckpointError: there is nothing that could be resumed from, or nowhere to save.
+    """
+
+    _kind: ClassVar[Kind]
     _adapters_only = False
 
     def __init__(self, cfg: DictConfig, environment: Environment) -> None:
+        self._cfg = cfg
         self._environment = environment
-        self._resumes = cfg.resume_from_checkpoint
+        self._ranks = Ranks(_LONGEST_SAVE)
         self._asynchronous = cfg.get("enable_async_checkpointing", False)
-        self._output_dir = Path(cfg.output_dir)
-        optimizer = cfg.optimizer._component_
-        between_epochs = cfg.epochs > 1 or cfg.get("save_every_n_steps") is not None
-        if optimizer.startswith("torchao.optim.") and environment.ranks > 1 and between_epochs:
-            raise ConfigError(  # or the first checkpoint would end the run
-                "optimizer",
-                optimizer,
-                "has quantised state, which torch cannot gather from several ranks for a checkpoint "
-                "between epochs",
-                "Use another optimizer, one rank, or epochs=1 without save_every_n_steps",
-            )
-        self._checkpointer = config.instantiate(
-            cfg.checkpointer, should_load_recipe_state=self._resumes and not self._asynchronous
-        )
+        self._output_dir = Path(cfg.checkpointer.output_dir)
+        self._folder = CheckpointFolder(self._output_dir, cfg.get("keep_last_n_checkpoints"))
+        self._require_optimizer_that_can_be_saved()
+        self._source = self._agreed(self._choose_source)
+        self._checkpointer = self._everywhere(self._build_checkpointer)
 
     def load(self) -> dict[str, Any]:
         """The weights to start from and, in a run that is resumed, the recipe's state."""
-        return self._checkpointer.load_checkpoint()
+        return self._everywhere(self._load)
+
+    def resume(
+        self,
+        model: Model,
+        optimizers: Optimizers,
+        progress: Progress,
+        checkpoint: dict[str, Any],
+    ) -> None:
+        """Continue where the checkpoint was saved, if the run is resumed."""
+        if self._source is not None:
+            progress.resume(checkpoint)
 
     def save(self, model: Model, optimizers: Optimizers, progress: Progress, name: str) -> None:
-        """Save a checkpoint ``epoch_<name>``; of those in mid-epoch, only the newest stays."""
+        """Save a checkpoint ``epoch_<name>``, and remove those that it supersedes.
+
+        Raises:
+            CheckpointError: on all ranks, if it could not be written; earlier ones are as they were.
+        """
         started = time.perf_counter()
         is_rank_zero = self._environment.is_rank_zero
         log.info("Saving checkpoint. This may take some time. Retrieving full model state dict...")
@@ -73,20 +109,147 @@ class Checkpoints(ABC):
             device=self._environment.device,
             adapter_weights_only=self._adapters_only,
         )
+        facts = self._facts(progress)
         state: dict[str, Any] = {}
         if progress.is_unfinished:
-            state = progress.state_dict()
+            state = {**progress.state_dict(), ID_KEY: facts["id"]}
             state[training.OPT_KEY] = self._optimizer_state(model, optimizers)
-        if is_rank_zero:
+
+        def write() -> None:
+            staged = self._folder.begin(f"epoch_{name}")
             self._checkpointer.save_checkpoint(
                 {**state, **self._parts(weights)},
                 epoch=name,
                 intermediate_checkpoint=progress.is_unfinished,
                 adapter_only=self._adapters_only,
             )
-            log.info(f"Saving checkpoint took {time.perf_counter() - started:.2f} secs")
-            self._keep_only(name)
-        dist.barrier()
+            beside = self._folder.staging / "recipe_state"  # torchtune keeps the state there
+            if progress.is_unfinished:
+                (beside / STATE).rename(staged / STATE)
+            shutil.rmtree(beside, ignore_errors=True)
+            self._folder.publish(staged.name, facts)
+            seconds = time.perf_counter() - started
+            log.info(f"Saved the checkpoint {self._output_dir / staged.name} in {seconds:.2f} s.")
+
+        self._write(write, f"epoch_{name}")
+
+    # --- what a run starts from -----------------------------------------------------------------------
+
+    def _choose_source(self) -> Source | None:
+        """On rank 0: the files to resume from, or None to start from the beginning."""
+        if not self._cfg.resume_from_checkpoint:
+            return None
+        source = named_source(self._cfg, self._kind)
+        return newest_source(self._folder, self._kind) if source is None else source
+
+    def _build_checkpointer(self) -> Any:
+        """torchtune's checkpointer: it reads the weights, and writes into the staging folder.
+
+        It is never asked to find recipe state and adapters: it would look for them in its output folder.
+        """
+        given = self._cfg.checkpointer
+        # Where the rank does not save, a folder that exists, since torchtune makes it.
+        saves = self._environment.is_rank_zero
+        changes: dict[str, Any] = {
+            "output_dir": str(self._folder.staging if saves else self._output_dir),
+            "should_load_recipe_state": False,
+        }
+        changes |= {
+            key: None for key in ("recipe_checkpoint", "adapter_checkpoint") if key in given
+        }
+        if self._source is not None and self._source.weights is not None:
+            changes["checkpoint_files"] = list(self._source.weights)
+        return config.instantiate(given, **changes)
+
+    def _load(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = self._checkpointer.load_checkpoint()
+        source = self._source
+        if source is None or source.distributed is not None:
+            return loaded
+        if source.adapters is not None:
+            loaded[training.ADAPTER_KEY] = _read(source.adapters)
+        if source.state is not None:
+            state = _read(source.state)
+            if not isinstance(state, dict):
+                raise CheckpointError(f"{source.state}: is not a recipe state. Name another file.")
+            source.require_same(state.pop(ID_KEY, None))
+            loaded.update(state)
+        return loaded
+
+    # --- what ranks do together -----------------------------------------------------------------------
+
+    def _agreed(self, decide: Callable[[], T]) -> T:
+        """What rank 0 decides, on every rank; its error as well."""
+        decided: T | None = None
+        problem: Exception | None = None
+        if self._environment.is_rank_zero:
+            try:
+                decided = decide()
+            except Exception as error:
+                problem = error
+        said = str(problem) if isinstance(problem, (AdaptiveBatchingError, OSError)) else None
+        failed, said, decided = self._ranks.from_rank_zero((problem is not None, said, decided))
+        if failed:
+            if problem is not None and said is None:
+                raise problem
+            raise CheckpointError(said or "Rank 0 failed; its own message says how.") from problem
+        return decided  # type: ignore[return-value]
+
+    def _everywhere(self, read: Callable[[], T]) -> T:
+        """What every rank reads for itself; if one of them cannot, none continues."""
+        result: T | None = None
+        problem: Exception | None = None
+        try:
+            result = read()
+        except Exception as error:
+            problem = error
+        self._raise_if_any(problem, _unreadable)
+        return result  # type: ignore[return-value]
+
+    def _write(self, write: Callable[[], None], name: str) -> None:
+        """Write on rank 0, while the others wait."""
+        problem: Exception | None = None
+        if self._environment.is_rank_zero:
+            try:
+                write()
+            except Exception as error:
+                self._folder.abandon(name)
+                problem = error
+        self._raise_if_any(problem, partial(self._unwritable, name))
+
+    def _raise_if_any(
+        self, problem: Exception | None, describe: Callable[[Exception], str]
+    ) -> None:
+        """End all ranks in the same place, with one rank's reason."""
+        said = self._ranks.gather(None if problem is None else describe(problem))
+        reasons = [one for one in said if one is not None]
+        if reasons:
+            raise CheckpointError(reasons[0]) from problem
+
+    def _unwritable(self, name: str, error: BaseException) -> str:
+        try:
+            free = f", {shutil.disk_usage(self._output_dir).free / 1024**3:.1f} GiB free"
+        except OSError:
+            free = ""
+        newest = self._folder.newest_name()
+        return (
+            f"The checkpoint {name} could not be written to {self._output_dir}{free}: {_reason(error)}. "
+            + (f"The last one is {newest}: " if newest else "There is none before it: ")
+            + "make room, or make the folder writable, and resume with resume_from_checkpoint=True."
+        )
+
+    # --- what is saved --------------------------------------------------------------------------------
+
+    def _facts(self, progress: Progress) -> dict[str, Any]:
+        trained = progress.training or {}
+        return {
+            "id": self._ranks.from_rank_zero(uuid.uuid4().hex),
+            "recipe": self._kind,
+            "resumable": progress.is_unfinished,
+            "epochs_run": progress.epochs_run,
+            "step": trained.get("global_step"),
+            "samples": trained.get("samples"),
+        }
 
     def _optimizer_state(self, model: Model, optimizers: Optimizers) -> dict[str, Any]:
         def full_state(optimizer: Any) -> dict[str, Any]:
@@ -101,11 +264,22 @@ class Checkpoints(ABC):
             return {name: full_state(one) for name, one in optimizers.saved.optim_map.items()}
         return full_state(optimizers.saved)
 
-    def _keep_only(self, name: str) -> None:
-        """A checkpoint in mid-epoch gives way to the next one, once that is complete."""
-        for folder in self._output_dir.glob("epoch_*_step_*"):
-            if folder.name != f"epoch_{name}":
-                shutil.rmtree(folder, ignore_errors=True)
+    def _require_optimizer_that_can_be_saved(self) -> None:
+        cfg = self._cfg
+        optimizer = cfg.optimizer._component_
+        between_epochs = cfg.epochs > 1 or cfg.get("save_every_n_steps") is not None
+        if (
+            optimizer.startswith("torchao.optim.")
+            and self._environment.ranks > 1
+            and between_epochs
+        ):
+            raise ConfigError(  # or the first checkpoint would end the run
+                "optimizer",
+                optimizer,
+                "has quantised state, which torch cannot gather from several ranks for a checkpoint "
+                "between epochs",
+                "Use another optimizer, one rank, or epochs=1 without save_every_n_steps",
+            )
 
     @abstractmethod
     def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
@@ -113,58 +287,129 @@ class Checkpoints(ABC):
 
 
 class FullCheckpoints(Checkpoints):
-    """Of a model of which every weight is trained; also asynchronous ones."""
+    """Checkpoints of a model whose weights are all trained; asynchronous ones, too."""
+
+    _kind = "full"
 
     def __init__(self, cfg: DictConfig, environment: Environment) -> None:
         super().__init__(cfg, environment)
-        if self._asynchronous:
-            self._client = CheckpointClient(cfg)
-            # An asynchronous save runs collectives in a thread; on the group that training uses, the two
-            # would meet. The client makes its checkpointer on first use and has no setting for the group,
-            # hence the private attribute (torchtune 0.6.1).
-            self._client._dcp_checkpointer = training.DistributedCheckpointer(
-                checkpoint_dir=cfg.checkpointer.checkpoint_dir,
-                output_dir=cfg.checkpointer.output_dir,
-                process_group=dist.new_group(backend="gloo"),
-            )
+        resumes_distributed = self._source is not None and self._source.distributed is not None
+        self._group: dist.ProcessGroup | None = None
+        if self._asynchronous or resumes_distributed:
+            # An asynchronous save runs collectives in a thread; they must not meet those of training.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_LONGEST_SAVE))
+        self._running: Future[None] | None = None
 
-    def resume_asynchronous(self, model: Model, optimizers: Optimizers, progress: Progress) -> None:
-        """Put the latest asynchronous checkpoint into the model, the optimizer, and the progress."""
+    def resume(
+        self,
+        model: Model,
+        optimizers: Optimizers,
+        progress: Progress,
+        checkpoint: dict[str, Any],
+    ) -> None:
+        if self._source is None or self._source.distributed is None:
+            super().resume(model, optimizers, progress, checkpoint)
+            return
+        folder = Path(self._source.distributed)
         if optimizers.in_backward:
             # Only what the optimizer holds already is loaded. The client sees to that for one optimizer, and
-            # forgets it for many, which would go on without their state.
+            # forgets it for many, which would continue without their state.
             for optimizer in optimizers.steppers:
                 _init_optim_state(optimizer)
-        progress.resume(self._client.load_distributed_checkpoint(model.module, optimizers.saved))
-        beside = self._beside(f"{progress.epochs_run - 1}")
-        if beside.exists():
-            progress.training = torch.load(beside, weights_only=True)
+        client = CheckpointClient(self._cfg)
+        # The client makes its checkpointer on first use and has no setting for the folder to load from,
+        # nor for the group, hence the private attribute (torchtune 0.6.1).
+        client._dcp_checkpointer = _FromFolder(folder, self._group)
 
-    @property
-    def asynchronous(self) -> bool:
-        return self._asynchronous
+        def load() -> dict[str, Any]:
+            try:
+                state = client.load_distributed_checkpoint(model.module, optimizers.saved)
+            except CheckpointException as error:  # which is no Exception
+                raise CheckpointError(f"{folder}: cannot be loaded: {_first_line(error)}") from None
+            if (folder / _TRAINING_STATE).exists():
+                state |= _read(str(folder / _TRAINING_STATE))
+            return state
+
+        progress.resume(self._everywhere(load))
 
     def save(self, model: Model, optimizers: Optimizers, progress: Progress, name: str) -> None:
-        if not (self._asynchronous and progress.is_unfinished):
+        self._finish_running()
+        if not (self._asynchronous and progress.is_unfinished and name.isdecimal()):
             super().save(model, optimizers, progress, name)
             return
-        if self._environment.is_rank_zero:
-            self._beside(name).parent.mkdir(parents=True, exist_ok=True)
-            torch.save(progress.training, self._beside(name))
-        self._client.save_checkpoint(
-            model.module, optimizers.saved, progress.as_torchtune(), int(name)
+        name, facts = f"dist_epoch_{name}", self._facts(progress)
+        self._write(lambda: self._begin_asynchronous(name, progress), name)
+        state = {
+            **progress.as_torchtune().state_dict(),
+            training.MODEL_KEY: model.module.state_dict(),
+            training.OPT_KEY: optimizers.saved.state_dict(),
+        }
+        running: Future[None] = Future()
+        self._running = running
+        written = async_save(
+            state,
+            storage_writer=FileSystemWriter(
+                self._folder.staging / name, thread_count=_WRITERS, sync_files=False
+            ),
+            process_group=self._group,
         )
+        written.add_done_callback(partial(self._publish_asynchronous, name, facts, running))  # type: ignore[union-attr]
 
-    def _beside(self, name: str) -> Path:
+    def _begin_asynchronous(self, name: str, progress: Progress) -> None:
         """A distributed checkpoint has no place for what torchtune does not know."""
-        return self._output_dir / "recipe_state" / f"training_state_{name}.pt"
+        staged = self._folder.begin(name)
+        torch.save(progress.training_state(), staged / _TRAINING_STATE)
+
+    def _publish_asynchronous(
+        self, name: str, facts: dict[str, Any], running: Future[None], written: Future[Any]
+    ) -> None:
+        """In a thread. That rank 0 is done means that all are: it writes the metadata last."""
+        try:
+            written.result()
+            if self._environment.is_rank_zero:
+                self._folder.publish(name, facts)
+                log.info(f"Saved the checkpoint {self._output_dir / name}.")
+        except BaseException as error:
+            log.error(f"The checkpoint {name} could not be written: {_reason(error)}.")
+            if self._environment.is_rank_zero:
+                self._folder.abandon(name)
+            running.set_exception(RuntimeError(self._unwritable(name, error)))
+        else:
+            running.set_result(None)
+
+    def _finish_running(self) -> None:
+        """Wait for an asynchronous save before the next one, and before the run ends."""
+        if self._running is None:
+            return
+        problem: Exception | None = None
+        try:
+            self._running.result()
+        except Exception as error:
+            problem = error
+        self._running = None
+        self._raise_if_any(problem, str)
 
     def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
         return {training.MODEL_KEY: weights}
 
 
+class _FromFolder(training.DistributedCheckpointer):
+    """torchtune's reader of asynchronous checkpoints, for one that has been chosen."""
+
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None) -> None:
+        super().__init__(str(folder), str(folder.parent), group)
+        self._folder = folder
+
+    def load_checkpoint(
+        self, state_dict: dict[str, Any] | None = None, checkpoint_path: str | None = None
+    ) -> dict[str, Any]:
+        return super().load_checkpoint(state_dict, checkpoint_path or str(self._folder))
+
+
 class LoRACheckpoints(Checkpoints):
-    """Of adapters, and of the model that they are merged into."""
+    """Checkpoints of adapters, and of the model that they are merged into."""
+
+    _kind = "lora"
 
     def __init__(self, cfg: DictConfig, environment: Environment) -> None:
         super().__init__(cfg, environment)
@@ -180,16 +425,6 @@ class LoRACheckpoints(Checkpoints):
             "peft_type": "LORA",
         }
 
-    def load(self) -> dict[str, Any]:
-        """The base weights and, in a run that is resumed, the adapters and the recipe's state."""
-        checkpoint = super().load()
-        if self._resumes and training.ADAPTER_KEY not in checkpoint:
-            raise ValueError(
-                "There are no adapter weights to resume from. Set checkpointer.adapter_checkpoint to the "
-                "adapter_model.pt of the epoch to go on after."
-            )
-        return checkpoint
-
     def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
         parts = {
             training.ADAPTER_KEY: get_adapter_state_dict(weights),
@@ -202,8 +437,34 @@ class LoRACheckpoints(Checkpoints):
         return parts
 
 
-def last_saved(output_dir: Path) -> str:
-    """For messages: where the newest checkpoint of a run lies."""
-    folders = [*output_dir.glob("epoch_*"), *output_dir.glob("dist_epoch_*")]
-    newest = max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
-    return str(newest) if newest else "none has been saved yet"
+def _read(path: str) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({_reason(error)}). Resume from another checkpoint."
+        ) from error
+
+
+def _unreadable(error: Exception) -> str:
+    if isinstance(error, AdaptiveBatchingError):
+        return str(error)
+    cause = f" ({_reason(error.__cause__)})" if error.__cause__ is not None else ""
+    return (
+        f"The checkpoint to start from cannot be read: {_reason(error)}{cause}. Look at "
+        "checkpointer.checkpoint_dir and checkpointer.checkpoint_files, and download the files again if they "
+        "are damaged."
+    )
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:
+        error, _ = next(iter(error.failures.values()))  # of one rank
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return (text.splitlines()[0] if text else "no message").rstrip(". ")

@@ -1,4 +1,4 @@
-"""What changed the batch during training: a log line and a row of JSON for each event."""
+"""Everything that changes the batch during training: a log line and a line of JSON for each event."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ EVENTS_NAME = "batch_size_events.jsonl"
 
 
 class Events:
-    """What happened to the batch in training: a log line and a row of JSON for each.
+    """Logs what happens to the batch in training, and appends it to a JSON Lines file.
 
     Args:
-        folder: where the file lies; None on ranks that keep silent. A resumed run goes on with the file.
+        folder: the folder of the file; None on ranks that write nothing. A resumed run appends to the file.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._path = folder / EVENTS_NAME if folder else None
 
     def changed(self, step: int, reason: str, **what: tuple[int, int]) -> None:
-        """Something, as ``micro_batch``, is another one from ``step`` on; before and after."""
+        """Values such as ``micro_batch=(8, 4)`` (before, after) change from ``step`` on."""
         if self._path is None:
             return
         (first, change), *others = (
@@ -38,7 +38,7 @@ class Events:
         self._write({"step": step, "reason": reason, **{k: list(v) for k, v in what.items()}})
 
     def grown(self, before: Split, after: Split, samples: int, step: int, reason: str) -> None:
-        """The global batch is another one from ``step`` on; as ``schedule.Replay`` reads it."""
+        """The global batch changes from ``step`` on; ``schedule.Replay`` reads this record."""
         if self._path is None:
             return
         log.info(
@@ -57,7 +57,7 @@ class Events:
         )
 
     def noticed(self, step: int, what: str) -> None:
-        """Something that changed nothing."""
+        """Warn about something that changed nothing."""
         if self._path is None:
             return
         log.warning(f"{what} (step {step})")

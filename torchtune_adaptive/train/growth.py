@@ -36,7 +36,7 @@ class Growth:
         start: what the run begins with.
         largest: the largest micro-batch that fits, as the search found it; None if there was none.
         grow: what asks for more; None where the batch stays.
-        past_memory: go on by accumulation where the micro-batch cannot grow any more.
+        past_memory: accumulate gradients where the micro-batch cannot grow any more.
         rows_per_epoch: that a rank may use in an epoch; one step must remain.
         ranks: the ranks of the run.
     """
@@ -76,7 +76,7 @@ class Growth:
             log.warning(
                 f"{_name(self._function)} asks for a batch size of {current} + {increment} in epoch {epoch}; "
                 f"the largest that fits is {self.largest}, so it stays at {current}. "
-                "(adaptive_batching.grow_past_memory=True would go on by accumulation.)"
+                "(Set adaptive_batching.grow_past_memory=True to grow further by accumulation.)"
             )
             return None
         return self._change((current + increment) * self.start.accumulation, samples)
@@ -108,7 +108,7 @@ class Growth:
         return self.split.rows
 
     def set_rows(self, rows: int) -> None:
-        """Put together a step of so many rows on each rank."""
+        """Use steps of ``rows`` rows on each rank."""
         micro_batch, accumulation = split_rows(rows, self.largest, self.start.accumulation)
         self.split = Split(micro_batch, accumulation, self._ranks.size, rows)
 
@@ -130,7 +130,8 @@ class Growth:
         increments = [increment for increment, _ in answers]
         if len(set(increments)) > 1:
             log.warning(
-                f"{_name(function)} gives other answers on other ranks ({increments}); taking rank 0's."
+                f"{_name(function)} returned different values on different ranks ({increments}); "
+                "using rank 0's."
             )
         return increments[0] or 0
 
@@ -169,7 +170,7 @@ class Growth:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was called, on as many ranks or on others."""
+        """Continue where ``state_dict`` was called, on the same number of ranks or another."""
         self.decisions = [list(decision) for decision in state["decisions"]]
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
@@ -193,7 +194,7 @@ def _name(asking: object) -> str:
 def batch_increase(
     cfg: DictConfig, settings: AdaptiveSettings
 ) -> Schedule | IncreaseFunction | None:
-    """What makes the batch grow: a function, or a component that is a schedule or gives a function."""
+    """The function or schedule of the config that makes the batch grow."""
     node = cfg.get("batch_increase_function")
     if settings.gradient_noise == "act":
         return GradientNoise()

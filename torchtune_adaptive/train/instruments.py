@@ -1,9 +1,8 @@
-"""What looks on while a run trains: metrics, torchtune's profiler, a plot at the end."""
+"""Instruments of a run: torchtune's profiler, and the history that is plotted at the end."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +10,12 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 
 from torchtune_adaptive.device.memory import DeviceMemory
+from torchtune_adaptive.plots import new_figure
 from torchtune_adaptive.setup.environment import Environment
 
 log = logging.getLogger(__name__)
 PLOT_NAME = "training.png"
 _POINTS = 1000  # of a plot; more would not be seen
-
-
-@dataclass(frozen=True)
-class Logging:
-    """What is written down, and how often."""
-
-    metrics: Any
-    """torchtune's metric logger; on rank 0 only."""
-    every_n_steps: int
-    memory: bool
-    """Log the accelerator's peak memory as well."""
-
-    @classmethod
-    def from_config(cls, cfg: DictConfig, metrics: Any, environment: Environment) -> Logging:
-        memory = cfg.get("log_peak_memory_stats", False)
-        if memory and environment.device.type == "cpu":
-            log.info(
-                "log_peak_memory_stats is True, but a CPU has no such statistics; not logging them."
-            )
-            memory = False
-        return cls(metrics, cfg.get("log_every_n_steps", 1), memory)
 
 
 class Profiling:
@@ -88,14 +67,10 @@ class History:
 
     def plot(self, folder: Path) -> Path | None:
         """Draw it, where matplotlib is installed and there is something to see."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            return None
-        if len(self._points) < 2:
+        figure = new_figure(7, 7)
+        if figure is None or len(self._points) < 2:
             return None
         samples, global_batch, micro_batch, lr, loss = zip(*self._points, strict=True)
-        figure = Figure(figsize=(7, 7), layout="constrained")
         batches, rates, losses = figure.subplots(3, 1, sharex=True)
         batches.step(samples, global_batch, where="pre", label="global batch")
         batches.step(samples, micro_batch, where="pre", label="micro-batch")

@@ -1,7 +1,7 @@
-"""The learning rate of the next step: the base schedule at the samples used, times what the batch is worth.
+"""The learning rate of the next step: the base schedule at the consumed samples, scaled by the batch.
 
-The base rate is kept apart and never multiplied in place, because torch's schedulers compute the next rate
-from the one that they find.
+The base rate is kept separately and never multiplied in place, because torch's schedulers compute the next
+rate from the current one.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtune_adaptive.batching.scaling import beta2_at, lr_factor
+from torchtune_adaptive.batching.scaling import LrScaling, beta2_at, lr_factor
 from torchtune_adaptive.setup.optimizer import Optimizers
 
 SchedulerFactory = Callable[[int], LRScheduler | None]
-"""Makes the base schedule at a position."""
+"""Builds the base schedule, advanced to a position."""
 
 
 class LearningRate:
-    """Drives the base schedule by position, and scales it by the batch.
+    """Advances the base schedule by position, and scales it by the batch.
 
     Args:
-        optimizers: of the run; all groups are driven.
-        make_scheduler: torch's or torchtune's scheduler, at a position; None for a constant rate.
-        position: in base steps, where the run is.
-        rule: what the batch does to the rate; see ``schedule.lr_factor``.
-        half_life: keep the samples over which Adam's second moment forgets, instead of the steps.
+        optimizers: the optimizers of the run; all their groups are scheduled.
+        make_scheduler: builds torch's or torchtune's scheduler; it returns None for a constant rate.
+        position: how far the run is, in base steps.
+        rule: how the batch changes the rate; see ``batching.scaling.lr_factor``.
+        half_life: keep the half-life of Adam's second moment constant in samples, instead of in steps.
         start: the global batch that the base schedule is meant for.
     """
 
@@ -37,7 +37,7 @@ class LearningRate:
         optimizers: Optimizers,
         make_scheduler: SchedulerFactory,
         position: int,
-        rule: str,
+        rule: LrScaling,
         half_life: bool,
         start: int,
     ) -> None:
@@ -46,7 +46,7 @@ class LearningRate:
         self._rule = rule
         self._half_life = half_life
         self._start = start
-        # SGD's step is proportional to the gradient; that of Adam and its like is not.
+        # SGD's update is proportional to the gradient; those of Adam and similar optimizers are not.
         first = self._optimizers[0]
         self._exponent = 1.0 if isinstance(first, torch.optim.SGD) else 0.5
         self._beta2 = [group["betas"][1] for group in self._groups] if half_life else []
@@ -63,11 +63,11 @@ class LearningRate:
 
     @property
     def base_factor(self) -> float:
-        """The base rate, over the highest that it has been."""
+        """The base rate divided by the highest value it has had."""
         return self._base[0] / self._highest if self._highest else 0.0
 
     def move_to(self, position: int) -> None:
-        """As many base steps on as samples have been used."""
+        """Advance the base schedule to ``position``, in base steps."""
         if self._scheduler is None:
             return
         self._set(self._base)
@@ -79,7 +79,7 @@ class LearningRate:
         self._scale()
 
     def follow(self, batch: int, noise: float | None) -> None:
-        """The next step has a global batch of ``batch``."""
+        """Scale the rate (and beta2) for a next step with a global batch of ``batch``."""
         self._factor = lr_factor(self._rule, batch, self._start, noise, self._exponent)
         if self._half_life and batch != self._batch:
             self._change_beta2(batch)
@@ -99,8 +99,11 @@ class LearningRate:
 
     @torch.no_grad()
     def _change_beta2(self, batch: int) -> None:
-        """Adam divides its second moment by 1 - beta2^t. With another beta2 that division would be wrong for
-        a thousand steps, so the moment is put to what, divided so, gives the same."""
+        """Change beta2 without changing the bias-corrected second moment.
+
+        Adam divides the moment by 1 - beta2^t. With a new beta2 that correction would be wrong for a thousand
+        steps, so the moment is rescaled by the ratio of the two.
+        """
         for group, beta2 in zip(self._groups, self._beta2, strict=True):
             old = beta2_at(beta2, self._batch, self._start)
             new = beta2_at(beta2, batch, self._start)
@@ -124,9 +127,9 @@ class LearningRate:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state_dict`` was called; the optimizer's own state is loaded by then.
+        """Continue from ``state_dict``; the optimizer's own state has been loaded before.
 
-        Unless the run was told another batch size since: then its positions mean something else.
+        A state for a different starting batch is ignored: its positions mean something else.
         """
         if state["start"] != self._start:
             return
@@ -149,7 +152,7 @@ def _state_of(optimizers: tuple[Optimizer, ...], parameter: torch.Tensor) -> dic
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Without the function that torchtune puts into a scheduler whose optimizers step in backward."""
+    """The state without the function that torchtune adds to a scheduler for optimizers in backward."""
     return {key: value for key, value in state.items() if not callable(value)}
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from torchtune import training
 from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 
+from torchtune_adaptive.errors import CheckpointError
+
 log = logging.getLogger(__name__)
 
 
@@ -24,14 +26,14 @@ class Progress:
     max_steps_per_epoch: int | None
     epochs_run: int = 0
     training: dict[str, Any] | None = None
-    """What the training loop needs to go on exactly; None in torchtune's own checkpoints."""
+    """What the training loop needs to continue exactly; None in torchtune's own checkpoints."""
 
     @property
     def is_unfinished(self) -> bool:
         return self.epochs_run < self.total_epochs
 
     def resume(self, checkpoint: dict[str, Any]) -> None:
-        """Go on where a checkpoint was saved; what would change the run's course stays as it was."""
+        """Continue where a checkpoint was saved; what would change the run's course stays as it was."""
         keys = (
             training.EPOCHS_KEY,
             training.SEED_KEY,
@@ -40,7 +42,7 @@ class Progress:
         )
         missing = [key for key in keys if key not in checkpoint]
         if missing:
-            raise ValueError(
+            raise CheckpointError(
                 f"The checkpoint to resume from has no {missing[0]!r}: it is the end of a run, or of another "
                 "recipe. Give checkpointer.recipe_checkpoint the recipe state of an earlier epoch."
             )
@@ -68,6 +70,10 @@ class Progress:
             max_steps_per_epoch=self.max_steps_per_epoch,
         )
 
+    def training_state(self) -> dict[str, Any]:
+        """What torchtune's recipe state does not have."""
+        return {TRAINING_KEY: self.training}
+
     def state_dict(self) -> dict[str, Any]:
         """torchtune's recipe state, with ours in it."""
-        return {**self.as_torchtune().state_dict(), TRAINING_KEY: self.training}
+        return {**self.as_torchtune().state_dict(), **self.training_state()}

@@ -1,0 +1,89 @@
+"""The two tiers of the tests.
+
+The quick tier has every kind of run, and a sample of what each of them proves: memory runs out at every 29th
+operation instead of at each one; settings are compared with torchtune's in combinations, not one by one.
+``--exhaustive`` proves it all. A test that does less without the flag asks for ``exhaustive`` or ``stride``;
+one that does not run at all without it is marked ``exhaustive``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Iterable
+
+import pytest
+
+STRIDE = 29  # a prime, so that samples do not keep step with the layers of a model
+LEFT_OUT = pytest.StashKey[list[pytest.Item]]()
+SAMPLED = pytest.StashKey[list[pytest.Item]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tiers")
+    group.addoption("--exhaustive", action="store_true", help="leave nothing out, sample nothing")
+    group.addoption(
+        "--shard",
+        type=int,
+        default=0,
+        metavar="N",
+        help=f"which sample the quick tier takes; {STRIDE} successive numbers visit every operation",
+    )
+
+
+@pytest.fixture(scope="session")
+def exhaustive(pytestconfig: pytest.Config) -> bool:
+    """Whether a test should prove all it can."""
+    return bool(pytestconfig.getoption("--exhaustive"))
+
+
+@pytest.fixture(scope="session")
+def stride(exhaustive: bool) -> int:
+    """From each operation at which a test injects a failure to the next."""
+    return 1 if exhaustive else STRIDE
+
+
+@pytest.fixture(scope="session")
+def shard(pytestconfig: pytest.Config) -> int:
+    """Shifts the first of these operations, so that successive runs of CI visit them all."""
+    return int(pytestconfig.getoption("--shard"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
+    if config.getoption("--exhaustive"):
+        for item in items:
+            if is_sampled(item):
+                item.add_marker(
+                    "exhaustive"
+                )  # so that `-m exhaustive` is all that the quick tier owes
+        return (yield)
+    yield  # -k and -m select
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = left_out
+    config.stash[SAMPLED] = [item for item in items if is_sampled(item)]
+
+
+def is_sampled(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and "exhaustive" in item.fixturenames
+
+
+@pytest.hookimpl(trylast=True)  # after the slowest tests
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    sampled, left_out = config.stash.get(SAMPLED, []), config.stash.get(LEFT_OUT, [])
+    if not sampled and not left_out:
+        return
+    terminalreporter.section("not proved by this run")
+    for what, items in (("in part", sampled), ("left out", left_out)):
+        for name, cases in by_function(items).items():
+            terminalreporter.line(f"{what}: {name}" + (f" ({cases} cases)" if cases > 1 else ""))
+    terminalreporter.line("`make test-all`, or pytest --exhaustive, proves these in full.")
+
+
+def by_function(items: Iterable[pytest.Item]) -> Counter[str]:
+    return Counter(item.nodeid.partition("[")[0] for item in items)

@@ -1,0 +1,171 @@
+"""Runs that are asked to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from tests.helpers import recipes
+from tests.helpers.ranks import run_ranks, watch_ranks
+from tests.helpers.recipes import run_ours, tiny_config
+from tests.recipes.test_checkpoints import RESUME, same, same_weights, train
+from tests.recipes.test_launch import BIN
+from torchtune_adaptive.errors import Stopped
+from torchtune_adaptive.step.train_step import StepOutcome, TrainStep
+
+CHANGES = {"max_steps_per_epoch": 4, "epochs": 2}
+
+
+def run_signalled(
+    kind: str, cfg: DictConfig, number: int, step: int, on_rank: int
+) -> tuple[list[dict[str, float]], int, str]:
+    """A run of which one rank gets a signal before one of its steps ends; how it ended."""
+    apply = TrainStep.apply
+    steps = iter(range(1, 1000))
+
+    def apply_and_signal(self: TrainStep) -> StepOutcome:
+        if next(steps) == step and dist.get_rank() == on_rank:
+            os.kill(os.getpid(), number)
+        return apply(self)
+
+    TrainStep.apply = apply_and_signal  # type: ignore[method-assign]
+    try:
+        run_ours(kind, cfg)
+    except Stopped as stopped:
+        return list(recipes.RECORDS), stopped.status, str(stopped)
+    return list(recipes.RECORDS), 0, ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "step", "changes"),
+    [
+        ("full", signal.SIGTERM, 3, {}),
+        ("full", signal.SIGINT, 4, {"optimizer_in_bwd": True}),
+        ("lora", signal.SIGTERM, 6, {"model.lora_dropout": 0.1}),
+        ("full", signal.SIGTERM, 6, {"enable_async_checkpointing": True}),
+    ],
+    ids=["one step into an epoch", "an epoch's last step", "lora", "asynchronous"],
+)
+def test_a_signal_to_one_rank_saves_on_all_and_the_run_resumes_exactly(
+    kind: str, number: int, step: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    changes = {**CHANGES, **changes}
+    expected = train(kind, tmp_path / "whole", 2, **changes)
+    out = tmp_path / "stopped"
+    cfg = tiny_config(kind, out, **changes)
+    (first, status, said), (_, other, _) = run_ranks(
+        run_signalled, 2, kind, cfg, number, step, 1, join=False
+    )
+    assert other == 128 + number and status in (143, other)
+    assert f"saved {out}/epoch_{(step - 1) // 4}_step_{step}. Resume with" in said
+    resumed = train(kind, out, 2, **changes, **RESUME)
+    assert len(first) == step and same(first + resumed, expected)
+    assert same_weights(tmp_path / "whole", out, "epoch_1")
+
+
+def test_a_signal_in_the_search_ends_all_ranks(tmp_path: Path) -> None:
+    search = {"use_maximum_batch_size": True, "adaptive_batching.memory_limit": "40MiB"}
+    cfg = tiny_config("full", tmp_path, **CHANGES, **search)
+    began = time.monotonic()
+    ended = watch_ranks(
+        run_to_its_end,
+        *(2, "full", cfg, signal.SIGTERM, 3, 1),
+        until_exit_of=[0, 1],
+        timeout=45,
+        join=False,
+    )
+    assert time.monotonic() - began < 40
+    assert "stopped by SIGTERM outside training, where there is nothing to save" in ended[1].said
+    assert "rank 1" in ended[0].said and ended[0].exit_code not in (0, None)
+    assert not list(tmp_path.glob("epoch_*"))
+
+
+def run_to_its_end(*arguments: Any) -> None:
+    _, status, said = run_signalled(*arguments)
+    print(said)
+    sys.exit(status)
+
+
+def signalled(
+    *command: str,
+    cwd: Path,
+    when: str,
+    send: Callable[[subprocess.Popen[str]], None],
+    timeout: float = 60,
+) -> tuple[int, str]:
+    """A command that is sent a signal once it has said something; its status, and all that it said."""
+    log = cwd / "said"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [BIN / command[0], *command[1:]],
+            cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    try:
+        end = time.monotonic() + timeout
+        while when not in log.read_text():
+            assert process.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.02)
+        send(process)
+        status = process.wait(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return status, log.read_text()
+
+
+SINGLE = ("tune", "run", "adaptive_full_finetune_distributed", "--config", "tiny/full")
+FIXED = ("use_maximum_batch_size=False", "output_dir=out", "adaptive_batching.cache=False")
+
+
+def test_ctrl_c_in_a_single_process_with_workers(tmp_path: Path) -> None:
+    """It reaches the whole group, as from a terminal: the processes that fetch rows as well."""
+    status, said = signalled(
+        *(*SINGLE, *FIXED, "adaptive_batching.workers=1"),
+        cwd=tmp_path,
+        when="|3|Loss",
+        send=lambda process: os.killpg(process.pid, signal.SIGINT),
+    )
+    assert status == 130, said
+    assert "Ctrl-C: saving a checkpoint after this step" in said
+    assert "Resume with resume_from_checkpoint=True" in said and "Traceback" not in said
+    assert list((tmp_path / "out").glob("epoch_0_step_*"))
+
+
+def test_ctrl_c_while_it_searches(tmp_path: Path) -> None:
+    status, said = signalled(
+        *(*SINGLE, "output_dir=out"),
+        cwd=tmp_path,
+        when="trial of 1 rows",
+        send=lambda process: process.send_signal(signal.SIGINT),
+    )
+    assert status == 130 and "stopped by Ctrl-C outside training" in said
+    assert "Traceback" not in said and not list((tmp_path / "out").glob("epoch_*"))
+
+
+def test_preemption_under_torchrun(tmp_path: Path) -> None:
+    """torchrun passes SIGTERM on, waits for 30 seconds, and kills."""
+    status, said = signalled(
+        *("tune", "run", "--nproc_per_node", "2", *SINGLE[2:], *FIXED),
+        cwd=tmp_path,
+        when="|3|Loss",
+        send=lambda process: process.terminate(),
+    )
+    assert status != 0
+    assert "Resume with resume_from_checkpoint=True" in said
+    assert len(list((tmp_path / "out").glob("epoch_0_step_*"))) == 1

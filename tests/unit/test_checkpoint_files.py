@@ -1,0 +1,344 @@
+"""Checkpoints as files: complete or absent whenever the process is killed, and damage that is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.helpers.killing import KillAt, in_child
+from tests.helpers.ranks import Alone
+from torchtune_adaptive import durable
+from torchtune_adaptive.durable import MANIFEST
+from torchtune_adaptive.errors import CheckpointError
+from torchtune_adaptive.train.checkpoint_folder import (
+    STATE,
+    CheckpointFolder,
+    last_saved,
+    require_output_folder,
+)
+from torchtune_adaptive.train.resume_from import Source, named_source, newest_source
+
+WEIGHTS = "model-00001-of-00001.safetensors"
+
+
+def save(
+    folder: CheckpointFolder, name: str, content: str = "", resumable: bool = True, **facts: Any
+) -> Path:
+    """A checkpoint of two files, or one if it is the end of a run."""
+    staged = folder.begin(name)
+    (staged / "original").mkdir()
+    (staged / "original" / "params.json").write_text("{}")
+    (staged / WEIGHTS).write_text(f"weights {content or name}")
+    if resumable:
+        (staged / STATE).write_text(f"state {content or name}")
+    folder.publish(
+        name, {"id": f"id of {content or name}", "recipe": "full", "resumable": resumable, **facts}
+    )
+    return folder.path / name
+
+
+def newest(path: Path, recipe: str = "full") -> tuple[str | None, list[str]]:
+    found, skipped = CheckpointFolder(path).newest(recipe, lambda name: True)
+    return (found.name if found is not None else None), skipped
+
+
+def names(path: Path) -> set[str]:
+    return {below.name for below in path.iterdir()}
+
+
+def test_what_is_published(tmp_path: Path) -> None:
+    at = save(CheckpointFolder(tmp_path), "epoch_0_step_4", step=4)
+    manifest = json.loads((at / MANIFEST).read_text())
+    assert manifest["step"] == 4 and manifest["number"] == 1
+    assert set(manifest["files"]) == {WEIGHTS, STATE, "original/params.json"}
+    assert manifest["files"][WEIGHTS]["bytes"] == (at / WEIGHTS).stat().st_size
+    linked = tmp_path / "recipe_state" / STATE
+    assert linked.resolve() == (at / STATE).resolve() and linked.is_symlink()
+    assert names(tmp_path) == {"epoch_0_step_4", "recipe_state"}
+    assert last_saved(tmp_path) == str(at)
+    assert last_saved(tmp_path / "nothing") == "none has been saved yet"
+
+
+def test_a_copy_where_there_are_no_symbolic_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, target: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    at = save(CheckpointFolder(tmp_path), "epoch_0")
+    linked = tmp_path / "recipe_state" / STATE
+    assert not linked.is_symlink() and linked.read_bytes() == (at / STATE).read_bytes()
+
+
+KILLED_SAVES: dict[str, tuple[list[str], str]] = {
+    "the first": ([], "epoch_0"),
+    "mid-epoch, which removes the one before": (["epoch_0_step_2"], "epoch_0_step_4"),
+    "an epoch, whose state replaces an older one": (["epoch_0"], "epoch_1"),
+    "under the name of an older one": (["epoch_0", "epoch_0_step_2"], "epoch_0"),
+}
+
+
+@pytest.mark.parametrize(("before", "name"), KILLED_SAVES.values(), ids=KILLED_SAVES)
+def test_a_save_that_is_killed_at_any_operation(
+    before: list[str], name: str, tmp_path: Path
+) -> None:
+    number, ended = 0, -9
+    outcomes = set()
+    while ended == -signal.SIGKILL:
+        number += 1
+        path = tmp_path / str(number)
+        folder = CheckpointFolder(path)
+        for older in before:
+            save(folder, older, "old")
+
+        def lethal(path: Path = path, number: int = number) -> None:
+            KillAt(number)
+            save(CheckpointFolder(path), name, "new")
+
+        ended = in_child(lethal)
+        if not path.exists():
+            continue
+        found, _ = CheckpointFolder(path).newest("full", lambda name: True)
+        if found is None:
+            assert not before, "there was one, and it is lost"
+            continue
+        (_, weights), (_, state) = (
+            (found.folder / file).read_text().split() for file in (WEIGHTS, STATE)
+        )
+        assert weights == state, "both belong to the same checkpoint"
+        assert state == ("new" if found.name == name and found.number > len(before) else "old")
+        outcomes.add(state)
+        save(CheckpointFolder(path), name, "next")  # and the next save is not hindered
+        assert newest(path) == (name, [])
+        assert not (path / ".saving").exists()
+    assert ended == 0 and number > 25, f"{number} operations"
+    assert outcomes == {"new", "old"} if before else {"new"}
+
+
+def test_superseded_checkpoints_as_torchtune_does(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    save(folder, "epoch_0_step_2")
+    save(folder, "epoch_0_step_4")
+    assert not (tmp_path / "epoch_0_step_2").exists()
+    save(folder, "epoch_0")
+    save(folder, "epoch_1_step_6")
+    assert names(tmp_path) == {"epoch_0", "epoch_1_step_6", "recipe_state"}
+    assert names(tmp_path / "epoch_0") == {WEIGHTS, "original", MANIFEST}, "its state has gone"
+    save(folder, "epoch_1")
+    save(folder, "epoch_2", resumable=False)
+    assert names(tmp_path) == {"epoch_0", "epoch_1", "epoch_2", "recipe_state"}
+    assert newest(tmp_path) == ("epoch_1", ["epoch_2 (it is the end of a run)"])
+    assert (tmp_path / "recipe_state" / STATE).read_text() == "state epoch_1"
+
+
+def test_as_many_as_the_user_wants(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=2)
+    for name in ("epoch_0_step_2", "epoch_0_step_4", "epoch_0", "epoch_1_step_6"):
+        save(folder, name)
+    assert names(tmp_path) == {"epoch_0", "epoch_1_step_6", "recipe_state"}
+    assert (tmp_path / "epoch_0" / STATE).exists()
+    damaged = tmp_path / "epoch_1_step_6" / WEIGHTS
+    damaged.write_text(damaged.read_text().upper())
+    name, (skipped,) = newest(tmp_path)
+    assert name == "epoch_0" and skipped == f"epoch_1_step_6 ({WEIGHTS} is corrupted (checksum))"
+
+
+def test_a_link_that_leads_nowhere_is_removed(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=1)
+    save(folder, "epoch_0")
+    save(folder, "epoch_1", resumable=False)
+    assert names(tmp_path) == {"epoch_1", "recipe_state"}
+    assert not list((tmp_path / "recipe_state").iterdir())
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda at: os.truncate(at / WEIGHTS, 3), f"{WEIGHTS} is truncated (3 bytes"),
+    "empty": (lambda at: os.truncate(at / STATE, 0), f"{STATE} is empty"),
+    "longer": (lambda at: os.truncate(at / STATE, 99), f"{STATE} is too large"),
+    "missing": (lambda at: (at / WEIGHTS).unlink(), f"{WEIGHTS} is missing"),
+    "other bytes": (
+        lambda at: (at / WEIGHTS).write_text((at / WEIGHTS).read_text().upper()),
+        f"{WEIGHTS} is corrupted",
+    ),
+    "no manifest": (lambda at: (at / MANIFEST).unlink(), f"it has no {MANIFEST}"),
+    "truncated manifest": (lambda at: os.truncate(at / MANIFEST, 40), "is damaged"),
+    "wrong manifest": (lambda at: (at / MANIFEST).write_text("[1]"), "is damaged"),
+    "newer manifest": (lambda at: (at / MANIFEST).write_text('{"format": 9}'), "another release"),
+    "state removed": (lambda at: (at / STATE).unlink(), "recipe state is missing"),
+    "a folder for a manifest": (
+        lambda at: ((at / MANIFEST).unlink(), (at / MANIFEST).mkdir()),
+        "cannot be read",
+    ),
+    "a folder for a file": (
+        lambda at: ((at / WEIGHTS).unlink(), (at / WEIGHTS).mkdir()),
+        WEIGHTS,
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_found_and_named(
+    damage: Callable[[Path], object], reason: str, tmp_path: Path
+) -> None:
+    folder = CheckpointFolder(tmp_path, keep=5)
+    save(folder, "epoch_0")
+    at = save(folder, "epoch_1")
+    damage(at)
+    name, (skipped,) = newest(tmp_path)
+    assert name == "epoch_0" and skipped.startswith("epoch_1 (") and reason in skipped
+    damage(tmp_path / "epoch_0")
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints can be resumed from"):
+        newest(tmp_path)
+
+
+def test_checkpoints_of_another_recipe_and_of_torchtune(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=5)
+    save(folder, "epoch_0", recipe="lora")
+    with pytest.raises(CheckpointError, match=r"epoch_0 \(it was saved by the lora recipe\)"):
+        newest(tmp_path)
+    assert newest(tmp_path, "lora") == ("epoch_0", [])
+    theirs = tmp_path / "dist_epoch_3"
+    theirs.mkdir()
+    (theirs / ".metadata").write_text("torch writes it last")
+    assert newest(tmp_path)[0] == "dist_epoch_3"
+    save(folder, "epoch_0")
+    assert newest(tmp_path) == ("epoch_0", []), "what can be verified comes first"
+
+
+def test_nothing_has_been_saved_yet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.begin("epoch_0")
+    with caplog.at_level("WARNING"):
+        assert newest_source(CheckpointFolder(tmp_path), "full") is None
+    (line,) = caplog.messages
+    assert "starts from the beginning" in line
+    assert "epoch_0 (its run ended while saving it)" in line
+
+
+def config(path: Path, **checkpointer: Any) -> Any:
+    base = path / "base"
+    base.mkdir(parents=True, exist_ok=True)
+    (base / WEIGHTS).write_text("base")
+    common = {"output_dir": str(path / "out"), "checkpoint_dir": str(base)}
+    files = {"checkpoint_files": [WEIGHTS], "recipe_checkpoint": None}
+    return OmegaConf.create(
+        {
+            "output_dir": str(path / "out"),
+            "checkpointer": {**common, **files, **checkpointer},
+        }
+    )
+
+
+def test_what_a_config_names(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    folder = CheckpointFolder(out, keep=5)
+    save(folder, "epoch_0")
+    save(folder, "epoch_1")
+    assert named_source(config(tmp_path), "full") is None
+    weights = {"checkpoint_files": [f"epoch_0/{WEIGHTS}"]}
+    first = named_source(config(tmp_path, **weights), "full")
+    assert first is not None and first.state == str(out / "epoch_0" / STATE), "from beside them"
+    assert first.weights == (str(out / "epoch_0" / WEIGHTS),)
+    first.require_same("id of epoch_0")
+    with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
+        first.require_same("id of epoch_1")
+    with pytest.raises(CheckpointError, match="there is no such file"):
+        named_source(config(tmp_path, checkpoint_files=[f"epoch_7/{WEIGHTS}"]), "full")
+    with pytest.raises(CheckpointError, match="there is no such file"):
+        named_source(config(tmp_path, **weights, recipe_checkpoint="elsewhere.pt"), "full")
+    both = [f"epoch_0/{WEIGHTS}", f"epoch_1/{WEIGHTS}"]
+    with pytest.raises(CheckpointError, match="belong to different checkpoints"):
+        named_source(config(tmp_path, checkpoint_files=both), "full")
+    os.truncate(out / "epoch_0" / WEIGHTS, 2)
+    with pytest.raises(CheckpointError, match=r"epoch_0: model-.* is truncated"):
+        named_source(config(tmp_path, **weights), "full")
+    (out / "empty.pt").touch()
+    other = {"checkpoint_files": [f"epoch_1/{WEIGHTS}"], "recipe_checkpoint": "empty.pt"}
+    with pytest.raises(CheckpointError, match=r"empty.pt: is empty"):
+        named_source(config(tmp_path, **other), "full")
+
+
+def test_what_cannot_be_verified_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        Source(state="state.pt", weights=("a",), checkpoint="one").require_same(None)
+    assert "cannot be verified to belong together" in caplog.text
+
+
+def test_adapters_that_a_config_names(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    folder = CheckpointFolder(out)
+    staged = folder.begin("epoch_0")
+    (staged / "adapter_model.pt").write_text("adapters")
+    (staged / STATE).write_text("state")
+    folder.publish("epoch_0", {"id": "1", "recipe": "lora", "resumable": True})
+    state = f"recipe_state/{STATE}"
+    source = named_source(config(tmp_path, recipe_checkpoint=state), "lora")
+    assert source is not None and source.checkpoint == "1"
+    assert source.adapters == str((out / "epoch_0" / "adapter_model.pt").resolve())
+    (out / "epoch_0" / "adapter_model.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"Set checkpointer.adapter_checkpoint"):
+        named_source(config(tmp_path, recipe_checkpoint=state), "lora")
+
+
+def _file(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+IN_THE_WAY: dict[str, tuple[Callable[[Path], object], str]] = {
+    "output folder": (_file, "cannot be written to"),
+    "above the output folder": (lambda out: _file(out.parent), "cannot be written to"),
+    "recipe state folder": (lambda out: _file(out / "recipe_state"), "is a file where"),
+    "staging": (lambda out: _file(out / ".saving"), "is a file where"),
+    "checkpoint": (lambda out: _file(out / "epoch_0"), "is a file where"),
+    "mid-epoch": (lambda out: _file(out / "epoch_0_step_4"), "is a file where"),
+    "recipe state": (
+        lambda out: (out / "recipe_state" / STATE).mkdir(parents=True),
+        "is a folder where",
+    ),
+}
+
+
+@pytest.mark.parametrize(("obstruct", "said"), IN_THE_WAY.values(), ids=IN_THE_WAY)
+def test_what_is_in_the_way_is_found_at_the_start(
+    obstruct: Callable[[Path], object], said: str, tmp_path: Path
+) -> None:
+    cfg = config(tmp_path)
+    cfg.output_dir = cfg.checkpointer.output_dir = str(tmp_path / "above" / "out")
+    require_output_folder(cfg, Alone())
+    (tmp_path / "above" / "out").rmdir()
+    (tmp_path / "above").rmdir()
+    obstruct(tmp_path / "above" / "out")
+    with pytest.raises(CheckpointError, match=said):
+        require_output_folder(cfg, Alone())
+
+
+def test_a_folder_that_cannot_be_flushed_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on some network filesystems; files can, and a real failure is one."""
+    fsync = os.fsync
+
+    def flush(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(22, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    save(CheckpointFolder(tmp_path), "epoch_0")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        durable.write_durably(tmp_path / "file", b"")
+    assert "file" not in names(tmp_path), "nothing is left behind"

@@ -1,0 +1,156 @@
+"""The command line of a recipe, up to where it begins to run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive import launch
+from torchtune_adaptive.cli import _run
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.registry import find_config
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> DictConfig:
+    """The config that a recipe gets."""
+    seen: list[DictConfig] = []
+    monkeypatch.setattr(sys, "argv", ["recipe", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        launch.recipe(seen.append)()
+    assert ended.value.code is None
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("a=b", "a=b"),
+        ("https://host/?a=b&c=d==", "https://host/?a=b&c=d=="),
+        ("{x: 'y=z', n: 3}", {"x": "y=z", "n": 3}),
+        ("[k=v, 1.5, null, true]", ["k=v", 1.5, None, True]),
+        ("a=${output_dir}", "a=here"),
+        ('"é=\\u003d"', "é=="),
+    ],
+)
+def test_a_value_may_contain_equals_signs(
+    written: str, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = parsed(
+        monkeypatch, "--config", "tiny/full", f"my.key={written}", "output_dir=here", "seed=3"
+    )
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(plain, dict)
+    assert plain["my"]["key"] == expected
+    assert (cfg.seed, cfg.output_dir) == (3, "here")
+
+
+def test_the_last_override_wins_with_and_without_equals_signs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cfg = parsed(monkeypatch, "--config=tiny/full", "a=x=y", "a=z", "b=z", "b=x=y", "~epochs")
+    assert (cfg.a, cfg.b, "epochs" in cfg) == ("z", "x=y", False)
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        ("seed", "KEY=VALUE: 'seed' is not an override"),
+        ("=3", "KEY=VALUE: '=3' is not an override"),
+        ("seed={", "seed: '{' is not YAML"),
+        ("seed==", "seed: '=' is not YAML"),
+        ("seed=${a", "seed: '${a' is not YAML"),
+    ],
+)
+def test_what_is_no_override_is_an_error_of_one_line(
+    override: str, error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["recipe", "--config", "tiny/full", override])
+    with pytest.raises(SystemExit) as ended:
+        launch.recipe(lambda cfg: None)()
+    assert ended.value.code == 1
+    said = capsys.readouterr().err.strip()
+    assert error in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"epochs": 0}, "epochs: 0 is not valid"),
+        ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload"),
+        ({"serch": "halve", "adaptive_batching": {"serch": "halve"}}, "Did you mean search"),
+        ({"token_budget": True}, "token_budget: True is in the wrong place"),
+        (
+            {
+                "batch_increase_function": {
+                    "_component_": "torchtune_adaptive.schedule.Linear",
+                    "to": "many",
+                }
+            },
+            "'many' must be a number >= 1",
+        ),
+        ({"batch_increase_function": "torchtune_adaptive.nothing"}, "batch_increase_function"),
+    ],
+)
+def test_validate_checks_what_a_run_checks(
+    changes: dict[str, Any], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = OmegaConf.load(find_config("tiny/full"))
+    _run(["tune-adaptive", "validate", "tiny/full"])
+    assert "well-formed" in capsys.readouterr().out
+    mine = tmp_path / "mine.yaml"
+    OmegaConf.save(OmegaConf.merge(good, changes), mine)
+    with pytest.raises(ConfigError, match=error):
+        _run(["tune-adaptive", "validate", str(mine)])
+
+
+def start(cwd: Path, *arguments: str, pythonpath: str = "") -> subprocess.CompletedProcess[str]:
+    """``python -m`` as torchrun starts a recipe, up to the versions' check."""
+    program = "from torchtune_adaptive import shadowing; shadowing.stop_if_shadowed()"
+    paths = [str(REPOSITORY), str(REPOSITORY / "recipes"), pythonpath]
+    return subprocess.run(
+        [sys.executable, *(arguments or ("-c", program))],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["torch/__init__.py", "datasets.py"])
+def test_a_file_that_hides_a_library_stops_the_run(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("")
+    done = start(tmp_path, "-m", "adaptive_full_finetune_distributed")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{file} hides the library {Path(name).parts[0].removesuffix('.py')}")
+
+
+def test_a_copy_of_a_recipe_is_named(tmp_path: Path) -> None:
+    name = "adaptive_full_finetune_distributed"
+    copy = tmp_path / f"{name}.py"
+    copy.write_text("import torchtune_adaptive.shadowing as s; s.stop_if_shadowed(); print('ran')")
+    done = start(tmp_path, "-m", name)
+    assert done.stdout == "ran\n"
+    assert done.stderr == f"Using {copy} in place of the installed {name}.\n"
+
+
+def test_other_files_and_folders_hide_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "datasets").mkdir()  # without an __init__.py
+    (tmp_path / "meant").mkdir()
+    (tmp_path / "meant" / "tqdm.py").write_text("")
+    for cwd, path in ((tmp_path, ""), (REPOSITORY, ""), (tmp_path / "meant", "meant")):
+        done = start(cwd, pythonpath=str(tmp_path / path) if path else "")
+        assert (done.returncode, done.stderr) == (0, "")

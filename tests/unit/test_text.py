@@ -1,0 +1,39 @@
+"""Tables and amounts of memory, as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchtune_adaptive.text import bytes_of, human_bytes, table
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (KIB, "1 KiB"),
+        (int(4.444 * MIB), "4.44 MiB"),
+        (int(18.92 * GIB), "18.9 GiB"),
+        (139.8 * GIB, "140 GiB"),
+        (5000 * GIB, "5000 GiB"),
+    ],
+)
+def test_bytes_have_three_significant_digits(number: int, text: str) -> None:
+    assert human_bytes(number) == text
+
+
+def test_a_part_of_an_amount_has_one_unit_if_both_have_the_same() -> None:
+    assert bytes_of(19 * GIB, 74 * GIB) == "19 of 74 GiB"
+    assert bytes_of(900 * MIB, 74 * GIB) == "900 MiB of 74 GiB"
+
+
+def test_a_table_is_as_wide_as_its_cells() -> None:
+    assert table(("a", "number"), [("long", "1"), ("b", "1000")], right={1}) == [
+        "  a     number",
+        "  long       1",
+        "  b       1000",
+    ]
+    assert table(("a", "b"), [("1", "")]) == ["  a  b", "  1"]

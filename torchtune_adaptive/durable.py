@@ -1,0 +1,208 @@
+"""Folders of files that exist whole or not at all, whenever the process is killed.
+
+A folder is written under another name on the same filesystem, sealed (every file flushed to disk, a manifest
+with sizes and checksums written last), and published by one rename. What it replaces is removed afterwards.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = ".checkpoint.json"
+"""Hidden, because torchtune copies visible files of the folder that it starts from into what it saves."""
+
+_FORMAT = 1
+_READERS = 4  # files that are read at once; hashing releases the GIL
+
+
+class Damaged(Exception):
+    """A folder that is not what was published under its name. The message says why."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a sealed folder holds.
+
+    Args:
+        facts: what the writer wants to know of the folder without opening its files.
+        files: size in bytes and SHA-256 of each file, by its path in the folder.
+    """
+
+    facts: dict[str, Any]
+    files: dict[str, tuple[int, str]]
+
+
+def seal(folder: Path, facts: dict[str, Any]) -> None:
+    """Flush everything in ``folder`` to disk, and write its manifest last."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(_READERS) as pool:
+        checksums = list(pool.map(_flush_and_hash, paths))
+    content = {
+        "format": _FORMAT,
+        **facts,
+        "files": {
+            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": checksum}
+            for path, checksum in zip(paths, checksums, strict=True)
+        },
+    }
+    for below in folder.rglob("*"):
+        if below.is_dir():
+            _flush_folder(below)
+    write_durably(folder / MANIFEST, json.dumps(content, indent=1).encode())
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Replace a small file by one rename, and flush it."""
+    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink()
+        raise
+    _flush_folder(path.parent)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a sealed folder.
+
+    Raises:
+        Damaged: there is none that can be read.
+    """
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+        if content.pop("format") != _FORMAT:
+            raise Damaged(f"its {MANIFEST} was written by another release")
+        listed = content.pop("files").items()
+        files = {name: (int(file["bytes"]), str(file["sha256"])) for name, file in listed}
+    except FileNotFoundError:
+        raise Damaged(f"it has no {MANIFEST}") from None
+    except OSError as error:
+        raise Damaged(f"its {MANIFEST} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise Damaged(f"its {MANIFEST} is damaged") from None
+    return Manifest(content, files)
+
+
+def check_sizes(folder: Path, manifest: Manifest, only: str | None = None) -> None:
+    """Raise unless every listed file (or only one) is there, in its size. Quick: nothing is read.
+
+    Raises:
+        Damaged: naming the file.
+    """
+    for name, (size, _) in manifest.files.items():
+        if only is not None and name != only:
+            continue
+        try:
+            actual = (folder / name).stat().st_size
+        except OSError:
+            raise Damaged(f"{name} is missing") from None
+        if actual != size:
+            kind = "empty" if actual == 0 else "truncated" if actual < size else "too large"
+            raise Damaged(f"{name} is {kind} ({actual} bytes instead of {size})")
+
+
+def check_contents(folder: Path, manifest: Manifest, names: list[str]) -> None:
+    """Raise unless these files have the content that was saved. Reads them all.
+
+    Raises:
+        Damaged: naming the file.
+    """
+
+    def check(name: str) -> str | None:
+        try:
+            with (folder / name).open("rb") as file:
+                actual = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        return None if actual == manifest.files[name][1] else f"{name} is corrupted (checksum)"
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        for problem in pool.map(check, names):
+            if problem is not None:
+                raise Damaged(problem)
+
+
+def publish(staged: Path, final: Path, trash: Path) -> None:
+    """Rename a sealed folder to its final name; what has that name already is moved to ``trash`` first.
+
+    A process that is killed between the two renames leaves the sealed folder under its staged name, from
+    where it can be published later.
+    """
+    _flush_folder(staged.parent)
+    if final.is_dir():
+        _move(final, trash)
+    staged.rename(final)
+    _flush_folder(final.parent)
+
+
+def remove(folder: Path, trash: Path) -> None:
+    """Delete a folder so that no half of it is ever seen under its name."""
+    if folder.exists():
+        _move(folder, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def link(name: Path, target: Path) -> None:
+    """Make ``name`` lead to ``target``, by one rename; a copy where the filesystem has no symbolic links."""
+    name.parent.mkdir(parents=True, exist_ok=True)
+    beside = name.with_name(f"{name.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        beside.symlink_to(os.path.relpath(target, name.parent))
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        shutil.copyfile(target, beside)
+        _flush_and_hash(beside)
+    beside.replace(name)
+    _flush_folder(name.parent)
+
+
+def require_writable(folder: Path) -> None:
+    """Make the folder if need be, and go through what publishing does, with a small file.
+
+    Raises:
+        OSError: it cannot be done.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".writable.{uuid.uuid4().hex[:8]}"
+    write_durably(probe, b"?")
+    probe.unlink()
+
+
+def _move(folder: Path, trash: Path) -> None:
+    trash.mkdir(parents=True, exist_ok=True)
+    folder.rename(trash / f"{folder.name}.{uuid.uuid4().hex[:8]}")
+
+
+def _flush_and_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        checksum = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+    return checksum
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems have none
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,63 @@
+"""Arithmetic on the gradients of a step, sharded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def share(gradient: torch.Tensor, ranks: int) -> float:
+    """By how much a rank's piece counts in a sum over all ranks: less than 1 where several hold the same."""
+    pieces = 1
+    if isinstance(gradient, DTensor):
+        for dim, placement in enumerate(gradient.placements):
+            if isinstance(placement, Shard):
+                pieces *= gradient.device_mesh.size(dim)
+    return pieces / ranks
+
+
+@torch.no_grad()
+def squared_norm(
+    gradients: Iterable[torch.Tensor], ranks: int, device: torch.device
+) -> torch.Tensor:
+    """This rank's part of the squared norm of all gradients; the parts of all ranks are to be summed."""
+    by_share: dict[float, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_share.setdefault(share(gradient, ranks), []).append(local(gradient))
+    # ``torch._foreach_*`` is what torch's own clipping and optimizers are made of: one kernel for
+    # all gradients. The public ``get_total_norm`` would round bf16 norms to bf16.
+    norms = [
+        torch.stack(torch._foreach_norm(group, 2.0, dtype=torch.float32)).double().square().sum()
+        * part
+        for part, group in by_share.items()
+    ]
+    return torch.stack(norms).sum() if norms else torch.zeros((), device=device)
+
+
+@torch.no_grad()
+def scale(
+    gradients: Iterable[torch.Tensor],
+    factor: float,
+    device: torch.device,
+    run: Callable[..., Any],
+) -> None:
+    """Multiply gradients in place; ``run`` is given each kernel with its arguments, to call it."""
+    pieces = [local(gradient) for gradient in gradients]
+    if device.type != "cpu" and pieces:
+        run(torch._foreach_mul_, pieces, factor)
+    else:  # where foreach would round the factor to the gradients' dtype first
+        for piece in pieces:
+            run(piece.mul_, factor)
+
+
+def divide(number: float, tokens: float) -> float:
+    """``number / tokens`` as torchtune's recipes round it: in float32, through the reciprocal."""
+    return float(torch.tensor(max(tokens, 1), dtype=torch.float32).reciprocal() * number)
