@@ -87,7 +87,7 @@ def slow_but_alive() -> str:
     with watchdog:
         watchdog.enter("loading the model", patience=None)
         if ranks.rank == 0:
-            ctypes.PyDLL(None).sleep(3)  # holds the interpreter's lock, as saving a file may
+            ctypes.PyDLL(None).usleep(2_500_000)  # holds the interpreter's lock, as saving may
         ranks.any(False)
         watchdog.enter("a long computation", patience=1.0)
         time.sleep(2.5)

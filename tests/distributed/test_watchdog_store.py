@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -143,3 +145,43 @@ def leave_late() -> float:
 def test_the_host_of_the_store_leaves_last() -> None:
     host, _ = run_ranks(leave_late, 2)
     assert host > 0.9
+
+
+ENDS_WHILE_A_THREAD_WAITS = """
+import os, sys, time
+import torch.distributed as dist
+from torchtune_adaptive.ranks.agreement import Ranks
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+ranks = Ranks(timeout=30)
+ranks.any(False)
+held = ranks._group  # as a device mesh holds one
+if rank == 0:  # keep the lock of the interpreter from before the last collective ends
+    sys.setswitchinterval(100)
+    dist.all_reduce(ranks._flag, group=held, async_op=True)
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        pass
+else:
+    time.sleep(0.5)
+    ranks.any(False)
+    time.sleep(2)
+ranks.close()
+"""
+
+
+def test_a_rank_that_finished_exits_with_0() -> None:
+    """Real interpreters, which end for good: the processes of the other tests skip that."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS_WHILE_A_THREAD_WAITS, str(rank), str(store.port)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ended = [(rank.communicate(timeout=60)[1], rank.returncode) for rank in ranks]
+    assert [code for _, code in ended] == [0, 0], ended

@@ -14,7 +14,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.staging import init_staging_group
 from torchtune_adaptive.device import device_memory
 from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.step.objective import NextTokenPrediction
+from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,13 +35,12 @@ def train(fails: list[int]) -> tuple[list[bool], list[list[float]]]:
     model = tiny_llama(layers=2)
     step = TrainStep(
         model=model,
+        objective=NextTokenPrediction(CEWithChunkedOutputLoss(num_output_chunks=2)),
         optimizers=[adamw(model)],
-        loss_fn=CEWithChunkedOutputLoss(num_output_chunks=2),
         device=device,
         memory=memory,
         ranks=ranks,
-        survive=True,
-        clip_grad_norm=1.0,
+        options=StepOptions(clip_grad_norm=1.0),
     )
     lost = []
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torchtune.training import memory as torchtune_memory
 
 from tests.helpers.accelerator import Card
 from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
@@ -20,7 +22,12 @@ from torchtune_adaptive.batching.recovery import Recovery
 from torchtune_adaptive.device import device_memory
 from torchtune_adaptive.device.accelerator import AcceleratorMemory
 from torchtune_adaptive.device.host import bound_by_host_memory, check_host_memory
+from torchtune_adaptive.errors import TrainingOutOfMemory
+from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.setup.environment import Environment
+from torchtune_adaptive.step import train_step as train_step_module
 from torchtune_adaptive.step.train_step import StepOutcome, TrainStep
+from torchtune_adaptive.train.metrics import Logging, Metrics
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -202,6 +209,56 @@ class TestStep:
         step.memory.release()
         assert step.memory.in_use() == in_use
 
+    def test_no_memory_for_the_collectives_that_are_left_ends_the_run_in_one_line(
+        self, start: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, step = start()
+
+        def no_scratch(phase: str) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+        monkeypatch.setattr(step._collectives, "finish", no_scratch)
+        with step.memory.capped(step.memory.in_use()):
+            with pytest.raises(TrainingOutOfMemory, match=r"again in the buffers .* 1\.00 GiB"):
+                self.take(step, self.LARGE)
+
+    @pytest.mark.parametrize(
+        ("retries", "fits"), [([0], True), ([2, 0], True), ([2, 1], False)], ids=str
+    )
+    def test_a_trial_that_was_done_with_retries_is_repeated_once(
+        self, start: Any, monkeypatch: pytest.MonkeyPatch, retries: list[int], fits: bool
+    ) -> None:
+        _, step = start()
+        probe = Probe(
+            step=step,
+            batch=lambda rows: batch(rows=rows),
+            accumulation=lambda size: 1,
+            headroom=0.0,
+            ranks=Alone(),
+            entering=lambda phase: None,
+        )
+        with probe:
+            usage, left = step.memory.usage, list(retries)
+            monkeypatch.setattr(step.memory, "usage", lambda: replace(usage(), retries=left.pop(0)))
+            assert probe.trial(2).fits is fits
+            assert not left
+        monkeypatch.undo()
+
+    def test_the_peak_is_logged_and_then_measured_anew(
+        self, start: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        card, step = start()
+        monkeypatch.setattr(torchtune_memory, "get_torch_device_namespace", lambda: card)
+        here = Environment(torch.device("cuda", 0), torch.float32, 0, 1)
+        for watch_memory in (True, False):
+            metrics = Metrics(Logging(None, 1, True), here, step.memory, watch_memory)
+            self.take(step, self.LARGE)
+            step.memory.release()
+            peak = card.max_memory_reserved()
+            assert peak > 2 * card.memory_reserved()
+            assert metrics._memory_used()["peak_memory_reserved"] == peak / GIB
+            assert card.max_memory_reserved() == card.memory_reserved()
+
     def test_retries_are_those_of_the_step(self, start: Any) -> None:
         """What another size has left in the cache costs the first step retries, and not the second."""
         _, step = start()
@@ -233,6 +290,21 @@ class TestHostMemory:
             check_host_memory(GIB + 1)  # pinned memory is rounded to a power of two
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
         check_host_memory(GIB + 1)
+
+    def test_so_does_the_offloading_that_follows_a_lost_step(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Offloading(torch.autograd.graph.saved_tensors_hooks):
+            use_streams = False
+
+            def __init__(self) -> None:
+                super().__init__(lambda tensor: tensor, lambda tensor: tensor)
+
+        monkeypatch.setattr(train_step_module, "OffloadActivations", Offloading)
+        fresh = train_step_module._fresh(Offloading())  # type: ignore[arg-type]
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: Available(5 * GIB, 100 * GIB))
+        with fresh, pytest.raises(torch.OutOfMemoryError, match="host memory"):
+            (torch.ones(MIB, requires_grad=True) * 1).square()
 
     def test_offloading_stops_where_it_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
         packed: list[torch.Tensor] = []

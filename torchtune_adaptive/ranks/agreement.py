@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import TypeVar
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+_SETTLING = 0.1  # seconds; what it waits for takes microseconds on a machine that is not loaded
 
 
 class Ranks:
@@ -54,7 +56,14 @@ class Ranks:
         return values[0]
 
     def close(self) -> None:
-        """Leave the group. Its threads end here: one that is left when the interpreter ends can abort it."""
+        """Leave the group, at the end of the run and before the default group is destroyed.
+
+        A gloo thread takes the interpreter's lock to drop the tensors of its last collective, and aborts the
+        process if the interpreter has ended by then. The threads of this group end here. Those of a group
+        that something else still refers to (a device mesh does) get a moment in which the lock is free.
+        """
         if self._group is not None:
             group, self._group = self._group, None
             dist.destroy_process_group(group)
+            del group
+            time.sleep(_SETTLING)

@@ -88,7 +88,9 @@ class Probe:
         self._memory.release()
         usable = int(self._memory.capacity() * (1 - self._headroom))
         with self._memory.capped(usable):
-            return self._try(size, usable)
+            trial = self._try(size, usable)
+            # The first step may have had to clear up what the allocator had cut for other sizes.
+            return self._try(size, usable) if trial.only_retried else trial
 
     def timed(self, what: str, micro_batches: Sequence[dict[str, Any]]) -> float | None:
         """Seconds of a step of these on the slowest rank; None if memory runs out on one."""

@@ -66,6 +66,11 @@ class SizeTrial:
         return all(report.trouble is None for report in self.reports)
 
     @property
+    def only_retried(self) -> bool:
+        """Whether the step was done on all ranks, but some allocator had to retry."""
+        return not self.fits and all(report.failed_in is None for report in self.reports)
+
+    @property
     def deciding_rank(self) -> int:
         """The rank that had trouble, or else the one with the least memory left."""
         ranks = range(len(self.reports))

@@ -30,6 +30,7 @@ from torchtune.modules.peft import (
 )
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
+from torchtune_adaptive.device.host import bound_by_host_memory
 from torchtune_adaptive.errors import CheckpointError
 from torchtune_adaptive.setup.environment import Environment
 
@@ -266,6 +267,8 @@ def _finish(
     activations = training.get_act_offloading_ctx_manager(
         model, cfg.get("enable_activation_offloading", False)
     )
+    if isinstance(activations, training.OffloadActivations):
+        bound_by_host_memory(activations)
     training.validate_no_params_on_meta_device(model)
     log.info(
         f"Instantiating model and loading checkpoint took {time.perf_counter() - started:.2f} secs"

@@ -27,7 +27,9 @@ from torchtune import utils
 from torchtune.training import OffloadActivations
 
 from torchtune_adaptive.batching.noise import NoiseSums
+from torchtune_adaptive.device.host import bound_by_host_memory
 from torchtune_adaptive.device.memory import DeviceMemory, is_out_of_memory
+from torchtune_adaptive.errors import TrainingOutOfMemory
 from torchtune_adaptive.ranks import fsdp
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.ranks.collectives import AnotherRankFailed, Collectives, NoCollectives
@@ -365,7 +367,19 @@ class TrainStep:
             self._collectives.announce_failure()
             self._state = State.LOST
         else:
+            self._finish(phase)
+
+    def _finish(self, phase: str) -> None:
+        try:
             self._collectives.finish(phase)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingOutOfMemory(
+                f"Out of memory in {self._failed_in}, and again in the buffers of the collectives that the "
+                "other ranks wait for: the step cannot be retried. Keep the device for this process, or use "
+                f"a smaller batch_size. ({error})"
+            ) from error
 
     def _attempt(self, phase: str, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do something that can still be discarded."""
@@ -412,7 +426,7 @@ def _optimizer_state(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
 
 def _fresh(offloading: OffloadActivations) -> OffloadActivations:
     """An offloading context that remembers nothing of a failed step, on the stream of the old one."""
-    fresh = OffloadActivations()
+    fresh = bound_by_host_memory(OffloadActivations())
     if offloading.use_streams:
         fresh.s1 = offloading.s1  # another stream would be another pool of cached memory
     return fresh
