@@ -104,3 +104,47 @@ def test_between_trials_a_fresh_optimizer_keeps_its_memory() -> None:
     snapshot.restore()
     assert optimizer.state, "the next trial needs it resident"
     assert same_bits(values, local_values(built))
+
+
+class PagedMomentum(torch.optim.Optimizer):
+    """SGD with momentum whose state is paged as in bitsandbytes: whatever it makes, it keeps for ever."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.made: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    state["state1"] = torch.zeros_like(parameter)
+                    state["state1"].is_paged = True
+                    state["qmap1"] = torch.linspace(-1, 1, 16)
+                    self.made.append(state["state1"])
+                state["step"] += 1
+                state["state1"].mul_(0.9).add_(parameter.grad)
+                parameter.add_(state["state1"] / state["step"], alpha=-group["lr"])
+
+
+def test_paged_state_that_is_never_freed_is_reset_and_not_made_again() -> None:
+    searched, plain = model(), model()
+    optimizers = [PagedMomentum(searched.parameters()), PagedMomentum(plain.parameters())]
+    snapshot = Snapshot(searched, [optimizers[0]], torch.device("cpu"))
+    for _ in range(2):
+        take_step(searched, optimizers[0])
+        snapshot.restore()
+    snapshot.close()
+    made = len(optimizers[0].made)
+    for built, optimizer in zip((searched, plain), optimizers, strict=True):
+        torch.manual_seed(1)
+        for _ in range(3):
+            take_step(built, optimizer)
+    assert len(optimizers[0].made) == made == len(optimizers[1].made)
+    assert same_bits(local_values(searched), local_values(plain))
+    for state in optimizers[0].state.values():
+        assert torch.equal(state["qmap1"], torch.linspace(-1, 1, 16))

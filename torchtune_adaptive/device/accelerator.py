@@ -73,11 +73,14 @@ class AcceleratorMemory(DeviceMemory):
     def in_use(self) -> int:
         return torch.accelerator.memory_allocated(self._device)
 
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self._device)
+
     def release(self) -> None:
         super().release()
         # Emptying a cache waits for the device and keeps the interpreter's lock meanwhile, so that the
         # watchdog cannot be heard. Waiting for the device beforehand does not.
-        torch.accelerator.synchronize(self._device)
+        self.synchronize()
         torch.accelerator.empty_cache()
         _empty_host_cache()
 

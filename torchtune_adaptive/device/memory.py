@@ -128,6 +128,9 @@ class DeviceMemory(ABC):
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 - a device knows its own
         """Count tensors that exist already as memory in use."""
 
+    def synchronize(self) -> None:  # noqa: B027 - a CPU has nothing to wait for
+        """Wait until the device has done everything that was asked of it."""
+
     def release(self) -> None:
         """Give back everything that nothing refers to any more."""
         gc.collect()

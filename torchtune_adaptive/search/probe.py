@@ -99,6 +99,7 @@ class Probe:
         with self._memory.capped(int(self._memory.capacity() * (1 - self._headroom))):
             started = time.perf_counter()
             failed_in = self._take_step(micro_batches)
+            self._memory.synchronize()
             seconds = time.perf_counter() - started
             self._snapshot.restore()
         seen = self._ranks.gather((failed_in, seconds))

@@ -87,8 +87,26 @@ class _OptimizerSnapshot:
         self._tensors.restore()
 
     def forget_new_state(self) -> None:
-        if self._fresh:
-            self._optimizer.state.clear()
+        if not self._fresh:
+            return
+        for parameter, state in list(self._optimizer.state.items()):
+            if any(getattr(value, "is_paged", False) for value in state.values()):
+                _reset_paged(state)
+            else:
+                del self._optimizer.state[parameter]
+
+
+@torch.no_grad()
+def _reset_paged(state: dict[str, Any]) -> None:
+    """Make the paged state of a bitsandbytes optimizer what it is before the first step.
+
+    Its memory is never freed (the optimizer keeps a list of it), so dropping the state would leave a second
+    copy behind. What it starts from is zero, apart from the quantisation maps.
+    """
+    state["step"] = 0
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and not name.startswith("qmap"):
+            value.zero_()
 
 
 class Generators:
