@@ -23,7 +23,7 @@ from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, saved_weights, tiny_config
 from tests.recipes.test_growth import WITHIN_EPOCHS
 from torchtune_adaptive import durable
-from torchtune_adaptive.train import checkpoints as checkpoints_module
+from torchtune_adaptive.train import asynchronous
 from torchtune_adaptive.train.checkpoint_folder import CheckpointFolder
 from torchtune_adaptive.train.checkpoints import Checkpoints
 
@@ -305,12 +305,12 @@ def run_on_a_full_disk(kind: str, cfg: DictConfig, save: int, writer: str) -> No
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"),
         ),
         "state": (
-            checkpoints_module.torch,
+            torch,
             "save",
             RuntimeError("[enforce fail] write failed\nat"),
         ),
         "distributed": (
-            checkpoints_module.FileSystemWriter,
+            asynchronous.FileSystemWriter,
             "write_data",
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"),
         ),
