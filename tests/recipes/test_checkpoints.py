@@ -182,16 +182,19 @@ def test_a_run_that_is_killed_while_it_saves_resumes_exactly(
 
 def killed_at_a_random_moment(seed: int, folder: Path) -> None:
     """A run that saves after every step, killed at some moment and resumed until it is done."""
-    changes = {"save_every_n_steps": 1, "max_steps_per_epoch": 8, "epochs": 2}
+    changes = {"save_every_n_steps": 1, "max_steps_per_epoch": 20, "epochs": 2}
     whole, killed = folder / "whole", folder / "killed"
     expected = train("full", whole, **changes)
     moment = random.Random(seed)
     for _ in range(3):
-        delay = moment.uniform(0.0, 1.5)
+        delay = moment.uniform(0.0, 0.4)
         cfg = tiny_config("full", killed, **changes, **RESUME)
         watch_ranks(run_and_die, 1, cfg, delay, until_exit_of=[0], timeout=60, join=False)
-    resumed = train("full", killed, **changes, **RESUME)
-    assert same(resumed, expected[len(expected) - len(resumed) :])
+        if (killed / "epoch_1").exists():
+            break  # too late: it was done
+    else:
+        resumed = train("full", killed, **changes, **RESUME)
+        assert same(resumed, expected[len(expected) - len(resumed) :])
     assert same_weights(whole, killed, "epoch_1")
 
 
@@ -213,6 +216,12 @@ def test_a_run_that_is_killed_at_random_moments(seed: int, tmp_path: Path) -> No
 
 
 # --- what is resumed from ---------------------------------------------------------------------------
+
+
+def test_a_run_that_is_finished(tmp_path: Path) -> None:
+    train("full", tmp_path, epochs=1)
+    said = refused("full", tmp_path, epochs=1, **RESUME)
+    assert f"{tmp_path}: the run is finished, and epoch_0 is its end" in said
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
