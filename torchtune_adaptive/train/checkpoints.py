@@ -12,6 +12,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -148,7 +149,11 @@ class Checkpoints(ABC):
         }
         if self._source is not None and self._source.weights is not None:
             changes["checkpoint_files"] = list(self._source.weights)
-        return config.instantiate(given, **changes)
+        checkpointer = config.instantiate(given, **changes)
+        if saves:
+            with suppress(OSError):  # torchtune has made the folder; nothing is being saved yet
+                self._folder.staging.rmdir()
+        return checkpointer
 
     def _load(self) -> dict[str, Any]:
         loaded: dict[str, Any] = self._checkpointer.load_checkpoint()
