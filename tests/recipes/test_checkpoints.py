@@ -302,6 +302,16 @@ def test_a_base_model_that_is_damaged_or_missing(tmp_path: Path) -> None:
     assert "nowhere/config.json" in refused("full", tmp_path / "out", **change)
 
 
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    said = refused("full", tmp_path / "full", 2, **{"model.intermediate_dim": 96})
+    assert "does not fit the model: layers.0.mlp" in said
+    said = refused("full", tmp_path / "full", **{"model.num_layers": 5})
+    assert "layers.4" in said and "is missing in the checkpoint" in said
+    train("lora", tmp_path / "lora", **SHORT, keep_last_n_checkpoints=2)
+    said = refused("lora", tmp_path / "lora", **SHORT, **RESUME, **{"model.lora_rank": 4})
+    assert "does not fit the model: layers.0.attn" in said and "lora_a" in said
+
+
 # --- what cannot be saved ---------------------------------------------------------------------------
 
 
