@@ -23,7 +23,7 @@ from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, saved_weights, tiny_config
 from tests.recipes.test_growth import WITHIN_EPOCHS
 from torchtune_adaptive import durable
-from torchtune_adaptive.train import checkpoints as checkpoints_module
+from torchtune_adaptive.train import asynchronous
 from torchtune_adaptive.train.checkpoint_folder import CheckpointFolder
 from torchtune_adaptive.train.checkpoints import Checkpoints
 
@@ -182,16 +182,19 @@ def test_a_run_that_is_killed_while_it_saves_resumes_exactly(
 
 def killed_at_a_random_moment(seed: int, folder: Path) -> None:
     """A run that saves after every step, killed at some moment and resumed until it is done."""
-    changes = {"save_every_n_steps": 1, "max_steps_per_epoch": 8, "epochs": 2}
+    changes = {"save_every_n_steps": 1, "max_steps_per_epoch": 20, "epochs": 2}
     whole, killed = folder / "whole", folder / "killed"
     expected = train("full", whole, **changes)
     moment = random.Random(seed)
     for _ in range(3):
-        delay = moment.uniform(0.0, 1.5)
+        delay = moment.uniform(0.0, 0.4)
         cfg = tiny_config("full", killed, **changes, **RESUME)
         watch_ranks(run_and_die, 1, cfg, delay, until_exit_of=[0], timeout=60, join=False)
-    resumed = train("full", killed, **changes, **RESUME)
-    assert same(resumed, expected[len(expected) - len(resumed) :])
+        if (killed / "epoch_1").exists():
+            break  # too late: it was done
+    else:
+        resumed = train("full", killed, **changes, **RESUME)
+        assert same(resumed, expected[len(expected) - len(resumed) :])
     assert same_weights(whole, killed, "epoch_1")
 
 
@@ -213,6 +216,12 @@ def test_a_run_that_is_killed_at_random_moments(seed: int, tmp_path: Path) -> No
 
 
 # --- what is resumed from ---------------------------------------------------------------------------
+
+
+def test_a_run_that_is_finished(tmp_path: Path) -> None:
+    train("full", tmp_path, epochs=1)
+    said = refused("full", tmp_path, epochs=1, **RESUME)
+    assert f"{tmp_path}: the run is finished, and epoch_0 is its end" in said
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -293,6 +302,16 @@ def test_a_base_model_that_is_damaged_or_missing(tmp_path: Path) -> None:
     assert "nowhere/config.json" in refused("full", tmp_path / "out", **change)
 
 
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    said = refused("full", tmp_path / "full", 2, **{"model.intermediate_dim": 96})
+    assert "does not fit the model: layers.0.mlp" in said
+    said = refused("full", tmp_path / "full", **{"model.num_layers": 5})
+    assert "layers.4" in said and "is missing in the checkpoint" in said
+    train("lora", tmp_path / "lora", **SHORT, keep_last_n_checkpoints=2)
+    said = refused("lora", tmp_path / "lora", **SHORT, **RESUME, **{"model.lora_rank": 4})
+    assert "does not fit the model: layers.0.attn" in said and "lora_a" in said
+
+
 # --- what cannot be saved ---------------------------------------------------------------------------
 
 
@@ -305,12 +324,12 @@ def run_on_a_full_disk(kind: str, cfg: DictConfig, save: int, writer: str) -> No
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"),
         ),
         "state": (
-            checkpoints_module.torch,
+            torch,
             "save",
             RuntimeError("[enforce fail] write failed\nat"),
         ),
         "distributed": (
-            checkpoints_module.FileSystemWriter,
+            asynchronous.FileSystemWriter,
             "write_data",
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"),
         ),

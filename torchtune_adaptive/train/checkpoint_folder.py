@@ -31,6 +31,8 @@ TORCH_METADATA = ".metadata"
 _NAME = re.compile(r"(?P<distributed>dist_)?epoch_(?P<epoch>\d+)(_step_(?P<step>\d+))?")
 _STAGING = ".saving"
 _TRASH = ".trash"
+_FINISHED = "it is the end of a run"
+_STRIPPED = "its recipe state is missing: removed when a newer one was saved"
 
 
 @dataclass(frozen=True)
@@ -179,11 +181,21 @@ class CheckpointFolder:
         """
         skipped = self._complete_interrupted()
         unusable: list[str] = []
+        finished = ""
+        damaged = False
         for checkpoint in sorted(self._all(unusable), key=lambda one: -one.number):
             reason = _why_not(checkpoint, recipe, needed)
             if reason is None:
                 return checkpoint, skipped + unusable
+            if reason == _FINISHED and not finished:
+                finished = checkpoint.name
+            damaged = damaged or reason not in (_FINISHED, _STRIPPED)
             unusable.append(f"{checkpoint.name} ({reason})")
+        if finished and not damaged:
+            raise CheckpointError(
+                f"{self.path}: the run is finished, and {finished} is its end. To train further, start from "
+                "its weights (checkpointer.checkpoint_dir) with another output_dir."
+            )
         if unusable:
             raise CheckpointError(
                 f"{self.path}: none of the checkpoints can be resumed from: {'; '.join(unusable)}. Name "
@@ -271,9 +283,9 @@ def _why_not(checkpoint: Checkpoint, recipe: str, needed: Callable[[str], bool])
     if saved_by != recipe:
         return f"it was saved by the {saved_by} recipe"
     if not checkpoint.facts.get("resumable"):
-        return "it is the end of a run"
+        return _FINISHED
     if not checkpoint.is_resumable:
-        return "its recipe state is missing: removed when a newer one was saved"
+        return _STRIPPED
     try:
         durable.check_sizes(checkpoint.folder, manifest)
         durable.check_contents(

@@ -12,18 +12,13 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future
-from datetime import timedelta
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
-from torch.distributed.checkpoint import FileSystemWriter, async_save
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torchtune import config, training
 from torchtune.modules.peft import (
     get_adapter_state_dict,
@@ -31,27 +26,23 @@ from torchtune.modules.peft import (
     get_merged_lora_ckpt,
 )
 from torchtune.training import OptimizerInBackwardWrapper
-from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 
-from torchtune_adaptive.errors import AdaptiveBatchingError, CheckpointError, ConfigError
+from torchtune_adaptive.errors import CheckpointError, ConfigError
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.settings.kinds import Kind
 from torchtune_adaptive.setup.environment import Environment
 from torchtune_adaptive.setup.model import Model
 from torchtune_adaptive.setup.optimizer import Optimizers
+from torchtune_adaptive.train.all_or_none import LONGEST_SAVE, AllOrNone, read_file, reason
+from torchtune_adaptive.train.asynchronous import TRAINING_STATE, AsynchronousCheckpoints
 from torchtune_adaptive.train.checkpoint_folder import STATE, CheckpointFolder
 from torchtune_adaptive.train.progress import Progress
 from torchtune_adaptive.train.resume_from import Source, named_source, newest_source
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 ID_KEY = "checkpoint_id"
 """In the recipe state: which checkpoint it belongs to."""
-_TRAINING_STATE = "training_state.pt"
-_LONGEST_SAVE = 24 * 3600.0
-"""Seconds that ranks wait for one that writes to a slow disk; a rank that dies is noticed at once."""
-_WRITERS = 4  # threads that write an asynchronous checkpoint, on each rank
 
 
 class Checkpoints(ABC):
@@ -71,17 +62,16 @@ class Checkpoints(ABC):
     def __init__(self, cfg: DictConfig, environment: Environment) -> None:
         self._cfg = cfg
         self._environment = environment
-        self._ranks = Ranks(_LONGEST_SAVE)
-        self._asynchronous = cfg.get("enable_async_checkpointing", False)
+        self._all = AllOrNone(Ranks(LONGEST_SAVE))
         self._output_dir = Path(cfg.checkpointer.output_dir)
         self._folder = CheckpointFolder(self._output_dir, cfg.get("keep_last_n_checkpoints"))
         self._require_optimizer_that_can_be_saved()
-        self._source = self._agreed(self._choose_source)
-        self._checkpointer = self._everywhere(self._build_checkpointer)
+        self._source = self._all.decide(self._choose_source)
+        self._checkpointer = self._all.read(self._build_checkpointer)
 
     def load(self) -> dict[str, Any]:
         """The weights to start from and, in a run that is resumed, the recipe's state."""
-        return self._everywhere(self._load)
+        return self._all.read(self._load)
 
     def resume(
         self,
@@ -159,7 +149,11 @@ class Checkpoints(ABC):
         }
         if self._source is not None and self._source.weights is not None:
             changes["checkpoint_files"] = list(self._source.weights)
-        return config.instantiate(given, **changes)
+        checkpointer = config.instantiate(given, **changes)
+        if saves:
+            with suppress(OSError):  # torchtune has made the folder; nothing is being saved yet
+                self._folder.staging.rmdir()
+        return checkpointer
 
     def _load(self) -> dict[str, Any]:
         loaded: dict[str, Any] = self._checkpointer.load_checkpoint()
@@ -167,44 +161,16 @@ class Checkpoints(ABC):
         if source is None or source.distributed is not None:
             return loaded
         if source.adapters is not None:
-            loaded[training.ADAPTER_KEY] = _read(source.adapters)
+            loaded[training.ADAPTER_KEY] = read_file(source.adapters)
         if source.state is not None:
-            state = _read(source.state)
+            state = read_file(source.state)
             if not isinstance(state, dict):
                 raise CheckpointError(f"{source.state}: is not a recipe state. Name another file.")
             source.require_same(state.pop(ID_KEY, None))
             loaded.update(state)
         return loaded
 
-    # --- what ranks do together -----------------------------------------------------------------------
-
-    def _agreed(self, decide: Callable[[], T]) -> T:
-        """What rank 0 decides, on every rank; its error as well."""
-        decided: T | None = None
-        problem: Exception | None = None
-        if self._environment.is_rank_zero:
-            try:
-                decided = decide()
-            except Exception as error:
-                problem = error
-        said = str(problem) if isinstance(problem, (AdaptiveBatchingError, OSError)) else None
-        failed, said, decided = self._ranks.from_rank_zero((problem is not None, said, decided))
-        if failed:
-            if problem is not None and said is None:
-                raise problem
-            raise CheckpointError(said or "Rank 0 failed; its own message says how.") from problem
-        return decided  # type: ignore[return-value]
-
-    def _everywhere(self, read: Callable[[], T]) -> T:
-        """What every rank reads for itself; if one of them cannot, none continues."""
-        result: T | None = None
-        problem: Exception | None = None
-        try:
-            result = read()
-        except Exception as error:
-            problem = error
-        self._raise_if_any(problem, _unreadable)
-        return result  # type: ignore[return-value]
+    # --- what is saved --------------------------------------------------------------------------------
 
     def _write(self, write: Callable[[], None], name: str) -> None:
         """Write on rank 0, while the others wait."""
@@ -215,16 +181,7 @@ class Checkpoints(ABC):
             except Exception as error:
                 self._folder.abandon(name)
                 problem = error
-        self._raise_if_any(problem, partial(self._unwritable, name))
-
-    def _raise_if_any(
-        self, problem: Exception | None, describe: Callable[[Exception], str]
-    ) -> None:
-        """End all ranks in the same place, with one rank's reason."""
-        said = self._ranks.gather(None if problem is None else describe(problem))
-        reasons = [one for one in said if one is not None]
-        if reasons:
-            raise CheckpointError(reasons[0]) from problem
+        self._all.raise_if_any(problem, partial(self._unwritable, name))
 
     def _unwritable(self, name: str, error: BaseException) -> str:
         try:
@@ -233,17 +190,15 @@ class Checkpoints(ABC):
             free = ""
         newest = self._folder.newest_name()
         return (
-            f"The checkpoint {name} could not be written to {self._output_dir}{free}: {_reason(error)}. "
+            f"The checkpoint {name} could not be written to {self._output_dir}{free}: {reason(error)}. "
             + (f"The last one is {newest}: " if newest else "There is none before it: ")
             + "make room, or make the folder writable, and resume with resume_from_checkpoint=True."
         )
 
-    # --- what is saved --------------------------------------------------------------------------------
-
     def _facts(self, progress: Progress) -> dict[str, Any]:
         trained = progress.training or {}
         return {
-            "id": self._ranks.from_rank_zero(uuid.uuid4().hex),
+            "id": self._all.ranks.from_rank_zero(uuid.uuid4().hex),
             "recipe": self._kind,
             "resumable": progress.is_unfinished,
             "epochs_run": progress.epochs_run,
@@ -293,12 +248,11 @@ class FullCheckpoints(Checkpoints):
 
     def __init__(self, cfg: DictConfig, environment: Environment) -> None:
         super().__init__(cfg, environment)
+        self._asynchronous: AsynchronousCheckpoints | None = None
         resumes_distributed = self._source is not None and self._source.distributed is not None
-        self._group: dist.ProcessGroup | None = None
-        if self._asynchronous or resumes_distributed:
-            # An asynchronous save runs collectives in a thread; they must not meet those of training.
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_LONGEST_SAVE))
-        self._running: Future[None] | None = None
+        if cfg.get("enable_async_checkpointing", False) or resumes_distributed:
+            self._asynchronous = AsynchronousCheckpoints(cfg, self._folder, self._all)
+        self._saves_asynchronously = cfg.get("enable_async_checkpointing", False)
 
     def resume(
         self,
@@ -307,103 +261,28 @@ class FullCheckpoints(Checkpoints):
         progress: Progress,
         checkpoint: dict[str, Any],
     ) -> None:
-        if self._source is None or self._source.distributed is None:
-            super().resume(model, optimizers, progress, checkpoint)
-            return
-        folder = Path(self._source.distributed)
-        if optimizers.in_backward:
-            # Only what the optimizer holds already is loaded. The client sees to that for one optimizer, and
-            # forgets it for many, which would continue without their state.
-            for optimizer in optimizers.steppers:
-                _init_optim_state(optimizer)
-        client = CheckpointClient(self._cfg)
-        # The client makes its checkpointer on first use and has no setting for the folder to load from,
-        # nor for the group, hence the private attribute (torchtune 0.6.1).
-        client._dcp_checkpointer = _FromFolder(folder, self._group)
-
-        def load() -> dict[str, Any]:
-            try:
-                state = client.load_distributed_checkpoint(model.module, optimizers.saved)
-            except CheckpointException as error:  # which is no Exception
-                raise CheckpointError(f"{folder}: cannot be loaded: {_first_line(error)}") from None
-            if (folder / _TRAINING_STATE).exists():
-                state |= _read(str(folder / _TRAINING_STATE))
-            return state
-
-        progress.resume(self._everywhere(load))
+        if self._asynchronous is not None and self._source and self._source.distributed:
+            folder = Path(self._source.distributed)
+            checkpoint = self._asynchronous.load(folder, model, optimizers)
+        super().resume(model, optimizers, progress, checkpoint)
 
     def save(self, model: Model, optimizers: Optimizers, progress: Progress, name: str) -> None:
-        self._finish_running()
-        if not (self._asynchronous and progress.is_unfinished and name.isdecimal()):
-            super().save(model, optimizers, progress, name)
-            return
-        name, facts = f"dist_epoch_{name}", self._facts(progress)
-        self._write(lambda: self._begin_asynchronous(name, progress), name)
-        state = {
-            **progress.as_torchtune().state_dict(),
-            training.MODEL_KEY: model.module.state_dict(),
-            training.OPT_KEY: optimizers.saved.state_dict(),
-        }
-        running: Future[None] = Future()
-        self._running = running
-        written = async_save(
-            state,
-            storage_writer=FileSystemWriter(
-                self._folder.staging / name, thread_count=_WRITERS, sync_files=False
-            ),
-            process_group=self._group,
-        )
-        written.add_done_callback(partial(self._publish_asynchronous, name, facts, running))  # type: ignore[union-attr]
+        if self._asynchronous is not None:
+            self._asynchronous.finish()
+            # The last one of a run, and one mid-epoch, must be there before the run ends.
+            if self._saves_asynchronously and progress.is_unfinished and name.isdecimal():
+                staged, facts = f"dist_epoch_{name}", self._facts(progress)
+                self._write(lambda: self._asynchronous_begins(staged, progress), staged)
+                describe = partial(self._unwritable, staged)
+                self._asynchronous.begin(model, optimizers, progress, staged, facts, describe)
+                return
+        super().save(model, optimizers, progress, name)
 
-    def _begin_asynchronous(self, name: str, progress: Progress) -> None:
-        """A distributed checkpoint has no place for what torchtune does not know."""
-        staged = self._folder.begin(name)
-        torch.save(progress.training_state(), staged / _TRAINING_STATE)
-
-    def _publish_asynchronous(
-        self, name: str, facts: dict[str, Any], running: Future[None], written: Future[Any]
-    ) -> None:
-        """In a thread. That rank 0 is done means that all are: it writes the metadata last."""
-        try:
-            written.result()
-            if self._environment.is_rank_zero:
-                self._folder.publish(name, facts)
-                log.info(f"Saved the checkpoint {self._output_dir / name}.")
-        except BaseException as error:
-            log.error(f"The checkpoint {name} could not be written: {_reason(error)}.")
-            if self._environment.is_rank_zero:
-                self._folder.abandon(name)
-            running.set_exception(RuntimeError(self._unwritable(name, error)))
-        else:
-            running.set_result(None)
-
-    def _finish_running(self) -> None:
-        """Wait for an asynchronous save before the next one, and before the run ends."""
-        if self._running is None:
-            return
-        problem: Exception | None = None
-        try:
-            self._running.result()
-        except Exception as error:
-            problem = error
-        self._running = None
-        self._raise_if_any(problem, str)
+    def _asynchronous_begins(self, name: str, progress: Progress) -> None:
+        torch.save(progress.training_state(), self._folder.begin(name) / TRAINING_STATE)
 
     def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
         return {training.MODEL_KEY: weights}
-
-
-class _FromFolder(training.DistributedCheckpointer):
-    """torchtune's reader of asynchronous checkpoints, for one that has been chosen."""
-
-    def __init__(self, folder: Path, group: dist.ProcessGroup | None) -> None:
-        super().__init__(str(folder), str(folder.parent), group)
-        self._folder = folder
-
-    def load_checkpoint(
-        self, state_dict: dict[str, Any] | None = None, checkpoint_path: str | None = None
-    ) -> dict[str, Any]:
-        return super().load_checkpoint(state_dict, checkpoint_path or str(self._folder))
 
 
 class LoRACheckpoints(Checkpoints):
@@ -435,36 +314,3 @@ class LoRACheckpoints(Checkpoints):
                 weights, rank=self._adapter["r"], alpha=self._adapter["lora_alpha"]
             )
         return parts
-
-
-def _read(path: str) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({_reason(error)}). Resume from another checkpoint."
-        ) from error
-
-
-def _unreadable(error: Exception) -> str:
-    if isinstance(error, AdaptiveBatchingError):
-        return str(error)
-    cause = f" ({_reason(error.__cause__)})" if error.__cause__ is not None else ""
-    return (
-        f"The checkpoint to start from cannot be read: {_reason(error)}{cause}. Look at "
-        "checkpointer.checkpoint_dir and checkpointer.checkpoint_files, and download the files again if they "
-        "are damaged."
-    )
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException) and error.failures:
-        error, _ = next(iter(error.failures.values()))  # of one rank
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return (text.splitlines()[0] if text else "no message").rstrip(". ")
