@@ -22,6 +22,7 @@ from torchtune_adaptive.errors import (
     RankLost,
     Stopped,
 )
+from torchtune_adaptive.ranks.agreement import leave_all_groups
 from torchtune_adaptive.registry import find_config, load_config
 from torchtune_adaptive.train.stop import exit_status
 
@@ -42,7 +43,7 @@ def recipe(run: Callable[[DictConfig], None]) -> Callable[[], None]:
         except AdaptiveBatchingError as error:
             _say(error)
             if dist.is_initialized() and not isinstance(error, RankLost):
-                dist.destroy_process_group()
+                leave_all_groups()
             sys.exit(1)
         except KeyboardInterrupt as interrupt:
             _end_interrupted(interrupt)

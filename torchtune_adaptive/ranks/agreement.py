@@ -67,3 +67,9 @@ class Ranks:
             dist.destroy_process_group(group)
             del group
             time.sleep(_SETTLING)
+
+
+def leave_all_groups() -> None:
+    """Destroy every process group, and let their threads end; see ``Ranks.close``."""
+    dist.destroy_process_group()
+    time.sleep(_SETTLING)
