@@ -177,7 +177,7 @@ class Run:
     def _step_runner(
         self, step: TrainStep, micro_batches: MicroBatches, events: Events
     ) -> StepRunner:
-        settings, output_dir = self.settings, Path(self._cfg.output_dir)
+        settings, checkpoints = self.settings, Path(self._cfg.checkpointer.output_dir)
 
         def recovery(split: Split) -> Recovery | None:
             if not settings.shrinks:
@@ -192,7 +192,7 @@ class Run:
             watchdog=self.watchdog,
             step_timeout=settings.step_timeout,
             events=events,
-            last_checkpoint=lambda: last_saved(output_dir),
+            last_checkpoint=lambda: last_saved(checkpoints),
             wait_for_memory=settings.wait_for_memory,
         )
 

@@ -18,7 +18,6 @@ from torchtune_adaptive.errors import OutOfMemoryElsewhere
 from torchtune_adaptive.step.snapshot import Generators
 from torchtune_adaptive.step.train_step import StepOutcome
 from torchtune_adaptive.train.adaptation import Adaptation
-from torchtune_adaptive.train.checkpoint_folder import last_saved
 from torchtune_adaptive.train.instruments import Profiling
 from torchtune_adaptive.train.metrics import Metrics
 from torchtune_adaptive.train.progress import Progress
@@ -99,7 +98,7 @@ class TrainingLoop:
             if is_due or outcome.stop:
                 self._save(f"{epoch}_step_{self.global_step}", rows.used)
             if outcome.stop:
-                self.stop.saved = last_saved(self.output_dir)
+                self.stop.saved = self.runner.last_checkpoint()
                 bar.close()
                 return
         bar.close()
@@ -190,4 +189,6 @@ class TrainingLoop:
             log.info(line)
         if self.runner.recovery is not None or self.adaptation.growth.grows:
             self.metrics.plot(self.output_dir)
-        log.info(f"Checkpoint: {last_saved(self.output_dir)}. Everything else: {self.output_dir}.")
+        log.info(
+            f"Checkpoint: {self.runner.last_checkpoint()}. Everything else: {self.output_dir}."
+        )
