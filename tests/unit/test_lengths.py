@@ -47,6 +47,17 @@ def test_another_tokenizer_is_another_matter(tmp_path: Path) -> None:
     assert look(dataset([5, 6]), tmp_path, other) == [5, 6]
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["a dataset", "a list of datasets"])
+def test_a_dataset_may_refer_to_the_rest_of_the_config(tmp_path: Path, several: bool) -> None:
+    def cfg(assets: str) -> Any:
+        one = {"source": "${assets}/data.json"}
+        dataset = [one] if several else one
+        return OmegaConf.create({**CFG, "assets": assets, "dataset": dataset})
+
+    assert look(dataset([3, 4]), tmp_path, cfg("here")) == [3, 4]
+    assert look(dataset([5, 6]), tmp_path, cfg("there")) == [5, 6]
+
+
 def test_what_is_stale_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     look(dataset([3, 4, 5]), tmp_path)
     with caplog.at_level("WARNING"):

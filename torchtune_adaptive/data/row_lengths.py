@@ -65,9 +65,11 @@ def _are_lengths(value: Any) -> bool:
 
 def _facts(dataset: Any, cfg: DictConfig) -> dict[str, Any]:
     """What decides how many tokens each row has."""
+    # The whole config: a part of it, put elsewhere, could not look up what it refers to (``${assets}``).
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
     return {
-        "dataset": OmegaConf.to_container(OmegaConf.create({"_": cfg.dataset}), resolve=True),
-        "tokenizer": OmegaConf.to_container(cfg.tokenizer, resolve=True),
+        "dataset": config["dataset"],
+        "tokenizer": config["tokenizer"],
         # Hugging Face's own name for what a dataset holds, where there is one.
         "fingerprint": getattr(getattr(dataset, "_data", None), "_fingerprint", None),
         "rows": len(dataset),
