@@ -91,12 +91,11 @@ def test_predicted_peaks_are_measured_peaks(ranks: int, exhaustive: bool, shard:
         assert prediction == measurement, cfg  # to the byte
 
 
-def test_ranks_with_other_shares_have_other_peaks() -> None:
+def test_ranks_with_other_shares_have_other_peaks(exhaustive: bool) -> None:
+    sizes = SIZES if exhaustive else FEW_SIZES
     config = a_config("full", False, 1, 515)
-    measurements = [peaks for [peaks] in run_ranks(measured, 3, [config], FEW_SIZES, timeout=100)]
+    measurements = [peaks for [peaks] in run_ranks(measured, 3, [config], sizes, timeout=100)]
     assert measurements[0] != measurements[2]
     for rank in (0, 2):
-        [[prediction]] = run_ranks(
-            predicted, 1, [config], FEW_SIZES, 3, rank, timeout=100, join=False
-        )
+        [[prediction]] = run_ranks(predicted, 1, [config], sizes, 3, rank, timeout=100, join=False)
         assert prediction == measurements[rank]
