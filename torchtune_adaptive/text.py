@@ -1,8 +1,12 @@
-"""Text for people: tables and amounts of memory."""
+"""Text for people: tables, sizes, and files that a run can do without."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
 
 _UNITS = ("B", "KiB", "MiB", "GiB")
 
@@ -49,3 +53,12 @@ def _scaled(number: int) -> tuple[str, str]:
             break
         amount /= 1024
     return (f"{amount:.0f}" if amount >= 100 or unit == "B" else f"{amount:.3g}"), unit
+
+
+@contextmanager
+def not_essential(what: str) -> Iterator[None]:
+    """Around writing a file that only people read: if it cannot be written, warn and continue."""
+    try:
+        yield
+    except OSError as error:
+        log.warning(f"{what} was not written: {error}. The run continues.")

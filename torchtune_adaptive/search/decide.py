@@ -18,6 +18,7 @@ from torchtune_adaptive.search.budget_report import BudgetReport
 from torchtune_adaptive.search.context import SearchContext
 from torchtune_adaptive.search.report import SearchReport
 from torchtune_adaptive.search.token_budget import find_token_budget
+from torchtune_adaptive.text import not_essential
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ def _announce(run: SearchContext, report: SearchReport | BudgetReport) -> None:
     if run.ranks.rank != 0:
         return
     log.info(report.text())
-    files = report.write(Path(run.cfg.output_dir))
-    log.info(f"Details: {', '.join(map(str, files))}")
+    with not_essential("The report of the search"):
+        files = report.write(Path(run.cfg.output_dir))
+        log.info(f"Details: {', '.join(map(str, files))}")
     if isinstance(report, SearchReport) and report.uses_what_was_found:
         log.info(f"To skip the search next time: {report.overrides()}")

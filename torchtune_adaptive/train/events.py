@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_adaptive.batching.split import Split
+from torchtune_adaptive.text import not_essential
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Events:
 
     def _write(self, row: dict[str, Any]) -> None:
         assert self._path is not None
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        with not_essential(f"An event in {self._path}"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(row) + "\n")

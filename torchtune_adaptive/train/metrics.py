@@ -15,6 +15,7 @@ from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.device.memory import DeviceMemory
 from torchtune_adaptive.setup.environment import Environment
 from torchtune_adaptive.step.train_step import StepOutcome
+from torchtune_adaptive.text import not_essential
 from torchtune_adaptive.train.instruments import History
 
 log = logging.getLogger(__name__)
@@ -139,5 +140,8 @@ class Metrics:
 
     def plot(self, folder: Path) -> None:
         """Draw batch, learning rate and loss, where matplotlib is installed."""
-        if self._environment.is_rank_zero and (path := self.history.plot(folder)):
-            log.info(f"Batch, learning rate and loss over samples: {path}.")
+        if not self._environment.is_rank_zero:
+            return
+        with not_essential("The plot of the run"):
+            if path := self.history.plot(folder):
+                log.info(f"Batch, learning rate and loss over samples: {path}.")
