@@ -5,7 +5,7 @@
 #   make test      lint, types, and the quick tests, which sample the slow ones (SHARD=N takes another sample)
 #   make test-all  lint, types, and every test that needs no GPU
 #   make test-rest only what `make test` samples or leaves out, in full
-#   make test-one  the tests in T, e.g. T=tests/unit/test_cache.py
+#   make test-one  the tests in T, e.g. T=tests/unit/test_search.py
 #   make check     lint and types only
 #   make bench     the benchmarks that run on a CPU
 #   make gpu       tests and benchmarks on a GPU, continuing where they stopped; writes docs/results/gpu.md

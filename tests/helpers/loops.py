@@ -27,7 +27,7 @@ from torchtune_adaptive.step.snapshot import Snapshot
 from torchtune_adaptive.train import loop as loop_module
 from torchtune_adaptive.train import metrics as metrics_module
 from torchtune_adaptive.train.adaptation import Adaptation
-from torchtune_adaptive.train.checkpoints import last_saved
+from torchtune_adaptive.train.checkpoint_folder import last_saved
 from torchtune_adaptive.train.events import Events
 from torchtune_adaptive.train.growth import Growth
 from torchtune_adaptive.train.learning_rate import LearningRate

@@ -98,7 +98,7 @@ def my_collate(rows: list[Any], padding_idx: int, ignore_idx: int) -> dict[str, 
     from torchtune.data import padded_collate_sft
 
     collated = padded_collate_sft(rows, padding_idx, ignore_idx)
-    return {key: value[:, :20] for key, value in collated.items()}
+    return {key: value[:, :60] for key, value in collated.items()}
 
 
 def test_a_collate_function_of_the_users(tmp_path: Path) -> None:

@@ -150,8 +150,11 @@ def resuming(folder: Path, kind: str, changes: dict[str, Any]) -> dict[str, Any]
 
 @pytest.mark.parametrize(
     ("kind", "stops"),
-    [("full", [7, 8, 9]), ("full", [12]), ("lora", [8])],
-    ids=["before, at and after a change", "where an epoch ends", "lora with dropout"],
+    [
+        pytest.param("full", [7, 8, 9], id="before, at and after a change"),
+        pytest.param("full", [12], id="where an epoch ends", marks=pytest.mark.exhaustive),
+        pytest.param("lora", [8], id="lora with dropout"),
+    ],
 )
 def test_a_run_that_was_stopped_goes_on_to_the_bit(
     kind: str, stops: list[int], tmp_path: Path, grown: tuple[Path, list[dict[str, float]]]

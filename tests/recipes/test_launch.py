@@ -115,7 +115,7 @@ def test_both_recipes_without_launcher_flags(
     assert len(losses(tmp_path / "out")) == 2
 
 
-@pytest.mark.exhaustive  # the quick tier has it as test_wheel.py's run
+@pytest.mark.exhaustive
 def test_lora_on_two_ranks(tmp_path: Path) -> None:
     said = launch(
         *("tune", "run", "--nproc_per_node", "2", "adaptive_lora_finetune_distributed"),

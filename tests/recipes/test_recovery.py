@@ -69,10 +69,10 @@ brought = 0
 
 
 def die_in_the_second_epoch(rows: list[Any], **settings: Any) -> dict[str, Any]:
-    """A collate function on whose fifth call rank 1 is killed."""
+    """A collate function that kills rank 1 in step 5; the check of labels was its first call."""
     global brought
     brought += 1
-    if brought == 5 and os.environ["RANK"] == "1":
+    if brought == 6 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     return padded_collate_sft(rows, **settings)  # type: ignore[return-value]
 

@@ -156,6 +156,7 @@ def test_a_predicted_size_is_confirmed_by_one_trial(tmp_path: Path) -> None:
     )  # to the byte
 
 
+@pytest.mark.exhaustive
 def test_what_was_learned_corrects_the_next_prediction(tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
     changes = {

@@ -61,7 +61,7 @@ def test_its_dependencies_are_those_that_work(wheel: Path) -> None:
         assert f"Requires-Dist: {requirement}" in metadata
 
 
-def test_it_runs_under_the_stock_command_line(site: Path, tmp_path: Path) -> None:
+def test_it_runs_under_the_stock_command_line(site: Path, tmp_path: Path, exhaustive: bool) -> None:
     where = subprocess.run(
         [sys.executable, "-c", "import torchtune_adaptive as t; print(t.__file__)"],
         cwd=tmp_path,
@@ -72,8 +72,9 @@ def test_it_runs_under_the_stock_command_line(site: Path, tmp_path: Path) -> Non
         text=True,
     ).stdout
     assert where.startswith(str(site))
+    flags = ["--nproc_per_node", "2"] if exhaustive else []
     launch(
-        *("tune", "run", "--nproc_per_node", "2", "adaptive_lora_finetune_distributed"),
+        *("tune", "run", *flags, "adaptive_lora_finetune_distributed"),
         *("--config", "tiny/lora", "output_dir=out", *QUICK),
         cwd=tmp_path,
         PYTHONPATH=str(site),

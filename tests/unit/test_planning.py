@@ -73,6 +73,7 @@ def test_a_plan_for_the_simulated_device(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive
 def test_everything_that_is_predicted(tmp_path: Path) -> None:
     done = run_plan("--config", "tiny/full", "--nproc", "3", "--json",
                     "adaptive_batching.probe_length=64", f"adaptive_batching.cache={tmp_path}",
