@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 
 from torchtune_adaptive.batching.strategies import STRATEGIES, candidates, search
+from torchtune_adaptive.checkpoints.checkpoints import FullCheckpoints
 from torchtune_adaptive.data.dataset import load_data
 from torchtune_adaptive.registry import find_config
 from torchtune_adaptive.run import Run
@@ -32,7 +33,6 @@ from torchtune_adaptive.search.trial import SizeTrial
 from torchtune_adaptive.search.worst_case import worst_case
 from torchtune_adaptive.setup.model import full_model
 from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
-from torchtune_adaptive.train.checkpoints import FullCheckpoints
 
 Trial = Callable[[int], SizeTrial]
 

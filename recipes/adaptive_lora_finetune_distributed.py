@@ -16,10 +16,10 @@ from torchtune import config, training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
 from torchtune_adaptive import launch
+from torchtune_adaptive.checkpoints.checkpoints import LoRACheckpoints
 from torchtune_adaptive.run import Run
 from torchtune_adaptive.setup.model import lora_model
 from torchtune_adaptive.setup.optimizer import build_optimizers
-from torchtune_adaptive.train.checkpoints import LoRACheckpoints
 from torchtune_adaptive.train.loop import TrainingLoop
 
 

@@ -14,6 +14,8 @@ from torchtune import config, training
 from torchtune_adaptive.batching.noise import NoiseScale
 from torchtune_adaptive.batching.recovery import Recovery
 from torchtune_adaptive.batching.split import Epochs, Split, epochs_of
+from torchtune_adaptive.checkpoints.folder import last_saved, require_output_folder
+from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.data.dataset import load_data
 from torchtune_adaptive.data.loader import Loader, SampleOrder
 from torchtune_adaptive.data.micro_batches import MicroBatches
@@ -33,7 +35,6 @@ from torchtune_adaptive.setup.optimizer import Optimizers, build_loss, build_lr_
 from torchtune_adaptive.step.objective import NextTokenPrediction
 from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.train.adaptation import Adaptation
-from torchtune_adaptive.train.checkpoint_folder import last_saved, require_output_folder
 from torchtune_adaptive.train.events import Events
 from torchtune_adaptive.train.growth import Growth, batch_increase
 from torchtune_adaptive.train.instruments import Profiling, build_profiler
@@ -41,7 +42,6 @@ from torchtune_adaptive.train.learnable import require_something_to_learn
 from torchtune_adaptive.train.learning_rate import LearningRate
 from torchtune_adaptive.train.loop import TrainingLoop
 from torchtune_adaptive.train.metrics import Logging, Metrics
-from torchtune_adaptive.train.progress import Progress
 from torchtune_adaptive.train.retry import StepRunner
 from torchtune_adaptive.train.stop import StopSignals
 

@@ -17,6 +17,8 @@ from tests.helpers.faults import FailingMemory
 from tests.helpers.models import VOCABULARY, adamw, local_values, tiny_llama, train_step
 from torchtune_adaptive.batching.recovery import Recovery
 from torchtune_adaptive.batching.split import Split, epochs_of
+from torchtune_adaptive.checkpoints.folder import last_saved
+from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.data.loader import EpochRows, Loader, SampleOrder
 from torchtune_adaptive.data.micro_batches import ByRows, MicroBatch
 from torchtune_adaptive.ranks.agreement import Ranks
@@ -27,13 +29,11 @@ from torchtune_adaptive.step.snapshot import Snapshot
 from torchtune_adaptive.train import loop as loop_module
 from torchtune_adaptive.train import metrics as metrics_module
 from torchtune_adaptive.train.adaptation import Adaptation
-from torchtune_adaptive.train.checkpoint_folder import last_saved
 from torchtune_adaptive.train.events import Events
 from torchtune_adaptive.train.growth import Growth
 from torchtune_adaptive.train.learning_rate import LearningRate
 from torchtune_adaptive.train.loop import TrainingLoop
 from torchtune_adaptive.train.metrics import Logging, Metrics
-from torchtune_adaptive.train.progress import Progress
 from torchtune_adaptive.train.retry import StepRunner
 from torchtune_adaptive.train.stop import StopSignals
 

@@ -23,9 +23,9 @@ from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, saved_weights, tiny_config
 from tests.recipes.test_growth import WITHIN_EPOCHS
 from torchtune_adaptive import durable
-from torchtune_adaptive.train import asynchronous
-from torchtune_adaptive.train.checkpoint_folder import CheckpointFolder
-from torchtune_adaptive.train.checkpoints import Checkpoints
+from torchtune_adaptive.checkpoints import asynchronous
+from torchtune_adaptive.checkpoints.checkpoints import Checkpoints
+from torchtune_adaptive.checkpoints.folder import CheckpointFolder
 
 SHORT = {"save_every_n_steps": 2, "max_steps_per_epoch": 4, "epochs": 2}
 ASYNCHRONOUS = {"enable_async_checkpointing": True, "max_steps_per_epoch": 2, "epochs": 3}

@@ -23,7 +23,7 @@ LAYERS = (
     # One optimizer step, the rows that it takes, the objects that it is made of.
     {"step", "data", "setup"},
     # Find what fits by trying, or without; train.
-    {"search", "plan", "trace", "train"},
+    {"search", "plan", "trace", "train", "checkpoints"},
     # Entry points.
     {"run", "launch", "cli"},
 )
@@ -34,6 +34,7 @@ MAY_IMPORT_IN_ITS_LAYER = {
     "setup": {"step"},
     "search": {"plan"},
     "plan": {"trace"},
+    "train": {"checkpoints"},
     "cli": {"launch"},
 }
 

@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.data.loader import EpochRows, Loader
 from torchtune_adaptive.device.memory import is_out_of_memory
 from torchtune_adaptive.errors import OutOfMemoryElsewhere
@@ -20,7 +21,6 @@ from torchtune_adaptive.step.train_step import StepOutcome
 from torchtune_adaptive.train.adaptation import Adaptation
 from torchtune_adaptive.train.instruments import Profiling
 from torchtune_adaptive.train.metrics import Metrics
-from torchtune_adaptive.train.progress import Progress
 from torchtune_adaptive.train.retry import StepRunner
 from torchtune_adaptive.train.stop import StopSignals
 

@@ -27,17 +27,17 @@ from torchtune.modules.peft import (
 )
 from torchtune.training import OptimizerInBackwardWrapper
 
+from torchtune_adaptive.checkpoints.all_or_none import LONGEST_SAVE, AllOrNone, read_file, reason
+from torchtune_adaptive.checkpoints.asynchronous import TRAINING_STATE, AsynchronousCheckpoints
+from torchtune_adaptive.checkpoints.folder import STATE, CheckpointFolder
+from torchtune_adaptive.checkpoints.progress import Progress
+from torchtune_adaptive.checkpoints.resume_from import Source, named_source, newest_source
 from torchtune_adaptive.errors import CheckpointError, ConfigError
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.settings.kinds import Kind
 from torchtune_adaptive.setup.environment import Environment
 from torchtune_adaptive.setup.model import Model
 from torchtune_adaptive.setup.optimizer import Optimizers
-from torchtune_adaptive.train.all_or_none import LONGEST_SAVE, AllOrNone, read_file, reason
-from torchtune_adaptive.train.asynchronous import TRAINING_STATE, AsynchronousCheckpoints
-from torchtune_adaptive.train.checkpoint_folder import STATE, CheckpointFolder
-from torchtune_adaptive.train.progress import Progress
-from torchtune_adaptive.train.resume_from import Source, named_source, newest_source
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig
 
 from torchtune_adaptive import durable
+from torchtune_adaptive.checkpoints.folder import STATE, CheckpointFolder, checkpoint_of
 from torchtune_adaptive.durable import Damaged
 from torchtune_adaptive.errors import CheckpointError
 from torchtune_adaptive.settings.kinds import Kind
-from torchtune_adaptive.train.checkpoint_folder import STATE, CheckpointFolder, checkpoint_of
 
 log = logging.getLogger(__name__)
 

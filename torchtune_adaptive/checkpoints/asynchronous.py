@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torchtune import training
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 
+from torchtune_adaptive.checkpoints.all_or_none import LONGEST_SAVE, AllOrNone, read_file, reason
+from torchtune_adaptive.checkpoints.folder import CheckpointFolder
+from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.errors import CheckpointError
 from torchtune_adaptive.setup.model import Model
 from torchtune_adaptive.setup.optimizer import Optimizers
-from torchtune_adaptive.train.all_or_none import LONGEST_SAVE, AllOrNone, read_file, reason
-from torchtune_adaptive.train.checkpoint_folder import CheckpointFolder
-from torchtune_adaptive.train.progress import Progress
 
 log = logging.getLogger(__name__)
 
