@@ -50,7 +50,7 @@ class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
         """Load the model and its optimizer; the rest is common to all recipes."""
         run = self.run
         run.watchdog.enter("loading the model", patience=None)
-        checkpoints = FullCheckpoints(cfg, run.environment)
+        self._checkpoints = checkpoints = FullCheckpoints(cfg, run.environment)
         checkpoint = checkpoints.load()
         model = full_model(cfg, run.environment, checkpoint[training.MODEL_KEY])
         state = checkpoint.get(training.OPT_KEY)
@@ -63,6 +63,7 @@ class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
             self._loop.run()
 
     def cleanup(self) -> None:
+        self._checkpoints.close()
         self.run.close()
 
 

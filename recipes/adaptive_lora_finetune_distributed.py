@@ -44,7 +44,7 @@ class AdaptiveLoRAFinetuneRecipeDistributed(FTRecipeInterface):
         """Load the model, its adapters and their optimizer; the rest is common to all recipes."""
         run = self.run
         run.watchdog.enter("loading the model", patience=None)
-        checkpoints = LoRACheckpoints(cfg, run.environment)
+        self._checkpoints = checkpoints = LoRACheckpoints(cfg, run.environment)
         checkpoint = checkpoints.load()
         adapters = checkpoint.get(training.ADAPTER_KEY)
         model = lora_model(cfg, run.environment, checkpoint[training.MODEL_KEY], adapters)
@@ -58,6 +58,7 @@ class AdaptiveLoRAFinetuneRecipeDistributed(FTRecipeInterface):
             self._loop.run()
 
     def cleanup(self) -> None:
+        self._checkpoints.close()
         self.run.close()
 
 

@@ -46,7 +46,9 @@ class AsynchronousCheckpoints:
         self._folder = folder
         self._all = all_or_none
         # A save runs collectives in a thread; they must not meet those of training.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LONGEST_SAVE))
+        self._group: dist.ProcessGroup | None = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=LONGEST_SAVE)
+        )
         self._running: Future[None] | None = None
 
     def begin(
@@ -120,6 +122,12 @@ class AsynchronousCheckpoints:
         self._running = None
         self._all.raise_if_any(problem, str)
 
+    def close(self) -> None:
+        """Leave the group of its own, at the end of a run."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
     def load(self, folder: Path, model: Model, optimizers: Optimizers) -> dict[str, Any]:
         """Load a checkpoint into the model and the optimizer; the recipe's state."""
         if optimizers.in_backward:
@@ -147,7 +155,7 @@ class AsynchronousCheckpoints:
 class _FromFolder(training.DistributedCheckpointer):
     """torchtune's reader of asynchronous checkpoints, for one that has been chosen."""
 
-    def __init__(self, folder: Path, group: dist.ProcessGroup) -> None:
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None) -> None:
         super().__init__(str(folder), str(folder.parent), group)
         self._folder = folder
 

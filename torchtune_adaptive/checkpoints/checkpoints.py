@@ -123,6 +123,10 @@ class Checkpoints(ABC):
 
         self._write(write, f"epoch_{name}")
 
+    def close(self) -> None:
+        """Leave the group in which the ranks wait for files, at the end of a run."""
+        self._all.ranks.close()
+
     # --- what a run starts from -----------------------------------------------------------------------
 
     def _choose_source(self) -> Source | None:
@@ -277,6 +281,11 @@ class FullCheckpoints(Checkpoints):
                 self._asynchronous.begin(model, optimizers, progress, staged, facts, describe)
                 return
         super().save(model, optimizers, progress, name)
+
+    def close(self) -> None:
+        if self._asynchronous is not None:
+            self._asynchronous.close()
+        super().close()
 
     def _asynchronous_begins(self, name: str, progress: Progress) -> None:
         torch.save(progress.training_state(), self._folder.begin(name) / TRAINING_STATE)
