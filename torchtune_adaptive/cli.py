@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from torchtune_adaptive.errors import AdaptiveBatchingError
+from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError
 from torchtune_adaptive.plan.workers import start_server
 from torchtune_adaptive.settings.adaptive import BLOCK
 from torchtune_adaptive.settings.checks import check
@@ -38,6 +38,7 @@ def _run(argv: list[str]) -> None:
 
     register()
     if command == "find" and len(argv) > 2 and not {"-h", "--help"} & set(argv):
+        _require_recipe_that_searches(argv[2:])
         # torchtune tells launched from single runs by counting sys.argv, so that is what is rewritten.
         argv[1:2] = ["run"]
         argv += _FIND
@@ -65,6 +66,22 @@ def _run(argv: list[str]) -> None:
     )
     arguments = parser.parse_args(argv[1:])
     arguments.func(arguments)
+
+
+def _require_recipe_that_searches(arguments: list[str]) -> None:
+    """Refuse torchtune's recipes, which would ignore what asks for a search, and train."""
+    from torchtune_adaptive.registry import RECIPES, adaptive_recipe
+
+    if any(argument in RECIPES or argument.endswith(".py") for argument in arguments):
+        return
+    recipe = arguments[arguments.index("--config") - 1] if "--config" in arguments[1:] else None
+    ours = recipe and adaptive_recipe(recipe)
+    raise ConfigError(
+        "recipe",
+        recipe,
+        "does not search for a batch size",
+        f"Use {ours}" if ours else f"Use one of {', '.join(RECIPES)}, or a file with your own",
+    )
 
 
 def _validate_ours(name: str) -> None:

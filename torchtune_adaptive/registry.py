@@ -42,6 +42,13 @@ _register_resolver = (
 _register_resolver("tiny_assets", lambda: str(tiny.assets()), replace=True)
 
 
+def adaptive_recipe(name: str) -> str | None:
+    """Our recipe that does what one of torchtune's does; None if there is none."""
+    return next(
+        (ours for ours, kind in RECIPES.items() if name.startswith(f"{kind}_finetune")), None
+    )
+
+
 def our_configs() -> list[str]:
     """The names of our configs, e.g. ``llama3_2/1B_adaptive_full``."""
     return sorted(

@@ -226,7 +226,9 @@ def test_what_an_epoch_can_hold_is_the_ceiling(tmp_path: Path) -> None:
     changes = {**SEARCH, "dataset.split": "train[:10]", "adaptive_batching.rounding": "none"}
     run, *_ = run_ranks(run_ours, 2, "full", tiny_config("full", tmp_path, **changes), join=False)
     found = written(tmp_path)
-    assert found["batch_size"] == 5 and found["reason"] == "it is the largest size allowed"
+    assert found["batch_size"] == 5 and found["reason"] == (
+        "it is the largest size allowed: the data has 5 rows per rank, and an epoch needs a step"
+    )
     assert len(run) == 2, "one step in each of two epochs"
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.ranks import Alone
+from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.batching.strategies import Status, candidates
-from torchtune_adaptive.search.batch_size import _Search, found_sizes
+from torchtune_adaptive.search.batch_size import _Search, found_sizes, possible_sizes, what_limits
 from torchtune_adaptive.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.settings.adaptive import AdaptiveSettings
 
@@ -92,3 +93,19 @@ def test_a_prediction_that_was_too_high_is_followed_by_a_search(tmp_path: Path) 
     found = search(tmp_path, FakeProbe(), "predict", FakePredictions(64))
     assert (found.size, found.status) == (16, Status.NEXT_DOES_NOT_FIT)
     assert remembered(tmp_path) == 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "largest", "reason"),
+    [
+        ({}, 32, "the data has 100 rows per rank"),
+        ({"ceiling": 8}, 8, "adaptive_batching.ceiling is 8"),
+        ({"ceiling": 1000}, 32, "the data has 100 rows per rank"),
+        ({"keep_global_batch": True}, 12, "a step has 12 rows per rank"),
+        ({"keep_global_batch": True, "ceiling": 5}, 4, "adaptive_batching.ceiling is 5"),
+    ],
+)
+def test_what_limits_the_candidates(settings: dict[str, Any], largest: int, reason: str) -> None:
+    adaptive, configured = AdaptiveSettings(**settings), Split(4, 3, 2)
+    assert possible_sizes(adaptive, configured, 100)[-1] == largest
+    assert what_limits(adaptive, configured, 100).startswith(reason)

@@ -111,6 +111,20 @@ def test_validate_checks_what_a_run_checks(
         _run(["tune-adaptive", "validate", str(mine)])
 
 
+@pytest.mark.parametrize(
+    ("recipe", "remedy"),
+    [
+        ("full_finetune_distributed", "Use adaptive_full_finetune_distributed"),
+        ("lora_finetune_single_device", "Use adaptive_lora_finetune_distributed"),
+        ("qat_distributed", "Use one of adaptive_full"),
+    ],
+)
+def test_find_refuses_a_recipe_that_would_train(recipe: str, remedy: str) -> None:
+    arguments = ["--nproc_per_node", "2", recipe, "--config", "tiny/full"]
+    with pytest.raises(ConfigError, match=f"{recipe}.* does not search .*{remedy}"):
+        _run(["tune-adaptive", "find", *arguments])
+
+
 def start(cwd: Path, *arguments: str, pythonpath: str = "") -> subprocess.CompletedProcess[str]:
     """``python -m`` as torchrun starts a recipe, up to the versions' check."""
     program = "from torchtune_adaptive import shadowing; shadowing.stop_if_shadowed()"

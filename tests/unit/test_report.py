@@ -46,6 +46,9 @@ def report(**changes: Any) -> SearchReport:
         "device": "H100",
         "headroom": 0.05,
         "seconds": 12.34,
+        "rows_per_rank": 640,
+        "lr": 2e-5,
+        "ceiling": "the data has 640 rows per rank, and an epoch needs a step",
     }
     return SearchReport(**{**values, **changes})
 
@@ -74,7 +77,15 @@ def test_the_report_gives_the_choice_and_its_reason() -> None:
         "extrapolate, 12.3 s:",
         "batch_size 2 -> 4 (8 rows do not fit: out of memory in backward on rank 1)",
         "global batch 16 -> 32 rows (micro-batch 4 x accumulation 4 x 2 ranks)",
+        "steps per epoch 80 -> 40; learning rate unchanged (2e-05); "
+        "adaptive_batching.keep_global_batch=True keeps the global batch at 16",
     ]
+
+
+@pytest.mark.parametrize(("rows", "warned"), [(639, True), (640, False)])
+def test_few_steps_per_epoch_are_a_warning(rows: int, warned: bool) -> None:
+    text = report(rows_per_rank=rows, after=Split(8, 4, 2)).text()
+    assert ("Warning: 19 optimizer steps per epoch are few." in text) is warned
 
 
 def test_a_global_batch_that_stays_is_reported_as_unchanged() -> None:
@@ -83,9 +94,14 @@ def test_a_global_batch_that_stays_is_reported_as_unchanged() -> None:
     assert "global batch unchanged: 16 rows (micro-batch 4 x accumulation 2 x 2 ranks)" in text
 
 
-@pytest.mark.parametrize("status", [Status.CEILING, Status.REMEMBERED])
-def test_the_reason_is_the_searchs_own(status: Status) -> None:
-    assert report(result=SearchResult(2, status, TRIALS[:2])).reason() == status.value
+def test_the_reason_is_the_searchs_own() -> None:
+    def reason(status: Status) -> str:
+        return report(result=SearchResult(2, status, TRIALS[:2])).reason()
+
+    assert reason(Status.REMEMBERED) == Status.REMEMBERED.value
+    assert reason(Status.CEILING) == (
+        "it is the largest size allowed: the data has 640 rows per rank, and an epoch needs a step"
+    )
 
 
 def test_overrides_can_be_pasted() -> None:

@@ -87,6 +87,9 @@ def find_batch_size(
         device=run.step.memory.name,
         headroom=settings.headroom,
         seconds=time.perf_counter() - started,
+        rows_per_rank=run.order.rows_per_rank,
+        lr=run.cfg.optimizer.get("lr"),
+        ceiling=what_limits(settings, configured, run.order.rows_per_rank),
     )
 
 
@@ -115,6 +118,18 @@ def possible_sizes(
         ceiling = min(ceiling, settings.ceiling)
     rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
     return candidates(rounding, ceiling, rows_per_step)
+
+
+def what_limits(settings: AdaptiveSettings, configured: Split, rows_per_rank: int) -> str:
+    """Why ``possible_sizes`` has no larger ones."""
+    if settings.keep_global_batch:
+        ceiling, reason = configured.rows, f"a step has {configured.rows} rows per rank"
+    else:
+        ceiling = rows_per_rank // configured.accumulation
+        reason = f"the data has {rows_per_rank} rows per rank, and an epoch needs a step"
+    if settings.ceiling is not None and settings.ceiling < ceiling:
+        return f"adaptive_batching.ceiling is {settings.ceiling}"
+    return reason
 
 
 def split_for(settings: AdaptiveSettings, configured: Split, size: int) -> Split:

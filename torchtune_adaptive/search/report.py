@@ -12,11 +12,14 @@ from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.batching.strategies import SearchResult, Status
 from torchtune_adaptive.plots import new_figure
 from torchtune_adaptive.search.trial import SizeTrial
+from torchtune_adaptive.settings.adaptive import BLOCK
 from torchtune_adaptive.text import human_bytes
 
 log = logging.getLogger(__name__)
 JSON_NAME = "batch_size_search.json"
 PLOT_NAME = "batch_size_search.png"
+FEW_STEPS = 20
+"""Below so many optimizer steps per epoch a larger batch rarely trains as well."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,12 @@ class SearchReport:
     device: str
     headroom: float
     seconds: float
+    rows_per_rank: int
+    """Rows that each rank has in an epoch."""
+    lr: float | None
+    """The learning rate of the config, which no search changes."""
+    ceiling: str
+    """What limits the candidates: the data, a setting, or the rows in a step."""
 
     @property
     def largest(self) -> int:
@@ -46,12 +55,34 @@ class SearchReport:
 
     def reason(self) -> str:
         """Why this size and not the next."""
+        if self.result.status is Status.CEILING:
+            return f"{Status.CEILING.value}: {self.ceiling}"
         if self.result.status is not Status.NEXT_DOES_NOT_FIT:
             return self.result.status.value
         failed = min(
             (trial for trial in self.result.trials if not trial.fits), key=lambda t: t.size
         )
         return f"{failed.size} rows do not fit: {failed.deciding.trouble} on rank {failed.deciding_rank}"
+
+    def steps_per_epoch(self, split: Split) -> int:
+        return self.rows_per_rank // split.rows
+
+    def consequences(self) -> list[str]:
+        """What a changed global batch means for training."""
+        old, new = self.before, self.after
+        if old.global_batch == new.global_batch:
+            return []
+        steps = self.steps_per_epoch(new)
+        lines = [
+            f"steps per epoch {self.steps_per_epoch(old)} -> {steps}; learning rate unchanged "
+            f"({self.lr}); {BLOCK}.keep_global_batch=True keeps the global batch at {old.global_batch}"
+        ]
+        if steps < FEW_STEPS:
+            lines.append(
+                f"Warning: {steps} optimizer step{'s'[: steps != 1]} per epoch are few. Keep the global "
+                f"batch, lower {BLOCK}.ceiling, or adjust the learning rate and the number of epochs."
+            )
+        return lines
 
     def overrides(self) -> str:
         """The command line that trains with this result and does not search again."""
@@ -78,7 +109,7 @@ class SearchReport:
             lines.append(f"global batch unchanged: {new.global_batch} rows ({parts})")
         else:
             lines.append(f"global batch {old.global_batch} -> {new.global_batch} rows ({parts})")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.consequences()])
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -90,10 +121,12 @@ class SearchReport:
                 "batch_size": self.before.micro_batch,
                 "gradient_accumulation_steps": self.before.accumulation,
                 "global_batch_size": self.before.global_batch,
+                "steps_per_epoch": self.steps_per_epoch(self.before),
             },
             "ranks": self.after.ranks,
             "reason": self.reason(),
             "overrides": self.overrides(),
+            "steps_per_epoch": self.steps_per_epoch(self.after),
             "strategy": self.strategy,
             "row_length": self.row_length,
             "row_length_source": self.row_source,
