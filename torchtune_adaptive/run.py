@@ -66,7 +66,9 @@ class Run:
         self.settings = check(cfg, kind)
         self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here
         patience = self.settings.agreement_timeout(cfg.get("compile", False))
-        self.environment = start_environment(cfg, longest_wait=patience)
+        self.environment = start_environment(
+            cfg, longest_wait=patience if self.settings.survives else None
+        )
         self.ranks = Ranks(patience)
         if not self.settings.search_only:
             require_output_folder(cfg, self.ranks)

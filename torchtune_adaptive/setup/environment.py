@@ -31,13 +31,14 @@ class Environment:
         return self.rank == 0
 
 
-def start_environment(cfg: DictConfig, longest_wait: float) -> Environment:
+def start_environment(cfg: DictConfig, longest_wait: float | None = None) -> Environment:
     """Join the other ranks; alone, without a launcher, be the only one.
 
     Args:
         cfg: the config.
         longest_wait: seconds for which our own limits let a rank wait for another. The process group gets
-            more, or NCCL would end the run before the watchdog names the rank that is waited for.
+            more, or NCCL would end the run before the watchdog names the rank that is waited for. None where
+            there is no watchdog: the group's own limit is all there is.
     """
     _log_on_rank_zero()
     _let_gloo_use_the_interface_of_nccl()
@@ -47,7 +48,9 @@ def start_environment(cfg: DictConfig, longest_wait: float) -> Environment:
     backend = training.get_distributed_backend(
         cfg.device, offload_ops_to_cpu=on_cpu_too and device.type != "cpu"
     )
-    timeout = timedelta(seconds=process_group_timeout(longest_wait))
+    timeout = None
+    if longest_wait is not None:
+        timeout = timedelta(seconds=process_group_timeout(longest_wait))
     if training.is_distributed():
         dist.init_process_group(backend, timeout=timeout)
     else:
