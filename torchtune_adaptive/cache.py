@@ -11,12 +11,12 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from torchtune_adaptive.durable import atomically
 
 log = logging.getLogger(__name__)
 _LIBRARIES = ("torch", "torchtune", "torchao", "torchtune-adaptive")
@@ -57,24 +57,6 @@ def cache_folder(setting: bool | str, kind: str) -> Path | None:
 def _warn_once(folder: str, reason: str) -> None:
     """One line for each folder, however many values it should hold."""
     log.warning(f"Continuing without a cache in {folder}: {reason}.")
-
-
-@contextmanager
-def atomically(path: Path) -> Iterator[Path]:
-    """A temporary path on which to write a file, or to make a folder, that then takes the place of ``path``.
-
-    It appears whole or not at all, whenever the program is killed and however many write at once. A folder
-    cannot replace one that is not empty: that raises ``OSError``.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as private:
-        temporary = Path(private) / path.name
-        yield temporary
-        for written in (temporary, *temporary.rglob("*")):
-            if written.is_file():
-                with written.open("rb") as file:
-                    os.fsync(file.fileno())
-        os.replace(temporary, path)
 
 
 def libraries() -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""Folders of files that exist whole or not at all, whenever the process is killed.
+"""Files and folders that exist whole or not at all, whenever the process is killed.
 
-A folder is written under another name on the same filesystem, sealed (every file flushed to disk, a manifest
-with sizes and checksums written last), and published by one rename. What it replaces is removed afterwards.
+A folder of a checkpoint is written under another name on the same filesystem, sealed (every file flushed to
+disk, a manifest with sizes and checksums written last), and published by one rename. What it replaces is
+removed afterwards.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,20 +65,29 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
     write_durably(folder / MANIFEST, json.dumps(content, indent=1).encode())
 
 
+@contextmanager
+def atomically(path: Path) -> Iterator[Path]:
+    """A temporary path on which to write a file, or to make a folder, that then takes the place of ``path``.
+
+    It appears whole or not at all, whenever the program is killed and however many write at once. A folder
+    cannot replace one that is not empty: that raises ``OSError``.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as private:
+        temporary = Path(private) / path.name
+        yield temporary
+        for written in (temporary, *temporary.rglob("*")):
+            if written.is_file():
+                with written.open("rb") as file:
+                    os.fsync(file.fileno())
+        temporary.replace(path)
+    _flush_folder(path.parent)
+
+
 def write_durably(path: Path, content: bytes) -> None:
     """Replace a small file by one rename, and flush it."""
-    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        with beside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError:
-        with suppress(OSError):
-            beside.unlink()
-        raise
-    _flush_folder(path.parent)
+    with atomically(path) as temporary:
+        temporary.write_bytes(content)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torchtune.models import convert_weights
 from torchtune.models.llama2 import llama2
 
-from torchtune_adaptive.cache import atomically, user_cache
+from torchtune_adaptive.cache import user_cache
+from torchtune_adaptive.durable import atomically
 
 _EDITION = 1  # of what is made here: another edition is made beside an older one
 _ROWS = 640

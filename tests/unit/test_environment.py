@@ -49,7 +49,7 @@ class TestStart:
             dist.destroy_process_group()
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
-    def start(self, longest_wait: float = 1200.0) -> None:
+    def start(self, longest_wait: float | None = 1200.0) -> None:
         start_environment(OmegaConf.create({"device": "cpu", "dtype": "fp32"}), longest_wait)
 
     def test_the_process_group_waits_longer_than_the_watchdog(
@@ -69,6 +69,8 @@ class TestStart:
             assert timeout.total_seconds() > longest_wait
             assert timeout.total_seconds() > LONGEST_SILENCE, "one that saves is waited for as well"
             dist.destroy_process_group()
+        self.start(None)
+        assert asked["timeout"] is None, "without a watchdog it is torch's own"
 
     @pytest.mark.parametrize(
         ("nccl", "gloo", "used"),

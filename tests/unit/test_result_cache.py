@@ -20,7 +20,8 @@ from tests.helpers.ranks import Alone
 from torchtune_adaptive import cache as caching
 from torchtune_adaptive import tiny
 from torchtune_adaptive.batching.strategies import SearchResult, Status, Strategy
-from torchtune_adaptive.cache import Cache, atomically, cache_folder
+from torchtune_adaptive.cache import Cache, cache_folder
+from torchtune_adaptive.durable import atomically
 from torchtune_adaptive.registry import find_config
 from torchtune_adaptive.search.batch_size import _Search, found_sizes
 from torchtune_adaptive.search.trial import RankReport, SizeTrial
