@@ -62,7 +62,7 @@ def predicted(
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_predicted_peaks_are_measured_peaks(ranks: int, exhaustive: bool, shard: int) -> None:
     grid = [
         (kind, checkpointing, accumulation, (512, 2000)[(checkpointing + accumulation) % 2])

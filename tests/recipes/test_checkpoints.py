@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "growth": ("full", {**WITHIN_EPOCHS, "save_every_n_steps": 5, "epochs": 2}),
     "token budget": ("full", {**SHORT, "adaptive_batching.token_budget": 400}),
 }
+QUICK_CASES = ("full", "lora", "token budget")
 RESUME = {"resume_from_checkpoint": True}
 
 
@@ -127,7 +128,13 @@ def kill_at_every_operation(
 
 
 @pytest.mark.parametrize("at_save", [2, 3], ids=["mid-epoch", "epoch"])
-@pytest.mark.parametrize(("kind", "changes"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        pytest.param(*case, id=name, marks=[] if name in QUICK_CASES else pytest.mark.exhaustive)
+        for name, case in CASES.items()
+    ],
+)
 def test_a_save_that_is_killed_leaves_the_checkpoint_before_or_the_new_one(
     kind: str, changes: dict[str, Any], at_save: int, tmp_path: Path, exhaustive: bool, shard: int
 ) -> None:

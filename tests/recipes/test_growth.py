@@ -153,7 +153,7 @@ def resuming(folder: Path, kind: str, changes: dict[str, Any]) -> dict[str, Any]
     [
         pytest.param("full", [7, 8, 9], id="before, at and after a change"),
         pytest.param("full", [12], id="where an epoch ends", marks=pytest.mark.exhaustive),
-        pytest.param("lora", [8], id="lora with dropout"),
+        pytest.param("lora", [8], id="lora with dropout", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run_that_was_stopped_goes_on_to_the_bit(
@@ -255,6 +255,7 @@ def test_a_recorded_run_can_be_replayed(
     assert [r["loss"] for r in replayed] == [r["loss"] for r in expected]
 
 
+@pytest.mark.exhaustive
 def test_measuring_the_noise_changes_no_bit_and_act_grows_by_it(tmp_path: Path) -> None:
     plain = {"batch_size": 2, "max_steps_per_epoch": 30, "clip_grad_norm": 1.0}
     expected, *_ = run_ranks(

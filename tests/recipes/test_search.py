@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 COMBINED = [
     ("full", "bf16, checkpointed", "accumulation", "any size"),
     ("optimizer in backward", "packed", "bisect"),
-    ("lora with dropout", "dora", "predict"),
+    ("lora with dropout", "dora"),
 ]
 """What the quick tier runs instead of one after the other."""
 

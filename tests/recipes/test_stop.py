@@ -51,8 +51,12 @@ def run_signalled(
     [
         ("full", signal.SIGINT, 4, {}),
         # Where the optimizer steps in backward, the ranks have spoken before it: the next step is the last.
-        ("full", signal.SIGTERM, 2, {"optimizer_in_bwd": True}),
-        ("lora", signal.SIGTERM, 6, {"model.lora_dropout": 0.1}),
+        pytest.param(
+            "full", signal.SIGTERM, 2, {"optimizer_in_bwd": True}, marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "lora", signal.SIGTERM, 6, {"model.lora_dropout": 0.1}, marks=pytest.mark.exhaustive
+        ),
         ("full", signal.SIGTERM, 6, {"enable_async_checkpointing": True}),
     ],
     ids=["an epoch's last step", "optimizer in backward", "lora", "asynchronous"],
@@ -153,7 +157,7 @@ def test_ctrl_c_while_it_searches(tmp_path: Path) -> None:
     status, said = signalled(
         *(*SINGLE, "output_dir=out"),
         cwd=tmp_path,
-        when="trial of 1 rows",
+        when="Searching for the largest micro-batch",
         send=lambda process: process.send_signal(signal.SIGINT),
     )
     assert status == 130 and "stopped by Ctrl-C outside training" in said

@@ -29,7 +29,7 @@ def run(folder: Path, kind: str = "full", ranks: int = 2, **changes: Any) -> lis
     return records
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.exhaustive)])
 def test_steps_are_what_they_were(kind: str, tmp_path: Path) -> None:
     """The same rows in each step and the same gradient, to rounding; every micro-batch fits."""
     plain = run(tmp_path / "plain", kind, **PLAIN)
@@ -48,6 +48,7 @@ def test_steps_are_what_they_were(kind: str, tmp_path: Path) -> None:
     assert [trial["fits"] for trial in said["trials"]].count(True) >= 2
 
 
+@pytest.mark.exhaustive
 def test_three_ranks_and_one_agree(tmp_path: Path) -> None:
     changes = {**BUDGET, "batch_size": 4}
     three = run(tmp_path / "three", ranks=3, **changes)
@@ -65,6 +66,7 @@ def test_a_budget_of_ones_own_is_confirmed(tmp_path: Path) -> None:
             run(tmp_path, **changes)
 
 
+@pytest.mark.exhaustive
 def test_it_shrinks_when_a_neighbour_moves_in(tmp_path: Path) -> None:
     changes = {**BUDGET, "epochs": 2, "max_steps_per_epoch": None}
     changes["adaptive_batching.grow_back_after"] = 10

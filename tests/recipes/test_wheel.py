@@ -61,6 +61,7 @@ def test_its_dependencies_are_those_that_work(wheel: Path) -> None:
         assert f"Requires-Dist: {requirement}" in metadata
 
 
+@pytest.mark.exhaustive
 def test_it_runs_under_the_stock_command_line(site: Path, tmp_path: Path, exhaustive: bool) -> None:
     where = subprocess.run(
         [sys.executable, "-c", "import torchtune_adaptive as t; print(t.__file__)"],

@@ -92,6 +92,7 @@ def test_everything_that_is_predicted(tmp_path: Path) -> None:
     assert printed["last_rank"]["configured"]["live"] < printed["configured"]["live"]
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
     done = run_plan("--config", "tiny/full", "--memory", "1MiB", "--no-what-ifs", "batch_size=1",
                     folder=tmp_path)  # fmt: skip
@@ -122,6 +123,7 @@ def test_no_answer_has_status_2(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_cannot_be_traced_has_status_2(tmp_path: Path) -> None:
     done = run_plan("--config", "tiny/full", "--no-what-ifs", "model.num_heads=3", folder=tmp_path)
     assert done.returncode == 2
@@ -332,6 +334,7 @@ def test_an_unknown_device_is_an_error_with_a_guess() -> None:
     assert gpu("H100-80GB").available(1) > gpu("h100-80gb").available(2)
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_is_killed_has_status_2(tmp_path: Path) -> None:
     script = tmp_path / "killing.py"
     script.write_text(
