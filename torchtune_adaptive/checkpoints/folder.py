@@ -1,6 +1,6 @@
 """The checkpoints in an output folder: which is the newest complete one, and which make way for it.
 
-Each is a folder with torchtune's name (``epoch_0``; ``epoch_0_step_500`` in mid-epoch; ``dist_epoch_0`` if
+Each is a folder with torchtune's name (``epoch_0``; ``epoch_0_step_500`` mid-epoch; ``dist_epoch_0`` if
 it was saved asynchronously) that holds everything that belongs together, the recipe state included. It is
 written in ``.saving`` and published by one rename (see ``durable``).
 """
@@ -82,7 +82,7 @@ class CheckpointFolder:
     Args:
         path: the folder.
         keep: how many of the newest checkpoints to keep. None for torchtune's way: every epoch's weights, the
-            recipe state of the newest, and of those in mid-epoch only the newest.
+            recipe state of the newest, and of the mid-epoch ones only the newest.
     """
 
     def __init__(self, path: Path, keep: int | None = None) -> None:
