@@ -23,7 +23,6 @@ from torchtune_adaptive.device import device_memory
 from torchtune_adaptive.plan.background import BackgroundPlanner
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.ranks.watchdog import Watchdog
-from torchtune_adaptive.schedule import IncreaseFunction, Schedule
 from torchtune_adaptive.search.context import SearchContext
 from torchtune_adaptive.search.decide import Batch, decide_batch
 from torchtune_adaptive.settings.batch import configured_batch
@@ -128,8 +127,9 @@ class Run:
         self.watchdog.enter("loading the data", patience=None)
         data = load_data(cfg, config.instantiate(cfg.tokenizer), loss_fn)
         order = SampleOrder(len(data.dataset), model.data_ranks, cfg.shuffle)
-        grow = self._grow
-        measures_noise = settings.gradient_noise != "off" or getattr(grow, "needs_noise", False)
+        measures_noise = settings.gradient_noise != "off" or getattr(
+            self._grow, "needs_noise", False
+        )
         step = self.train_step(model, optimizers, loss_fn, measures_noise)
         require_something_to_learn(data, step)
         context = SearchContext(
@@ -146,17 +146,31 @@ class Run:
         self._close_planner()
         if settings.search_only:
             return None
-        epochs = epochs_of(order.rows_per_rank, batch.start, self.progress.max_steps_per_epoch)
+        return self._training_loop(model, optimizers, context, batch, save)
+
+    def _training_loop(
+        self,
+        model: Model,
+        optimizers: Optimizers,
+        context: SearchContext,
+        batch: Batch,
+        save: Save,
+    ) -> TrainingLoop:
+        """The loop that trains with the batch that was decided on."""
+        cfg, settings, data, step = self._cfg, self.settings, context.data, context.step
+        epochs = epochs_of(
+            context.order.rows_per_rank, batch.start, self.progress.max_steps_per_epoch
+        )
         output_dir = Path(cfg.output_dir)
         events = Events(output_dir if self.environment.is_rank_zero else None)
-        noise = NoiseScale() if measures_noise else None
+        noise = NoiseScale() if step.options.measure_noise else None
         return TrainingLoop(
             runner=self._step_runner(step, batch.micro_batches, events),
-            adaptation=self._adaptation(batch, grow, optimizers, epochs, noise, events),
+            adaptation=self._adaptation(batch, optimizers, epochs, noise, events),
             loader=Loader(
                 data.dataset,
                 data.collate,
-                order,
+                context.order,
                 model.data_rank,
                 model.data_ranks,
                 batch.micro_batches,
@@ -201,7 +215,6 @@ class Run:
     def _adaptation(
         self,
         batch: Batch,
-        grow: Schedule | IncreaseFunction | None,
         optimizers: Optimizers,
         epochs: Epochs,
         noise: NoiseScale | None,
@@ -210,7 +223,12 @@ class Run:
         """How the batch and the learning rate change from here on; restored if the run is resumed."""
         settings, progress, saved = self.settings, self.progress, self.progress.training
         growth = Growth(
-            batch.start, batch.largest, grow, settings.grow_past_memory, epochs.rows, self.ranks
+            batch.start,
+            batch.largest,
+            self._grow,
+            settings.grow_past_memory,
+            epochs.rows,
+            self.ranks,
         )
         used = 0
         if saved:
@@ -228,7 +246,7 @@ class Run:
             start=batch.start.global_batch,
         )
         adaptation = Adaptation(growth, learning_rate, noise, epochs, events)
-        if grow is not None and not saved:
+        if self._grow is not None and not saved:
             adaptation.announce(progress.total_epochs)
         return adaptation
 

@@ -24,6 +24,7 @@ from torchtune_adaptive.search.context import SearchContext
 from torchtune_adaptive.search.probe import Probe, nothing_fits, probe_of
 from torchtune_adaptive.search.report import SearchReport
 from torchtune_adaptive.search.trial import SizeTrial, trial_line
+from torchtune_adaptive.search.worst_case import WorstCase
 from torchtune_adaptive.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.settings.fingerprint import search_facts
 
@@ -74,6 +75,13 @@ def find_batch_size(
         )
         found = _Search(run, probe, first, sizes, predictions).result(about, known)
     predictions.learn_from(found)
+    return _report(run, found, worst, time.perf_counter() - started)
+
+
+def _report(
+    run: SearchContext, found: SearchResult[SizeTrial], worst: WorstCase, seconds: float
+) -> SearchReport:
+    settings, configured, rows = run.settings, run.configured, run.order.rows_per_rank
     if found.size is None:
         raise nothing_fits(found.trials[-1], worst)
     after = split_for(settings, configured, found.size)
@@ -86,10 +94,10 @@ def find_batch_size(
         row_source=worst.source,
         device=run.step.memory.name,
         headroom=settings.headroom,
-        seconds=time.perf_counter() - started,
-        rows_per_rank=run.order.rows_per_rank,
+        seconds=seconds,
+        rows_per_rank=rows,
         lr=run.cfg.optimizer.get("lr"),
-        ceiling=what_limits(settings, configured, run.order.rows_per_rank),
+        ceiling=what_limits(settings, configured, rows),
     )
 
 
