@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import builtins
 import json
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+from tests.helpers.ranks import Alone
 from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.batching.strategies import SearchResult, Status
-from torchtune_adaptive.search.report import SearchReport
+from torchtune_adaptive.search.decide import _announce
+from torchtune_adaptive.search.report import JSON_NAME, PLOT_NAME, SearchReport
 from torchtune_adaptive.search.trial import RankReport, SizeTrial, trial_line
 
 GIB = 1 << 30
@@ -126,6 +131,18 @@ def test_the_plot_is_drawn_where_matplotlib_is(tmp_path: Path) -> None:
     paths = report().write(tmp_path)
     assert [path.suffix for path in paths] == [".json", ".png"]
     assert paths[1].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", [JSON_NAME, PLOT_NAME])
+def test_a_folder_in_the_way_of_the_report_is_a_warning(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "propagate", True)
+    (tmp_path / name).mkdir()
+    cfg = OmegaConf.create({"output_dir": str(tmp_path)})
+    _announce(SimpleNamespace(ranks=Alone(), cfg=cfg), report())  # type: ignore[arg-type]
+    assert "The report of the search was not written" in caplog.text and name in caplog.text
 
 
 def test_without_matplotlib_there_is_no_plot_and_no_error(
