@@ -15,7 +15,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo demo-oom test test-unit test-ranks test-all test-rest test-one check bench gpu clean
+.PHONY: demo demo-oom test test-unit test-ranks test-recipes test-all test-rest test-one check bench gpu clean
 .DEFAULT_GOAL := test
 
 # torch first, on its own, so that everything else gets the version pinned in constraints.txt.
@@ -44,16 +44,19 @@ demo-oom: $(READY)
 PYTEST := $(RUN) $(BIN)/python -m pytest
 SHARD ?= 0
 
-# In two lanes, because most of the time one core waits for the other; each prints when it is done.
+# In lanes, because processes of ranks wait for each other much of the time; each lane prints when it is done.
 test: $(READY)
-	@echo "Lint, types and unit tests run beside the tests with several ranks: about 5 minutes on 2 cores."
-	@$(MAKE) --no-print-directory -j 2 --output-sync=target test-unit test-ranks
+	@echo "Lint, types and unit tests, tests of ranks, and whole runs go on beside each other: about 5 minutes."
+	@$(MAKE) --no-print-directory -j 3 --output-sync=target test-unit test-ranks test-recipes
 
 test-unit: check
 	$(PYTEST) tests/unit --shard $(SHARD)
 
 test-ranks: $(READY)
-	$(PYTEST) tests/distributed tests/recipes tests/gpu --shard $(SHARD)
+	$(PYTEST) tests/distributed tests/gpu --shard $(SHARD)
+
+test-recipes: $(READY)
+	$(PYTEST) tests/recipes --shard $(SHARD)
 
 test-all: check
 	$(PYTEST) --exhaustive

@@ -252,6 +252,7 @@ def true_scale() -> float:
     return float(spread.square().sum() / tokens.sum() / mean.square().sum())
 
 
+@pytest.mark.exhaustive
 def test_over_many_steps_the_scale_is_the_true_one(exhaustive: bool) -> None:
     steps, tolerance = (500, 0.05) if exhaustive else (125, 0.1)  # halved by four times the steps
     truth = true_scale()

@@ -47,9 +47,11 @@ def attacked() -> None:
 
 
 def test_a_stranger_cannot_end_the_run_and_is_reported_once() -> None:
-    for rank in watch_ranks(attacked, 2, until_exit_of=[0, 1], timeout=60):
-        assert rank.exit_code == 0, rank.said
-        assert rank.said.count("no rank of this run has written") == 1, rank.said
+    ranks = watch_ranks(attacked, 2, until_exit_of=[0, 1], timeout=60)
+    assert [rank.exit_code for rank in ranks] == [0, 0], ranks
+    reports = [rank.said.count("no rank of this run has written") for rank in ranks]
+    # Between two looks of a rank, the true sign may have taken the stranger's place each time.
+    assert max(reports) == 1, ranks
 
 
 def reach(addresses: list[str]) -> list[bool]:

@@ -162,7 +162,7 @@ def run_killed_at(kind: str, cfg: DictConfig, method: str, number: int) -> None:
         ("full", ASYNCHRONOUS, "begin", 60),
         ("full", ASYNCHRONOUS, "publish", 5),
         ("full", ASYNCHRONOUS, "publish", 10),
-        ("lora", CASES["lora"][1], "begin", 20),
+        pytest.param("lora", CASES["lora"][1], "begin", 20, marks=pytest.mark.exhaustive),
         *(
             pytest.param("full", ASYNCHRONOUS, method, number, marks=pytest.mark.exhaustive)
             for method, numbers in {"begin": range(2, 80, 6), "publish": range(1, 13)}.items()

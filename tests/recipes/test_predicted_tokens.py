@@ -24,6 +24,7 @@ WHOLE = {"batch_size": 8, "gradient_accumulation_steps": 1}
 SPLIT = {"batch_size": 1, "gradient_accumulation_steps": 8}
 
 
+@pytest.mark.exhaustive
 def test_text_completion_trains_the_same_in_any_split(tmp_path: Path) -> None:
     runs = [
         run_ranks(run_ours, ranks, "full", tiny_config("full", tmp_path, **TEXT, **how), join=False)

@@ -20,6 +20,7 @@ from torchtune_adaptive.ranks.watchdog import EXIT_CODE
 LONG_ENOUGH = {"batch_size": 8, "max_steps_per_epoch": None, "clip_grad_norm": 1.0}
 
 
+@pytest.mark.exhaustive
 def test_a_neighbour_moves_in_and_out_and_the_losses_stay(tmp_path: Path) -> None:
     """What ``make demo-oom`` shows."""
     limited = {"adaptive_batching.memory_limit": "30MiB", "adaptive_batching.grow_back_after": 10}

@@ -38,7 +38,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "predict": ("lora", {"adaptive_batching.search": "predict"}),
 }
 COMBINED = [
-    ("full", "bf16, checkpointed", "accumulation", "any size"),
+    ("full", "bf16, checkpointed", "accumulation"),
     ("optimizer in backward", "packed", "bisect"),
     ("lora with dropout", "dora"),
 ]

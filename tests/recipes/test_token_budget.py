@@ -57,6 +57,7 @@ def test_three_ranks_and_one_agree(tmp_path: Path) -> None:
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_a_budget_of_ones_own_is_confirmed(tmp_path: Path) -> None:
     records = run(tmp_path, **{**BUDGET, "adaptive_batching.token_budget": 300})
     assert max(record["micro_batch_size"] for record in records) >= 3
@@ -124,6 +125,7 @@ def run_compiled(cfg: Any, backend: str) -> tuple[list[dict[str, float]], set[in
     return records, lengths, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_model_sees_few_lengths(tmp_path: Path, exhaustive: bool) -> None:
     # No limit on memory: on the simulated device, compiled regions run eager.
     changes = {**PLAIN, "batch_size": 24, "adaptive_batching.token_budget": 400}

@@ -64,7 +64,14 @@ def _number(value: Any) -> Any:
     return [float(part) for part in value] if isinstance(value, tuple) else float(value)
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        # torchao compiles the step of its optimizer, which takes a quarter of a minute.
+        pytest.param(make, id=name, marks=[pytest.mark.exhaustive] if "8-bit" in name else [])
+        for name, make in OPTIMIZERS.items()
+    ],
+)
 @pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
 def test_every_bit_is_restored(make: Callable[[Any], torch.optim.Optimizer], resumed: bool) -> None:
     built = model()
