@@ -87,6 +87,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return folder, records
 
 
+@pytest.mark.exhaustive
 def test_the_schedule_ends_where_it_should_and_no_sample_is_lost(tmp_path: Path) -> None:
     changes = {**WITHIN_EPOCHS, "max_steps_per_epoch": None, "epochs": 2}
     changes |= {"adaptive_batching.lr_scaling": "none", "dataset.split": "train[:320]"}
