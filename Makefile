@@ -46,7 +46,7 @@ SHARD ?= 0
 
 # In lanes, because processes of ranks wait for each other much of the time; each lane prints when it is done.
 test: $(READY)
-	@echo "Lint, types and unit tests, tests of ranks, and whole runs go on beside each other: about 5 minutes."
+	@echo "Running lint, types and unit tests, tests of ranks, and whole runs in parallel: about 5 minutes."
 	@$(MAKE) --no-print-directory -j 3 --output-sync=target test-unit test-ranks test-recipes
 
 test-unit: check

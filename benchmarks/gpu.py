@@ -6,7 +6,7 @@
 
 A machine with a GPU may be lent for minutes. So no piece takes longer than ``LIMIT`` seconds, and each is on
 disk, and in the report, as soon as it has ended. A piece that failed is run again by the next call. What was
-measured on another device, torch or commit is not mixed in: then all pieces are run anew.
+measured on another device, torch or commit is not mixed in: then all pieces are run again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from torchtune_adaptive.durable import atomically
 
 LIMIT = 520.0
 ROOT = Path(__file__).parent.parent
@@ -89,11 +91,11 @@ class Progress:
 
     def add(self, piece: Piece, result: Result) -> None:
         self.results[piece.name] = result
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self._path.with_suffix(".new")
         results = {name: asdict(result) for name, result in self.results.items()}
-        beside.write_text(json.dumps({"machine": self.machine, "results": results}, indent=1))
-        beside.replace(self._path)
+        with atomically(self._path) as temporary:
+            temporary.write_text(
+                json.dumps({"machine": self.machine, "results": results}, indent=1)
+            )
 
 
 def run(piece: Piece, limit: float) -> Result:
@@ -162,7 +164,7 @@ def machine() -> str | None:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--list", action="store_true", help="list the pieces and exit")
-    arguments.add_argument("--fresh", action="store_true", help="run all pieces anew")
+    arguments.add_argument("--fresh", action="store_true", help="run all pieces again")
     asked = arguments.parse_args()
     if asked.fresh:
         STATE.unlink(missing_ok=True)

@@ -59,9 +59,8 @@ def _arguments(given: list[str]) -> list[str]:
         option, _, name = argument.partition("=")
         if option == "--config" and (name or given):
             name = name or given.pop(0)
-            load_config(
-                name
-            )  # or the parser would end in a traceback where the file cannot be read
+            # Or the parser would end in a traceback where the file cannot be read.
+            load_config(name)
             arguments += ["--config", str(find_config(name))]
         elif argument.startswith(("-", "~")):
             arguments.append(argument)

@@ -97,7 +97,7 @@ def test_settings_in_combination_are_torchtunes(
     number: int, tmp_path: Path, exhaustive: bool, shard: int
 ) -> None:
     if not exhaustive and (number + shard) % len(COMBINED) > 1:
-        pytest.skip("another sample's (SHARD)")
+        pytest.skip("in the sample of another SHARD")
     names = COMBINED[number]
     changes = {key: value for name in names for key, value in FULL[name].items()}
     assert_same_run("full", tmp_path, changes)

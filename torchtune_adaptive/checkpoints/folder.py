@@ -226,9 +226,8 @@ class CheckpointFolder:
                 found.append(Checkpoint(folder, durable.read_manifest(folder)))
             except Damaged as reason:
                 if (folder / TORCH_METADATA).is_file():
-                    found.append(
-                        Checkpoint(folder, None)
-                    )  # torchtune's, which is complete with this
+                    # torchtune's, which is complete with this.
+                    found.append(Checkpoint(folder, None))
                 elif unusable is not None:
                     unusable.append(f"{folder.name} ({reason})")
         return found

@@ -85,9 +85,8 @@ class AcceleratorMemory(DeviceMemory):
         _empty_host_cache()
 
     def record_history(self, enabled: bool) -> None:
-        if (
-            self._device.type == "cuda"
-        ):  # private, and the only way; torchtune's recipes use it as well
+        # Private, and the only way; torchtune's recipes use it as well.
+        if self._device.type == "cuda":
             torch.cuda.memory._record_memory_history(enabled="all" if enabled else None)
 
 

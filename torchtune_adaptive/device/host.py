@@ -38,9 +38,8 @@ def check_host_memory(nbytes: int) -> None:
     """
     if nbytes < _NOTICED:
         return
-    pinned = (
-        1 << (nbytes - 1).bit_length()
-    )  # the allocator of pinned memory rounds to powers of two
+    # The allocator of pinned memory rounds up to powers of two.
+    pinned = 1 << (nbytes - 1).bit_length()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     memory = psutil.virtual_memory()
     if memory.available - pinned * ranks < _RESERVE * memory.total:

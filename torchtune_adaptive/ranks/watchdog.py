@@ -1,9 +1,9 @@
-"""Notice a rank that died or hangs, name it and its phase, and stop: long before the process group would.
+"""Detects a rank that died or hangs, reports it and its phase, and stops long before the process group would.
 
-Each rank has a thread that publishes where its main thread is, and reads the same of the others. Two
+Each rank has a thread that publishes what its main thread is doing, and reads what the others publish. Two
 things make a rank lost: it sends no sign of life for ``limit`` seconds (killed, stopped, its machine
 gone), or it stays where it is while the others are past that point and wait for it (a hang), for longer
-than the phase allows. Then every other rank says so and exits, whatever its main thread is waiting in;
+than the phase allows. Then every other rank reports it and exits, whatever its main thread is waiting in;
 the launcher sees the exit and ends the run.
 
 Nothing here touches the device or delays a step: the main thread writes a few attributes, no more.
@@ -71,10 +71,10 @@ class Watchdog:
         self._others: dict[int, Sign] = {}
         self._warned = False
 
-    # --- what the main thread says ------------------------------------------------------------------
+    # --- called by the main thread ------------------------------------------------------------------
 
     def tick(self) -> None:
-        """One more thing done that every rank does."""
+        """Count one more operation that every rank performs."""
         self._progress += 1
 
     def enter(self, phase: str, patience: float | None) -> None:
@@ -129,9 +129,8 @@ class Watchdog:
         assert store is not None
         with suppress(Exception):  # nobody may be left
             store.set(_left(self._ranks.rank), "")
-            if (
-                self._ranks.rank == 0
-            ):  # the host: the others' last calls, and their reading of why, need it
+            # The host leaves last: the others still need it for their last calls, and to read why it ends.
+            if self._ranks.rank == 0:
                 patience = self._limit if self._stopped == DONE else 2 * self._beat
                 others = [_left(rank) for rank in range(1, self._ranks.size)]
                 store.wait(others, timedelta(seconds=patience))
@@ -151,7 +150,7 @@ class Watchdog:
                     self._stop(f"rank 0, which hosts the signs of life, does not answer ({error})")
                 return
             verdict = lost_rank(self._own(), self._others, time.monotonic(), self._limit)
-            # If all ranks end for the same reason, each says it better itself: give this one a moment.
+            # If all ranks end for the same reason, each reports it better itself: give this one a moment.
             if verdict is not None and not self._closing.wait(_SLOWEST_BEAT):
                 self._stop(verdict)
         self._publish()  # its last sign

@@ -98,7 +98,11 @@ class Adaptation:
     def announce(self, total_epochs: int) -> None:
         """Log what lies ahead of a run whose batch may grow."""
         steps = self.growth.steps_ahead(self.epochs, total_epochs)
-        run = f"the run will take {steps}" if steps else "the run will take fewer"
+        run = (
+            f"the run will take {steps}"
+            if steps
+            else "how many the run takes depends on its course"
+        )
         log.info(
             f"The batch starts at {self.growth.start.micro_batch} rows and may grow; the largest that fits "
             f"is {self.growth.largest}. The base schedule has {total_epochs * self.epochs.base_steps} "

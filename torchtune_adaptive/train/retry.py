@@ -56,6 +56,8 @@ class StepRunner:
     """The micro-batches of the last step."""
     retried_steps: int = field(init=False, default=0)
     allocation_retries: int = field(init=False, default=0)
+    _waited: float = field(init=False, default=0.0)
+    """Seconds of waiting for memory in this step."""
 
     def begin(self, split: Split) -> None:
         """Use the full size of a batch from the next step on."""
