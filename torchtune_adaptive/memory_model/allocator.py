@@ -50,10 +50,6 @@ class Block:
         self.before: Block | None = None
         self.behind: Block | None = None
 
-    def __lt__(self, other: Block) -> bool:
-        """The order in which free blocks are taken."""
-        return (self.size, self.address) < (other.size, other.address)
-
 
 class Allocator:
     """The caching allocator of one device, in numbers.
@@ -66,7 +62,8 @@ class Allocator:
     def __init__(self, limit: int | None = None, expandable: bool = False) -> None:
         self._limit = limit
         self._expandable = expandable
-        self._free: dict[Pool, list[Block]] = {}
+        # Sorted: in the order in which free blocks are taken. Addresses differ, so blocks are never compared.
+        self._free: dict[Pool, list[tuple[int, int, Block]]] = {}
         self._last: dict[Pool, Block] = {}  # of each expandable segment
         self._next_address = 0
         self.allocated = self.peak_allocated = 0
@@ -109,7 +106,7 @@ class Allocator:
     def release(self) -> None:
         """Return segments without a block in use to the device (``empty_cache``)."""
         for blocks in self._free.values():
-            for block in list(blocks):
+            for _, _, block in list(blocks):
                 if self._expandable:
                     self._shrink(block)
                 elif block.before is None and block.behind is None:
@@ -121,11 +118,13 @@ class Allocator:
         self.peak_allocated, self.peak_reserved, self.retries = self.allocated, self.reserved, 0
 
     def _take(self, pool: Pool, size: int) -> Block | None:
-        blocks = self._free.get(pool, [])
-        at = bisect_left(blocks, (size, -1), key=lambda block: (block.size, block.address))
-        if at + 1 < len(blocks) and blocks[at] is self._last.get(pool):
+        blocks = self._free.get(pool)
+        if not blocks:
+            return None
+        at = bisect_left(blocks, (size,))
+        if at + 1 < len(blocks) and blocks[at][2] is self._last.get(pool):
             at += 1  # the end of an expandable segment is left to what fits nowhere else
-        return blocks.pop(at) if at < len(blocks) else None
+        return blocks.pop(at)[2] if at < len(blocks) else None
 
     def _reserve(self, pool: Pool, size: int) -> Block | None:
         _, small = pool
@@ -211,8 +210,8 @@ class Allocator:
 
     def _remember(self, block: Block) -> None:
         block.free = True
-        insort(self._free.setdefault(block.pool, []), block)
+        insort(self._free.setdefault(block.pool, []), (block.size, block.address, block))
 
     def _forget(self, block: Block) -> None:
         blocks = self._free[block.pool]
-        del blocks[bisect_left(blocks, block)]
+        del blocks[bisect_left(blocks, (block.size, block.address))]

@@ -78,16 +78,34 @@ class StartUp:
         return held
 
 
-def peak(
-    start_up: StartUp, step: RecordedStep, rows: int, length: int, device: DeviceLimits
-) -> Peak:
-    """The peak of a step on a device, in a run whose earlier steps had the same size."""
-    moment = _highest_moment(start_up, step, device)
-    live = sum(moment.parts.values())
-    allocated = reserved = live
+class Held(NamedTuple):
+    """The highest amounts that the allocator holds during a step."""
+
+    allocated: int
+    reserved: int
+
+
+def held(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> Held:
+    """What a step takes on a device, in a run whose earlier steps had the same size."""
     if device.caching:
         allocated, reserved = _replay(start_up, step, device)
-    reserved = round(reserved * device.correction)
+    else:
+        allocated = reserved = sum(_highest_moment(start_up, step, device).parts.values())
+    return Held(allocated, round(reserved * device.correction))
+
+
+def peak(
+    start_up: StartUp,
+    step: RecordedStep,
+    rows: int,
+    length: int,
+    device: DeviceLimits,
+    known: Held | None = None,
+) -> Peak:
+    """The same, and what it consists of; ``known`` is what ``held`` has found."""
+    moment = _highest_moment(start_up, step, device)
+    live = sum(moment.parts.values())
+    allocated, reserved = known or held(start_up, step, device)
     return Peak(
         rows=rows,
         length=length,

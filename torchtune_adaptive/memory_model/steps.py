@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torchtune_adaptive.time_model import operations
+from torchtune_adaptive.time_model.operations import StepOperations
+
 
 class MemoryEvent(NamedTuple):
     """An allocation or, if ``nbytes`` is -1, the release of a block."""
@@ -33,6 +36,8 @@ class RecordedStep(NamedTuple):
 
     events: list[MemoryEvent]
     labels: dict[int, Label]
+    operations: StepOperations | None = None
+    """What it computes and moves, where that was noted."""
 
     def renumbered(self) -> RecordedStep:
         """The same step with blocks numbered from 1, to compare it with others.
@@ -61,6 +66,7 @@ def packed_up(step: RecordedStep) -> dict[str, Any]:
         "events": [list(event) for event in step.events],
         "kinds": [list(label) for label in kinds],
         "labels": [[block, kinds[label]] for block, label in step.labels.items()],
+        "operations": operations.packed_up(step.operations) if step.operations else None,
     }
 
 
@@ -68,7 +74,9 @@ def unpacked(packed: Mapping[str, Any]) -> RecordedStep:
     """The step that was packed up."""
     kinds = [Label(*kind) for kind in packed["kinds"]]
     events = [MemoryEvent(*event) for event in packed["events"]]
-    return RecordedStep(events, {block: kinds[number] for block, number in packed["labels"]})
+    labels = {block: kinds[number] for block, number in packed["labels"]}
+    noted = packed["operations"]
+    return RecordedStep(events, labels, operations.unpacked(noted) if noted else None)
 
 
 class NotRegular(Exception):
@@ -114,7 +122,7 @@ class Bilinear:
             raise ValueError(f"traces of rows of {low} tokens say nothing about {length}")
         sizes = _line(by_length[0], by_length[-1], low, high, length)
         events = [
-            event if event.nbytes < 0 else event._replace(nbytes=max(0, round(nbytes)))
+            event if event[1] < 0 else MemoryEvent(event[0], max(0, round(nbytes)), event[2])
             for event, nbytes in zip(self._first.events, sizes, strict=True)
         ]
         return RecordedStep(events, self._first.labels)

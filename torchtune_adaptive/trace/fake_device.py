@@ -10,27 +10,51 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from torchtune_adaptive.time_model.operations import HOST_WAIT, RECORD, WAIT
+
 NAME = "fakegpu"
 _BACKEND = "fake_ranks"
 
 
+class Listener(Protocol):
+    """Is told what streams and events do, and of copies that are only pretended."""
+
+    def synchronise(self, kind: str, stream: int, event: int) -> None: ...
+
+    def copied(self, nbytes: int) -> None: ...
+
+
+listener: Listener | None = None
+_events = count(1)
+
+
 class FakeEvent:
-    """An event that has always happened: nothing runs."""
+    """An event that has always happened: nothing runs. Only the listener learns of it."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.number = 0
 
-    def record(self, stream: FakeStream | None = None) -> None: ...
+    def record(self, stream: FakeStream | None = None) -> None:
+        self.number = next(_events)
+        self._tell(RECORD, stream)
 
-    def wait(self, stream: FakeStream | None = None) -> None: ...
+    def wait(self, stream: FakeStream | None = None) -> None:
+        self._tell(WAIT, stream)
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self._tell(HOST_WAIT, None)
+
+    def _tell(self, kind: str, stream: FakeStream | None) -> None:
+        if listener is not None and self.number:
+            listener.synchronise(kind, (stream or current_stream()).number, self.number)
 
     def query(self) -> bool:
         return True
@@ -47,14 +71,20 @@ class FakeStream:
         self.number = self.stream_id = FakeStream.made
         FakeStream.made += 1
 
-    def wait_stream(self, stream: FakeStream) -> None: ...
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.wait_event(stream.record_event())
 
-    def wait_event(self, event: FakeEvent) -> None: ...
+    def wait_event(self, event: FakeEvent) -> None:
+        event.wait(self)
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        return event or FakeEvent()
+        event = event or FakeEvent()
+        event.record(self)
+        return event
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        if listener is not None:
+            listener.synchronise(HOST_WAIT, self.number, 0)
 
     def is_capturing(self) -> bool:
         return False
@@ -160,10 +190,15 @@ class _OnHost:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._like = (tensor.shape, tensor.stride())
         self._dtype = tensor.dtype
+        self._nbytes = tensor.numel() * tensor.element_size()
 
-    def copy_(self, *_: Any, **__: Any) -> None: ...
+    def copy_(self, *_: Any, **__: Any) -> None:
+        if listener is not None:
+            listener.copied(self._nbytes)
 
     def to(self, *_: Any, **__: Any) -> torch.Tensor:
+        if listener is not None:
+            listener.copied(self._nbytes)
         return torch.empty_strided(*self._like, dtype=self._dtype, device=torch.device(NAME, 0))
 
 

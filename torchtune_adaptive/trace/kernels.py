@@ -18,7 +18,13 @@ def _flash_backward(_grad: Any, query: torch.Tensor, *_: Any) -> list[int]:
     return [batch * length * heads * (-(-dim // unit) * unit) * 4, batch * heads * length * 4]
 
 
+def _masked_scatter(values: torch.Tensor, *_: Any) -> list[int]:
+    """The prefix sums of the mask, in 64 bits."""
+    return [values.numel() * 8]
+
+
 WORKSPACES: dict[Any, Callable[..., list[int]]] = {
+    _aten.masked_scatter.default: _masked_scatter,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
 }
 

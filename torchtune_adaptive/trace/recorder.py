@@ -22,6 +22,7 @@ from torchtune_adaptive.device.memory import plain_tensors
 from torchtune_adaptive.device.simulated import allocates
 from torchtune_adaptive.memory_model.steps import Label, MemoryEvent, RecordedStep
 from torchtune_adaptive.trace import fake_device, kernels
+from torchtune_adaptive.trace.operation_log import OperationLog
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -54,6 +55,8 @@ class Recorder:
         # gradients out of place.
         self.simulated = device.type == "cpu"
         self.listening = not self.simulated
+        self.log: OperationLog | None = None
+        """Notes what operations compute and move, while there is one."""
         self._blocks: dict[int, tuple[Any, int, int]] = {}  # by storage: reference, block, bytes
         self._last_block = 0
 
@@ -72,6 +75,11 @@ class Recorder:
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         return id(storage) in self._blocks
+
+    def block_of(self, storage: torch.UntypedStorage) -> int:
+        """The number of the block that a storage lies in; 0 if it is not on the device."""
+        known = self._blocks.get(id(storage))
+        return known[1] if known else 0
 
     def relabel(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Correct the category of tensors, where it is only known later."""
@@ -135,6 +143,8 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._recorder = recorder
         self._pausing = 0
+        self.replaced: dict[Any, Callable[..., Any]] = {}
+        """Operations whose result has a shape that depends on values, and what makes it instead."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -154,9 +164,11 @@ class Watch(TorchDispatchMode):
             return args[0]  # host memory is not traced
         if func is _RECORD_STREAM:
             return None  # would delay the release until another stream is done
-        if func is _SCALAR:
-            return _any_value(args[0].dtype)
         recorder = self._recorder
+        if func is _SCALAR:
+            if recorder.log is not None and not self._pausing:
+                recorder.log.read_by_host(args[0])
+            return _any_value(args[0].dtype)
         if self._pausing or not recorder.listening:
             return func(*args, **kwargs)
         in_place = (
@@ -165,17 +177,18 @@ class Watch(TorchDispatchMode):
             and not kwargs
             and _is_accumulation(args, recorder)
         )
-        result = func(*args, **kwargs)
+        result = self.replaced.get(func, func)(*args, **kwargs)
         if in_place:
             recorder.hand_over(args[0].untyped_storage(), result.untyped_storage())
-        if not allocates(func):
-            return result
-        name = str(func)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == recorder.device.type:
-                recorder.see(tensor.untyped_storage(), name)
-        if func in kernels.WORKSPACES:
-            recorder.workspace(kernels.WORKSPACES[func](*args), name)
+        if allocates(func):
+            name = str(func)
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, torch.Tensor) and tensor.device.type == recorder.device.type:
+                    recorder.see(tensor.untyped_storage(), name)
+            if func in kernels.WORKSPACES and not recorder.simulated:
+                recorder.workspace(kernels.WORKSPACES[func](*args), name)
+        if recorder.log is not None:
+            recorder.log.note(func, args, kwargs, result)
         return result
 
 

@@ -7,27 +7,26 @@ is no prediction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torchtune import config, training
 
-from torchtune_adaptive.cache import Cache, cache_folder, libraries, package_fingerprint
 from torchtune_adaptive.device.simulated import SimulatedMemory
-from torchtune_adaptive.errors import NoPrediction
+from torchtune_adaptive.kinds.recipe_kind import RecipeKind, recipe_kind
 from torchtune_adaptive.memory_model.peak import DeviceLimits, StartUp, peak
 from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.settings.kinds import kind_of
 from torchtune_adaptive.setup.environment import Environment
-from torchtune_adaptive.setup.kinds import recipe_kind
-from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
-from torchtune_adaptive.step.objective import NextTokenPrediction
+from torchtune_adaptive.setup.optimizer import build_optimizers
+from torchtune_adaptive.setup.switches import build_switches
 from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.trace import fake_device
-from torchtune_adaptive.trace.recorder import Recorder, Watch
+from torchtune_adaptive.trace.passed_check import PassedCheck
+from torchtune_adaptive.trace.sums_check import check_sums, no_prediction
 from torchtune_adaptive.trace.tracer import Tracer
 
 _FIRST = (2, 32)
@@ -63,11 +62,8 @@ def check_method(cache: bool | str) -> None:
     Raises:
         NoPrediction: it does not work.
     """
-    passed: Cache[bool] = Cache(
-        cache_folder(cache, "self_checks"), "self-check", lambda value: value is True
-    )
-    facts = {"libraries": libraries(), "code": package_fingerprint()}
-    if passed.get(facts):
+    passed = PassedCheck(cache)
+    if passed.is_known():
         return
     fake_device.device()  # first: autograd counts the devices at its first backward pass
     cfg = OmegaConf.create(SMALL_RUN)
@@ -78,36 +74,39 @@ def check_method(cache: bool | str) -> None:
         dist.destroy_process_group()
     traced = traced_peaks(Tracer(cfg, ranks=1), _SIZES)
     if traced != measured:
-        raise _no_prediction(
+        raise no_prediction(
             f"steps of {_SIZES} rows and tokens took {list(measured.values())} bytes instead of "
             f"{list(traced.values())}"
         )
-    if (made := _gradients_made()) != _GRADIENTS_MADE:
-        raise _no_prediction(
-            f"the sum of three gradients took {made} allocations instead of {_GRADIENTS_MADE}"
-        )
-    passed.put(facts, True)
+    check_sums()
+    passed.remember()
 
 
-def _no_prediction(reason: str) -> NoPrediction:
-    return NoPrediction(
-        f"With torch {torch.__version__} the memory of a step cannot be predicted: on the self-check model, "
-        f"{reason}. Use a torch version that this package was tested with (see its README), or search on "
-        "the device (adaptive_batching.search=extrapolate)."
-    )
-
-
-def measured_peaks(cfg: DictConfig, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
+def measured_peaks(
+    cfg: DictConfig,
+    sizes: Iterable[tuple[int, int]],
+    make_batch: Callable[[int, int], dict[str, Any]] | None = None,
+) -> dict[tuple[int, int], int]:
     """Peak bytes by (rows, length), of training with random weights on the simulated device.
 
     The process group must exist.
+
+    Args:
+        cfg: the config.
+        sizes: to measure at.
+        make_batch: of a size; by default, of text.
     """
     memory = SimulatedMemory(1 << 40)
-    step = _real_step(cfg, memory)
+    kind = _real_kind(cfg)
+    step = _real_step(kind, memory)
+
+    def text(rows: int, length: int) -> dict[str, Any]:
+        batch = kind.rows().imagined(rows, length, simulated=True)
+        tokens = torch.randint(0, cfg.model.vocab_size, batch["tokens"].shape)
+        return {**batch, "tokens": tokens, "labels": tokens.clone()}
 
     def take(rows: int, length: int) -> None:
-        tokens = torch.randint(0, cfg.model.vocab_size, (rows, length))
-        batch = {"tokens": tokens, "labels": tokens.clone()}
+        batch = (make_batch or text)(rows, length)
         for _ in range(cfg.gradient_accumulation_steps):
             step.forward_backward(batch)
         step.apply()
@@ -122,24 +121,37 @@ def measured_peaks(cfg: DictConfig, sizes: Iterable[tuple[int, int]]) -> dict[tu
     return peaks
 
 
-def _real_step(cfg: DictConfig, memory: SimulatedMemory) -> TrainStep:
+def _real_kind(cfg: DictConfig) -> RecipeKind:
+    device = torch.device("cpu")
+    dtype = training.get_dtype(cfg.dtype, device)
+    environment = Environment(device, dtype, dist.get_rank(), dist.get_world_size())
+    return recipe_kind(kind_of(cfg), cfg, environment)
+
+
+def _random_weights(cfg: DictConfig, block: str) -> dict[str, Any]:
+    """As a checkpoint has them: without adapters."""
+    weights: dict[str, Any] = config.instantiate(cfg[block]).state_dict()
+    return {k: v for k, v in weights.items() if "lora" not in k and "magnitude" not in k}
+
+
+def _real_step(kind: RecipeKind, memory: SimulatedMemory) -> TrainStep:
     """The step of a recipe, with random weights instead of a checkpoint."""
-    environment = Environment(
-        torch.device("cpu"), torch.float32, dist.get_rank(), dist.get_world_size()
-    )
-    weights: dict[str, Any] = config.instantiate(cfg.model).state_dict()
-    base = {k: v for k, v in weights.items() if "lora" not in k and "magnitude" not in k}
-    model = recipe_kind(cfg).build(cfg, environment, {training.MODEL_KEY: base})
+    cfg, environment = kind.cfg, kind.environment
+    model = kind.model({training.MODEL_KEY: _random_weights(cfg, "model")})
+    frozen = kind.frozen([_random_weights(cfg, each.model) for each in kind.about.frozen])
     optimizers = build_optimizers(cfg, environment, model.module, None)
+    objective = kind.objective(model.module, frozen)
     return TrainStep(
         model=model.module,
-        objective=NextTokenPrediction(build_loss(cfg, environment, model.module)),
+        objective=objective,
         optimizers=optimizers.steppers,
         device=environment.device,
         memory=memory,
         ranks=Ranks(timeout=20),
         options=StepOptions(
-            clip_grad_norm=cfg.clip_grad_norm, optimizer_in_backward=optimizers.in_backward
+            switches=build_switches(cfg, environment, model.module, objective),
+            clip_grad_norm=cfg.clip_grad_norm,
+            optimizer_in_backward=optimizers.in_backward,
         ),
     )
 
@@ -149,20 +161,3 @@ def traced_peaks(tracer: Tracer, sizes: Iterable[tuple[int, int]]) -> dict[tuple
     start_up = StartUp(tracer.set_up, tracer.take_step(*_FIRST))
     device = DeviceLimits("simulated device", 1 << 40, caching=False)
     return {size: peak(start_up, tracer.take_step(*size), *size, device).live for size in sizes}
-
-
-_GRADIENTS_MADE = 4
-"""Each of the three, and the one that they flow into; their sum is in place."""
-
-
-def _gradients_made() -> int:
-    """The allocations of a small backward pass on the fake device that sums three gradients."""
-    device = fake_device.device()
-    recorder = Recorder(device)
-    with FakeTensorMode(), Watch(recorder):
-        leaf = torch.empty(1024, device=device, requires_grad=True)
-        inner = leaf * 1
-        end = (inner * 2 + inner * 3 + inner * 4).sum()
-        recorder.take_events()
-        end.backward()
-    return sum(event.nbytes == leaf.nbytes for event in recorder.take_events().events)

@@ -9,14 +9,27 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchtune_adaptive.setup.environment import Environment
-from torchtune_adaptive.setup.model import initialize_ropes, parameters_by_name
 
+def fill(
+    model: nn.Module, device: torch.device, parameters: dict[str, nn.Parameter] | None = None
+) -> None:
+    """Allocate the parameters on the device, as loading a checkpoint would. Tied ones stay tied.
 
-def fill(model: nn.Module, device: torch.device) -> None:
-    """Allocate the parameters on the device, as loading a checkpoint would."""
+    Args:
+        model: on the meta device.
+        device: where its parameters are put.
+        parameters: by the names under which the model loads them, where these are not their own.
+    """
+    if parameters is None:
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+    made: dict[int, nn.Parameter] = {}
 
     def filled(parameter: torch.Tensor) -> nn.Parameter:
+        if id(parameter) not in made:
+            made[id(parameter)] = new(parameter)
+        return made[id(parameter)]
+
+    def new(parameter: torch.Tensor) -> nn.Parameter:
         trained = parameter.requires_grad
         if isinstance(parameter, DTensor):
             local = _empty(parameter._local_tensor, device)
@@ -26,21 +39,14 @@ def fill(model: nn.Module, device: torch.device) -> None:
         return nn.Parameter(parameter, requires_grad=trained)
 
     model.load_state_dict(
-        {name: filled(value) for name, value in parameters_by_name(model).items()},
+        {name: filled(value) for name, value in parameters.items()},
         strict=False,
         assign=True,
     )
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
+            if buffer is not None and buffer.device.type != device.type:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-
-
-def initialize_fake_ropes(model: nn.Module, environment: Environment) -> None:
-    for module in model.modules():
-        if hasattr(module, "apply_scaling"):  # Llama 3.1's reads values, and fake tensors have none
-            module.apply_scaling = lambda freqs, *_, **__: torch.empty_like(freqs)  # type: ignore
-    initialize_ropes(model, environment)
 
 
 def _empty(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,220 @@
+"""The time model: a roofline for each operation, replayed over streams."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from torchtune_adaptive.memory_model.gpus import GPUS
+from torchtune_adaptive.time_model import devices
+from torchtune_adaptive.time_model.devices import SPEEDS, speeds_of_gpu, with_power
+from torchtune_adaptive.time_model.operations import (
+    ATTENTION,
+    COLLECTIVE,
+    COPY,
+    GEMM,
+    HOST_WAIT,
+    MEMORY,
+    RECORD,
+    WAIT,
+    DifferentOperations,
+    Operation,
+    StepOperations,
+    at_rows,
+    packed_up,
+    unpacked,
+)
+from torchtune_adaptive.time_model.replay import LAUNCHES, step_time
+from torchtune_adaptive.time_model.roofline import seconds
+from torchtune_adaptive.time_model.speed import Pace, speed
+
+A100 = SPEEDS["a100-80gb"]
+FAST_HOST = replace(A100, launch=0.0, kernel=0.0)
+MEBIBYTE = 1 << 20
+
+
+def gemm(m: float, n: float = 4096, k: float = 4096, **more) -> Operation:  # type: ignore[no-untyped-def]
+    flops, nbytes = 2.0 * m * n * k, 2.0 * (m * k + k * n + m * n)
+    sized = {"flops": flops, "nbytes": nbytes, "fused_bytes": nbytes, "shape": (1, m, n, k)}
+    return Operation(GEMM, "mm", "forward", 0, "bfloat16", **{**sized, **more})
+
+
+def moved(nbytes: float, stream: int = 0, **more) -> Operation:  # type: ignore[no-untyped-def]
+    sized = {"nbytes": nbytes, "fused_bytes": nbytes}
+    return Operation(MEMORY, "mul", "forward", stream, "bfloat16", **{**sized, **more})
+
+
+def gathered(nbytes: float, stream: int) -> Operation:
+    return Operation(COLLECTIVE, "_allgather_base_", "forward", stream, nbytes=nbytes)
+
+
+def record(event: int, stream: int = 0) -> Operation:
+    return Operation(RECORD, "", "forward", stream, event=event)
+
+
+def wait(event: int, stream: int = 0) -> Operation:
+    return Operation(WAIT, "", "forward", stream, event=event)
+
+
+def took(*operations: Operation, ranks: int = 8, speeds: devices.Speeds = FAST_HOST) -> float:
+    return step_time(StepOperations([list(operations)], []), speeds, ranks, 1).seconds
+
+
+def test_every_gpu_has_a_speed() -> None:
+    assert SPEEDS.keys() == GPUS.keys()
+    for one in SPEEDS.values():
+        assert 0.3 < one.gemm < 1 and all(0.1 < share < 1 for share in one.attention)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H200", "h200-141gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
+        ("NVIDIA L4", "l4-24gb"),
+        ("NVIDIA L40S", "l40s-48gb"),
+        ("Tesla T4", "t4-16gb"),
+        ("AMD Instinct MI300X", "mi300x-192gb"),
+        ("NVIDIA GH200 480GB", "gh200-96gb"),
+        ("Ascend 910B", None),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_that_torch_gives_it(name: str, expected: str | None) -> None:
+    found = speeds_of_gpu(name)
+    assert (found.name if found else None) == expected
+
+
+def test_an_operation_takes_what_it_computes_or_what_it_moves() -> None:
+    large, thin = gemm(8192), gemm(8192, n=8)
+    assert seconds(large, A100, 1, False) > large.flops / (A100.half or 0)
+    assert seconds(thin, A100, 1, False) == pytest.approx(
+        thin.nbytes / (A100.bandwidth * devices.STREAMING)
+    )
+    assert seconds(moved(8), A100, 1, False) == A100.kernel
+    in_fp32 = large._replace(dtype="float32")
+    assert seconds(in_fp32, A100, 1, False) > 10 * seconds(large, A100, 1, False)
+
+
+def test_products_that_leave_processors_without_a_tile_are_slower() -> None:
+    full = gemm(128 * 108, 256, 4096)  # a tile for each processor
+    one_more = gemm(128 * 109, 256, 4096)
+    assert seconds(one_more, A100, 1, False) > 1.1 * seconds(full, A100, 1, False)
+
+
+def test_less_power_computes_less_and_moves_as_much() -> None:
+    slower = with_power(A100, "slower", 0.5)
+    assert seconds(gemm(8192), slower, 1, False) > 1.4 * seconds(gemm(8192), A100, 1, False)
+    assert seconds(moved(1e9), slower, 1, False) == seconds(moved(1e9), A100, 1, False)
+
+
+def test_collectives_take_the_slowest_link() -> None:
+    one, eight, many = (seconds(gathered(1e9, 1), A100, n, False) for n in (1, 8, 64))
+    assert one == 0.0 and 0 < eight < many
+    reduced = gathered(1e9, 1)._replace(name="allreduce_")
+    assert seconds(reduced, A100, 8, False) > 1.9 * eight
+
+
+def test_communication_hides_behind_computation() -> None:
+    compute = gemm(16384)
+    alone = seconds(compute, FAST_HOST, 8, False)
+    hidden = took(gathered(1e8, 1), record(1, 1), compute, wait(1), compute)
+    assert hidden == pytest.approx(2 * alone, rel=1e-3)
+    updated = (record(2), wait(2, 1))  # what is gathered is what the step before has updated
+    exposed = took(*updated, gathered(1e10, 1), record(1, 1), compute, wait(1), compute)
+    assert exposed == pytest.approx(
+        seconds(gathered(1e10, 1), FAST_HOST, 8, False) + alone, rel=1e-3
+    )
+
+
+def test_a_step_of_many_short_kernels_waits_for_launches() -> None:
+    step = StepOperations([[moved(8)] * 1000], [])
+    time = step_time(step, A100, 1, 1)
+    assert time.seconds == pytest.approx(1000 * A100.launch, rel=0.01)
+    assert time.parts[LAUNCHES] > 0.5 * time.seconds
+    fused = [moved(8), *[moved(8, joins=True)] * 999]
+    assert (
+        step_time(StepOperations([fused], []), A100, 1, 1, compiled=True).seconds
+        < 0.01 * time.seconds
+    )
+
+
+def test_the_host_waits_where_the_step_makes_it() -> None:
+    busy = gemm(16384)
+    until = Operation(HOST_WAIT, "", "forward", 0)
+    slow_host = replace(FAST_HOST, launch=1e-4)
+    ahead = took(busy, *[moved(8)] * 10, speeds=slow_host)
+    blocked = took(busy, until, *[moved(8)] * 10, speeds=slow_host)
+    assert blocked > ahead
+
+
+def test_the_parts_of_a_steps_time_add_up() -> None:
+    copy = Operation(COPY, "offload", "forward", 2, nbytes=1e8)
+    attention = Operation(ATTENTION, "flash", "forward", 0, "bfloat16", flops=1e11, nbytes=1e6)
+    part = [
+        gathered(1e9, 1),
+        record(1, 1),
+        wait(1),
+        gemm(4096),
+        copy,
+        record(2, 2),
+        wait(2),
+        attention,
+    ]
+    time = step_time(StepOperations([part, part], [moved(1e8)]), A100, 8, 7)
+    assert sum(time.parts.values()) == pytest.approx(time.seconds)
+    assert min(time.parts.values()) >= 0
+    for kind in (GEMM, ATTENTION, MEMORY, COLLECTIVE, COPY):
+        assert time.parts[kind] > 0
+
+
+def test_further_micro_batches_take_as_long_as_the_second() -> None:
+    first, second, update = [gemm(4096)] * 3, [gemm(4096)] * 2, [moved(1e9)]
+    step = StepOperations([first, second], update)
+    times = [step_time(step, A100, 1, n).seconds for n in range(1, 9)]
+    gaps = [b - a for a, b in pairwise(times)]
+    assert gaps == pytest.approx([2 * seconds(gemm(4096), A100, 1, False)] * 7)
+
+
+def test_repetitions_are_time_but_not_model_flops() -> None:
+    plain = StepOperations([[gemm(4096)] * 3], [])
+    repeated = StepOperations([[*[gemm(4096)] * 3, gemm(4096, repeats=1)]], [])
+    pace = Pace(A100, 1, compiled=False, quantised=False, dtype="bfloat16")
+    without, with_them = (speed(step, 2, 2048, 1, pace) for step in (plain, repeated))
+    assert without.tokens_per_second_per_gpu == pytest.approx(
+        with_them.tokens_per_second_per_gpu * 4 / 3, rel=1e-3
+    )
+    assert without.mfu == pytest.approx(with_them.mfu * 4 / 3, rel=1e-3)
+    assert with_them.recomputing == pytest.approx(0.25, rel=1e-2)
+
+
+def test_a_measurement_corrects_and_narrows_the_band() -> None:
+    step = StepOperations([[gemm(4096)] * 3], [])
+    pace = Pace(A100, 1, compiled=True, quantised=False, dtype="bfloat16")
+    plain, corrected = (speed(step, 2, 64, 1, p) for p in (pace, replace(pace, correction=1.25)))
+    assert corrected.seconds == pytest.approx(1.25 * plain.seconds)
+    assert corrected.band < plain.band < replace(pace, quantised=True).band
+    assert plain.hours(plain.tokens_per_second_per_gpu * 7200, 2) == pytest.approx(1.0)
+
+
+def test_steps_between_two_traces() -> None:
+    few, many = (
+        StepOperations([[gemm(rows * 2048), record(1), wait(1)]], [moved(MEBIBYTE)])
+        for rows in (2, 3)
+    )
+    assert at_rows(few, many, 6.0) == StepOperations(
+        [[gemm(8 * 2048), record(1), wait(1)]], [moved(MEBIBYTE)]
+    )
+    with pytest.raises(DifferentOperations):
+        at_rows(few, StepOperations([[gemm(1)]], [moved(MEBIBYTE)]), 1.0)
+
+
+def test_a_step_survives_json() -> None:
+    part = [gemm(4096), record(7, 1), wait(7), moved(MEBIBYTE, joins=True, fused_bytes=8)]
+    step = StepOperations([part, part[:2]], [moved(2.5)])
+    assert unpacked(json.loads(json.dumps(packed_up(step)))) == step

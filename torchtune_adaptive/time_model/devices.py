@@ -1,0 +1,193 @@
+"""How fast GPUs are: what data sheets say, and which share of it the kernels of a training step reach.
+
+Peaks and bandwidths are those of the makers' data sheets (dense, 32-bit accumulation). Shares are
+measurements of single kernels and single collectives, with their sources below. No number is fitted to the
+throughput of a training run.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+from math import sqrt
+
+GPUS_IN_A_NODE = 8
+
+STREAMING = 0.85
+"""Of the memory bandwidth, for kernels that only move data. 0.80 to 0.90 is common for large tensors."""
+
+KERNEL = 2.5e-6
+"""Seconds that the shortest kernel takes, start and end included."""
+
+LAUNCH = 6e-6
+"""Seconds in which the host launches an operation in eager mode, dispatcher and autograd included."""
+
+SYNCHRONISE = 1e-6
+"""Seconds in which the host records an event or makes a stream wait for one."""
+
+COLLECTIVE = 30e-6
+"""Seconds that a collective takes before it moves anything."""
+
+COPY = 10e-6
+"""The same of a copy to or from the host."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How fast a device is."""
+
+    name: str
+    """As in ``memory_model.gpus``."""
+    half: float | None
+    """bf16 and fp16: FLOP/s of matrix products; None if it has no bf16."""
+    single: float
+    """fp32 FLOP/s, without TF32."""
+    bandwidth: float
+    """Of its memory, bytes/s."""
+    processors: int
+    """Streaming multiprocessors, over which the tiles of a matrix product are spread."""
+    gemm: float
+    """Share of the peak that large matrix products reach."""
+    attention: tuple[float, float]
+    """Share of the peak that causal flash attention reaches: forward, backward."""
+    links: float
+    """Bytes/s that a rank sends in a collective within a node (the bus bandwidth of nccl-tests)."""
+    network: float
+    """Bytes/s that a GPU's share of the network carries between nodes."""
+    host: float
+    """Bytes/s of pinned copies to or from the host."""
+    launch: float = LAUNCH
+    kernel: float = KERNEL
+    assumed: str = ""
+    """What no measurement is known for."""
+
+    def peak(self, dtype: str) -> float | None:
+        return self.single if dtype in ("float32", "float64") else self.half
+
+    def collective_bandwidth(self, ranks: int) -> float:
+        """Bytes/s on the wire of each rank. Between nodes, the rings of a collective share the network."""
+        if ranks <= GPUS_IN_A_NODE:
+            return self.links
+        return min(self.links, GPUS_IN_A_NODE * self.network)
+
+
+def with_power(speeds: Speeds, name: str, share: float) -> Speeds:
+    """The same chip with less power: what it computes falls with the square root. (An H100 PCIe has half the
+    power of an H100 SXM for 0.86 of its processors, and reaches about 0.6 of its matrix products.)"""
+    forward, backward = speeds.attention
+    slower = sqrt(share)
+    return replace(
+        speeds,
+        name=name,
+        gemm=speeds.gemm * slower,
+        attention=(forward * slower, backward * slower),
+    )
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What GPUs that are built alike have in common."""
+
+    gemm: float
+    attention: tuple[float, float]
+    links: float
+    network: float
+    host: float
+    assumed: str = ""
+
+
+_PCIE = (12e9, 6e9, 22e9)
+_SHARES = "its shares of the peaks are assumptions"
+
+# Matrix products. A100: 0.82; the best shape reaches 0.869 (ml-engineering, "Maximum Achievable Matmul
+# FLOPS", torch 2.6), and large shapes about 5 % less. H100: 0.73, which is 720 of 989 TFLOP/s (SemiAnalysis,
+# "MI300X vs H100 vs H200", December 2024). RTX 4090: 0.90, about 150 of 165 TFLOP/s (assumption). MI300X and
+# MI250X: 0.95 of what ml-engineering gives for the best shape.
+# Attention. FlashAttention-2, head dimension 128, causal, rows of 2k to 8k: on H100 298 to 333 TFLOP/s
+# forward (figures of the FlashAttention-3 paper, arXiv 2407.08608), backward a tenth less; on A100 0.50 to
+# 0.73 of the peak, backward lower (arXiv 2307.08691). RTX 4090: 0.80 and 0.65 (assumption).
+# Collectives: the bus bandwidth of nccl-tests on 8 GPUs, about 230 GB/s on A100, 340 GB/s for an all-gather
+# on H100; 12 GB/s over PCIe 4 (assumption). Networks: one NIC of 200 Gb/s (A100) or 400 Gb/s (H100) for each
+# GPU, 0.9 of it.
+_A100 = _Family(0.82, (0.60, 0.50), 230e9, 22.5e9, 22e9)
+_HOPPER = _Family(0.73, (0.32, 0.29), 340e9, 45e9, 50e9)
+_BLACKWELL = _Family(0.70, (0.25, 0.22), 680e9, 45e9, 50e9, _SHARES)
+_GEFORCE = _Family(0.90, (0.80, 0.65), *_PCIE)
+_OLD = _Family(0.70, (0.50, 0.40), *_PCIE, _SHARES)
+# Cards with less power for what they could compute.
+_SERVER_CARD = _Family(0.60, (0.45, 0.38), *_PCIE, _SHARES)
+_MI200 = _Family(0.73, (0.35, 0.25), 100e9, 22.5e9, 22e9, _SHARES)
+_MI300 = _Family(0.49, (0.25, 0.18), 310e9, 45e9, 50e9, _SHARES)
+
+_T = 1e12
+_DATA_SHEETS: dict[str, tuple[float | None, float, float, int, _Family]] = {
+    # TFLOP/s in bf16 and fp32, TB/s, multiprocessors
+    "rtx2080ti-11gb": (None, 13.4, 0.616, 68, _OLD),
+    "rtx3060-12gb": (25.5, 12.7, 0.360, 28, _GEFORCE),
+    "rtx3070-8gb": (40.6, 20.3, 0.448, 46, _GEFORCE),
+    "rtx3080-10gb": (59.5, 29.8, 0.760, 68, _GEFORCE),
+    "rtx3090-24gb": (71.0, 35.6, 0.936, 82, _GEFORCE),
+    "rtx4080-16gb": (97.5, 48.7, 0.717, 76, _GEFORCE),
+    "rtx4090-24gb": (165.2, 82.6, 1.008, 128, _GEFORCE),
+    "rtx5090-32gb": (209.5, 104.8, 1.792, 170, _GEFORCE),
+    "rtx8000-48gb": (None, 16.3, 0.672, 72, _OLD),
+    "a4000-16gb": (76.7, 19.2, 0.448, 48, _SERVER_CARD),
+    "a5000-24gb": (111.1, 27.8, 0.768, 64, _SERVER_CARD),
+    "a6000-48gb": (154.8, 38.7, 0.768, 84, _SERVER_CARD),
+    "rtx6000ada-48gb": (364.2, 91.1, 0.960, 142, _SERVER_CARD),
+    "rtxpro6000-96gb": (503.8, 125.0, 1.792, 188, _SERVER_CARD),
+    "t4-16gb": (None, 8.1, 0.320, 40, _OLD),
+    "v100-16gb": (None, 15.7, 0.900, 80, _OLD),
+    "v100-32gb": (None, 15.7, 0.900, 80, _OLD),
+    "l4-24gb": (121.0, 30.3, 0.300, 58, _SERVER_CARD),
+    "a10-24gb": (125.0, 31.2, 0.600, 72, _SERVER_CARD),
+    "a30-24gb": (165.0, 10.3, 0.933, 56, _SERVER_CARD),
+    "a40-48gb": (149.7, 37.4, 0.696, 84, _SERVER_CARD),
+    "l40s-48gb": (362.0, 91.6, 0.864, 142, _SERVER_CARD),
+    "a100-40gb": (312.0, 19.5, 1.555, 108, _A100),
+    "a100-80gb": (312.0, 19.5, 2.039, 108, _A100),
+    "h100-80gb": (989.0, 67.0, 3.35, 132, _HOPPER),
+    "h100nvl-94gb": (835.0, 60.0, 3.9, 132, _HOPPER),
+    "gh200-96gb": (989.0, 67.0, 4.0, 132, _HOPPER),
+    "h200-141gb": (989.0, 67.0, 4.8, 132, _HOPPER),
+    "b200-192gb": (2250.0, 75.0, 7.7, 148, _BLACKWELL),
+    "rx7900xtx-24gb": (122.8, 61.4, 0.960, 96, _SERVER_CARD),
+    "mi210-64gb": (181.0, 22.6, 1.6, 104, _MI200),
+    "mi250x-64gb": (191.5, 23.9, 1.6, 110, _MI200),
+    "mi300x-192gb": (1307.0, 163.4, 5.3, 304, _MI300),
+    "mi325x-256gb": (1307.0, 163.4, 6.0, 304, _MI300),
+}
+
+SPEEDS = {
+    name: Speeds(
+        *(name, half and half * _T, single * _T, bandwidth * _T, processors),
+        **{field.name: getattr(family, field.name) for field in fields(family)},
+    )
+    for name, (half, single, bandwidth, processors, family) in _DATA_SHEETS.items()
+}
+
+SIMULATED = Speeds(
+    *("simulated device", 1e11, 1e11, 4e10, 1, 1.0, (0.8, 0.8)),
+    links=2e9,
+    network=1e9,
+    host=4e10,
+    launch=0.0,  # the host is the device
+    kernel=4e-6,
+    assumed="the speed is that of one nominal CPU core (100 GFLOP/s, 40 GB/s)",
+)
+
+
+def speeds_of_gpu(device_name: str) -> Speeds | None:
+    """The speeds of a GPU by torch's name for it, like ``NVIDIA H100 80GB HBM3``; None if unknown."""
+    name = "".join(filter(str.isalnum, device_name.lower()))
+    sizes = [int(word) for word in re.findall(r"(\d+)GB", device_name)]
+    models = [one for one in SPEEDS if one.partition("-")[0] in name]
+    if not models:
+        return None
+    longest = max(len(one.partition("-")[0]) for one in models)  # an L40S is no L4
+    best = [one for one in models if len(one.partition("-")[0]) == longest]
+    return SPEEDS[min(best, key=lambda one: abs(_gigabytes(one) - sizes[0]) if sizes else 0)]
+
+
+def _gigabytes(name: str) -> int:
+    return int(name.rpartition("-")[2].removesuffix("gb"))

@@ -1,0 +1,139 @@
+"""The operations of a training step, as a time model needs them, and those of any number of rows.
+
+Which operations a step has does not depend on how many rows a micro-batch has, and what each of them computes
+and moves is linear in the rows. So traces of two numbers of rows give every other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+# Kinds of operations.
+GEMM = "gemm"
+ATTENTION = "attention"
+MEMORY = "memory"
+"""Limited by memory bandwidth: everything that is none of the others."""
+COLLECTIVE = "collective"
+COPY = "copy"
+"""Between the device and the host."""
+RECORD = "record"
+WAIT = "wait"
+"""Of a stream, for a recorded event."""
+HOST_WAIT = "host wait"
+"""Of the host, for an event, or (0) for all that its stream was given."""
+ELSEWHERE = -1
+_SYNCHRONISATION = (RECORD, WAIT, HOST_WAIT)
+
+
+class Operation(NamedTuple):
+    """An operation of a traced step."""
+
+    kind: str
+    name: str
+    phase: str
+    stream: int
+    dtype: str = ""
+    flops: float = 0.0
+    nbytes: float = 0.0
+    """Bytes read and written; of a collective, the whole tensor's; of a copy, those copied."""
+    fused_bytes: float = 0.0
+    """What is left of them if a compiler fuses the operation with its neighbours."""
+    joins: bool = False
+    """Whether a compiler would make it part of the same kernel as the operation before it."""
+    shape: tuple[float, ...] = ()
+    """Of a matrix product: batch, m, n, k."""
+    repeats: int = 0
+    """The layer, from 1, whose forward pass it repeats in the backward pass; ``ELSEWHERE`` if it repeats
+    something outside of layers, 0 if it repeats nothing."""
+    event: int = 0
+    """What a synchronisation records, or waits for."""
+
+
+class StepOperations(NamedTuple):
+    """The operations of one step in order."""
+
+    micro_batches: list[list[Operation]]
+    """Forward and backward of each. All but the first are alike."""
+    update: list[Operation]
+    """Clipping and the optimizer."""
+
+    def parts(self) -> list[list[Operation]]:
+        return [*self.micro_batches, self.update]
+
+    def all(self) -> Iterator[Operation]:
+        for part in self.parts():
+            yield from part
+
+
+class DifferentOperations(Exception):
+    """Steps of different sizes do not have the same operations."""
+
+
+def at_rows(few: StepOperations, many: StepOperations, share: float) -> StepOperations:
+    """A step between two others, or beyond them.
+
+    Args:
+        few: the step of a number of rows.
+        many: the step of a larger number.
+        share: how far from ``few`` towards ``many``: 0 is ``few``, 1 is ``many``.
+
+    Raises:
+        DifferentOperations: the two differ in more than sizes.
+    """
+    if not share:
+        return few
+    parts = [_operations_at(a, b, share) for a, b in zip(few.parts(), many.parts(), strict=True)]
+    return StepOperations(parts[:-1], parts[-1])
+
+
+def _operations_at(
+    few: Sequence[Operation], many: Sequence[Operation], share: float
+) -> list[Operation]:
+    if len(few) != len(many):
+        raise DifferentOperations(f"{len(few)} and {len(many)} operations")
+    between: dict[tuple[Operation, Operation], Operation] = {}  # layers repeat themselves
+    found = []
+    for a, b in zip(few, many, strict=True):
+        if a.kind in _SYNCHRONISATION:
+            found.append(a)
+            continue
+        if (a.name, a.stream, len(a.shape)) != (b.name, b.stream, len(b.shape)):
+            raise DifferentOperations(f"{a.name} and {b.name}")
+        if (a, b) not in between:
+            between[a, b] = _between(a, b, share)
+        found.append(between[a, b])
+    return found
+
+
+def _between(a: Operation, b: Operation, share: float) -> Operation:
+    def line(x: float, y: float) -> float:
+        return x + share * (y - x)
+
+    return a._replace(
+        flops=line(a.flops, b.flops),
+        nbytes=line(a.nbytes, b.nbytes),
+        fused_bytes=line(a.fused_bytes, b.fused_bytes),
+        shape=tuple(max(1.0, line(x, y)) for x, y in zip(a.shape, b.shape, strict=True)),
+    )
+
+
+def packed_up(step: StepOperations) -> dict[str, Any]:
+    """A step for JSON. Layers repeat themselves, so each different operation is stored once."""
+    kinds: dict[Operation, int] = {}
+    parts = [
+        [[kinds.setdefault(one._replace(event=0), len(kinds)), one.event] for one in part]
+        for part in step.parts()
+    ]
+    return {"kinds": [list(kind) for kind in kinds], "parts": parts}
+
+
+def unpacked(packed: Mapping[str, Any]) -> StepOperations:
+    """The step that was packed up."""
+    kinds = [Operation(*kind) for kind in packed["kinds"]]
+    kinds = [kind._replace(shape=tuple(kind.shape)) for kind in kinds]
+    *micro_batches, update = (
+        [kinds[number]._replace(event=event) if event else kinds[number] for number, event in part]
+        for part in packed["parts"]
+    )
+    return StepOperations(micro_batches, update)

@@ -1,0 +1,98 @@
+"""The images of a traced batch, in the shapes that a model with cross-attention to images takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune.modules.model_fusion import FusionEmbedding
+
+_aten = torch.ops.aten
+PER_ROW = 1
+"""Images that a traced row has."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """The shape of a row's images: as many tiles as the model can take.
+
+    Args:
+        tiles: of an image.
+        channels: of a tile.
+        width: of a tile, which is a square, in pixels.
+        tokens_per_tile: that the text attends to.
+    """
+
+    tiles: int
+    channels: int
+    width: int
+    tokens_per_tile: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Images | None:
+        """Those that a model of torchtune takes (Llama 3.2 Vision); None if it takes none."""
+        encoder = getattr(getattr(model, "encoder", None), "clip", None)
+        if encoder is None:
+            return None
+        patch = encoder.conv.kernel_size[0]
+        return cls(
+            tiles=len(encoder.pre_tile_pos_embed.embedding),
+            channels=encoder.conv.in_channels,
+            width=math.isqrt(encoder.patches_per_tile) * patch,
+            tokens_per_tile=encoder.get_image_tokens_per_tile(),
+        )
+
+    def batch(self, rows: int, length: int) -> dict[str, Any]:
+        """What ``padded_collate_tiled_images_and_mask`` adds to a batch of text."""
+        shape = (rows, PER_ROW, self.tiles, self.channels, self.width, self.width)
+        return {
+            "encoder_input": {
+                "images": torch.empty(
+                    shape, dtype=torch.bfloat16
+                ),  # as torchtune's transform has them
+                "aspect_ratio": torch.empty((rows, PER_ROW, 2), dtype=torch.int64),
+            },
+            "encoder_mask": torch.empty(
+                (rows, length, PER_ROW * self.tiles * self.tokens_per_tile), dtype=torch.bool
+            ),
+        }
+
+    def prepare(self, model: nn.Module, replaced: dict[Any, Callable[..., Any]]) -> None:
+        """Let a model be traced although shapes in it depend on values, which fake tensors do not have.
+
+        Args:
+            model: its embeddings of tiles read how an image is tiled; the one of tokens separates text from
+                images.
+            replaced: operations that something else is done for.
+        """
+        height = max(n for n in range(1, math.isqrt(self.tiles) + 1) if self.tiles % n == 0)
+        encoder: Any = model.encoder.clip
+        for embedding in (
+            encoder.pre_tile_pos_embed,
+            encoder.post_tile_pos_embed,
+            encoder.token_pos_embedding,
+        ):
+            embedding.forward = _with(embedding.forward, (height, self.tiles // height))
+        selected: list[int] = []
+        for module in model.modules():
+            if isinstance(module, FusionEmbedding):
+                module.register_forward_pre_hook(
+                    lambda _, inputs: selected.extend(_text_then_images(*inputs[0].shape))
+                )
+        replaced[_aten.masked_select.default] = lambda values, _: values.new_empty(selected.pop(0))
+        replaced[_aten.masked_scatter_backward.default] = lambda values, _, shape: values.new_empty(
+            shape
+        )
+
+
+def _text_then_images(rows: int, length: int) -> tuple[int, int]:
+    """How many tokens of a batch are text, and how many are images."""
+    return rows * (length - PER_ROW), rows * PER_ROW
+
+
+def _with(forward: Callable[..., Any], tiling: tuple[int, int]) -> Callable[..., Any]:
+    return lambda x, _: forward(x, [tiling] * len(x))
