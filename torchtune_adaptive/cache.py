@@ -14,12 +14,14 @@ import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from torchtune_adaptive.durable import atomically
 
 log = logging.getLogger(__name__)
 _LIBRARIES = ("torch", "torchtune", "torchao", "torchtune-adaptive")
+Kind = Literal["batch_sizes", "row_lengths", "traces", "calibrations", "speeds", "self_checks"]
+"""What is cached, each kind in a folder of its own."""
 V = TypeVar("V")
 
 
@@ -34,12 +36,17 @@ def user_cache() -> Path | None:
         return None
 
 
-def cache_folder(setting: bool | str, kind: str) -> Path | None:
+def cached_files(base: Path) -> dict[Kind, list[Path]]:
+    """The files of each kind in a cache folder."""
+    return {kind: sorted((base / kind).glob("*.json")) for kind in get_args(Kind)}
+
+
+def cache_folder(setting: bool | str, kind: Kind) -> Path | None:
     """The folder for values of a kind, or None.
 
     Args:
         setting: True for the user's cache folder, False for none, or a folder.
-        kind: the name of the folder in it.
+        kind: which values, and so the name of the folder in it.
     """
     if setting is False:
         return None

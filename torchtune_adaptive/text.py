@@ -55,6 +55,20 @@ def _scaled(number: int) -> tuple[str, str]:
     return (f"{amount:.0f}" if amount >= 100 or unit == "B" else f"{amount:.3g}"), unit
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things: ``1 step``, ``80 steps``."""
+    return f"{number:,} {what}{'s'[: number != 1]}"
+
+
+def duration(seconds: float) -> str:
+    """Human-readable time: ``7.5 s``, ``12 min 5 s``, ``3 h 20 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
 @contextmanager
 def not_essential(what: str) -> Iterator[None]:
     """Around writing a file that only people read: if it cannot be written, warn and continue."""

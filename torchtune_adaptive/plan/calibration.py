@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.cache import Cache, cache_folder, libraries
 from torchtune_adaptive.settings.fingerprint import allocator_facts
-from torchtune_adaptive.settings.kinds import is_packed
+from torchtune_adaptive.settings.kinds import is_packed, is_quantised
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,7 @@ class Calibrations:
         self._kept: Cache[dict[str, Any]] = Cache(
             cache_folder(cache, "calibrations"), "calibration", _is_calibration
         )
-        self._kind = {
-            "ranks": "many" if ranks > 1 else "one",
-            "compile": bool(cfg.get("compile", False)),
-            "packed": is_packed(cfg),
-            "libraries": libraries(),
-            "allocator": allocator_facts(),
-        }
+        self._kind = {**_kind_of_run(cfg, ranks), "allocator": allocator_facts()}
 
     def of(self, device: str) -> Calibration | None:
         """The calibration for a kind of device."""
@@ -93,6 +87,66 @@ class Calibrations:
         value = asdict(calibration)
         if _is_calibration(value):  # an invalid one would cause a warning each time it is read
             self._kept.put({**self._kind, "device": calibration.device}, value)
+
+
+@dataclass(frozen=True)
+class SpeedCalibration:
+    """Timed steps compared with their prediction."""
+
+    device: str
+    """The device's name for itself."""
+    seconds_ratio: float
+    """Measured / predicted seconds of a step."""
+    when: float
+    """Seconds since 1970."""
+
+
+class SpeedCalibrations:
+    """How far predicted speeds were off on this machine, for one kind of run.
+
+    Args:
+        cache: the run's setting: where they are kept.
+        cfg: the config of the run.
+        ranks: the number of ranks; only one or several makes a difference.
+    """
+
+    def __init__(self, cache: bool | str, cfg: DictConfig, ranks: int) -> None:
+        self._kept: Cache[dict[str, Any]] = Cache(
+            cache_folder(cache, "speeds"), "speed calibration", _is_speed_calibration
+        )
+        self._kind = {
+            **_kind_of_run(cfg, ranks),
+            "dtype": str(cfg.dtype),
+            "quantised": is_quantised(cfg),
+        }
+
+    def of(self, device: str) -> SpeedCalibration | None:
+        """The calibration for a kind of device."""
+        kept = self._kept.get({**self._kind, "device": device})
+        return SpeedCalibration(**kept) if kept else None
+
+    def keep(self, device: str, measured: float, predicted: float) -> None:
+        """Note what a step took, and what it should have taken, in seconds."""
+        value = asdict(SpeedCalibration(device, measured / predicted, time.time()))
+        if _is_speed_calibration(value):
+            self._kept.put({**self._kind, "device": device}, value)
+
+
+def _kind_of_run(cfg: DictConfig, ranks: int) -> dict[str, Any]:
+    return {
+        "ranks": "many" if ranks > 1 else "one",
+        "compile": bool(cfg.get("compile", False)),
+        "packed": is_packed(cfg),
+        "libraries": libraries(),
+    }
+
+
+def _is_speed_calibration(value: Any) -> bool:
+    """A ratio outside of these bounds says that something else than the model was measured."""
+    try:
+        return 0.05 < SpeedCalibration(**value).seconds_ratio < 20
+    except TypeError:
+        return False
 
 
 def _is_calibration(value: Any) -> bool:

@@ -5,28 +5,40 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from concurrent.futures import BrokenExecutor, Future, as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor, Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError
+from torchtune_adaptive.errors import AdaptiveBatchingError, ConfigError, NoPrediction
 from torchtune_adaptive.memory_model.gpus import DEFAULT, GPUS
+from torchtune_adaptive.plan.answers import Answers
+from torchtune_adaptive.plan.compare import OnDevice, compare
+from torchtune_adaptive.plan.document import Block, as_markdown, as_text
+from torchtune_adaptive.plan.fastest import merged, other_builds, rank_candidates
+from torchtune_adaptive.plan.fastest_report import Fastest
+from torchtune_adaptive.plan.hugging_face import METHODS, config_for
+from torchtune_adaptive.plan.limits import confirm, largest_adapter_rank
+from torchtune_adaptive.plan.plot import draw
 from torchtune_adaptive.plan.predict import Prediction, Query, predict
+from torchtune_adaptive.plan.progress import Progress
 from torchtune_adaptive.plan.report import (
     PlanReport,
     WhatIfResult,
     as_dict,
-    details_text,
-    draw,
-    headline_text,
+    details,
+    headline,
 )
-from torchtune_adaptive.plan.request import HERE, PlanRequest, plan_request
+from torchtune_adaptive.plan.request import HERE, PlanRequest, on_devices, plan_request
+from torchtune_adaptive.plan.speed_report import Job, job
 from torchtune_adaptive.plan.what_if import what_ifs
-from torchtune_adaptive.plan.workers import processes
-from torchtune_adaptive.registry import load_config
+from torchtune_adaptive.registry import is_recipe, load_config, with_overrides
 from torchtune_adaptive.settings.adaptive import amount_of_memory
+from torchtune_adaptive.settings.kinds import kind_of
+from torchtune_adaptive.settings.knobs import KNOBS_BY_KEY
 from torchtune_adaptive.text import human_bytes, table
 
 HELP = "Predict peak memory and the largest micro-batch, without a GPU, weights or data."
@@ -35,8 +47,17 @@ NO_ANSWER = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``plan`` takes; parse it with ``parse_intermixed_args``, so that overrides may stand anywhere."""
     add = parser.add_argument
     add("--config", help="a config name or a YAML file")
+    add(
+        "--hf",
+        type=Path,
+        metavar="DIR",
+        help="instead of a config: a folder with the config.json of a Hugging Face model (Llama, Mistral, "
+        "Qwen2, Gemma, Phi-3)",
+    )
+    add("--method", choices=METHODS, help="what is trained of a --hf model (default: full)")
     add(
         *("--nproc", "--nproc_per_node"),
         type=int,
@@ -47,13 +68,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device = parser.add_mutually_exclusive_group()
     device.add_argument(
         "--gpu",
-        help=f"GPU to plan for (see --list-gpus), or `{HERE}` for this machine's GPU as measured by an "
-        f"earlier search (default: {DEFAULT})",
+        help=f"GPU to plan for (see --list-gpus; the beginning of a name is enough), or `{HERE}` for this "
+        f"machine's GPU as measured by an earlier search (default: {DEFAULT})",
     )
     device.add_argument(
-        "--memory", help="memory available to one process, e.g. 76GiB (instead of --gpu)"
+        "--memory",
+        help="memory available to one process, e.g. 76GiB (instead of --gpu); not what a card is sold as",
     )
-    add("--json", action="store_true", help="print JSON")
+    add("--seq-len", type=int, metavar="N", help="tokens of the longest sample")
+    add("--tokens", metavar="N", help="tokens to train on, e.g. 52M, for hours and cost")
+    add(
+        "--price",
+        metavar="P",
+        help="price of one GPU for an hour; with --compare one for all, or one for each",
+    )
+    add("--compare", metavar="GPU,GPU", help="also predict for these GPUs")
+    add(
+        "--fastest",
+        action="store_true",
+        help="find the fastest configuration of the same training at the same global batch, by knobs that "
+        "trade memory for speed (instead of the comparison with alternative settings)",
+    )
+    add(
+        "--may-change",
+        metavar="WHAT",
+        help="what --fastest may change: exact, rounding, or keys (default: adaptive_batching.may_change)",
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--markdown", action="store_true", help="print Markdown")
     add("--plot", type=Path, metavar="FILE", help="save a plot of peak memory (.png, .svg, .pdf)")
     add(
         "--no-what-ifs",
@@ -61,7 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="skip the comparison with alternative settings (much faster)",
     )
     add("--list-gpus", action="store_true", help="list known GPUs and exit")
-    add("overrides", nargs="*", metavar="KEY=VALUE", help="config overrides, e.g. batch_size=8")
+    add(
+        "words",
+        nargs="*",
+        metavar="[RECIPE] CONFIG [KEY=VALUE ...]",
+        help="a config name or a YAML file, and config overrides, e.g. batch_size=8; a recipe's name, which "
+        "`run` needs, may stand before it",
+    )
     parser.set_defaults(func=lambda arguments: sys.exit(plan_command(arguments)))
 
 
@@ -73,12 +122,15 @@ def plan_command(arguments: argparse.Namespace) -> int:
     try:
         return _plan(arguments)
     except AdaptiveBatchingError as error:
-        reason = str(error)
+        kind, reason = type(error).__name__, str(error)
     except BrokenExecutor:
-        reason = (
+        kind, reason = (
+            "NoPrediction",
             "a process that traced was killed, perhaps because this machine has too little memory for it "
-            "(each takes half a GiB)."
+            "(each takes half a GiB).",
         )
+    if arguments.json:
+        print(json.dumps({"verdict": None, "error": {"type": kind, "message": reason}}, indent=1))
     print(f"tune-adaptive plan: error: {reason}", file=sys.stderr)
     return NO_ANSWER
 
@@ -96,78 +148,138 @@ def _plan(arguments: argparse.Namespace) -> int:
     memory = amount_of_memory("--memory", arguments.memory) if arguments.memory else None
     if arguments.nproc < 1:
         raise ConfigError("--nproc", arguments.nproc, "is not a number of GPUs", "Use 1 or more")
-    plan = plan_request(_config(arguments), arguments.nproc, arguments.gpu, memory)
-    report = _predict(plan, arguments)
+    if arguments.seq_len is not None and arguments.seq_len < 2:
+        raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
+    name, cfg = _config(arguments)
+    plan = plan_request(cfg, arguments.nproc, arguments.gpu, memory, arguments.seq_len, name)
+    report = _predict(plan, job(arguments.tokens, arguments.price), arguments)
     if arguments.json:
         print(json.dumps(as_dict(report), indent=1))
     else:
-        print(details_text(report), end="")
+        print(_rendered(details(report), arguments), end="")
     if arguments.plot is not None:
         draw(report, arguments.plot)
     return EXIT_STATUS[report.verdict]
 
 
-def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
+def _rendered(blocks: Sequence[Block], arguments: argparse.Namespace) -> str:
+    return as_markdown(blocks) if arguments.markdown else as_text(blocks)
+
+
+def _config(arguments: argparse.Namespace) -> tuple[str, DictConfig]:
+    """The name of the config, and the config with its overrides."""
+    overrides = [word for word in arguments.words if "=" in word or word.startswith("~")]
+    names = [word for word in arguments.words if word not in overrides]
+    if names and is_recipe(names[0]):
+        del names[0]  # which recipe it is for can be seen from the config
+    if arguments.config:
+        names.append(arguments.config)
+    if len(names) > 1 - bool(arguments.hf):
+        raise ConfigError("KEY=VALUE", names[0], "is not an override", "Write key=value")
+    if arguments.hf:
+        cfg = config_for(arguments.hf, arguments.method or "full")
+        return arguments.hf.resolve().name, with_overrides(cfg, overrides)
+    if arguments.method:
+        raise ConfigError(
+            "--method", arguments.method, "is for --hf", "Use a config of that method"
+        )
+    if not names:
+        raise AdaptiveBatchingError(
+            "no config is given. Give a config name such as llama3_1/8B_full, a YAML file, or --hf"
+        )
+    return names[0], with_overrides(load_config(names[0]), overrides)
+
+
+def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> PlanReport:
     """Predict everything at once; the headline is printed as soon as it is known."""
     in_detail = arguments.plot is not None
-    with processes() as run:
+    fastest = arguments.fastest or arguments.may_change is not None
+    if fastest and plan.pace is None:
+        raise NoPrediction(f"--fastest: {plan.assumptions[-1]}.")
+    alternatives = [] if arguments.no_what_ifs or fastest else list(what_ifs(plan))
+    devices = on_devices(plan, arguments.compare) if arguments.compare else []
+    lora = kind_of(plan.cfg).adapters
+    with (
+        Progress(2 - fastest + len(alternatives) + (lora and bool(alternatives))) as progress,
+        Answers(plan.settings.cache) as answers,
+    ):
 
-        def start(query: Query) -> Future[Prediction]:
-            return run(predict, query)
+        def ask(work: Callable[..., Any], query: Query, *others: Any) -> Future[Any]:
+            if work is rank_candidates:
+                progress.expect_more(1)
+            answer = answers.ask(work, query, *others)
+            progress.follow(answer)
+            return answer
 
-        checked = run(_check_method, plan.cache)
-        configured = start(plan.query(in_detail=in_detail, confirmed=True))
-        others: dict[Future[Prediction], str] = {}
-        if not arguments.no_what_ifs:
-            for one in what_ifs(plan):
-                others[start(replace(one.query, in_detail=in_detail))] = one.name
-        checked.result()
-        found = configured.result()
+        query = plan.query(in_detail=in_detail)
+        configured = ask(predict, query)
+        ranked = _ask_for_candidates(plan, arguments.may_change, ask) if fastest else None
+        others = [ask(predict, replace(one.query, in_detail=in_detail)) for one in alternatives]
+        try:
+            found: Prediction = configured.result()
+        finally:
+            answers.checked()  # if it failed, that explains any other failure
         if not arguments.json:
-            print(headline_text(plan, found, arguments.config), flush=True)
-        # Started last: they use the traces of those above.
-        last = start(plan.query(rank=plan.ranks - 1)) if found.uneven else None
-        lengths = start(plan.query(other_lengths=_other_lengths(plan))) if others else None
-        outcomes = [_outcome(others[done], done) for done in as_completed(others)]
+            progress.print(_rendered(headline(plan, found, job), arguments))
+        # Asked last: they use the traces of those above.
+        confirmed: Future[Any] | None = None
+        if not fastest:
+            confirmed = ask(confirm, query, _other_lengths(plan) if alternatives else ())
+        last = by_rank = None
+        if found.uneven:
+            progress.expect_more(1)
+            last = ask(predict, plan.query(rank=plan.ranks - 1))
+        compared: Future[list[OnDevice]] | None = None
+        if devices:
+            progress.expect_more(1)
+            compared = ask(compare, plan.query(), devices)
+        if alternatives and lora:
+            by_rank = ask(largest_adapter_rank, query)
+        prediction, by_length = confirmed.result() if confirmed else (found, None)
         return PlanReport(
             plan,
-            found,
+            prediction,
+            first_answer=found,
             last_rank=last.result() if last else None,
-            outcomes=outcomes,
-            lengths=lengths.result().lengths if lengths else {},
+            outcomes=[
+                _outcome(one.name, one.override, other)
+                for one, other in zip(alternatives, others, strict=True)
+            ],
+            by_length=by_length,
+            adapter_rank=by_rank.result() if by_rank else None,
+            job=job,
+            compared=compared.result() if compared else (),
+            fastest=ranked(prediction) if ranked else None,
         )
 
 
-def _check_method(cache: bool | str) -> None:
-    from torchtune_adaptive.trace.self_check import (
-        check_method,
-    )  # torch, which only the worker needs
+def _ask_for_candidates(
+    plan: PlanRequest, may_change: str | None, ask: Callable[..., Future[Any]]
+) -> Callable[[Prediction], Fastest]:
+    """Start ranking the candidates, one process for each model that has to be built."""
+    allowed: Any = may_change or plan.settings.may_change
+    if isinstance(allowed, str) and allowed not in ("exact", "rounding"):
+        allowed = tuple(key.strip() for key in allowed.split(","))
+    for key in allowed if isinstance(allowed, tuple) else ():
+        if key not in KNOBS_BY_KEY:
+            remedy = f"Use exact, rounding, or some of {', '.join(KNOBS_BY_KEY)}"
+            raise ConfigError("--may-change", key, "is not a knob that may be chosen", remedy)
+    builds = [plan, *(replace(plan, cfg=c) for c in other_builds(plan.cfg, plan.ranks, allowed))]
+    asked = [ask(rank_candidates, one.query(), allowed) for one in builds]
 
-    check_method(cache)
+    def ranked(prediction: Prediction) -> Fastest:
+        found = [one.result() for one in asked]
+        return Fastest(plan, merged(plan.cfg, found, prediction, plan.device.limit), allowed)
+
+    return ranked
 
 
 def _other_lengths(plan: PlanRequest) -> tuple[int, ...]:
-    longest = plan.cfg.model.get("max_seq_len") or 1 << 17
-    lengths = (plan.length // 2, 2 * plan.length, 4 * plan.length)
-    return tuple(length for length in lengths if 2 <= length <= longest)
+    return (plan.length // 2, 2 * plan.length, 4 * plan.length)
 
 
-def _outcome(name: str, done: Future[Prediction]) -> WhatIfResult:
+def _outcome(name: str, override: str, done: Future[Prediction]) -> WhatIfResult:
     try:
-        return WhatIfResult(name, done.result())
+        return WhatIfResult(name, done.result(), override=override)
     except AdaptiveBatchingError as error:
-        return WhatIfResult(name, None, str(error))
-
-
-def _config(arguments: argparse.Namespace) -> DictConfig:
-    if not arguments.config:
-        raise AdaptiveBatchingError(
-            "--config is required (a config name such as llama3_1/8B_full, or a YAML file)"
-        )
-    for override in arguments.overrides:
-        if "=" not in override:
-            raise ConfigError("KEY=VALUE", override, "is not an override", "Write key=value")
-    loaded = load_config(arguments.config)
-    merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(arguments.overrides))
-    assert isinstance(merged, DictConfig)
-    return merged
+        return WhatIfResult(name, None, str(error), override)

@@ -1,25 +1,35 @@
-"""What the plan command prints and draws: text, JSON, a plot."""
+"""What the plan command reports: as blocks of text, and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.memory_model.gpus import GIB, MIB
+from torchtune_adaptive.memory_model.gpus import MIB
 from torchtune_adaptive.memory_model.peak import Peak
+from torchtune_adaptive.plan.compare import OnDevice
+from torchtune_adaptive.plan.document import Block, Listing, Paragraph, Table
+from torchtune_adaptive.plan.fastest_report import Fastest, fastest_as_dict, fastest_blocks
+from torchtune_adaptive.plan.limits import TOKENS, LengthLimits
 from torchtune_adaptive.plan.predict import Prediction
 from torchtune_adaptive.plan.request import PlanRequest
-from torchtune_adaptive.plots import new_figure
-from torchtune_adaptive.text import bytes_of, human_bytes, table
+from torchtune_adaptive.plan.speed_report import (
+    Job,
+    compare_table,
+    speed_as_dict,
+    speed_blocks,
+)
+from torchtune_adaptive.text import bytes_of, human_bytes
 
 _WHERE = {
-    "forward": "in the forward pass",
-    "backward": "in the backward pass",
-    "between steps": "between steps",
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "optimizer step": "optimizer",
 }
+_NO_JOB = Job()
+_SAME = 0.01
+"""A what-if that saves a smaller share of the peak than this, and no row, gains nothing."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,8 @@ class WhatIfResult:
     name: str
     answer: Prediction | None
     reason: str = ""
+    override: str = ""
+    """What to type for it."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +49,21 @@ class PlanReport:
 
     plan: PlanRequest
     found: Prediction
+    """For the config as it is, its largest size verified by a trace of its own."""
+    first_answer: Prediction
+    """The same before that, as the headline has it."""
     last_rank: Prediction | None
     """The prediction for the last rank, if its share of the parameters differs from the first rank's."""
     outcomes: Sequence[WhatIfResult]
-    lengths: Mapping[int, int]
-    """The largest micro-batch by row length."""
+    by_length: LengthLimits | None = None
+    """How rows of other lengths fit, if it was asked."""
+    adapter_rank: int | None = None
+    """The highest power of two for the adapters' rank that fits at the configured batch size, if asked."""
+    job: Job = _NO_JOB
+    compared: Sequence[OnDevice] = ()
+    """The same config on other devices."""
+    fastest: Fastest | None = None
+    """The candidates for the fastest configuration, if asked."""
 
     @property
     def verdict(self) -> str:
@@ -51,140 +73,199 @@ class PlanReport:
         return next(v for v in ("DOES NOT FIT", "UNCERTAIN", "FITS") if v in verdicts)
 
 
-def headline_text(plan: PlanRequest, found: Prediction, config: str) -> str:
-    """The prediction for the config as it is."""
-    limit = plan.device.limit
+def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[Block]:
+    """The prediction for the config as it is: the answer first, then memory and time in detail."""
     devices = f"{plan.ranks}{' x' * (plan.ranks > 1)} {plan.device.name}"
-    verdict = found.configured.verdict(plan.device)
-    lines = [
-        f"{config} on {devices}, samples of {found.length} tokens ({plan.length_source})",
-        "",
-        f"batch_size {found.rows}: {verdict}. {_peak_text(found.configured, limit)}",
-        *_parts(found.configured),
-    ]
-    if found.largest != found.rows and found.at_largest is not None:
-        text = _peak_text(found.at_largest, limit)
-        lines += ["", f"batch_size {found.largest}: {text}", *_parts(found.at_largest)]
-    lines += ["", _largest_text(found)]
+    about = f"{plan.name} on {devices}, samples of {found.length} tokens ({plan.length_source})"
+    answer = f"{_verdict_text(plan, found)} {_largest_text(found)}"
+    blocks: list[Block] = [Paragraph([answer, *_cautions(plan, found), about], important=True)]
+    blocks.append(_memory_table(found))
+    if found.speed is not None:
+        blocks += speed_blocks(found.speed, found.rows, found.ranks, job)
     if found.traced_directly:
-        lines.append(
-            "Memory did not scale as expected for this config, so every size was traced separately "
-            "(slower, equally reliable)."
+        blocks.append(
+            Paragraph(
+                [
+                    "Memory did not scale as expected for this config, so every size was traced "
+                    "separately (slower, equally reliable)."
+                ]
+            )
         )
     if plan.assumptions:
-        lines += ["", "Assumptions:", *(f"  {line}" for line in plan.assumptions)]
-    return "\n".join(lines)
+        blocks.append(Listing("Assumptions", plan.assumptions))
+    return blocks
+
+
+def _verdict_text(plan: PlanRequest, found: Prediction) -> str:
+    takes = f"peak {bytes_of(found.configured.reserved, plan.device.limit)}"
+    return f"batch_size {found.rows}: {found.configured.verdict(plan.device)}, {takes}."
 
 
 def _largest_text(found: Prediction) -> str:
     if not found.largest:
         return f"Not even one sample of {found.length} tokens fits."
-    power = 1 << (found.largest.bit_length() - 1)
-    return f"Largest micro-batch that fits: {found.largest} (power of two: {power})"
+    text = f"Largest micro-batch that fits: {found.largest}"
+    if found.picked is None or found.picked.rows == found.largest:
+        return f"{text}."
+    rounding = found.rounding.replace("_", " ")
+    return f"{text}; a search picks {found.picked.rows} ({rounding})."
 
 
-def _peak_text(peak: Peak, limit: int) -> str:
-    tensors = ""
-    if peak.reserved != peak.allocated:
-        tensors = f" ({human_bytes(peak.allocated)} in tensors; the rest is allocator overhead)"
-    where = _WHERE.get(peak.phase, f"in the {peak.phase}")
-    return f"Peak {bytes_of(peak.reserved, limit)}{tensors}, reached {where}."
+def _cautions(plan: PlanRequest, found: Prediction) -> list[str]:
+    """Sizes whose peak is so near the limit that the prediction's error decides."""
+    near = {peak.rows: peak for peak in (found.configured, found.picked, found.at_largest) if peak}
+    uncertain = [rows for rows, peak in near.items() if peak.verdict(plan.device) == "UNCERTAIN"]
+    if not uncertain:
+        return []
+    sizes = " and ".join(map(str, sorted(uncertain)))
+    return [
+        f"Caution: at batch_size {sizes} the limit is within the prediction's error "
+        f"({plan.device.band:.1%}); only a trial on the device can tell."
+    ]
 
 
-def _parts(peak: Peak) -> list[str]:
-    parts = sorted(peak.parts.items(), key=lambda part: -part[1])
-    return [f"    {name:<36}{human_bytes(n):>12}" for name, n in parts if n >= MIB]
+def _memory_table(found: Prediction) -> Table:
+    """The parts of the peak at the configured batch size and at those of interest."""
+    of_interest = (found.configured, found.picked, found.at_largest)
+    peaks = list({peak.rows: peak for peak in of_interest if peak}.values())
+    parts = sorted({part for peak in peaks for part in peak.parts})
+    parts.sort(key=lambda part: -peaks[0].parts.get(part, 0))
+    rows = [
+        (part, *(human_bytes(peak.parts.get(part, 0)) for peak in peaks))
+        for part in parts
+        if any(peak.parts.get(part, 0) >= MIB for peak in peaks)
+    ]
+    rows.append(("in tensors", *(human_bytes(peak.allocated) for peak in peaks)))
+    if any(peak.reserved != peak.allocated for peak in peaks):
+        rows.append(("held by the allocator", *(human_bytes(peak.reserved) for peak in peaks)))
+    rows.append(("reached in", *(_WHERE.get(peak.phase, peak.phase) for peak in peaks)))
+    header = ("peak memory", *(f"batch_size {peak.rows}" for peak in peaks))
+    return Table("", header, rows, right=range(1, len(header)))
 
 
-def details_text(report: PlanReport) -> str:
-    """What follows the headline, if anything: the last rank; the what-ifs, largest micro-batch first."""
-    lines = []
+def details(report: PlanReport) -> list[Block]:
+    """What follows the headline: corrections, the last rank, the limits, the what-ifs."""
+    blocks: list[Block] = []
+    if report.found.traced_directly and not report.first_answer.traced_directly:
+        correction = f"{_verdict_text(report.plan, report.found)} {_largest_text(report.found)}"
+        blocks.append(
+            Paragraph([f"Correction, from a trace of every size. {correction}"], important=True)
+        )
     if report.last_rank is not None:
         peak = report.last_rank.configured
-        lines.append(
-            "Parameters do not divide evenly across ranks; the numbers above are for the first rank. "
-            f"The last rank's peak is {human_bytes(peak.reserved)} reserved "
-            f"({human_bytes(peak.allocated)} allocated); its largest micro-batch is "
-            f"{report.last_rank.largest}."
+        blocks.append(
+            Paragraph(
+                [
+                    "Parameters do not divide evenly across ranks; the numbers above are for the first "
+                    f"rank. The last rank's peak is {human_bytes(peak.reserved)} reserved "
+                    f"({human_bytes(peak.allocated)} allocated); its largest micro-batch is "
+                    f"{report.last_rank.largest}."
+                ]
+            )
         )
+    if report.fastest is not None:
+        blocks += fastest_blocks(report.fastest)
+    if report.compared:
+        blocks.append(compare_table(report.compared, report.plan.ranks, report.job))
     if report.outcomes:
-        lines += ["", *_what_if_table(report)]
-    return "".join(f"{line}\n" for line in lines)
+        blocks += [_limits_table(report), *_what_ifs(report)]
+    return blocks
 
 
-def _what_if_table(report: PlanReport) -> list[str]:
-    predicted = [("as configured", report.found)]
-    predicted += [(one.name, one.answer) for one in report.outcomes if one.answer is not None]
-    predicted.sort(key=lambda row: -row[1].largest)
+def _limits_table(report: PlanReport) -> Table:
+    found, at = report.found, f"at batch_size {report.found.rows}"
+    rows = [("rows in a micro-batch", str(found.rows), str(found.largest or "none"))]
+    lengths = report.by_length
+    if lengths is not None and lengths.longest is not None:
+        most = str(lengths.longest or "none")
+        if lengths.bound is not None and lengths.longest + TOKENS > lengths.bound:
+            most = f"{lengths.bound}, the most that the model takes"
+        rows.append((f"tokens in a sample, {at}", str(found.length), most))
+    if report.adapter_rank is not None:
+        now = str(report.plan.cfg.model.lora_rank)
+        rows.append((f"adapter rank, {at}", now, str(report.adapter_rank or "none")))
+    for length, largest in sorted(lengths.largest.items() if lengths else ()):
+        rows.append((f"rows of {length} tokens", "", str(largest or "none")))
+    return Table("What limits you", ("", "now", "at most"), rows, right={1})
+
+
+def _what_ifs(report: PlanReport) -> list[Block]:
+    """The alternatives, those that gain most first; those that gain nothing apart."""
+    now = report.found
+    predicted = [(one, one.answer) for one in report.outcomes if one.answer is not None]
+    predicted.sort(key=lambda pair: (-pair[1].largest, pair[1].configured.reserved))
+    gains = [pair for pair in predicted if _gains(now, pair[1])]
+    others = [pair for pair in predicted if not _gains(now, pair[1])]
+    blocks: list[Block] = [
+        _what_if_table(title, now, chosen)
+        for title, chosen in (("What if: gains, largest first", gains), ("No gain", others))
+        if chosen
+    ]
+    if failed := [f"{one.name}: {one.reason}" for one in report.outcomes if one.reason]:
+        blocks.append(Listing("No prediction", failed))
+    return blocks
+
+
+def _gains(now: Prediction, other: Prediction) -> bool:
+    if _is_faster(now, other):
+        return True  # at whatever cost in memory
+    if other.largest != now.largest:
+        return other.largest > now.largest
+    return other.configured.reserved < now.configured.reserved * (1 - _SAME)
+
+
+def _is_faster(now: Prediction, other: Prediction) -> bool:
+    if now.speed is None or other.speed is None or other.rows != now.rows:
+        return False
+    gain = other.speed.tokens_per_second_per_gpu / now.speed.tokens_per_second_per_gpu
+    return other.ranks == now.ranks and gain > 1 + _SAME
+
+
+def _what_if_table(
+    title: str, now: Prediction, chosen: Sequence[tuple[WhatIfResult, Prediction]]
+) -> Table:
     rows = [
-        (name, str(one.largest or "none"), _peak_cell(one.configured)) for name, one in predicted
+        (
+            one.name,
+            f"{now.largest or 'none'} -> {answer.largest or 'none'}",
+            _change(now.configured, answer.configured),
+            human_bytes(answer.configured.reserved),
+            *([_speed_cell(answer)] if now.speed else []),
+        )
+        for one, answer in chosen
     ]
-    for length, largest in sorted(report.lengths.items()):
-        rows.append((f"samples of {length} tokens", str(largest or "none"), ""))
-    peak = f"peak at batch_size {report.found.rows}: reserved (allocated)"
-    return [
-        *table(("what if", "largest", peak), rows, right={1}),
-        *(f"  {one.name}: no prediction. {one.reason}" for one in report.outcomes if one.reason),
-    ]
+    header = ["", "largest micro-batch", "peak changes by", f"to, at batch_size {now.rows}"]
+    if now.speed:
+        header[1] = "largest"
+        header.append("tokens/s per GPU")
+    return Table(title, header, rows, range(1, len(header)), [one.override for one, _ in chosen])
 
 
-def _peak_cell(peak: Peak) -> str:
-    return f"{human_bytes(peak.reserved)} ({human_bytes(peak.allocated)})"
+def _speed_cell(found: Prediction) -> str:
+    return f"{found.speed.tokens_per_second_per_gpu:,.0f}" if found.speed else "unknown"
+
+
+def _change(now: Peak, other: Peak) -> str:
+    """``-3.1 GiB``."""
+    difference = other.reserved - now.reserved
+    return f"{'-' if difference < 0 else '+'}{human_bytes(abs(difference))}"
 
 
 def as_dict(report: PlanReport) -> dict[str, Any]:
     """Everything, for JSON."""
     return {
         "verdict": report.verdict,
+        "config": report.plan.name,
         "device": asdict(report.plan.device),
         "assumptions": list(report.plan.assumptions),
         "row_length_source": report.plan.length_source,
         **asdict(report.found),
+        **speed_as_dict(report.found.speed, report.plan.ranks, report.job),
         "last_rank": asdict(report.last_rank) if report.last_rank else None,
-        "lengths": dict(report.lengths),
+        "lengths": report.by_length.largest if report.by_length else {},
+        "longest_length": report.by_length.longest if report.by_length else None,
+        "largest_adapter_rank": report.adapter_rank,
+        "compared": [asdict(one) for one in report.compared],
+        "fastest": fastest_as_dict(report.fastest) if report.fastest else None,
         "what_ifs": [asdict(outcome) for outcome in report.outcomes],
     }
-
-
-def draw(report: PlanReport, path: Path) -> None:
-    """Plot peak memory over batch size, and memory over one step.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    figure = new_figure(9, 9)
-    if figure is None:
-        raise ConfigError(
-            "--plot", str(path), "needs matplotlib", "Install torchtune-adaptive[plot]"
-        )
-    sizes, step = figure.subplots(2, 1)
-    _draw_sizes(sizes, report)
-    _draw_step(step, report.found)
-    figure.savefig(path)
-
-
-def _draw_sizes(axes: Any, report: PlanReport) -> None:
-    named = [("as configured", report.found)]
-    named += [(one.name, one.answer) for one in report.outcomes if one.answer]
-    for name, one in named:
-        rows, _, reserved = zip(*one.curve, strict=True)
-        axes.plot(rows, [n / GIB for n in reserved], marker=".", label=name)
-    limit = report.plan.device.limit / GIB
-    axes.axhline(limit, color="black", linestyle="--", label="limit")
-    axes.set(xlabel="micro-batch", ylabel="peak reserved, GiB", ylim=(0, 1.5 * limit))
-    axes.legend(fontsize="small")
-
-
-def _draw_step(axes: Any, found: Prediction) -> None:
-    categories = sorted({category for _, parts in found.timeline for category in parts})
-    stacks = [[parts.get(name, 0) / GIB for _, parts in found.timeline] for name in categories]
-    axes.stackplot(range(len(found.timeline)), *stacks, labels=categories, linewidth=0)
-    current = ""
-    for at, (phase, _) in enumerate(found.timeline):
-        if phase != current:
-            axes.axvline(at, color="grey", linewidth=0.5)
-            axes.text(at, axes.get_ylim()[1], f" {phase}", va="top", fontsize="x-small")
-            current = phase
-    axes.set(xlabel=f"one step at batch_size {found.rows}, by operation", ylabel="in tensors, GiB")
-    axes.set_xticks([])
-    axes.legend(fontsize="small", loc="lower right")

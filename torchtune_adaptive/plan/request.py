@@ -11,21 +11,21 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from torchtune_adaptive.data.row_lengths import longest_known
 from torchtune_adaptive.errors import ConfigError, NoPrediction
-from torchtune_adaptive.memory_model.gpus import DEFAULT, GIB, Gpu, gpu
+from torchtune_adaptive.memory_model.gpus import DEFAULT, gpu
 from torchtune_adaptive.memory_model.peak import DeviceLimits
+from torchtune_adaptive.memory_model.planned import gpu_limits, planned_gpu, simulated_device
 from torchtune_adaptive.plan.calibration import Calibration, Calibrations
+from torchtune_adaptive.plan.pace import pace_for
 from torchtune_adaptive.plan.predict import Query
 from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.settings.batch import configured_batch
-from torchtune_adaptive.settings.checks import check
-from torchtune_adaptive.settings.kinds import is_packed, kind_of
-from torchtune_adaptive.text import human_bytes
+from torchtune_adaptive.settings.checks import check, require_torchvision
+from torchtune_adaptive.settings.kinds import has_images, is_packed, kind_of
+from torchtune_adaptive.time_model.speed import Pace
 
 ASSUMED_LENGTH = 2048
-
-ERROR_BAND = 0.03
-"""The error of predictions for a real device, as a share of the peak."""
 
 HERE = "here"
 """Instead of a GPU's name: the one of this machine, as measured by an earlier search."""
@@ -35,23 +35,52 @@ HERE = "here"
 class PlanRequest:
     """What the plan command predicts, and the assumptions that it makes."""
 
+    name: str
+    """The config's."""
     cfg: DictConfig
     ranks: int
     device: DeviceLimits
     length: int
     length_source: str
-    cache: bool | str
+    settings: AdaptiveSettings
     assumptions: tuple[str, ...] = field(default=())
+    pace: Pace | None = None
+    """What its speed follows from; None if that is not known."""
 
     def query(self, **changes: Any) -> Query:
         plain: Any = OmegaConf.to_container(self.cfg, resolve=True)
         micro_batch = configured_batch(self.cfg, self.ranks).micro_batch
-        query = Query(plain, self.ranks, self.device, micro_batch, self.length, cache=self.cache)
+        query = Query(
+            plain,
+            self.ranks,
+            self.device,
+            micro_batch,
+            self.length,
+            cache=self.settings.cache,
+            rounding="divisor" if self.settings.keep_global_batch else self.settings.rounding,
+            ceiling=self.settings.ceiling,
+            pace=self.pace,
+        )
         return replace(query, **changes)
 
 
+def on_devices(plan: PlanRequest, names: str) -> list[tuple[DeviceLimits, Pace | None]]:
+    """The devices of ``--compare``, as a plan needs to know them."""
+    found = []
+    for name in names.split(","):
+        device, _ = device_for(plan.cfg, plan.settings, plan.ranks, name.strip())
+        pace, _ = pace_for(plan.cfg, plan.settings, plan.ranks, device.name)
+        found.append((device, pace))
+    return found
+
+
 def plan_request(
-    cfg: DictConfig, ranks: int, gpu_name: str | None = None, memory: int | None = None
+    cfg: DictConfig,
+    ranks: int,
+    gpu_name: str | None = None,
+    memory: int | None = None,
+    length: int | None = None,
+    name: str = "config",
 ) -> PlanRequest:
     """Settle what the prediction is for.
 
@@ -60,11 +89,14 @@ def plan_request(
         ranks: how many there are.
         gpu_name: a known GPU, or ``here``.
         memory: bytes available to one process, if known.
+        length: tokens of the longest sample, if known.
+        name: the config's, for the report.
 
     Raises:
         ConfigError: the config cannot work.
         NoPrediction: its memory cannot be predicted.
     """
+    cfg, stand_in = _with_installed_optimizer(cfg)
     settings = check(cfg, kind_of(cfg))
     if (ways := cfg.get("tensor_parallel_dim") or 1) > 1:
         raise NoPrediction(
@@ -72,10 +104,34 @@ def plan_request(
             "Set tensor_parallel_dim=1 to get a prediction."
         )
     _require_installed(cfg)
-    length, source = row_length(cfg, settings)
+    require_torchvision(cfg)
+    source = "--seq-len"
+    if length is None:
+        length, source = row_length(cfg, settings)
     device, assumed = device_for(cfg, settings, ranks, gpu_name, memory)
-    return PlanRequest(
-        cfg, ranks, device, length, source, settings.cache, (*assumed, *_caveats(cfg))
+    named = device.name if gpu_name in (None, HERE) else gpu(gpu_name).name  # memory may be limited
+    pace, about_speed = pace_for(cfg, settings, ranks, named)
+    assumptions = (*assumed, *stand_in, *_caveats(cfg), *about_speed)
+    return PlanRequest(name, cfg, ranks, device, length, source, settings, assumptions, pace)
+
+
+_OF_ADAM = ("_component_", "lr", "betas", "eps", "weight_decay")
+
+
+def _with_installed_optimizer(cfg: DictConfig) -> tuple[DictConfig, tuple[str, ...]]:
+    """The config with an optimizer that can be traced in place of bitsandbytes' Adam, whose state is as large
+    but whose kernels only run on a GPU; and what to say about it."""
+    component = str(OmegaConf.select(cfg, "optimizer._component_"))
+    if not component.startswith("bitsandbytes.") or "Adam" not in component:
+        return cfg, ()
+    instead = "torchao.optim.AdamW8bit" if "8bit" in component else "torch.optim.AdamW"
+    changed = cfg.copy()
+    given = {key: value for key, value in cfg.optimizer.items() if key in _OF_ADAM}
+    changed.optimizer = {**given, "_component_": instead}
+    paged = "; pages that move to the host are counted on the device (overestimates)"
+    return changed, (
+        f"optimizer: {component} is planned as {instead}, whose state is as large"
+        + (paged if "Paged" in component else ""),
     )
 
 
@@ -102,8 +158,10 @@ def row_length(cfg: DictConfig, settings: AdaptiveSettings) -> tuple[int, str]:
     for block in ("dataset", "tokenizer"):
         if length := _max_seq_len(cfg.get(block)):
             return length, f"{block}.max_seq_len"
+    if known := longest_known(cfg, settings.cache):
+        return known, "the longest that an earlier run found in the data"
     longest = cfg.model.get("max_seq_len") or ASSUMED_LENGTH
-    return min(ASSUMED_LENGTH, longest), "assumed: set tokenizer.max_seq_len"
+    return min(ASSUMED_LENGTH, longest), "assumed: give --seq-len or tokenizer.max_seq_len"
 
 
 def _max_seq_len(block: Any) -> int | None:
@@ -133,31 +191,13 @@ def device_for(
     memory = memory or settings.memory_limit
     if cfg.device == "cpu":
         return _simulated_device(settings, memory), ()
-    kind, correction = gpu(DEFAULT if gpu_name in (None, HERE) else gpu_name), 1.0
-    if gpu_name == HERE:
-        measured = _measured_here(cfg, settings, ranks)
-        available = min(memory or measured.capacity, measured.capacity)
-        name, source, correction = measured.device, measured.text(), measured.reserved_ratio
-    elif memory is not None:
-        available, name, source = memory, f"GPU with {_amount(memory)}", ""
-    else:
-        available, name, source = kind.available(ranks), kind.name, _capacity(kind, ranks)
-    device = DeviceLimits(
-        name=name,
-        limit=int(available * (1 - settings.headroom)),
-        expandable=_has_expandable_segments(),
-        workspaces=(kind.workspace, kind.workspace),
-        band=ERROR_BAND,
-        correction=correction,
-    )
-    assumed = (
-        source,
-        f"{human_bytes(available)} available; limit {human_bytes(device.limit)} "
-        f"({settings.headroom:.0%} headroom)",
-        f"allocator: {'expandable segments' if device.expandable else 'default segments'}",
-        f"cuBLAS workspaces: 2 x {human_bytes(kind.workspace)}",
-    )
-    return device, tuple(line for line in assumed if line)
+    kind = gpu(DEFAULT if gpu_name in (None, HERE) else gpu_name)
+    if gpu_name != HERE:
+        return planned_gpu(kind, ranks, settings.headroom, memory)
+    measured = _measured_here(cfg, settings, ranks)
+    available = min(memory or measured.capacity, measured.capacity)
+    ratio = measured.reserved_ratio
+    return gpu_limits(measured.device, kind, available, settings.headroom, measured.text(), ratio)
 
 
 def _simulated_device(settings: AdaptiveSettings, memory: int | None) -> DeviceLimits:
@@ -166,13 +206,7 @@ def _simulated_device(settings: AdaptiveSettings, memory: int | None) -> DeviceL
             "device: 'cpu' has no memory of its own to plan for. Give --memory (or "
             f"{BLOCK}.memory_limit) to plan for a simulated device, or device=cuda."
         )
-    limit = int(memory * (1 - settings.headroom))
-    return DeviceLimits("simulated device", limit, caching=False, band=0.001)
-
-
-def _has_expandable_segments() -> bool:
-    variables = (os.environ.get(f"PYTORCH{infix}_ALLOC_CONF", "") for infix in ("", "_CUDA"))
-    return any("expandable_segments:true" in value.lower() for value in variables)
+    return simulated_device(memory, settings.headroom)
 
 
 def _measured_here(cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> Calibration:
@@ -188,18 +222,6 @@ def _measured_here(cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> C
     return newest
 
 
-def _amount(memory: int) -> str:
-    """``22.35 GiB``, and for a round number of GB that as well: that is how cards are sold."""
-    gib = f"{memory / GIB:.4g} GiB"
-    return gib if memory % 10**9 or not memory % GIB else f"{memory // 10**9} GB ({gib})"
-
-
-def _capacity(kind: Gpu, ranks: int) -> str:
-    taken = human_bytes(kind.capacity - kind.available(ranks))
-    by = "the CUDA context and NCCL" if ranks > 1 else "the CUDA context"
-    return f"{kind.name}: {human_bytes(kind.capacity)} capacity, less {taken} for {by}"
-
-
 def _caveats(cfg: DictConfig) -> Iterator[str]:
     """What is predicted differently from how it runs, and the direction of the error."""
     if cfg.get("compile", False):
@@ -209,6 +231,11 @@ def _caveats(cfg: DictConfig) -> Iterator[str]:
         )
     if cfg.get("fsdp_cpu_offload", False):
         yield "CPU offload: host memory is not predicted"
+    if has_images(cfg):
+        yield (
+            "images: one for each row, of as many tiles as the model takes (underestimates if rows have more "
+            "images, overestimates if they are small)"
+        )
     if is_packed(cfg):
         yield "packed rows: flex attention is counted as flash attention (overestimates)"
     if cfg.device != "cpu":

@@ -1,9 +1,10 @@
 """Processes that trace: they see no GPU, are not ranks, and do not affect the process that starts them.
 
-There are two ways to start one. ``processes`` is for a program with many questions: each call gets a fresh
+There are three ways to start one. ``processes`` is for a program with many questions: each call gets a fresh
 process, forked from a server that has already imported torch. ``Worker`` is for a run that trains: a single
 process that answers questions until the run ends. It shares nothing with the run but a pipe: a fork server
-would also serve the run's own processes (data loaders), which would then see no GPU either.
+would also serve the run's own processes (data loaders), which would then see no GPU either. ``call_alone`` is
+for functions of a user's own program.
 
 No torch in here, so that either can be started before the imports.
 """
@@ -24,7 +25,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, TypeVar
 
-from torchtune_adaptive.errors import NoPrediction
+from torchtune_adaptive.errors import AdaptiveBatchingError, NoPrediction
 
 _AT_ONCE = 4
 """Processes; each takes up to half a gigabyte."""
@@ -39,19 +40,24 @@ def _environment() -> dict[str, str]:
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def start_server() -> None:
-    """Start the server that ``processes`` forks from; returns before the server has imported torch."""
-    multiprocessing.set_forkserver_preload(
-        ["torchtune_adaptive.plan.predict", "torchtune_adaptive.trace.self_check"]
-    )
-    before = dict(os.environ)
+@contextmanager
+def _as_worker() -> Iterator[None]:
+    """Processes started in this context get the variables of a worker."""
+    before, theirs = dict(os.environ), _environment()
     try:
         os.environ.clear()
-        os.environ.update(_environment())
-        forkserver.ensure_running()
+        os.environ.update(theirs)
+        yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def start_server() -> None:
+    """Start the server that ``processes`` forks from; returns before the server has imported torch."""
+    multiprocessing.set_forkserver_preload(["torchtune_adaptive.plan.preload"])
+    with _as_worker():
+        forkserver.ensure_running()
 
 
 @contextmanager
@@ -122,6 +128,57 @@ class Worker:
         self._connection.close()
 
 
+def call_alone(work: Callable[..., T], *arguments: Any, timeout: float) -> T:
+    """Call a function in a process that ends with it. Other than ``Worker``, it knows the functions of the
+    user's own program, which it imports as ``multiprocessing`` does.
+
+    Raises:
+        NoPrediction: there is no result within ``timeout`` seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve_once, args=(theirs,), daemon=True)
+    try:
+        with theirs, _as_worker():
+            process.start()
+        ours.send((work, arguments))
+        if not ours.poll(timeout):
+            raise NoPrediction(f"Tracing took more than {timeout:g} s. Allow more (timeout).")
+        answer = ours.recv()
+    except (EOFError, OSError):
+        raise NoPrediction(
+            "The process that traces ended without an answer. Call plan_batch_size under "
+            'if __name__ == "__main__": where the program is a script.'
+        ) from None
+    finally:
+        if process.pid is not None:
+            process.kill()
+            process.join()
+        ours.close()
+    if isinstance(answer, AdaptiveBatchingError):
+        raise answer
+    return answer
+
+
+def _serve_once(connection: Connection) -> None:
+    threading.Thread(target=_end_with_starter, daemon=True).start()
+    try:
+        work, arguments = connection.recv()
+        answer = work(*arguments)
+    except AdaptiveBatchingError as error:
+        answer = error
+    except Exception as error:
+        answer = NoPrediction(f"The step could not be traced: {_one_line(error)}")
+    connection.send(answer)
+
+
+def _end_with_starter() -> None:
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    starter.join()
+    os._exit(0)
+
+
 def traced(work: Callable[..., T], *arguments: Any) -> T:
     """Call a function that traces; every failure is a ``NoPrediction``, which any process can unpickle."""
     logging.disable(logging.WARNING)  # torch and torchtune report on a run, and there is none
@@ -131,8 +188,13 @@ def traced(work: Callable[..., T], *arguments: Any) -> T:
     except NoPrediction:
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise NoPrediction(f"A step of this config could not be traced: {reason[:500]}") from None
+        raise NoPrediction(
+            f"A step of this config could not be traced: {_one_line(error)}"
+        ) from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
 def _serve(connection: Connection) -> None:

@@ -1,0 +1,64 @@
+"""How far a plan is: ``tracing 3 of 17`` on stderr: rewritten in place on a terminal, else plain lines."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+
+class Progress:
+    """Counts traces that are done. Use as a context, which leaves a clean line.
+
+    Args:
+        expected: how many there will be.
+    """
+
+    def __init__(self, expected: int) -> None:
+        self._expected = expected
+        self._done = 0
+        self._in_place = sys.stderr.isatty()
+        self._lock = threading.Lock()  # futures call back from a thread of the pool
+
+    def follow(self, future: Future[Any]) -> None:
+        """Count a future once it is done."""
+        future.add_done_callback(self._count)
+
+    def expect_more(self, number: int) -> None:
+        with self._lock:
+            self._expected += number
+
+    def print(self, text: str) -> None:
+        """Print to stdout, between two states of the line."""
+        with self._lock:
+            self._clear()
+            print(text, end="", flush=True)
+
+    def __enter__(self) -> Progress:
+        with self._lock:
+            self._show()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._expected = self._done
+            self._clear()
+
+    def _count(self, future: Future[Any]) -> None:
+        with self._lock:
+            if not future.cancelled():
+                self._done += 1
+                self._show()
+
+    def _show(self) -> None:
+        if self._done < self._expected:
+            text = f"tracing {self._done + 1} of {self._expected}"
+            if self._in_place:
+                print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+            else:
+                print(text, file=sys.stderr, flush=True)
+
+    def _clear(self) -> None:
+        if self._in_place:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
