@@ -12,18 +12,12 @@ require_supported_versions()  # before the imports below, which fail less clearl
 import sys
 
 from omegaconf import DictConfig
-from torchtune import config, training
-from torchtune.recipe_interfaces import FTRecipeInterface
 
 from torchtune_adaptive import launch
-from torchtune_adaptive.checkpoints.checkpoints import FullCheckpoints
-from torchtune_adaptive.run import Run
-from torchtune_adaptive.setup.model import full_model
-from torchtune_adaptive.setup.optimizer import build_optimizers
-from torchtune_adaptive.train.loop import TrainingLoop
+from torchtune_adaptive.recipe import AdaptiveRecipe
 
 
-class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
+class AdaptiveFullFinetuneRecipeDistributed(AdaptiveRecipe):
     """Full fine-tuning of a dense text model with FSDP2, on one rank or many.
 
     It accepts every key of torchtune's ``full_finetune_distributed`` and does the same with it. It adds:
@@ -34,48 +28,15 @@ class AdaptiveFullFinetuneRecipeDistributed(FTRecipeInterface):
 
     Faults that torchtune lets pass stop the run or are corrected: a misspelled key, a batch larger than the
     data, gradients that leak from the end of one epoch into the next.
-
-    Args:
-        cfg: the config, including overrides from the command line.
-
-    Raises:
-        ConfigError: a setting that cannot work; nothing has been built yet.
     """
 
-    def __init__(self, cfg: DictConfig) -> None:
-        self.run = Run(cfg, "full")
-        self._loop: TrainingLoop | None = None
-
-    def setup(self, cfg: DictConfig) -> None:
-        """Load the model and its optimizer; the rest is common to all recipes."""
-        run = self.run
-        run.watchdog.enter("loading the model", patience=None)
-        self._checkpoints = checkpoints = FullCheckpoints(cfg, run.environment)
-        checkpoint = checkpoints.load()
-        model = full_model(cfg, run.environment, checkpoint[training.MODEL_KEY])
-        state = checkpoint.get(training.OPT_KEY)
-        optimizers = build_optimizers(cfg, run.environment, model.module, state)
-        checkpoints.resume(model, optimizers, run.progress, checkpoint)
-        self._loop = run.prepare(model, optimizers, checkpoints.save)
-
-    def train(self) -> None:
-        if self._loop is not None:
-            self._loop.run()
-
-    def cleanup(self) -> None:
-        self._checkpoints.close()
-        self.run.close()
+    kind = "full"
 
 
 @launch.recipe
 def recipe_main(cfg: DictConfig) -> None:
     """Full fine-tuning that finds its own batch size."""
-    recipe = AdaptiveFullFinetuneRecipeDistributed(cfg)
-    config.log_config(recipe_name="AdaptiveFullFinetuneRecipeDistributed", cfg=cfg)
-    with recipe.run:
-        recipe.setup(cfg)
-        recipe.train()
-    recipe.cleanup()
+    AdaptiveFullFinetuneRecipeDistributed.run_all(cfg)
 
 
 if __name__ == "__main__":

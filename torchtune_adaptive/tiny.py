@@ -2,6 +2,7 @@
 
 Its tokenizer, its checkpoint in Hugging Face's format and its instruction data are made here and then
 loaded like any other: by torchtune's tokenizer, checkpointer and dataset. The demo and the tests run on them.
+torch is only imported when something is made: a plan needs the names of these files, and no torch.
 """
 
 from __future__ import annotations
@@ -10,19 +11,15 @@ import json
 import os
 import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-
-import sentencepiece
-import torch
-from safetensors.torch import save_file
-from torchtune.models import convert_weights
-from torchtune.models.llama2 import llama2
 
 from torchtune_adaptive.cache import user_cache
 from torchtune_adaptive.durable import atomically
 
-_EDITION = 1  # of what is made here: another edition is made beside an older one
+_EDITION = 3  # of what is made here: another edition is made beside an older one
 _ROWS = 640
+_PAIRS = 240
 VOCABULARY = 512
 
 _SIZE = {
@@ -78,19 +75,26 @@ _WORDS = [
 
 
 def assets() -> Path:
-    """The folder with ``tokenizer.model``, ``data.json``, ``config.json`` and the weights.
+    """The folder with ``tokenizer.model``, two kinds of data, ``config.json`` and the weights; and a larger
+    model in ``teacher``."""
+    return made_once(f"tiny_{_EDITION}", make)
 
-    It is made in the user's cache or, where that cannot be written, in the folder for temporary files.
+
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """A folder in the user's cache or, where that cannot be written, in the folder for temporary files.
+
+    Args:
+        name: of the folder.
+        make: fills a new one.
     """
     temporary = Path(tempfile.gettempdir()) / f"torchtune_adaptive_{os.getuid()}"
     try:
-        return _made_in(user_cache() or temporary)
+        return _made_at((user_cache() or temporary) / name, make)
     except OSError:
-        return _made_in(temporary)
+        return _made_at(temporary / name, make)
 
 
-def _made_in(base: Path) -> Path:
-    folder = base / f"tiny_{_EDITION}"
+def _made_at(folder: Path, make: Callable[[Path], None]) -> Path:
     if not folder.exists():
         try:
             with atomically(folder) as making:  # every rank may be here at once
@@ -106,8 +110,13 @@ def make(folder: Path, size: dict[str, int] = _SIZE) -> None:
     """Make everything in ``folder``, for a model of the size given; the same everywhere."""
     rows = [_row(random.Random(number)) for number in range(_ROWS)]
     (folder / "data.json").write_text(json.dumps(rows))
+    pairs = [_pair(row, random.Random(number)) for number, row in enumerate(rows[:_PAIRS])]
+    (folder / "preferences.json").write_text(json.dumps(pairs))
     _make_tokenizer(folder, rows)
     _make_checkpoint(folder, size)
+    teacher = folder / "teacher"
+    teacher.mkdir()
+    _make_checkpoint(teacher, {**_SIZE, "num_layers": 6}, seed=1)
 
 
 def _row(choose: random.Random) -> dict[str, str]:
@@ -128,7 +137,19 @@ def _row(choose: random.Random) -> dict[str, str]:
     return {"input": asked, "output": answer}
 
 
+def _pair(row: dict[str, str], choose: random.Random) -> dict[str, list[dict[str, str]]]:
+    """The right answer, which is preferred to one with wrong words in it."""
+    wrong = [choose.choice([word, choose.choice(_WORDS)]) for word in row["output"].split()]
+    asked = {"role": "user", "content": row["input"]}
+    right, other = (
+        {"role": "assistant", "content": text} for text in (row["output"], " ".join(wrong))
+    )
+    return {"chosen": [asked, right], "rejected": [asked, other]}
+
+
 def _make_tokenizer(folder: Path, rows: list[dict[str, str]]) -> None:
+    import sentencepiece
+
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([f"{row['input']} {row['output']}" for row in rows]),
         model_prefix=str(folder / "tokenizer"),
@@ -141,9 +162,14 @@ def _make_tokenizer(folder: Path, rows: list[dict[str, str]]) -> None:
     )
 
 
-def _make_checkpoint(folder: Path, size: dict[str, int]) -> None:
+def _make_checkpoint(folder: Path, size: dict[str, int], seed: int = 0) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from torchtune.models import convert_weights
+    from torchtune.models.llama2 import llama2
+
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = llama2(vocab_size=VOCABULARY, max_seq_len=512, **size)
         for parameter in model.parameters():
             if parameter.dim() > 1:

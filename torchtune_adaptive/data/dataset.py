@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
 from omegaconf import DictConfig, ListConfig
 from torchtune import config
-from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
-from torchtune_adaptive.registry import component
+from torchtune_adaptive.data.rows import TOKEN_ROWS, Collate, Row, Rows
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.settings.kinds import is_packed
 
 
@@ -23,48 +20,68 @@ class Data:
 
     dataset: Any
     tokenizer: Any
-    collate: Callable[[list[Any]], dict[str, Any]]
+    collate: Collate
     packed: bool
+    rows: Rows = TOKEN_ROWS
 
 
-def load_data(cfg: DictConfig, tokenizer: Any, loss_fn: Any) -> Data:
-    """The dataset, or several in one."""
-    if isinstance(cfg.dataset, ListConfig):
-        dataset = ConcatDataset([config.instantiate(one, tokenizer) for one in cfg.dataset])
-    else:
-        dataset = config.instantiate(cfg.dataset, tokenizer)
-    packed = is_packed(cfg)
-    if packed:
-        collate = padded_collate_packed
-    else:
-        collate = partial(
-            component(cfg.get("collate_fn", "torchtune.data.padded_collate_sft")),
-            padding_idx=tokenizer.pad_id,
-            ignore_idx=loss_fn.ignore_index,
-        )
-        chunks = getattr(loss_fn, "num_output_chunks", 1)
-        if chunks > 1 and "output" in (cfg.get("custom_sharded_layers", None) or []):
-            collate = partial(
-                _collate_in_chunks, collate, chunks, tokenizer.pad_id, loss_fn.ignore_index
-            )
-    return Data(dataset, tokenizer, collate, packed)
+def load_data(cfg: DictConfig, tokenizer: Any, rows: Rows, objective: Any) -> Data:
+    """The dataset, or several in one.
 
+    Args:
+        cfg: the config.
+        tokenizer: turns text into tokens.
+        rows: what the samples are like.
+        objective: what their batches are for.
 
-def _collate_in_chunks(
-    collate: Callable[[list[Any]], dict[str, Any]],
-    chunks: int,
-    padding: int,
-    ignored: int,
-    rows: list[Any],
-) -> dict[str, Any]:
-    """A batch long enough to be cut into as many chunks as the loss wants.
-
-    The output layer runs once for each chunk and, sharded by itself, gathers its weights each time. Short
-    batches give fewer chunks, so ranks with batches of other lengths would wait for each other for ever.
+    Raises:
+        ConfigError: a dataset cannot say how many rows it has.
     """
-    batch = collate(rows)
-    missing = chunks * (chunks - 1) + 1 - batch["tokens"].shape[-1]
-    if missing > 0:
-        batch["tokens"] = F.pad(batch["tokens"], (0, missing), value=padding)
-        batch["labels"] = F.pad(batch["labels"], (0, missing), value=ignored)
-    return batch
+    if isinstance(cfg.dataset, ListConfig):
+        dataset = ConcatDataset([_rows_of(one, tokenizer) for one in cfg.dataset])
+    else:
+        dataset = _rows_of(cfg.dataset, tokenizer)
+    collate = rows.collate(cfg, tokenizer, objective)
+    return Data(dataset, tokenizer, collate, is_packed(cfg), rows)
+
+
+def validation_config(cfg: DictConfig) -> DictConfig:
+    """The config as if it were for training on what is validated on."""
+    validating = cfg.copy()
+    validating.dataset = cfg.dataset_val
+    return validating
+
+
+def _rows_of(cfg: DictConfig, tokenizer: Any) -> Any:
+    dataset = config.instantiate(cfg, tokenizer)
+    try:
+        len(dataset)
+    except TypeError:
+        raise ConfigError(
+            "dataset",
+            cfg._component_,
+            "streams its rows: it has no length, but epochs and batches are made of rows by their number",
+            "Set dataset.streaming=False, or use a dataset with __len__ and __getitem__",
+        ) from None
+    return dataset
+
+
+def checked_row(data: Data, index: int) -> Row:
+    """A row of the kind that the recipe takes.
+
+    Raises:
+        ConfigError: it is a row for another kind of recipe.
+    """
+    row: Row = data.dataset[index]
+    if all(key in row for key in data.rows.keys):
+        return row
+    if "chosen_input_ids" in row:
+        reason = (
+            "has pairs of a chosen and a rejected answer, which only preference recipes (DPO) take"
+        )
+        remedy = "Use such a recipe, or a dataset of single answers"
+    else:
+        has, needed = sorted(map(str, row)), data.rows.keys
+        reason = f"has rows of {', '.join(has)}; this recipe needs {', '.join(needed)}"
+        remedy = "Use another dataset, or the recipe that it is for"
+    raise ConfigError("dataset", type(data.dataset).__name__, reason, remedy)

@@ -39,6 +39,8 @@ class Computed:
     sample_ids: tuple[int, ...]
     rows: int
     length: int
+    tokens: int
+    """Padding included."""
 
 
 class MicroBatches(ABC):
@@ -70,12 +72,17 @@ class MicroBatches(ABC):
     def finish(self, portion: Portion, batch: dict[str, Any]) -> None:  # noqa: B027 - nothing to do
         """Change a collated batch in place: pad it, or take its weight away."""
 
+    def computed(self, micro_batch: MicroBatch) -> Computed:
+        """What is kept of a micro-batch."""
+        samples, tokens = micro_batch.sample_ids, micro_batch.batch["tokens"]
+        return Computed(samples, len(samples), tokens.shape[-1], tokens.numel())
+
     def metrics(self, computed: Sequence[Computed]) -> dict[str, float]:
         """What to log about a step."""
         return {}
 
     def state(self) -> list[list[int]] | None:
-        """What a checkpoint keeps."""
+        """What a checkpoint keeps: a token budget, an empty one that was given up, or None."""
         return None
 
 
@@ -84,12 +91,14 @@ class ByRows(MicroBatches):
 
     Args:
         rounding: which sizes are allowed; see ``strategies.candidates``.
+        instead_of_budget: whether a token budget was found, and given up for this.
     """
 
     unit = "rows"
 
-    def __init__(self, rounding: Rounding) -> None:
+    def __init__(self, rounding: Rounding, instead_of_budget: bool = False) -> None:
         self._rounding = rounding
+        self._instead_of_budget = instead_of_budget
 
     def full_size(self, split: Split) -> int:
         return split.micro_batch
@@ -106,6 +115,9 @@ class ByRows(MicroBatches):
             "micro_batch": (before, after),
             "accumulation": (-(-split.rows // before), -(-split.rows // after)),
         }
+
+    def state(self) -> list[list[int]] | None:
+        return [] if self._instead_of_budget else None
 
 
 class ByTokens(MicroBatches):

@@ -22,9 +22,11 @@ from torchtune_adaptive.batching.scaling import LrScaling
 from torchtune_adaptive.batching.strategies import Rounding, Strategy
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.settings.rules import (
+    CHECKPOINTING,
     COMPONENT,
     FOLDER,
     FUNCTION,
+    KEYS,
     MEMORY,
     NEVER,
     PATIENCE,
@@ -58,6 +60,10 @@ class AdaptiveSettings:
     """Grow the batch during training: the dotted path of a function ``f(epoch, current_batch_size) ->
     increment``, or a ``_component_`` (docs/growing-the-batch.md). A search finds out how far it can grow."""
 
+    use_fastest_configuration: bool = _at_top_level(False)
+    """Choose the memory knobs (checkpointing, parameters kept after forward, ...) that train fastest within
+    the memory there is, at the configured global batch (docs/fastest.md)."""
+
     save_every_n_steps: Annotated[int, at_least(1)] | None = _at_top_level(None)
     """Save a mid-epoch checkpoint (``epoch_<n>_step_<step>``) every N steps; each replaces the previous one.
     Resuming from it continues at the exact sample."""
@@ -85,12 +91,28 @@ class AdaptiveSettings:
     device)."""
 
     probe_length: Annotated[int, at_least(2, 1 << 24)] | None = None
-    """Tokens per sample in the trials. By default the longest that the data can produce: ``max_seq_len`` of
-    the tokenizer or of a packed dataset where set, else the longest sample found."""
+    """Tokens per sample in the trials; no sample may be longer. By default the longest sample of the data or,
+    where there are too many to look at each, ``max_seq_len`` of the tokenizer or the dataset."""
 
     keep_global_batch: bool = False
     """Keep micro-batch x accumulation x ranks exactly as configured: the largest divisor that fits becomes
     the micro-batch, and accumulation makes up for it."""
+
+    checkpoint: Annotated[str, CHECKPOINTING] | None = None
+    """Which activations are computed again in backward: those of ``all`` layers, of ``none``, of each n-th
+    (``every_2``), or of cheap ``operations`` only, which keeps the results of matrix products and attention.
+    By default as enable_activation_checkpointing and ac_mode say. Losses and weights do not depend on it."""
+
+    recompute_loss: bool = False
+    """With torchtune's chunked loss: compute the logits of each chunk again in backward, instead of keeping
+    them. Losses and weights do not depend on it."""
+
+    may_change: Literal["exact", "rounding"] | Annotated[tuple[str, ...], KEYS] = "exact"
+    """What use_fastest_configuration may change: knobs that change no bit of the training (``exact``), also
+    those that change the order of sums (``rounding``), or a list of keys (docs/fastest.md)."""
+
+    speed_trials: Annotated[int, at_least(1, 64)] = 3
+    """How many configurations use_fastest_configuration times, besides the config's own."""
 
     cache: bool | Annotated[str, FOLDER] = True
     """Cache search results, sample lengths, traces and prediction errors: ``True`` = the user cache folder, a
@@ -173,7 +195,12 @@ class AdaptiveSettings:
     @property
     def adapts(self) -> bool:
         """Whether the run decides about its batch, and keeps its decisions when it is resumed."""
-        return self.use_maximum_batch_size or self.grows or self.budgets
+        return (
+            self.use_maximum_batch_size
+            or self.use_fastest_configuration
+            or self.grows
+            or self.budgets
+        )
 
     @property
     def survives(self) -> bool:

@@ -8,37 +8,50 @@ from __future__ import annotations
 
 import logging
 import re
+from importlib.util import find_spec
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
-from torchtune_adaptive.settings.kinds import Kind, unused_keys
+from torchtune_adaptive.settings.kinds import Kind, has_images, is_packed, require_own, unused_keys
+from torchtune_adaptive.settings.knobs import (
+    CHECKPOINT,
+    CHUNKED,
+    KNOBS_BY_KEY,
+    RECOMPUTE_LOSS,
+    checkpoints_every,
+    configured_checkpoint,
+)
 from torchtune_adaptive.settings.torchtune_keys import check_values
 
 log = logging.getLogger(__name__)
 
 
-def check(cfg: DictConfig, recipe: Kind) -> AdaptiveSettings:
+def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
     """Everything that can be wrong in a config and be seen before a model is built.
 
     Args:
         cfg: the whole config.
-        recipe: the kind of recipe that it is for, ``full`` or ``lora``.
+        kind: of the recipe that will run it.
 
     Raises:
         ConfigError: the config cannot work.
     """
     try:
+        require_own(cfg, kind)
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         assert isinstance(values, dict)
-        if ignored := unused_keys(cfg, recipe):
+        if ignored := unused_keys(cfg, kind):
             log.warning(f"Not used by this recipe: {', '.join(ignored)}")
         settings = AdaptiveSettings.from_config(cfg)
-        check_values({str(key): value for key, value in values.items()})
-        check_recipe_config(cfg, recipe)
+        blocks = [key for each in kind.frozen for key in (each.model, each.checkpointer)]
+        blocks += sorted(kind.more_blocks)
+        check_values({str(key): value for key, value in values.items()}, blocks)
+        check_recipe_config(cfg, kind)
         check_adaptive_config(cfg, settings)
+        _check_pairs(cfg, kind, settings)
     except OmegaConfBaseException as error:  # a reference to a key that does not exist, for one
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         key = error.full_key or "config"
@@ -48,11 +61,13 @@ def check(cfg: DictConfig, recipe: Kind) -> AdaptiveSettings:
     return settings
 
 
-def check_recipe_config(cfg: DictConfig, recipe: Kind) -> None:
+def check_recipe_config(cfg: DictConfig, kind: Kind) -> None:
     """Stop at what cannot work together in torchtune's own keys."""
     _check_dtype(cfg)
     _check_activation_memory(cfg)
+    _check_recomputation(cfg)
     _check_collate(cfg)
+    _check_streaming(cfg)
     if cfg.get("fsdp_cpu_offload", False) and cfg.device == "cpu":
         raise ConfigError(
             "fsdp_cpu_offload",
@@ -60,15 +75,30 @@ def check_recipe_config(cfg: DictConfig, recipe: Kind) -> None:
             "moves parameters between an accelerator and the CPU, but device is cpu",
             "Set fsdp_cpu_offload=False, or train on an accelerator",
         )
-    if recipe == "full":
+    if "quantizer" in kind.more_blocks and cfg.get("compile", False):
+        raise ConfigError(
+            "compile",
+            True,
+            "cannot be combined with quantisation-aware training, as in torchtune",
+            "Set compile=False",
+        )
+    if "optimizer_in_bwd" in kind.keys:
         _check_optimizer_in_backward(cfg)
-        _check_tensor_parallel(cfg)
     elif cfg.get("optimizer_in_bwd", False):
         raise ConfigError(
             "optimizer_in_bwd",
             True,
-            "is not available in the LoRA recipe",
+            f"is not available in {kind.recipe}",
             "Remove it: adapters have little optimizer state to save",
+        )
+    if "tensor_parallel_dim" in kind.keys:
+        _check_tensor_parallel(cfg)
+    elif not kind.adapters and (cfg.get("tensor_parallel_dim") or 1) > 1:
+        raise ConfigError(
+            "tensor_parallel_dim",
+            cfg.tensor_parallel_dim,
+            f"is not available in {kind.recipe}",
+            "Remove it",
         )
 
 
@@ -79,12 +109,16 @@ def check_adaptive_config(cfg: DictConfig, settings: AdaptiveSettings) -> None:
     _check_decisions(settings)
     _check_beta2(cfg, settings)
     _check_probe_length(cfg, settings)
-    if settings.search_only and not settings.use_maximum_batch_size:
+    if settings.budgets and has_images(cfg):
+        raise token_budget_with_images(settings)
+    _check_fastest(cfg, settings)
+    searches = settings.use_maximum_batch_size or settings.use_fastest_configuration
+    if settings.search_only and not searches:
         raise ConfigError(
             f"{BLOCK}.search_only",
             True,
             "has nothing to search for",
-            "Set use_maximum_batch_size=True as well",
+            "Set use_maximum_batch_size=True or use_fastest_configuration=True as well",
         )
     if settings.survives and (cfg.get("tensor_parallel_dim") or 1) > 1:
         raise ConfigError(
@@ -102,6 +136,49 @@ def check_adaptive_config(cfg: DictConfig, settings: AdaptiveSettings) -> None:
             "cannot be asynchronous: torchtune finds asynchronous checkpoints by their epoch",
             "Set enable_async_checkpointing=False, or save_every_n_steps=null",
         )
+
+
+def _check_pairs(cfg: DictConfig, kind: Kind, settings: AdaptiveSettings) -> None:
+    """What a sample of two rows cannot be combined with."""
+    if kind.sample == "row":
+        return
+    if settings.budgets:
+        raise ConfigError(
+            f"{BLOCK}.token_budget",
+            settings.token_budget,
+            "counts tokens of single rows, but a sample of this recipe is a pair, and its loss is a mean "
+            "over pairs",
+            "Set it to False, and use_maximum_batch_size=True to have the number of pairs found",
+        )
+    if is_packed(cfg):
+        raise ConfigError(
+            "dataset.packed", True, "packs single rows, but a sample is a pair", "Set it to False"
+        )
+
+
+def require_torchvision(cfg: DictConfig) -> None:
+    """Stop where images are to be trained on without the library that torchtune takes them with.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if has_images(cfg) and find_spec("torchvision") is None:
+        raise ConfigError(
+            "collate_fn",
+            cfg.collate_fn,
+            "makes batches of images, for which torchtune needs torchvision, and that is not installed",
+            "Install torchvision, in the version for your torch",
+        )
+
+
+def token_budget_with_images(settings: AdaptiveSettings) -> ConfigError:
+    return ConfigError(
+        f"{BLOCK}.token_budget",
+        settings.token_budget,
+        "sizes micro-batches by their text, but these samples have images: a micro-batch is padded to the "
+        "most images and tiles of any of its samples, so how many samples fit does not depend on text alone",
+        "Set it to False; use_maximum_batch_size=True accounts for images",
+    )
 
 
 def _check_settings_with_optimizer_in_backward(settings: AdaptiveSettings) -> None:
@@ -162,6 +239,43 @@ def _check_decisions(settings: AdaptiveSettings) -> None:
         )
 
 
+def _check_fastest(cfg: DictConfig, settings: AdaptiveSettings) -> None:
+    """The fastest configuration is that of one batch, and is found by trying it on the run's own model."""
+    keys = settings.may_change if isinstance(settings.may_change, tuple) else ()
+    for key in keys:
+        if key not in KNOBS_BY_KEY:
+            raise ConfigError(
+                f"{BLOCK}.may_change",
+                key,
+                "is not a knob that trades memory for speed",
+                f"Use exact, rounding, or a list of {', '.join(KNOBS_BY_KEY)}",
+            )
+    if not settings.use_fastest_configuration:
+        return
+    others = {
+        "use_maximum_batch_size": settings.use_maximum_batch_size,
+        "batch_increase_function": settings.batch_increase_function is not None,
+        f"{BLOCK}.token_budget": settings.budgets,
+        f"{BLOCK}.gradient_noise=act": settings.gradient_noise == "act",
+    }
+    for other, is_set in others.items():
+        if is_set:
+            raise ConfigError(
+                "use_fastest_configuration",
+                True,
+                f"looks for the fastest way to train the configured batch, and {other} changes the batch",
+                "Set one of the two to False",
+            )
+    for key in keys:
+        if not KNOBS_BY_KEY[key].switch:
+            raise ConfigError(
+                f"{BLOCK}.may_change",
+                key,
+                "cannot be changed on a model that is already built",
+                "Let tune-adaptive plan --fastest choose it, or leave it out",
+            )
+
+
 def _check_beta2(cfg: DictConfig, settings: AdaptiveSettings) -> None:
     optimizer = cfg.optimizer._component_
     if settings.beta2 == "half_life" and not re.search(r"^torch\.optim\.Adam(W)?$", optimizer):
@@ -204,12 +318,30 @@ def _check_activation_memory(cfg: DictConfig) -> None:
             f"needs a CUDA device, but device is {cfg.device}",
             "Set enable_activation_offloading=False",
         )
-    if not cfg.get("enable_activation_checkpointing", False):
+    if checkpoints_every(configured_checkpoint(cfg)) is None:
         raise ConfigError(
             "enable_activation_offloading",
             True,
-            "works only together with activation checkpointing",
+            "works only together with the checkpointing of whole layers",
             "Set enable_activation_checkpointing=True as well",
+        )
+
+
+def _check_recomputation(cfg: DictConfig) -> None:
+    """What is computed again in backward."""
+    if configured_checkpoint(cfg) == "operations" and cfg.get("compile", False):
+        raise ConfigError(
+            CHECKPOINT,
+            "operations",
+            "keeps the results of single operations, which compile=True fuses",
+            f"Set {CHECKPOINT} to all or every_2, or compile=False",
+        )
+    if OmegaConf.select(cfg, RECOMPUTE_LOSS) and cfg.loss._component_ != CHUNKED:
+        raise ConfigError(
+            RECOMPUTE_LOSS,
+            True,
+            f"computes the chunks of a loss again, but loss is {cfg.loss._component_}",
+            f"Set loss._component_={CHUNKED}, or {RECOMPUTE_LOSS}=False",
         )
 
 
@@ -220,6 +352,17 @@ def _check_collate(cfg: DictConfig) -> None:
             cfg.collate_fn,
             "pads on the left, which is for generation only",
             "Use torchtune.data.padded_collate_sft",
+        )
+
+
+def _check_streaming(cfg: DictConfig) -> None:
+    datasets = cfg.dataset if isinstance(cfg.dataset, ListConfig) else [cfg.dataset]
+    if any(dataset.get("streaming", False) for dataset in datasets):
+        raise ConfigError(
+            "dataset.streaming",
+            True,
+            "gives rows one after the other, but epochs and batches are made of rows by their number",
+            "Set dataset.streaming=False",
         )
 
 

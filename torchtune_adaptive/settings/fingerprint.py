@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.cache import libraries
 from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings, top_level_keys
 from torchtune_adaptive.settings.batch import configured_batch
-from torchtune_adaptive.settings.kinds import KNOWN_KEYS
+from torchtune_adaptive.settings.kinds import FOUND, FROZEN_CHECKPOINTERS, KNOWN_KEYS
+from torchtune_adaptive.settings.knobs import CHECKPOINT, RECOMPUTE_LOSS
 
 # What cannot change the memory of a step, and why.
 _IRRELEVANT_KEYS = (
@@ -29,6 +30,7 @@ _IRRELEVANT_KEYS = (
     "profiler",
     "log_every_n_steps",
     "log_peak_memory_stats",
+    FOUND,
     # How long the run is, in which order it sees its samples, and numbers that have no size.
     "seed",
     "shuffle",
@@ -36,13 +38,22 @@ _IRRELEVANT_KEYS = (
     "max_steps_per_epoch",
     "lr_scheduler",
     "optimizer.lr",
+    "kd_ratio",
+    "fake_quant_after_n_steps",  # trials quantise, which takes more memory
     # Trials are made of one sample repeated; its length and whether samples are packed are facts themselves.
     "dataset",
     "tokenizer",
+    # Validation has trials of its own.
+    "dataset_val",
+    "run_val_every_n_steps",
+    "batch_size_val",
 )
 _IRRELEVANT_SETTINGS = (
     "search",  # all ways to search find the same size
     "search_only",
+    "use_fastest_configuration",  # chooses among configs that each have facts of their own
+    "may_change",
+    "speed_trials",
     "cache",
     "save_every_n_steps",
     "keep_last_n_checkpoints",
@@ -66,20 +77,22 @@ def step_facts(cfg: DictConfig) -> dict[str, Any]:
     """
     config = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(config, dict)
-    for path in (*_IRRELEVANT_KEYS, "batch_size", BLOCK, *top_level_keys()):
+    for path in (*_IRRELEVANT_KEYS, *FROZEN_CHECKPOINTERS, "batch_size", BLOCK, *top_level_keys()):
         *blocks, key = path.split(".")
         node = config
         for block in blocks:
             node = node.get(block) or {}
         node.pop(key, None)
-    return {k: config[k] for k in sorted(KNOWN_KEYS & config.keys()) if config[k] is not None}
+    facts = {k: config[k] for k in sorted(KNOWN_KEYS & config.keys()) if config[k] is not None}
+    ours = {key: OmegaConf.select(cfg, key) for key in (CHECKPOINT, RECOMPUTE_LOSS)}
+    return facts | {key: value for key, value in ours.items() if value is not None}
 
 
 def search_facts(
     cfg: DictConfig,
     settings: AdaptiveSettings,
     *,
-    row_length: int,
+    row: dict[str, int],
     packed: bool,
     largest_candidate: int,
     ranks: int,
@@ -95,7 +108,7 @@ def search_facts(
     return {
         "config": {**step_facts(cfg), "batch_size": configured_batch(cfg, ranks).micro_batch},
         "settings": chosen,
-        "row_length": row_length,
+        "row": row,
         "packed": packed,
         "largest_candidate": largest_candidate,
         "ranks": ranks,

@@ -140,6 +140,20 @@ def _parse_path_of_code(value: object) -> str:
     raise ValueError
 
 
+def _parse_checkpointing(value: object) -> str:
+    if isinstance(value, str) and re.fullmatch(
+        r"all|none|operations|every_([2-9]|[1-9]\d{1,3})", value
+    ):
+        return value
+    raise ValueError
+
+
+def _parse_keys(value: object) -> tuple[str, ...]:
+    if isinstance(value, (list, tuple)) and value and all(isinstance(key, str) for key in value):
+        return tuple(value)
+    raise ValueError
+
+
 def _parse_component(value: object) -> Mapping[str, Any]:
     if isinstance(value, Mapping) and _parse_path_of_code(value.get("_component_")):
         return value
@@ -151,10 +165,13 @@ BOOLEAN = Rule(("True", "False"), _parse_boolean)
 MEMORY = Rule(("an amount of memory, e.g. 24GiB", "a number of bytes"), _parse_memory)
 TEXT = Rule(("a text that is not empty",), _parse_text)
 FOLDER = Rule(("the path of a folder",), _parse_text)
+CHECKPOINTING = Rule(("all", "none", "operations", "every_N, e.g. every_2"), _parse_checkpointing)
+KEYS = Rule(("a list of keys",), _parse_keys)
 FUNCTION = Rule(("the dotted path of a function (package.module.function)",), _parse_path_of_code)
 COMPONENT = Rule(("a block whose _component_ is a dotted path",), _parse_component)
 SHARE = number("at least 0 and less than 1, e.g. 0.05", lambda value: 0 <= value < 1)
 PATIENCE = number("a number of seconds from 0 to 3600", lambda n: 0 <= n <= 3600)
 SECONDS = number("a number of seconds from 1 to 86400, e.g. 45", lambda value: 1 <= value <= 86400)
 POSITIVE = number("a number greater than 0", lambda value: value > 0)
+RATIO = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 FINITE = number("a number >= 0", lambda value: 0 <= value <= 1e300 and math.isfinite(value))

@@ -6,7 +6,7 @@ something else than was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torchtune_adaptive.errors import ConfigError
@@ -16,6 +16,7 @@ from torchtune_adaptive.settings.rules import (
     FINITE,
     FUNCTION,
     POSITIVE,
+    RATIO,
     TEXT,
     Rule,
     at_least,
@@ -46,6 +47,8 @@ _OPTIONAL: dict[str, Rule] = {
     "log_peak_memory_stats": BOOLEAN,
     "resume_from_checkpoint": BOOLEAN,
     "shuffle": BOOLEAN,
+    "run_val_every_n_steps": at_least(1),
+    "batch_size_val": at_least(1),
     "compile": BOOLEAN,
     "enable_activation_checkpointing": BOOLEAN,
     "enable_activation_offloading": BOOLEAN,
@@ -57,10 +60,19 @@ _OPTIONAL: dict[str, Rule] = {
     "tensor_parallel_plan": COMPONENT,
     "ac_mode": one_of("none", "full", "selective"),
     "ac_option": either(at_least(1), one_of("op")),
+    "kd_ratio": RATIO,
+    "fake_quant_after_n_steps": at_least(0),
 }
 _NOT_NULL: dict[str, Rule] = {
     "log_every_n_steps": at_least(1),
     "tensor_parallel_dim": at_least(1),
+}
+# Of torchtune's main branch: they change what is trained or how, and these recipes do not know them.
+_UNKNOWN_UNLESS: dict[str, Any] = {
+    "enable_fp8_training": False,
+    "resize_token_embeddings": False,
+    "context_parallel_dim": 1,
+    "data_parallel_replicate_dim": 1,
 }
 _MUST_BE_GIVEN = ("seed", "shuffle", "max_steps_per_epoch", "resume_from_checkpoint")
 # Inside blocks, where given.
@@ -68,6 +80,8 @@ _OF_BLOCKS: dict[tuple[str, str], Rule] = {
     ("tokenizer", "max_seq_len"): at_least(2),
     ("dataset", "max_seq_len"): at_least(2),
     ("dataset", "packed"): BOOLEAN,
+    ("dataset_val", "max_seq_len"): at_least(2),
+    ("dataset_val", "packed"): BOOLEAN,
     ("model", "max_seq_len"): at_least(2),
     ("optimizer", "lr"): FINITE,
     ("optimizer", "weight_decay"): FINITE,
@@ -75,11 +89,12 @@ _OF_BLOCKS: dict[tuple[str, str], Rule] = {
 }
 
 
-def check_values(cfg: Mapping[str, Any]) -> None:
+def check_values(cfg: Mapping[str, Any], more_blocks: Iterable[str] = ()) -> None:
     """Stop at a value that is none of those that its key may have.
 
     Args:
         cfg: the whole config, resolved.
+        more_blocks: that the recipe needs besides those that all do.
 
     Raises:
         ConfigError: there is one.
@@ -92,7 +107,7 @@ def check_values(cfg: Mapping[str, Any]) -> None:
             "Must be an integer >= 1; to search for the largest that fits, set "
             "use_maximum_batch_size=True and leave batch_size a number",
         )
-    for key, rule in _REQUIRED.items():
+    for key, rule in {**_REQUIRED, **dict.fromkeys(more_blocks, COMPONENT)}.items():
         rule.read(key, cfg.get(key))
     for key in _MUST_BE_GIVEN:
         if key not in cfg:
@@ -103,6 +118,14 @@ def check_values(cfg: Mapping[str, Any]) -> None:
     for key, rule in _NOT_NULL.items():
         if key in cfg:
             rule.read(key, cfg[key])
+    for key, default in _UNKNOWN_UNLESS.items():
+        if cfg.get(key) not in (None, default):
+            raise ConfigError(
+                key,
+                cfg[key],
+                "is not supported by the adaptive recipes",
+                f"Set {key}={default}, or use torchtune's recipe",
+            )
     _check_datasets(cfg)
     for (block, key), rule in _OF_BLOCKS.items():
         for name, node in _blocks(cfg, block):
@@ -118,10 +141,17 @@ def check_values(cfg: Mapping[str, Any]) -> None:
 
 def _check_datasets(cfg: Mapping[str, Any]) -> None:
     found = list(_blocks(cfg, "dataset"))
-    for name, node in found:
-        COMPONENT.read(name, node)
     if not found:
         COMPONENT.read("dataset", cfg.get("dataset"))
+    for name, node in (*found, *_blocks(cfg, "dataset_val")):
+        COMPONENT.read(name, node)
+    if cfg.get("run_val_every_n_steps") is not None and not cfg.get("dataset_val"):
+        raise ConfigError(
+            "run_val_every_n_steps",
+            cfg["run_val_every_n_steps"],
+            "has nothing to validate on: dataset_val is not set",
+            "Set dataset_val, or run_val_every_n_steps=null",
+        )
 
 
 def _blocks(cfg: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import training, utils
 
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.ranks.signs import LONGEST_SILENCE
+from torchtune_adaptive.settings.checks import require_torchvision
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Environment:
     dtype: torch.dtype
     rank: int
     ranks: int
+    launched: bool = True
+    """Whether a launcher started this rank; or else it is the only one, as in a single-device recipe."""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -40,9 +44,10 @@ def start_environment(cfg: DictConfig, longest_wait: float | None = None) -> Env
             more, or NCCL would end the run before the watchdog names the rank that is waited for. None where
             there is no watchdog: the group's own limit is all there is.
     """
+    require_torchvision(cfg)
     _log_on_rank_zero()
     _let_gloo_use_the_interface_of_nccl()
-    device = utils.get_device(cfg.device)
+    device = _device(cfg.device)
     dtype = training.get_dtype(cfg.dtype, device)
     on_cpu_too = cfg.get("fsdp_cpu_offload", False) or cfg.get("enable_async_checkpointing", False)
     backend = training.get_distributed_backend(
@@ -51,7 +56,8 @@ def start_environment(cfg: DictConfig, longest_wait: float | None = None) -> Env
     timeout = None
     if longest_wait is not None:
         timeout = timedelta(seconds=process_group_timeout(longest_wait))
-    if training.is_distributed():
+    launched = training.is_distributed()
+    if launched:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(
@@ -59,7 +65,29 @@ def start_environment(cfg: DictConfig, longest_wait: float | None = None) -> Env
         )
     if cfg.get("fsdp_cpu_offload", False):
         training.set_torch_num_threads()  # the optimizer runs on the CPU
-    return Environment(device, dtype, dist.get_rank(), dist.get_world_size())
+    return Environment(device, dtype, dist.get_rank(), dist.get_world_size(), launched)
+
+
+def _device(name: str) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        ConfigError: this machine does not have it; torchtune would train on the CPU without a word.
+    """
+    try:
+        device = utils.get_device(name)
+        found = device.type == torch.device(name).type
+        reason = "torch finds no such device on this machine"
+    except (RuntimeError, AssertionError) as error:
+        found, reason = False, " ".join(str(error).split()).rstrip(".")
+    if not found:
+        raise ConfigError(
+            "device",
+            name,
+            f"cannot be used: {reason}",
+            "Set device=cpu, or run on a machine that has it, with a torch that is built for it",
+        )
+    return device
 
 
 def process_group_timeout(longest_wait: float) -> float:
@@ -96,9 +124,22 @@ def _let_gloo_use_the_interface_of_nccl() -> None:
 
 
 def _log_on_rank_zero() -> None:
-    """Our messages, once: what we say on every rank, the others only say when it is a warning."""
+    """Our messages, once: what we say on every rank, the others only say when it is a warning.
+
+    A level that is set already stays (``--quiet``). torchtune's own messages are left out unless they warn:
+    we say the same, of the places where things end up.
+    """
     ours = logging.getLogger("torchtune_adaptive")
-    ours.setLevel(logging.INFO if int(os.environ.get("RANK", 0)) == 0 else logging.WARNING)
+    if int(os.environ.get("RANK", 0)) != 0:
+        ours.setLevel(logging.WARNING)
+    elif ours.level == logging.NOTSET:
+        ours.setLevel(logging.INFO)
     if not ours.handlers:
         ours.addHandler(logging.StreamHandler())
     ours.propagate = False
+    theirs = utils.get_logger()
+    theirs.filters = [_is_a_warning]
+
+
+def _is_a_warning(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING

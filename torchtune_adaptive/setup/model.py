@@ -7,7 +7,9 @@ the lookup of a function by its path (torchtune 0.6.1, the version that is pinne
 from __future__ import annotations
 
 import logging
+import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +21,8 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 from torchtune import config, modules, training
+from torchtune.modules.model_fusion import DeepFusionModel, FusionEmbedding, FusionLayer
 from torchtune.modules.peft import (
     DoRALinear,
     LoRALinear,
@@ -28,14 +30,21 @@ from torchtune.modules.peft import (
     set_trainable_params,
     validate_missing_and_unexpected_for_lora,
 )
-from torchtune.training.activations import apply_selective_activation_checkpointing
 
-from torchtune_adaptive.device.host import bound_by_host_memory
 from torchtune_adaptive.errors import CheckpointError
 from torchtune_adaptive.setup.environment import Environment
+from torchtune_adaptive.setup.offloading import Offloading
+from torchtune_adaptive.upstream import NF4Tensor, to_nf4
 
 log = logging.getLogger(__name__)
 AS_IT_IS: AbstractContextManager[Any] = nullcontext()
+
+Prepare = Callable[[nn.Module], nn.Module]
+"""Changes a model before it is sharded, such as for quantisation-aware training."""
+
+
+def unchanged(model: nn.Module) -> nn.Module:
+    return model
 
 
 @dataclass(frozen=True)
@@ -43,27 +52,33 @@ class Model:
     """A model that is ready to be trained, and how it is spread over the ranks."""
 
     module: nn.Module
-    activations: AbstractContextManager[Any]
+    offloading: Offloading
     data_rank: int
     data_ranks: int
     """Which share of the data this rank gets, and of how many: with tensor parallelism, several ranks
     work on the same share."""
 
 
-def full_model(cfg: DictConfig, environment: Environment, weights: dict[str, Any]) -> Model:
+def full_model(
+    cfg: DictConfig,
+    environment: Environment,
+    weights: dict[str, Any],
+    prepare: Prepare = unchanged,
+) -> Model:
     """A model of which every weight is trained."""
     started = time.perf_counter()
-    model, mesh = full_model_without_weights(cfg, environment)
+    model, mesh = full_model_without_weights(cfg, environment, prepare=prepare)
     initialize_ropes(model, environment)
     _load(model, cfg, environment, weights, strict=True)
-    activations = _finish(model, cfg, environment, started)
-    return Model(model, activations, mesh["dp"].get_local_rank(), mesh["dp"].size())
+    offloading = _finish(model, cfg, environment, started)
+    return Model(model, offloading, mesh["dp"].get_local_rank(), mesh["dp"].size())
 
 
 def full_model_without_weights(
     cfg: DictConfig,
     environment: Environment,
     sharding: AbstractContextManager[Any] = AS_IT_IS,
+    prepare: Prepare = unchanged,
 ) -> tuple[nn.Module, DeviceMesh]:
     """The same model as it is spread over the ranks, but still on the meta device.
 
@@ -71,6 +86,7 @@ def full_model_without_weights(
         cfg: the config.
         environment: where the rank runs.
         sharding: what the model is sharded in, where tensors are not what they seem.
+        prepare: changes the model before it is sharded.
     """
     tensor_ranks = cfg.get("tensor_parallel_dim", 1)
     if environment.ranks % tensor_ranks != 0:
@@ -80,7 +96,7 @@ def full_model_without_weights(
     data_ranks = environment.ranks // tensor_ranks
     model = _on_meta(cfg.model, environment)
     if cfg.get("compile", False):
-        training.compile_model(model, verbose=environment.is_rank_zero)
+        _compile(model)
     mesh = init_device_mesh(
         environment.device.type, (data_ranks, tensor_ranks), mesh_dim_names=("dp", "tp")
     )
@@ -89,13 +105,7 @@ def full_model_without_weights(
         plan = config.instantiate(cfg.tensor_parallel_plan)
         parallelize_module(model, mesh["tp"], parallelize_plan=plan)
 
-    ac_mode = cfg.get("ac_mode", None)
-    checkpointing = cfg.get("enable_activation_checkpointing", False)
-    if checkpointing and ac_mode is None:
-        _checkpoint_activations(model)
-    elif not checkpointing and ac_mode is not None:
-        apply_selective_activation_checkpointing(model, ac_mode, cfg.get("ac_option", None))
-
+    model = prepare(model)
     with sharding:
         _shard(model, cfg, mesh["dp"])
     return model, mesh
@@ -106,10 +116,11 @@ def lora_model(
     environment: Environment,
     weights: dict[str, Any],
     adapter_weights: dict[str, Any] | None,
+    prepare: Prepare = unchanged,
 ) -> Model:
     """A frozen model with adapters that are trained: new ones, or those of a checkpoint."""
     started = time.perf_counter()
-    model = lora_model_without_weights(cfg, environment)
+    model = lora_model_without_weights(cfg, environment, prepare=prepare)
     missing, unexpected = None, None
     if adapter_weights:
         missing, unexpected = _load(model, cfg, environment, adapter_weights)
@@ -134,50 +145,89 @@ def lora_model(
         raise CheckpointError(
             f"The checkpoint does not fit the model: {error}. Look at the LoRA settings of model."
         ) from error
-    activations = _finish(model, cfg, environment, started)
-    return Model(model, activations, environment.rank, environment.ranks)
+    offloading = _finish(model, cfg, environment, started)
+    return Model(model, offloading, environment.rank, environment.ranks)
 
 
 def lora_model_without_weights(
     cfg: DictConfig,
     environment: Environment,
     sharding: AbstractContextManager[Any] = AS_IT_IS,
+    prepare: Prepare = unchanged,
 ) -> nn.Module:
     """The same model as it is spread over the ranks, but still on the meta device."""
-    model = _on_meta(cfg.model, environment)
+    model = _on_meta(cfg.model, environment, prepare)
     set_trainable_params(model, get_adapter_params(model))
     if cfg.get("compile", False):
-        training.compile_model(model, verbose=environment.is_rank_zero)
-    if cfg.get("enable_activation_checkpointing", False):
-        _checkpoint_activations(model)
+        _compile(model)
     mesh = init_device_mesh(environment.device.type, (environment.ranks,))
     with sharding:
         _shard(model, cfg, mesh)
     return model
 
 
-def _on_meta(cfg_model: DictConfig, environment: Environment) -> nn.Module:
+def frozen_model(
+    cfg: DictConfig, environment: Environment, block: str, weights: dict[str, Any]
+) -> nn.Module:
+    """A model that is used and not trained: the one that a block of the config describes."""
+    started = time.perf_counter()
+    model = frozen_model_without_weights(cfg, environment, block)
+    initialize_ropes(model, environment)
+    _load(model, cfg, environment, weights, strict=True)
+    _announce(model, environment, started)
+    return model
+
+
+def frozen_model_without_weights(
+    cfg: DictConfig,
+    environment: Environment,
+    block: str,
+    sharding: AbstractContextManager[Any] = AS_IT_IS,
+) -> nn.Module:
+    """The same model as it is spread over the ranks, but still on the meta device."""
+    model = _on_meta(cfg[block], environment).requires_grad_(False).eval()
+    if cfg.get("compile", False):
+        _compile(model)
+    mesh = init_device_mesh(environment.device.type, (environment.ranks,))
+    with sharding:
+        # Always: parameters that were kept after forward would stay for ever, as no backward frees them.
+        _shard(model, cfg, mesh, reshard_after_forward=True)
+    return model
+
+
+def _on_meta(
+    cfg_model: DictConfig, environment: Environment, prepare: Prepare = unchanged
+) -> nn.Module:
     """The model without memory: each rank will only ever hold its part."""
     with training.set_default_dtype(environment.dtype), torch.device("meta"):
-        return config.instantiate(cfg_model)
+        return prepare(config.instantiate(cfg_model))
 
 
-def _checkpoint_activations(model: nn.Module) -> None:
-    training.set_activation_checkpointing(
-        model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
-    )
+def _compile(model: nn.Module) -> None:
+    """Compile the layers that torchtune compiles: their forward passes, without the hooks around them. What
+    switches checkpointing is then outside (see ``step.recompute``), as torchtune's wrapper is."""
+    backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # as in torchtune
+    decoder = model.decoder if isinstance(model, DeepFusionModel) else model
+    layers = (modules.TransformerSelfAttentionLayer, modules.TransformerCrossAttentionLayer)
+    for layer in decoder.modules():
+        if isinstance(layer, layers):
+            layer.forward = torch.compile(layer.forward, backend=backend)
 
 
-def _shard(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh) -> None:
+def _shard(
+    model: nn.Module, cfg: DictConfig, mesh: DeviceMesh, reshard_after_forward: bool | None = None
+) -> None:
     offloads = cfg.get("fsdp_cpu_offload", False)
     if mesh.size() == 1 and not offloads:
         return  # FSDP would only make copies, and on a single rank it cannot hold quantised parameters
     names = cfg.get("custom_sharded_layers", None)
+    if reshard_after_forward is None:
+        reshard_after_forward = cfg.get("fsdp_reshard_after_forward", True)
     training.shard_model(
         model=model,
         shard_conditions=[partial(training.get_shard_conditions, names_to_match=names)],
         cpu_offload=offloads,
-        reshard_after_forward=cfg.get("fsdp_reshard_after_forward", True),
+        reshard_after_forward=reshard_after_forward,
         dp_mesh=mesh,
     )
 
@@ -223,9 +273,17 @@ def _require_fitting(model: nn.Module, weights: dict[str, Any], strict: bool) ->
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters as they are, by the names of checkpoints; a state dict would dequantise them."""
-    # Part of the names of layers that torch checkpoints; private (checked on torch 2.11, 2.13 and 2.15).
-    wrapped = "_checkpoint_wrapped_module."
-    return {name.replace(wrapped, ""): value for name, value in model.named_parameters()}
+    # What a fusion adds to a pretrained layer has names of its own; the layer keeps those that it had.
+    fused = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (FusionLayer, FusionEmbedding)):
+            inside = "layer" if isinstance(module, FusionLayer) else "embedding"
+            fused[f"{name}.{inside}."] = f"{name}."
+    by_name = {}
+    for name, value in model.named_parameters():
+        prefix = next((prefix for prefix in fused if name.startswith(prefix)), "")
+        by_name[fused.get(prefix, "") + name.removeprefix(prefix)] = value
+    return by_name
 
 
 def _load_quantised(model: nn.Module, environment: Environment, weights: dict[str, Any]) -> Any:
@@ -245,12 +303,24 @@ def _load_quantised(model: nn.Module, environment: Environment, weights: dict[st
 
 
 def _initialize_adapters(model: nn.Module, cfg: DictConfig, environment: Environment) -> None:
-    device = "cpu" if cfg.get("fsdp_cpu_offload", False) else environment.device
+    offloads = cfg.get("fsdp_cpu_offload", False)
+    alone = not environment.launched and not offloads
     with training.set_default_dtype(environment.dtype), environment.device:
-        for module in model.modules():
-            if isinstance(module, (LoRALinear, DoRALinear)):
-                module.to_empty(device=device)
+        # torchtune's single-device recipe draws adapters in turn with the weights that a checkpoint then
+        # replaces, its distributed one without them. Each is followed, so that both give their results; the
+        # first takes the memory of a whole model for a moment.
+        drawn = _adapted_layers(config.instantiate(cfg.model)) if alone else []
+        for number, module in enumerate(_adapted_layers(model)):
+            module.to_empty(device="cpu" if offloads else environment.device)
+            if not alone:
                 module.initialize_parameters()
+                continue
+            for name in module.adapter_params():
+                module.get_parameter(name).data.copy_(drawn[number].get_parameter(name))
+
+
+def _adapted_layers(model: nn.Module) -> list[LoRALinear | DoRALinear]:
+    return [module for module in model.modules() if isinstance(module, (LoRALinear, DoRALinear))]
 
 
 def initialize_ropes(model: nn.Module, environment: Environment) -> None:
@@ -263,12 +333,14 @@ def initialize_ropes(model: nn.Module, environment: Environment) -> None:
 
 def _finish(
     model: nn.Module, cfg: DictConfig, environment: Environment, started: float
-) -> AbstractContextManager[Any]:
-    activations = training.get_act_offloading_ctx_manager(
-        model, cfg.get("enable_activation_offloading", False)
-    )
-    if isinstance(activations, training.OffloadActivations):
-        bound_by_host_memory(activations)
+) -> Offloading:
+    offloading = Offloading(model, cfg.get("enable_activation_offloading", False))
+    _announce(model, environment, started)
+    return offloading
+
+
+def _announce(model: nn.Module, environment: Environment, started: float) -> None:
+    """The model has its weights, on all ranks."""
     training.validate_no_params_on_meta_device(model)
     log.info(
         f"Instantiating model and loading checkpoint took {time.perf_counter() - started:.2f} secs"
@@ -276,4 +348,3 @@ def _finish(
     if environment.is_rank_zero and environment.device.type != "cpu":
         training.log_memory_stats(training.get_memory_stats(device=environment.device))
     dist.barrier()
-    return activations

@@ -14,6 +14,7 @@ from torchtune import config, training
 from torchtune.training import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.setup.environment import Environment
+from torchtune_adaptive.upstream import give_output_to_loss
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +71,15 @@ def _optimizers_in_backward(
     return Optimizers(tuple(by_parameter.values()), wrapper)
 
 
-def build_loss(cfg: DictConfig, environment: Environment, model: nn.Module) -> nn.Module:
-    """The loss, and a model that gives its output in the chunks that the loss wants."""
-    loss_fn = config.instantiate(cfg.loss)
+def build_loss(
+    cfg: DictConfig, environment: Environment, model: nn.Module, block: str = "loss"
+) -> nn.Module:
+    """The loss that a block describes, and a model whose output comes in the chunks that the loss wants."""
+    loss_fn = config.instantiate(cfg[block])
     if cfg.get("compile", False):
         loss_fn = training.compile_loss(loss_fn, verbose=environment.is_rank_zero)
-    if hasattr(loss_fn, "num_output_chunks"):
-        model.set_num_output_chunks(loss_fn.num_output_chunks)  # type: ignore[operator]
-    log.info("Loss is initialized.")
+    give_output_to_loss(loss_fn, model)
+    log.debug("Loss is initialized.")
     return loss_fn
 
 
@@ -101,5 +103,5 @@ def build_lr_scheduler(
     )
     if isinstance(built.saved, OptimizerInBackwardWrapper):
         built.saved.set_lr_scheduler(scheduler)
-    log.info("Learning rate scheduler is initialized.")
+    log.debug("Learning rate scheduler is initialized.")
     return scheduler

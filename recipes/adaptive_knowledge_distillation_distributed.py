@@ -1,0 +1,37 @@
+"""Knowledge distillation that finds its own batch size.
+
+    tune run --nproc_per_node 8 adaptive_knowledge_distillation_distributed \\
+        --config llama3_2/8B_to_1B_KD_lora_distributed use_maximum_batch_size=True
+"""
+
+# ruff: noqa: E402
+from torchtune_adaptive.versions import require_supported_versions
+
+require_supported_versions()  # before the imports below, which fail less clearly
+
+import sys
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive import launch
+from torchtune_adaptive.recipe import AdaptiveRecipe
+
+
+class AdaptiveKDRecipeDistributed(AdaptiveRecipe):
+    """Distillation of a teacher into adapters of a student with FSDP2, on one rank or many.
+
+    It accepts every key of torchtune's ``knowledge_distillation_distributed``. ``docs/recipes.md`` says what
+    differs. It adds what ``adaptive_full_finetune_distributed`` adds.
+    """
+
+    kind = "kd"
+
+
+@launch.recipe
+def recipe_main(cfg: DictConfig) -> None:
+    """Knowledge distillation that finds its own batch size."""
+    AdaptiveKDRecipeDistributed.run_all(cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

@@ -1,0 +1,37 @@
+"""Direct preference optimization (DPO) with LoRA that finds its own batch size.
+
+    tune run --nproc_per_node 8 adaptive_lora_dpo_distributed --config llama3_1/8B_lora_dpo \\
+        use_maximum_batch_size=True
+"""
+
+# ruff: noqa: E402
+from torchtune_adaptive.versions import require_supported_versions
+
+require_supported_versions()  # before the imports below, which fail less clearly
+
+import sys
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive import launch
+from torchtune_adaptive.recipe import AdaptiveRecipe
+
+
+class AdaptiveLoRADPORecipeDistributed(AdaptiveRecipe):
+    """DPO of adapters with FSDP2, on one rank or many; the model without them is the reference.
+
+    It accepts every key of torchtune's ``lora_dpo_distributed`` and does the same with it. It adds what
+    ``adaptive_full_finetune_distributed`` adds. The micro-batch counts pairs.
+    """
+
+    kind = "lora_dpo"
+
+
+@launch.recipe
+def recipe_main(cfg: DictConfig) -> None:
+    """Direct preference optimization (DPO) with LoRA that finds its own batch size."""
+    AdaptiveLoRADPORecipeDistributed.run_all(cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

@@ -1,0 +1,64 @@
+"""What differs between torchtune 0.6.1 and its main branch (0.7.0, not released), told apart by feature.
+
+Private parts of torchtune and torchao that are used here exist in torchtune 0.6.1 with torchao 0.15, and in
+torchtune's main branch (bd2a0fc) with torchao 0.18.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torchtune.datasets._sft import SFTTransform
+
+try:
+    from torchao.quantization import NF4Tensor, to_nf4
+except ImportError:  # before torchao 0.18, and torchtune 0.6.1 needs it to be
+    from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
+
+__all__ = [
+    "NF4Tensor",
+    "fake_quantisation_for_lora",
+    "give_output_to_loss",
+    "labels_are_shifted",
+    "to_nf4",
+]
+
+
+@cache
+def labels_are_shifted() -> bool:
+    """Whether a dataset's label at a position is the token that comes next, or the token itself.
+
+    On 0.6.1 recipes shift labels. On main datasets do, and a recipe that did it again would learn to predict
+    the token after the next.
+    """
+    transform = SFTTransform(model_transform=lambda _: {"tokens": [1, 2], "mask": [False, False]})
+    return int(transform({})["labels"][0]) == 2
+
+
+def give_output_to_loss(loss_fn: nn.Module, model: nn.Module) -> None:
+    """Make the model's output what the loss takes: logits, logits in chunks, or (on main) hidden states that
+    the loss itself multiplies by the output layer."""
+    output: Any = getattr(loss_fn, "set_model_output", None)
+    if output is not None:
+        output(model)
+    elif hasattr(loss_fn, "num_output_chunks"):
+        model.set_num_output_chunks(loss_fn.num_output_chunks)  # type: ignore[operator]
+
+
+def fake_quantisation_for_lora(described: Any) -> Any:
+    """How torchao describes fake quantisation, as torchtune's LoRA layers take it.
+
+    They insist on a class that torchao has replaced by its parent, so torchtune 0.6.1 stops with 0.15.
+    """
+    try:
+        from torchao.quantization.qat import FakeQuantizeConfig
+    except ImportError:
+        return described
+    if described is None or isinstance(described, FakeQuantizeConfig):
+        return described
+    return FakeQuantizeConfig(
+        **{each.name: getattr(described, each.name) for each in fields(described)}
+    )
