@@ -1,4 +1,4 @@
-"""The micro-batch of the next step: smaller after running out of memory, larger again after a while without.
+"""How the next step is taken: in less memory after running out of it, as before after a while without.
 
 Every rank has its own copy and gives it the same input, so all ranks decide the same without communicating.
 """
@@ -10,25 +10,43 @@ from typing import Any
 
 
 class Recovery:
-    """The size of the micro-batch during training.
+    """The size of the micro-batch during training, and how much more of a step is computed again in backward.
 
     Args:
         size: the initial size, and the largest.
         candidates: sizes that it may shrink to.
-        calm_steps: steps without trouble after which a size that failed is tried again; None: never.
+        calm_steps: steps without trouble after which what failed is tried again; None: never.
+        reliefs: how many ways there are to take less memory at the same size, each on top of those before.
     """
 
-    def __init__(self, size: int, candidates: Iterable[int], calm_steps: int | None) -> None:
+    def __init__(
+        self, size: int, candidates: Iterable[int], calm_steps: int | None, reliefs: int = 0
+    ) -> None:
         self.size = size
+        self.relief = 0
+        """How many of the reliefs are in use."""
+        self._reliefs = reliefs
         self._candidates = sorted(candidates)
         self._calm_steps = calm_steps
         self._wait = calm_steps
-        self._given_up: list[int] = []  # the latest last
+        self._given_up: list[tuple[int, int]] = []  # sizes and reliefs, the latest last
         self._calm = 0
         self._on_trial = False  # grown back, but not yet for the whole wait
         self._retried = False  # in the last step
         self.waited = 0
-        """Steps without trouble before the size last grew back."""
+        """Steps without trouble before what failed was last tried again."""
+
+    def relieve(self) -> bool:
+        """Take less memory at the same size; the step keeps its bits.
+
+        Returns:
+            False if every relief is in use.
+        """
+        if self.relief == self._reliefs:
+            return False
+        self._give_up()
+        self.relief += 1
+        return True
 
     def shrink(self) -> bool:
         """Shrink to at most half the size. Since each failure halves, there are few in a row.
@@ -39,12 +57,15 @@ class Recovery:
         smaller = [size for size in self._candidates if 2 * size <= self.size]
         if not smaller:
             return False
+        self._give_up()
+        self.size = smaller[-1]
+        return True
+
+    def _give_up(self) -> None:
         if self._on_trial and self._wait is not None:
             self._wait *= 2
-        self._given_up.append(self.size)
-        self.size = smaller[-1]
+        self._given_up.append((self.size, self.relief))
         self._calm, self._on_trial = 0, False
-        return True
 
     def is_thrashing(self, retries: int) -> bool:
         """Whether this is the second step in a row with allocation retries.
@@ -57,7 +78,7 @@ class Recovery:
         return thrashing
 
     def grow_back(self) -> bool:
-        """Count a good step; return whether the size that failed last is tried again from now on."""
+        """Count a good step; return whether what failed last is tried again from now on."""
         if self._wait is None:
             return False
         self._calm += 1
@@ -68,14 +89,15 @@ class Recovery:
             self._wait, self._on_trial = self._calm_steps, False
         if not self._given_up:
             return False
-        self.size = self._given_up.pop()
+        self.size, self.relief = self._given_up.pop()
         self._calm, self._on_trial = 0, True
         return True
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "size": self.size,
-            "given_up": list(self._given_up),
+            "relief": self.relief,
+            "given_up": [list(each) for each in self._given_up],
             "wait": self._wait,
             "calm": self._calm,
             "on_trial": self._on_trial,
@@ -83,10 +105,17 @@ class Recovery:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict``, unless the sizes in it are not those of this run."""
-        if max([state["size"], *state["given_up"]]) != self.size:
+        """Continue from ``state_dict``, unless what is in it is not of this run."""
+        # Checkpoints of versions without reliefs have sizes only.
+        given_up = [
+            (each, 0) if isinstance(each, int) else tuple(each) for each in state["given_up"]
+        ]
+        now = (state["size"], state.get("relief", 0))
+        if max(size for size, _ in (now, *given_up)) != self.size:
             return
-        self.size, self._given_up = state["size"], list(state["given_up"])
+        if max(relief for _, relief in (now, *given_up)) > self._reliefs:
+            return
+        (self.size, self.relief), self._given_up = now, given_up
         self._calm, self._on_trial = state["calm"], state["on_trial"]
         self._retried = state["retried"]
         if self._wait is not None and state["wait"] is not None:

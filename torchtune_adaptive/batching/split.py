@@ -28,6 +28,10 @@ class Split:
     def global_batch(self) -> int:
         return self.rows * self.ranks
 
+    def text(self) -> str:
+        ranks = f"{self.ranks} rank{'s'[: self.ranks != 1]}"
+        return f"micro-batch {self.micro_batch} x accumulation {self.accumulation} x {ranks}"
+
 
 @dataclass(frozen=True)
 class Epochs:

@@ -7,6 +7,7 @@ simulated one (see ``simulated``).
 from __future__ import annotations
 
 import gc
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -130,6 +131,11 @@ class DeviceMemory(ABC):
 
     def synchronize(self) -> None:  # noqa: B027 - a CPU has nothing to wait for
         """Wait until the device has done everything that was asked of it."""
+
+    def clock(self) -> float:
+        """Seconds, at the moment when the device has done everything that was asked of it."""
+        self.synchronize()
+        return time.perf_counter()
 
     def release(self) -> None:
         """Give back everything that nothing refers to any more."""

@@ -16,16 +16,21 @@ _SETTLING = 0.1  # seconds; what it waits for takes microseconds on a machine th
 class Ranks:
     """The ranks of a run. They agree through a gloo group, on the CPU and never on the device.
 
-    Every wait is bounded: if a rank does not answer within ``timeout`` seconds, the others fail.
+    Every wait is bounded: if a rank does not answer within ``timeout`` seconds, the others fail. Without a
+    process group there is one rank.
     """
 
     def __init__(self, timeout: float = 45.0) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size = 0, 1
+        if dist.is_initialized():
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = None
         if self.size > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._flag_value = self._flag.numpy()  # the same memory
+        self._ends = torch.zeros(2, dtype=torch.int64)
+        self._ends_value = self._ends.numpy()
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank.
@@ -38,6 +43,14 @@ class Ranks:
         self._flag_value[0] = flag
         dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group)
         return bool(self._flag_value[0])
+
+    def spread(self, number: int) -> tuple[int, int]:
+        """The smallest and the largest of the ranks' numbers; like ``any``, it cannot run out of memory."""
+        if self._group is None:
+            return number, number
+        self._ends_value[:] = -number, number
+        dist.all_reduce(self._ends, op=dist.ReduceOp.MAX, group=self._group)
+        return -int(self._ends_value[0]), int(self._ends_value[1])
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""

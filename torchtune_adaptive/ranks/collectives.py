@@ -12,7 +12,8 @@ others waiting in the next one until the process group times out. So it does not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,10 +29,19 @@ class AnotherRankFailed(Exception):
     """Raised where a rank would enter a collective that another rank will not enter."""
 
 
-class Collectives:
-    """The collectives of a pass (one forward and backward): recorded, then completed where a rank fails.
+@dataclass
+class _Sequence:
+    """The collectives of one kind of pass, by phase, and how often in a row they have been these."""
 
-    A pass is a sequence of named *phases*; between them the ranks may do something else together.
+    recorded: dict[str, list[fsdp.Collective]] = field(default_factory=dict)
+    equal_passes: int = 0
+
+
+class Collectives:
+    """The collectives of a pass, e.g. one forward and backward: recorded, then completed where a rank fails.
+
+    A pass is a sequence of named *phases*; between them the ranks may do something else together. Passes of
+    different kinds have different sequences, each recorded by itself.
 
     Args:
         models: the models that run in a pass.
@@ -52,8 +62,8 @@ class Collectives:
         self._ranks = ranks
         self._device = device
         self._launched = launched
-        self._recorded: dict[str, list[fsdp.Collective]] = {}
-        self._equal_passes = 0
+        self._sequences: dict[str, _Sequence] = {}
+        self._sequence = _Sequence()
         self._pass: dict[str, list[fsdp.Collective]] = {}
         self._count: dict[str, int] = {}
         self._phase = ""
@@ -63,9 +73,14 @@ class Collectives:
     @property
     def recording(self) -> bool:
         """Whether the sequence is not certain yet: a failure must be announced before the next collective."""
-        return self._ranks.size > 1 and self._equal_passes < 2
+        return self._ranks.size > 1 and self._sequence.equal_passes < 2
 
-    def begin_pass(self) -> None:
+    def record_again(self) -> None:
+        """Forget the sequences: from the next pass on, they are others."""
+        self._sequences.clear()
+
+    def begin_pass(self, kind: str = "training") -> None:
+        self._sequence = self._sequences.setdefault(kind, _Sequence())
         self._pass, self._count = {}, {}
 
     def begin_phase(self, phase: str) -> None:
@@ -76,15 +91,16 @@ class Collectives:
         """End a pass without failure on this rank; whether the other ranks completed it, too."""
         if self.failed_elsewhere():
             return False
+        sequence = self._sequence
         if not self.recording:
-            expected = {phase: len(collectives) for phase, collectives in self._recorded.items()}
+            expected = {phase: len(collectives) for phase, collectives in sequence.recorded.items()}
             # Not a constant sequence after all: record it again, in agreement.
             if self._count != expected:
-                self._equal_passes = 0
-        elif self._pass == self._recorded:
-            self._equal_passes += 1
+                sequence.equal_passes = 0
+        elif self._pass == sequence.recorded:
+            sequence.equal_passes += 1
         else:
-            self._recorded, self._equal_passes = self._pass, 1
+            sequence.recorded, sequence.equal_passes = self._pass, 1
         return True
 
     def failed_elsewhere(self) -> bool:
@@ -101,7 +117,11 @@ class Collectives:
         The data is worthless, and every rank discards it. By now the memory of the failed step has been
         freed, which is more than the scratch buffer takes.
         """
-        rest = self._recorded.get(phase, [])[self._count.setdefault(phase, 0) :]
+        rest = self._sequence.recorded.get(phase, [])[self._count.setdefault(phase, 0) :]
+        self._count[phase] += len(rest)
+        self._launch_on_scratch(rest)
+
+    def _launch_on_scratch(self, rest: Sequence[fsdp.Collective]) -> None:
         if not rest:
             return
         input_at = max(_aligned(collective.output_bytes) for collective in rest)
@@ -111,18 +131,29 @@ class Collectives:
             output = scratch[: collective.output_bytes].view(collective.dtype)
             input = scratch[input_at : input_at + collective.input_bytes].view(collective.dtype)
             collective.launch(output, input)
-            self._count[phase] += 1
             self._launched()
 
-    def _watch(self, launch: Callable[[], Any], describe: Callable[[], fsdp.Collective]) -> Any:
+    def _watch(
+        self,
+        launch: Callable[[], Any],
+        descriptions: tuple[Callable[[], fsdp.Collective], ...],
+    ) -> Any:
         if self.recording:
             if self.failed_elsewhere():
                 raise AnotherRankFailed
-            self._pass[self._phase].append(describe())
+            self._pass[self._phase] += [describe() for describe in descriptions]
         # Counted first: where a launch raises, it raises while waiting for what has been launched.
         self._count[self._phase] += 1
         self._launched()
-        return launch()
+        following = descriptions[1:]
+        try:
+            launched = launch()
+        except Exception:
+            if self.recording:  # nobody agrees before what follows, so the others are in it
+                self._launch_on_scratch([describe() for describe in following])
+            raise
+        self._count[self._phase] += len(following)
+        return launched
 
 
 class NoCollectives:
@@ -135,7 +166,9 @@ class NoCollectives:
             for model in models:
                 fsdp.watch_collectives(model, fsdp.launch_only, reducing)
 
-    def begin_pass(self) -> None: ...
+    def record_again(self) -> None: ...
+
+    def begin_pass(self, kind: str = "training") -> None: ...
 
     def begin_phase(self, phase: str) -> None: ...
 

@@ -43,9 +43,9 @@ class Collective:
         self.operation(output, input, group=self.group, **dict(self.extra))
 
 
-Watcher = Callable[[Callable[[], Any], Callable[[], Collective]], Any]
-"""Called with two functions for each collective: one launches it, the other describes it. Must return what
-the launch returns."""
+Watcher = Callable[[Callable[[], Any], tuple[Callable[[], Collective], ...]], Any]
+"""Called for each launch with two things: what launches, and what describes the collective and those that
+FSDP launches right after it. Must return what the launch returns."""
 
 Reducing = Callable[[torch.Tensor], None]
 """Called with this rank's own gradients, before they are reduced over all ranks."""
@@ -59,11 +59,29 @@ def watch_collectives(model: nn.Module, watcher: Watcher, reducing: Reducing | N
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            reduce_scatter = _ReduceScatter(watcher, reducing, _replicas(module))
             module.set_custom_all_gather(_AllGather(watcher))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(_ReduceScatter(watcher, reducing))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
 
 
-def launch_only(launch: Callable[[], Any], describe: Callable[[], Collective]) -> Any:
+def _replicas(module: nn.Module) -> dist.ProcessGroup | None:
+    """With HSDP, the ranks that hold the same shard: FSDP all-reduces over them what it reduce-scattered."""
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 2:
+            return parameter.device_mesh.get_group(0)
+    return None
+
+
+def roots(model: nn.Module) -> list[FSDPModule]:
+    """The outermost modules that ``fully_shard`` was applied to, in a model that may be wrapped in others."""
+    if isinstance(model, FSDPModule):
+        return [model]
+    return [root for child in model.children() for root in roots(child)]
+
+
+def launch_only(
+    launch: Callable[[], Any], descriptions: tuple[Callable[[], Collective], ...]
+) -> Any:
     """A watcher that only launches."""
     return launch()
 
@@ -86,13 +104,17 @@ class _Watched:
         input: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool,
+        *then: Callable[[], Collective],
         **extra: Any,
     ) -> Any:
+        def describe() -> Collective:
+            return Collective(
+                operation, output.numel(), input.numel(), input.dtype, group, tuple(extra.items())
+            )
+
         return self._watcher(
             lambda: operation(output, input, group=group, async_op=async_op, **extra),
-            lambda: Collective(
-                operation, output.numel(), input.numel(), input.dtype, group, tuple(extra.items())
-            ),
+            (describe, *then),
         )
 
 
@@ -101,16 +123,39 @@ class _AllGather(_Watched):
         return self._watch(_all_gather, output_tensor, input_tensor, group, async_op)
 
 
+def _all_reduce(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, op: Any
+) -> None:
+    """An all-reduce as a collective with an input and an output, which here are the same."""
+    dist.all_reduce(output, group=group, op=op)
+
+
 class _ReduceScatter(_Watched):
-    def __init__(self, watcher: Watcher, reducing: Reducing | None) -> None:
+    """Watches a reduce-scatter, and with HSDP the all-reduce that FSDP launches right after it.
+
+    There is no interface for that all-reduce. But FSDP does nothing between the two, so whoever gets through
+    the first launches the second, and their reductions are of the same kind (checked on torch 2.13).
+    """
+
+    def __init__(
+        self, watcher: Watcher, reducing: Reducing | None, replicas: dist.ProcessGroup | None
+    ) -> None:
         super().__init__(watcher)
         self._reducing = reducing
+        self._replicas = replicas
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):  # type: ignore[no-untyped-def]
         # Before the watcher hears of the collective: where this runs out of memory, it is not launched.
         if self._reducing is not None:
             self._reducing(input_tensor)
-        return self._watch(_reduce_scatter, output_tensor, input_tensor, group, async_op, op=op)
+        then = []
+        if self._replicas is not None:
+            numel, dtype = output_tensor.numel(), output_tensor.dtype
+            extra = (("op", op),)
+            then = [lambda: Collective(_all_reduce, numel, 0, dtype, self._replicas, extra)]  # type: ignore[arg-type]
+        return self._watch(
+            _reduce_scatter, output_tensor, input_tensor, group, async_op, *then, op=op
+        )
 
 
 def reset(model: nn.Module) -> None:
@@ -122,15 +167,15 @@ def reset(model: nn.Module) -> None:
     2.13), and the next step would count them twice.
     """
     _drop_gradients(model)
-    if isinstance(model, FSDPModule):
+    for root in roots(model):
         # Private: whether FSDP has run at all; before that there is nothing to reset, and
         # ``reset_iter_state`` fails (checked on torch 2.11 to 2.15).
-        has_run = model._get_fsdp_state()._is_root is not None
-        if has_run and hasattr(model, "reset_iter_state"):
-            model.reset_iter_state()
+        has_run = root._get_fsdp_state()._is_root is not None
+        if has_run and hasattr(root, "reset_iter_state"):
+            root.reset_iter_state()
         elif has_run:
-            _reset_by_hand(model)
-        _check_sharded(model)
+            _reset_by_hand(root)
+        _check_sharded(root)  # type: ignore[arg-type]
     _drop_gradients(model)
 
 
@@ -158,8 +203,7 @@ def _reset_by_hand(root: FSDPModule) -> None:
     for state in root_state._state_ctx.all_states:
         state._modules_to_run_forward.clear()
         state._training_state = idle
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in filter(None, groups):
+        for group in _parameter_groups(state):
             group._all_gather_result = None
             group._post_reduce_event = None
             group._all_reduce_state = None
@@ -180,3 +224,19 @@ def _check_sharded(model: nn.Module) -> None:
             f"{unsharded[0]} (and {len(unsharded) - 1} more) stayed unsharded. Please report this, and set "
             "adaptive_batching.on_out_of_memory=raise to train without recovery."
         )
+
+
+def divides_gradients(model: nn.Module) -> bool:
+    """Whether FSDP divides gradients by a factor of the user's. Private (checked on torch 2.11 and 2.13)."""
+    return any(
+        group.gradient_divide_factor is not None
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in _parameter_groups(module._get_fsdp_state())
+    )
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """The parameters that an FSDP module shards together; private, and one until torch 2.12."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]

@@ -23,6 +23,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from torchtune_adaptive.ending import explain
 from torchtune_adaptive.errors import RankLost
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.ranks.signs import DONE, Sign, lost_rank, opened, sealed
@@ -216,12 +217,9 @@ class Watchdog:
         )
 
     def _stop(self, why: str) -> None:
-        print(
-            f"rank {self._ranks.rank}: {why}. Stopping: this rank would otherwise wait forever. "
-            "(If that rank was merely slow, raise adaptive_batching.rank_timeout or, for a hang in training, "
-            "step_timeout.)",
-            file=sys.stderr,
-            flush=True,
+        explain(
+            f"{why}. Stopping: this rank would otherwise wait forever. (If that rank was merely slow, raise "
+            "adaptive_batching.rank_timeout or, for a hang in training, step_timeout.)"
         )
         # The main thread may be waiting inside a collective, where no exception can reach it.
         os._exit(EXIT_CODE)

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.batching.strategies import (
     Rounding,
     SearchResult,
-    Status,
     candidates,
-    search,
 )
-from torchtune_adaptive.cache import Cache, cache_folder
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.plan.background import BackgroundPlanner
-from torchtune_adaptive.search.context import SearchContext
-from torchtune_adaptive.search.probe import Probe, nothing_fits, probe_of
+from torchtune_adaptive.search.context import SearchContext, nothing_fits, probe_of
 from torchtune_adaptive.search.report import SearchReport
-from torchtune_adaptive.search.trial import SizeTrial, trial_line
+from torchtune_adaptive.search.sizes import PROOFS, SizeSearch, found_sizes
+from torchtune_adaptive.search.trial import SizeTrial
+from torchtune_adaptive.search.validation import fit_validation
 from torchtune_adaptive.search.worst_case import WorstCase
 from torchtune_adaptive.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.settings.fingerprint import search_facts
 
 log = logging.getLogger(__name__)
-
-_PROOFS = (Status.NEXT_DOES_NOT_FIT, Status.CEILING)
-"""How a search ends that has shown its size to be the largest."""
 
 
 def find_batch_size(
@@ -48,9 +41,7 @@ def find_batch_size(
     settings, configured = run.settings, run.configured
     sizes = possible_sizes(settings, configured, run.order.rows_per_rank)
     worst = run.worst_case(settings.probe_length)
-    log.info(
-        f"Searching for the largest micro-batch with rows of {worst.length} tokens ({worst.source})."
-    )
+    log.info(f"Searching for the largest micro-batch with rows of {worst.size} ({worst.source}).")
 
     def accumulation(size: int) -> int:
         most = 2 if settings.grow_past_memory else 1
@@ -62,24 +53,40 @@ def find_batch_size(
         if not first.fits:
             raise nothing_fits(first, worst)
         capacity = min(report.usable_bytes for report in first.reports)
+        if planner is not None and worst.size.images > 1:
+            log.info("No prediction: it would be for rows with one image. Searching without it.")
+            planner = None
         predictions = _Predictions(run, planner, worst.length, capacity, accumulation)
         about = search_facts(
             run.cfg,
             settings,
-            row_length=worst.length,
+            row=asdict(worst.size),
             packed=run.data.packed,
             largest_candidate=sizes[-1],
             ranks=run.ranks.size,
             device=run.step.memory.name,
             capacity=capacity,
         )
-        found = _Search(run, probe, first, sizes, predictions).result(about, known)
+        found = SizeSearch(
+            probe,
+            first,
+            sizes,
+            settings.search,
+            run.ranks,
+            found_sizes(settings.cache),
+            predictions.largest,
+        ).result(about, known)
+        validation = fit_validation(run, probe, lambda _: found.size or 1)
     predictions.learn_from(found)
-    return _report(run, found, worst, time.perf_counter() - started)
+    return _report(run, found, worst, validation, time.perf_counter() - started)
 
 
 def _report(
-    run: SearchContext, found: SearchResult[SizeTrial], worst: WorstCase, seconds: float
+    run: SearchContext,
+    found: SearchResult[SizeTrial],
+    worst: WorstCase,
+    validation: SizeTrial | None,
+    seconds: float,
 ) -> SearchReport:
     settings, configured, rows = run.settings, run.configured, run.order.rows_per_rank
     if found.size is None:
@@ -90,7 +97,7 @@ def _report(
         before=configured,
         after=after if settings.use_maximum_batch_size else configured,
         strategy=settings.search,
-        row_length=worst.length,
+        row=worst.size,
         row_source=worst.source,
         device=run.step.memory.name,
         headroom=settings.headroom,
@@ -98,6 +105,7 @@ def _report(
         rows_per_rank=rows,
         lr=run.cfg.optimizer.get("lr"),
         ceiling=what_limits(settings, configured, rows),
+        validation=validation,
     )
 
 
@@ -172,96 +180,9 @@ class _Predictions:
         """Remember how good predictions were, once a search has tried its size."""
         if self.run.settings.search == "predict":
             self.run.watchdog.enter("learning how good the prediction was", patience=None)
-        if self.planner is not None and found.status in _PROOFS:
+        if self.planner is not None and found.status in PROOFS:
             self._correct_by(next(trial for trial in found.trials if trial.size == found.size))
 
     def _correct_by(self, trial: SizeTrial) -> None:
         assert self.planner is not None
         self.planner.learn_from(trial.size, trial.usage, self.accumulation(trial.size))
-
-
-@dataclass
-class _Search:
-    """One search: tries each size at most once, in the order that cache, prediction and strategy suggest."""
-
-    run: SearchContext
-    probe: Probe
-    first: SizeTrial
-    """The trial of one row that came before the search."""
-    sizes: tuple[int, ...]
-    predictions: _Predictions
-    tried: dict[int, SizeTrial] = field(default_factory=dict)
-
-    def result(self, about: dict[str, Any], known: int | None) -> SearchResult[SizeTrial]:
-        """Search, or confirm what an earlier search found, and correct the cache.
-
-        Args:
-            about: everything that the result depends on.
-            known: what an earlier part of this run has found.
-        """
-        cache = found_sizes(self.run.settings.cache)
-        # From rank 0, or ranks with different caches would diverge.
-        remembered = known or self.run.ranks.from_rank_zero(cache.get(about))
-        found: SearchResult[SizeTrial] | None = None
-        if remembered is not None and remembered in self.sizes:
-            found = self._confirm(remembered)
-        if found is None and self.run.settings.search == "predict":
-            found = self._by_prediction()
-        if found is None:
-            strategy = self.run.settings.search
-            strategy = "extrapolate" if strategy == "predict" else strategy
-            found = search(strategy, self.sizes, self._trial)
-        if self.run.ranks.rank == 0 and found.size is not None and found.status in _PROOFS:
-            cache.put(about, found.size)
-        return SearchResult(found.size, found.status, tuple(self.tried.values()))
-
-    def _trial(self, size: int) -> SizeTrial:
-        if size not in self.tried:
-            self.tried[size] = self.probe.trial(size)
-            log.info(trial_line(self.tried[size]))
-        return self.tried[size]
-
-    def _confirm(self, size: int) -> SearchResult[SizeTrial] | None:
-        """The size that was found before, if it is still the largest."""
-        log.info(f"A previous identical run found {size}; verifying with one trial.")
-        trial = self._trial(size)
-        if not trial.fits:
-            log.info("It no longer fits; searching again.")
-            return None
-        larger = [other for other in self.sizes if other > size]
-        if larger and self._has_room_for(larger[0], trial) and self._trial(larger[0]).fits:
-            # Whatever was short of memory then, e.g. because of another process, is not any more.
-            log.info("More fits now; searching again.")
-            return None
-        return SearchResult(size, Status.REMEMBERED, ())
-
-    def _has_room_for(self, size: int, trial: SizeTrial) -> bool:
-        """Whether the line through the peaks of one row and of a trial leaves room for a larger size."""
-        peak, one = trial.deciding.peak_bytes, self.first.deciding.peak_bytes
-        each_row = (peak - one) / (trial.size - 1) if trial.size > 1 else peak
-        return peak + each_row * (size - trial.size) <= trial.deciding.usable_bytes
-
-    def _by_prediction(self) -> SearchResult[SizeTrial] | None:
-        """Try what is predicted, and again as long as trials correct the prediction upwards."""
-        last: SizeTrial | None = None
-        while (at := bisect_right(self.sizes, self.predictions.largest(last)) - 1) >= 0:
-            if last is not None and self.sizes[at] <= last.size:
-                break
-            trial = self._trial(self.sizes[at])
-            if not trial.fits:
-                break
-            last = trial
-        if last is not None:
-            return SearchResult(last.size, Status.PREDICTED, ())
-        if self.tried:
-            log.info(
-                "It does not fit: the prediction was too high. Falling back to a normal search."
-            )
-        return None
-
-
-def found_sizes(cache: bool | str) -> Cache[int]:
-    """The sizes that searches found, kept where the setting says."""
-    return Cache(
-        cache_folder(cache, "batch_sizes"), "batch size", lambda n: type(n) is int and n >= 1
-    )

@@ -6,18 +6,34 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.batching.strategies import SearchResult, Status
-from torchtune_adaptive.plots import new_figure
-from torchtune_adaptive.search.trial import SizeTrial
+from torchtune_adaptive.data.images import RowSize
+from torchtune_adaptive.plots import (
+    BLUE,
+    GRAY,
+    GREEN,
+    RED,
+    legend_below,
+    memory_unit,
+    new_figure,
+    save,
+    tidy,
+    whole_numbers,
+)
+from torchtune_adaptive.search.trial import TRIAL_COLUMNS, SizeTrial, trial_cells
 from torchtune_adaptive.settings.adaptive import BLOCK
 from torchtune_adaptive.text import human_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
 JSON_NAME = "batch_size_search.json"
 PLOT_NAME = "batch_size_search.png"
+GIB = 1 << 30
 FEW_STEPS = 20
 """Below so many optimizer steps per epoch a larger batch rarely trains as well."""
 
@@ -30,7 +46,7 @@ class SearchReport:
     before: Split
     after: Split
     strategy: str
-    row_length: int
+    row: RowSize
     row_source: str
     device: str
     headroom: float
@@ -41,6 +57,8 @@ class SearchReport:
     """The learning rate of the config, which no search changes."""
     ceiling: str
     """What limits the candidates: the data, a setting, or the rows in a step."""
+    validation: SizeTrial | None = None
+    """The trial of validation that fits, where there is any."""
 
     @property
     def largest(self) -> int:
@@ -94,7 +112,7 @@ class SearchReport:
     def text(self) -> str:
         old, new = self.before, self.after
         lines = [
-            f"Searched with rows of {self.row_length} tokens ({self.row_source}) on {self.device}, "
+            f"Searched with rows of {self.row} ({self.row_source}) on {self.device}, "
             f"{self.headroom:.0%} of memory kept free; {self.strategy}, {self.seconds:.1f} s:",
             f"batch_size {old.micro_batch} -> {new.micro_batch} ({self.reason()})"
             if self.uses_what_was_found
@@ -102,13 +120,13 @@ class SearchReport:
         ]
         if new.accumulation != old.accumulation:
             lines.append(f"gradient_accumulation_steps {old.accumulation} -> {new.accumulation}")
-        parts = (
-            f"micro-batch {new.micro_batch} x accumulation {new.accumulation} x {new.ranks} ranks"
-        )
+        parts = new.text()
         if old.global_batch == new.global_batch:
             lines.append(f"global batch unchanged: {new.global_batch} rows ({parts})")
         else:
             lines.append(f"global batch {old.global_batch} -> {new.global_batch} rows ({parts})")
+        if self.validation is not None:
+            lines.append(f"validation in micro-batches of {self.validation.size}")
         return "\n".join([*lines, *self.consequences()])
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,66 +146,90 @@ class SearchReport:
             "overrides": self.overrides(),
             "steps_per_epoch": self.steps_per_epoch(self.after),
             "strategy": self.strategy,
-            "row_length": self.row_length,
+            "row_length": self.row.tokens,
+            "images_per_row": self.row.images,
+            "tiles_per_image": self.row.tiles,
             "row_length_source": self.row_source,
             "device": self.device,
             "headroom": self.headroom,
             "seconds": self.seconds,
             "trials": [trial.as_dict() for trial in self.result.trials],
+            "validation": self.validation.as_dict() if self.validation else None,
         }
+
+    def numbers(self) -> dict[str, float]:
+        """The result for a metric logger."""
+        best = next(trial for trial in self.result.trials if trial.size == self.largest)
+        found: dict[str, float] = {
+            "batch_size": self.after.micro_batch,
+            "largest_batch_size": self.largest,
+            "gradient_accumulation_steps": self.after.accumulation,
+            "global_batch_size": self.after.global_batch,
+            "row_length": self.row.tokens,
+            "trials": len(self.result.trials),
+            "seconds": round(self.seconds, 3),
+            "peak_memory_gib": round(best.deciding.peak_bytes / GIB, 4),
+            "memory_limit_gib": round(best.deciding.usable_bytes / GIB, 4),
+        }
+        if (speed := best.tokens_per_second) is not None:
+            found["tokens_per_second_per_gpu"] = round(speed, 1)
+        return found
+
+    def trial_table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The names of the columns, and a row for each trial."""
+        return TRIAL_COLUMNS, [trial_cells(trial) for trial in self.result.trials]
 
     def write(self, folder: Path) -> list[Path]:
         """The JSON file and, where matplotlib is installed, the plot; the paths of what was written."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / JSON_NAME
         path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-        plot = _plot(self, folder / PLOT_NAME)
-        return [path, plot] if plot else [path]
+        figure = self.figure()
+        return [path, save(figure, folder / PLOT_NAME)] if figure else [path]
 
-
-def _plot(report: SearchReport, path: Path) -> Path | None:
-    """Peak memory over micro-batch size, with the limit and the size that was chosen."""
-    figure = new_figure(6.4, 3.4)
-    if figure is None:
-        return None
-    trials = sorted(report.result.trials, key=lambda trial: trial.size)
-    fitting = [trial for trial in trials if trial.fits]
-    failing = [trial for trial in trials if not trial.fits]
-    limit = trials[0].deciding.usable_bytes
-    unit, divisor = ("GiB", 1 << 30) if limit >= 1 << 30 else ("MiB", 1 << 20)
-    sizes = [trial.size for trial in fitting]
-    peaks = [trial.deciding.peak_bytes / divisor for trial in fitting]
-    axes = figure.subplots()
-    axes.axhline(
-        limit / divisor,
-        color="gray",
-        linestyle="--",
-        label=f"limit: {human_bytes(limit)} ({report.headroom:.0%} kept free)",
-    )
-    axes.plot(sizes, peaks, "o-", label="fits")
-    axes.plot(
-        report.largest, peaks[-1], "o", color="tab:green", markersize=11, label="largest that fits"
-    )
-    if failing:
-        axes.plot(
-            [trial.size for trial in failing],
-            [limit / divisor] * len(failing),
-            "X",
-            color="tab:red",
-            markersize=9,
-            label="does not fit",
+    def figure(self) -> Figure | None:
+        """Peak memory over micro-batch size, with the limit and the size that was chosen."""
+        figure = new_figure(6.4, 4)
+        if figure is None:
+            return None
+        trials = sorted(self.result.trials, key=lambda trial: trial.size)
+        fitting = [trial for trial in trials if trial.fits]
+        failing = [trial for trial in trials if not trial.fits]
+        limit = trials[0].deciding.usable_bytes
+        unit, bytes_each = memory_unit(limit)
+        peaks = {trial.size: trial.deciding.peak_bytes / bytes_each for trial in fitting}
+        axes = figure.subplots()
+        axes.axhline(
+            limit / bytes_each,
+            color=GRAY,
+            linestyle="--",
+            label=f"limit: {human_bytes(limit)} ({self.headroom:.0%} kept free)",
         )
-    old, new = report.before, report.after
-    axes.set(
-        title=f"batch_size {old.micro_batch} -> {new.micro_batch}"
-        if report.uses_what_was_found
-        else f"batch_size {old.micro_batch} may grow to {report.largest}",
-        xlabel=f"rows of {report.row_length:,} tokens in a micro-batch",
-        ylabel=f"peak memory, tightest rank ({unit})",
-        xlim=(0, None),
-        ylim=(0, 1.15 * limit / divisor),
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
-    figure.savefig(path, dpi=120)
-    return path
+        axes.plot(*zip(*peaks.items(), strict=True), "o-", color=BLUE, label="fits")
+        chosen = (self.largest, peaks[self.largest])
+        axes.plot(*chosen, "o", color=GREEN, markersize=11, label="largest that fits")
+        if failing:
+            axes.plot(
+                [trial.size for trial in failing],
+                [limit / bytes_each] * len(failing),
+                "X",
+                color=RED,
+                markersize=9,
+                label="does not fit",
+                clip_on=False,
+            )
+        old, new = self.before.micro_batch, self.after.micro_batch
+        change = (
+            f"{old} -> {new}" if self.uses_what_was_found else f"{old} may grow to {self.largest}"
+        )
+        axes.set(
+            title=f"Search on {self.device}: batch_size {change}",
+            xlabel=f"micro-batch (rows of {self.row})",
+            ylabel=f"peak memory, tightest rank ({unit})",
+            xlim=(0, 1.05 * trials[-1].size),
+            ylim=(0, 1.15 * limit / bytes_each),
+        )
+        whole_numbers(axes.xaxis)
+        tidy(axes)
+        legend_below(figure)
+        return figure

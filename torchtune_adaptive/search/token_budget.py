@@ -16,15 +16,23 @@ from torchtune_adaptive.data.loader import Loader
 from torchtune_adaptive.data.micro_batches import ByRows, ByTokens, MicroBatches, length_buckets
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.search.budget_report import BudgetReport, Throughput, padding_shares
-from torchtune_adaptive.search.context import SearchContext
-from torchtune_adaptive.search.probe import Probe, nothing_fits, probe_of
+from torchtune_adaptive.search.context import SearchContext, nothing_fits, probe_of
+from torchtune_adaptive.search.probe import Probe
 from torchtune_adaptive.search.trial import LengthTrial, SizeTrial, trial_line
+from torchtune_adaptive.search.validation import fit_validation
 from torchtune_adaptive.settings.adaptive import BLOCK, AdaptiveSettings
 
 log = logging.getLogger(__name__)
 
 _ESTIMATES_ARE_SHORT_BY = 0.03
 """The share of free memory that estimates leave: they miss by as much, and a failed trial is wasted."""
+_SLOWER_BY = 0.05
+"""The share of throughput that a budget must cost to be given up: the fastest of several steps of one kind
+vary by less."""
+_ROUNDS = 4
+"""Times that a step is measured with and without a budget before the budget is given up."""
+_FIRST_ROUNDS = 2
+"""The same before it is used: the very first step may be slow for reasons of its own."""
 
 
 def find_budget(
@@ -160,8 +168,12 @@ def find_token_budget(
         ignored = run.step.objective.ignored
         by_tokens = ByTokens(budget, row_lengths, run.data.tokenizer.pad_id, ignored, buckets)
         speeds = _speeds(run, probe, by_tokens)
+        validation = fit_validation(run, probe, lambda length: budget.tokens // length)
     without, with_budget = map(Throughput, padding_shares(by_tokens, run.configured), speeds)
-    return BudgetReport(by_tokens, trials, run.configured, without, with_budget)
+    # A budget of the user's own is meant, a checkpoint's is kept, and a batch that grows needs one.
+    is_ours = run.settings.token_budget is True and known is None and not run.settings.grows
+    used = not (is_ours and is_slower(*speeds))
+    return BudgetReport(by_tokens, trials, run.configured, without, with_budget, used, validation)
 
 
 def _longest(settings: AdaptiveSettings, row_lengths: Sequence[int]) -> int:
@@ -197,8 +209,40 @@ def _find_or_confirm(
     return find_budget(probe_at, lengths, most_rows)
 
 
-def _speeds(run: SearchContext, probe: Probe, by_tokens: ByTokens) -> tuple[float | None, ...]:
-    """Tokens per second and rank in the first step, without the budget and with it; None if not measured."""
+def is_slower(without: float | None, with_budget: float | None) -> bool:
+    """Whether a budget costs throughput, by a clear margin; not if one of the two was not measured."""
+    if without is None or with_budget is None:
+        return False
+    return with_budget < (1 - _SLOWER_BY) * without
+
+
+def fastest(
+    without: Callable[[], float | None], with_budget: Callable[[], float | None]
+) -> tuple[float | None, float | None]:
+    """The highest throughput without a budget and with it; measured more often if the budget seems slower.
+
+    Args:
+        without: measures the throughput of a step; None if it does not fit.
+        with_budget: the same.
+    """
+    best: tuple[float | None, float | None] = (0.0, 0.0)
+    for number in range(1, _ROUNDS + 1):
+        measured = without(), with_budget()
+        if None in measured:
+            return measured  # there is nothing to compare
+        best = max(best[0] or 0.0, measured[0] or 0.0), max(best[1] or 0.0, measured[1] or 0.0)
+        if number >= _FIRST_ROUNDS and not is_slower(*best):
+            break
+    return best
+
+
+def _speeds(
+    run: SearchContext, probe: Probe, by_tokens: ByTokens
+) -> tuple[float | None, float | None]:
+    """Tokens per second and rank in the first step, without the budget and with it; None if not measured.
+
+    The same on all ranks, since a step takes as long as it takes the slowest.
+    """
     split = run.configured
     if run.compiled or split.rows > run.order.rows_per_rank:
         return None, None  # most of what would be measured is compiling; or there is no full step
@@ -216,9 +260,9 @@ def _speeds(run: SearchContext, probe: Probe, by_tokens: ByTokens) -> tuple[floa
         )
         step = loader.epoch(0).step(split.rows, micro_batches.full_size(split))
         seconds = probe.timed(what, [micro_batch.batch for micro_batch in step])
-        return tokens / seconds if seconds else None
+        return tokens / seconds[0] if seconds else None
 
-    return (
-        measured("without a token budget", ByRows("none")),
-        measured("with the token budget", by_tokens),
+    return fastest(
+        lambda: measured("without a token budget", ByRows("none")),
+        lambda: measured("with the token budget", by_tokens),
     )

@@ -6,16 +6,41 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtune_adaptive.device.memory import Usage
-from torchtune_adaptive.text import bytes_of
+from torchtune_adaptive.text import bytes_of, human_bytes
 
 
 def trial_line(trial: SizeTrial) -> str:
     """One line for a trial, as soon as it is over."""
-    decided = trial.deciding
+    decided, speed = trial.deciding, trial.tokens_per_second
     return (
         f"micro-batch {trial.size}: {decided.trouble or 'fits'}, peak "
         f"{bytes_of(decided.peak_bytes, decided.usable_bytes)} (rank {trial.deciding_rank}), "
-        f"{trial.seconds:.1f} s"
+        f"{trial.seconds:.1f} s" + (f", {speed:,.0f} tokens/s per rank" if speed else "")
+    )
+
+
+TRIAL_COLUMNS = (
+    "rows",
+    "verdict",
+    "peak",
+    "limit",
+    "tightest rank",
+    "tokens/s per rank",
+    "seconds",
+)
+
+
+def trial_cells(trial: SizeTrial) -> tuple[str, ...]:
+    """A trial in a table with these columns."""
+    decided, speed = trial.deciding, trial.tokens_per_second
+    return (
+        str(trial.size),
+        decided.trouble or "fits",
+        human_bytes(decided.peak_bytes),
+        human_bytes(decided.usable_bytes),
+        str(trial.deciding_rank),
+        f"{speed:,.0f}" if speed else "",
+        f"{trial.seconds:.1f}",
     )
 
 
@@ -38,6 +63,8 @@ class RankReport:
     retries: int
     usable_bytes: int
     """The memory that this rank may use: its capacity, less the headroom."""
+    step_seconds: float = 0.0
+    """The time that the step took, without what is around it."""
 
     @property
     def free_bytes(self) -> int:
@@ -60,6 +87,14 @@ class SizeTrial:
     size: int
     seconds: float
     reports: tuple[RankReport, ...]
+    tokens: int = 0
+    """In the step of each rank, all in rows of the same length; 0 where speed is not measured."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of each rank; None if the size does not fit, or speed was not measured."""
+        seconds = max(report.step_seconds for report in self.reports)
+        return self.tokens / seconds if self.fits and self.tokens and seconds else None
 
     @property
     def fits(self) -> bool:
@@ -96,4 +131,9 @@ class SizeTrial:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "fits": self.fits, "deciding_rank": self.deciding_rank}
+        return {
+            **asdict(self),
+            "fits": self.fits,
+            "deciding_rank": self.deciding_rank,
+            "tokens_per_second": self.tokens_per_second,
+        }

@@ -58,6 +58,12 @@ class SmallBatches:
             self._reduced.copy_(square)
         self._reduces = True
 
+    def reducing_all(self, gradients: list[torch.Tensor]) -> None:
+        """Called with all gradients of a replica, which are those of one small batch: its micro-batches'."""
+        for gradient in gradients:
+            self.reducing(gradient)
+        self._tokens = [sum(self._tokens)]
+
     def only_first_is_left(self) -> bool:
         """Whether, before a forward pass, the accumulated gradient is the step's one small batch."""
         return len(self._tokens) == 1 and not self._reduces
@@ -77,14 +83,14 @@ class SmallBatches:
             totals[Total.SMALL].copy_(self.first)
             totals[Total.SMALL_TOKENS].fill_(float(self._tokens[0]))
 
-    def sums(self, totals: list[float], ranks: int) -> NoiseSums | None:
+    def sums(self, totals: list[float], averaged_over: int) -> NoiseSums | None:
         """The sums over all ranks; None if no batch was smaller than the step."""
         tokens, small, small_tokens = (
             totals[at] for at in (Total.TOKENS, Total.SMALL, Total.SMALL_TOKENS)
         )
         small_tokens_squared = totals[Total.SMALL_TOKENS_SQUARED]
         if not self._reduces:  # the one small batch spans all ranks
-            small, small_tokens_squared = small * ranks**2, small_tokens**2
+            small, small_tokens_squared = small * averaged_over**2, small_tokens**2
         if not 0 < small_tokens_squared < tokens**2:
             return None
         return NoiseSums(
@@ -92,7 +98,7 @@ class SmallBatches:
             small_tokens=small_tokens,
             small_tokens_squared=small_tokens_squared,
             # FSDP reduces to the mean over ranks, not to their sum.
-            big=totals[Total.SQUARED_GRADIENT_NORM] * ranks**2,
+            big=totals[Total.SQUARED_GRADIENT_NORM] * averaged_over**2,
             tokens=tokens,
             tokens_squared=tokens**2,
             rows=totals[Total.ROWS],

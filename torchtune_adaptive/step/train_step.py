@@ -12,9 +12,10 @@ is true on every rank, nothing has changed on any, and the caller decides what t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
@@ -22,19 +23,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
-from torchtune import utils
-from torchtune.training import OffloadActivations
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtune_adaptive.batching.noise import NoiseSums
-from torchtune_adaptive.device.host import bound_by_host_memory
 from torchtune_adaptive.device.memory import DeviceMemory, is_out_of_memory
 from torchtune_adaptive.errors import TrainingOutOfMemory
 from torchtune_adaptive.ranks import fsdp
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.ranks.collectives import AnotherRankFailed, Collectives, NoCollectives
+from torchtune_adaptive.ranks.ddp import Replicas, wrapped_in
+from torchtune_adaptive.settings.knobs import Choice
 from torchtune_adaptive.step import gradients
-from torchtune_adaptive.step.objective import Batch, Objective
+from torchtune_adaptive.step.loss_scale import LossScale
+from torchtune_adaptive.step.objective import Batch, Objective, Weighted, WithMetrics
+from torchtune_adaptive.step.switches import Switches
 from torchtune_adaptive.step.totals import SmallBatches, Total
 
 
@@ -57,8 +59,11 @@ class StepOptions:
     survive: bool = True
     """Discard a step in which memory runs out; otherwise the error is raised as it is."""
 
-    activations: AbstractContextManager[Any] | None = None
-    """What the forward pass runs in: torchtune's activation offloading, or nothing."""
+    activations: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Makes what forward passes run in, such as activation offloading; a failed step's is replaced."""
+
+    switches: Switches = field(default_factory=Switches)
+    """The memory knobs that can be changed between steps."""
 
     clip_grad_norm: float | None = None
     """The norm above which gradients are scaled down."""
@@ -72,6 +77,9 @@ class StepOptions:
     measure_noise: bool = False
     """Measure gradient noise, with one more norm of each micro-batch's gradient. Not possible where the
     optimizers step in backward: there the step's gradient is never complete."""
+
+    loss_scale: LossScale | None = None
+    """Scales losses against underflow in float16. Not possible where the optimizers step in backward."""
 
     stop_requested: Callable[[], bool] = lambda: False
     """Whether this rank has been asked to stop; all ranks learn of it in the outcome."""
@@ -88,10 +96,10 @@ class StepOutcome:
     """For a lost step: the phase in which each rank ran out of memory, or None for those that did not."""
 
     tokens: int = 0
-    """Tokens that were predicted, over all ranks: the weight of the objective."""
+    """The weight of the objective, over all ranks: the tokens that were predicted, or the pairs compared."""
 
     loss: float = 0.0
-    """Mean loss of those tokens, before the step."""
+    """Mean loss of those, before the step."""
 
     gradient_norm: float | None = None
     """Where gradients are clipped: their norm before clipping."""
@@ -102,8 +110,14 @@ class StepOutcome:
     stop: bool = False
     """A rank has been asked to stop."""
 
+    overflow: bool = False
+    """With loss scaling: a gradient overflowed, so the optimizer has not stepped."""
+
     noise: NoiseSums | None = None
     """Where it is measured: what the step says about the noise in its gradient, if anything."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the objective reports besides the loss: means over the same terms."""
 
 
 class State(Enum):
@@ -141,7 +155,7 @@ class TrainStep:
         device: torch.device,
         memory: DeviceMemory,
         ranks: Ranks,
-        options: StepOptions = StepOptions(),
+        options: StepOptions | None = None,
     ) -> None:
         self.model = model
         self.objective = objective
@@ -149,11 +163,11 @@ class TrainStep:
         self.device = device
         self.memory = memory
         self.ranks = ranks
-        self.options = options
+        self.options = options = options or StepOptions()
         self.phase = "forward"
         self._models = (model, *objective.frozen)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._activations = options.activations or nullcontext()
+        self._activations = options.activations()
         measures_noise = options.measure_noise and not options.optimizer_in_backward
         self._small = SmallBatches(device) if measures_noise else None
         reducing = self._small.reducing if self._small is not None else None
@@ -162,7 +176,12 @@ class TrainStep:
             if options.survive
             else NoCollectives(self._models, reducing)
         )
-        self._totals = torch.zeros(len(Total), dtype=torch.float64, device=device)
+        wrapped = wrapped_in(model)
+        self._replicas = Replicas(wrapped, ranks) if wrapped is not None else None
+        # FSDP reduces gradients to their mean over the ranks, we those of replicas to their sum.
+        self._averaged_over = ranks.size if self._replicas is None else 1
+        slots = len(Total) + len(objective.metrics)
+        self._totals = torch.zeros(slots, dtype=torch.float64, device=device)
         for each in self._models:
             memory.adopt([*each.parameters(), *each.buffers()])
         memory.adopt(_optimizer_state(optimizers))
@@ -174,10 +193,17 @@ class TrainStep:
         self._failed_in: str | None = None  # the phase in which this rank ran out of memory
         self._tokens = 0
         self._loss: torch.Tensor | None = None  # summed over tokens, and over micro-batches
+        self._metrics: torch.Tensor | None = None  # summed likewise
         self._graph: torch.Tensor | None = None  # between forward and backward
         self._result: StepOutcome | None = None  # where the optimizer steps in backward
         if self._small is not None:
             self._small.begin()
+
+    def switch(self, choice: Choice) -> None:
+        """Use these values of the memory knobs from the next step on; on all ranks alike."""
+        if self.options.switches.set(choice):
+            self._collectives.record_again()
+        self._activations = self.options.activations()
 
     # --- forward and backward -------------------------------------------------------------------
 
@@ -192,29 +218,51 @@ class TrainStep:
             self._state = State.LOST
 
     def _forward(self, batch: Batch) -> None:
-        if self._small is not None and self._small.only_first_is_left():
+        if self._small is not None and not self._replicas and self._small.only_first_is_left():
             self._small.first = self._squared_gradient_norm()
         tokens, rows = self.objective.weight(batch), self.objective.rows(batch)
-        inputs = dict(batch)
-        utils.batch_to_device(inputs, self.device)
-        self.memory.adopt(tree_leaves(inputs))
-        loss = self.objective.summed_loss(self._run_model, inputs, tokens)
+        inputs = self._to_device(batch)
+        with self._apart():
+            loss = self.objective.summed_loss(self._run_model, inputs, tokens)
+        if isinstance(loss, Weighted):
+            loss, tokens = loss
+        elif isinstance(loss, WithMetrics):
+            self._add_metrics(loss.metrics)
+            loss = loss.loss
         self._tokens += tokens
         if self._small is not None:
             self._small.add(tokens, rows)
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         self._graph = loss
 
+    def _to_device(self, batch: Batch) -> Batch:
+        def copied(value: Any) -> Any:  # tensors, and the block masks of packed rows
+            return value.to(self.device) if hasattr(value, "to") else value
+
+        moved = tree_map(copied, batch)
+        self.memory.adopt(leaf for leaf in tree_leaves(moved) if isinstance(leaf, torch.Tensor))
+        return moved
+
+    def _add_metrics(self, metrics: Mapping[str, torch.Tensor]) -> None:
+        sums = torch.stack([metrics[name].double() for name in self.objective.metrics])
+        self._metrics = sums if self._metrics is None else self._metrics + sums
+
     def _run_model(self, *arguments: Any, **named: Any) -> Any:
         with self._activations:
             return self.model(*arguments, **named)
+
+    def _apart(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._replicas is None else self._replicas.apart()
 
     def _backward(self) -> None:
         loss, self._graph = self._graph, None
         assert loss is not None
         if self._result is not None:
-            loss = loss * gradients.divide(self.ranks.size, self._result.tokens)
-        loss.backward()
+            loss = loss * gradients.divide(self._averaged_over, self._result.tokens)
+        if self.options.loss_scale is not None:
+            loss = loss * self.options.loss_scale.factor
+        with self._apart():
+            loss.backward()
 
     def _exchange_before_backward(self) -> None:
         """Where backward is the optimizer step, gradients are scaled in it, and there is no way back."""
@@ -226,10 +274,47 @@ class TrainStep:
         outcome = self._exchange()
         self._result = None if outcome.lost else outcome
 
+    def evaluate(self, batch: Batch, counts: bool = True) -> StepOutcome:
+        """The loss of one micro-batch in evaluation mode, without gradients; nothing of it stays.
+
+        Only between steps: FSDP is reset, which drops gradients.
+
+        Args:
+            batch: on the host; if memory runs out, the outcome is lost on every rank.
+            counts: whether its tokens do. A rank that has no row left, where others have, evaluates one for
+                nothing, to take part in the collectives.
+        """
+        self._collectives.begin_pass("evaluation")
+        with _evaluating(self.model):
+            self._do("evaluation", self._forward_only, batch, counts)
+        if self._state is State.RUNNING and not self._collectives.end_pass():
+            self._state = State.LOST
+        try:
+            if self._state is not State.LOST:
+                outcome = self._exchange()
+            return self._lose() if self._state is State.LOST else outcome
+        finally:
+            self._begin()
+
+    def _forward_only(self, batch: Batch, counts: bool) -> None:
+        self._forward(batch)
+        self._graph = None
+        if not counts:
+            self._tokens, self._metrics = 0, None
+            self._loss = torch.zeros_like(self._sum_of_losses())
+        # FSDP remembers a forward pass until its backward: without this, the next step would gather a layer
+        # once more than before. And parameters would stay gathered where they do between the two.
+        for model in self._models:
+            fsdp.reset(model)
+
     # --- what follows all micro-batches -----------------------------------------------------------
 
-    def apply(self) -> StepOutcome:
+    def apply(self, even_if_overflow: bool = False) -> StepOutcome:
         """End the step: apply it, or, if memory ran out on any rank, leave no trace of it.
+
+        Args:
+            even_if_overflow: with loss scaling: step the optimizer whatever its gradients are, and keep the
+                scale, as a trial does.
 
         Raises:
             StepHalfApplied: memory ran out after parameters may have changed on some rank.
@@ -237,14 +322,19 @@ class TrainStep:
         try:
             if self.options.optimizer_in_backward:
                 return self._applied_in_backward()
-            return self._apply()
+            return self._apply(even_if_overflow)
         finally:
             self._begin()
 
-    def _apply(self) -> StepOutcome:
+    def _apply(self, even_if_overflow: bool) -> StepOutcome:
         squared_norm = None
-        wanted = self.options.clip_grad_norm is not None or (
-            self._small is not None and self._small.measured
+        if self._replicas is not None:
+            self._reduce_replicas(self._replicas)
+        scale = self.options.loss_scale
+        wanted = (
+            self.options.clip_grad_norm is not None
+            or scale is not None
+            or (self._small is not None and self._small.measured)
         )
         if wanted and self._state is State.RUNNING:
             squared_norm = self._attempt("gradient norm", self._squared_gradient_norm)
@@ -252,7 +342,12 @@ class TrainStep:
             outcome = self._exchange(squared_norm)
         if self._state is State.LOST:
             return self._lose()
-        factor = self._scale(outcome)
+        factor = self._scale(outcome)  # by the scale that the losses had
+        if scale is not None and not even_if_overflow:
+            scale.update(outcome.overflow)
+            if outcome.overflow:
+                self._drop_gradients()
+                return outcome
         try:
             with self.memory.running():
                 self._scale_gradients(factor)
@@ -265,6 +360,17 @@ class TrainStep:
                 raise
             raise StepHalfApplied(self.phase) from None
         return outcome
+
+    def _reduce_replicas(self, replicas: Replicas) -> None:
+        """Sum up the gradients of all ranks, if no rank has failed; see ``ranks.ddp``."""
+        found = self._gradients()
+        if self._state is State.RUNNING and self._small is not None:
+            self._attempt("gradient noise", self._small.reducing_all, found)
+        has_gradient = (parameter.grad is not None for parameter in self._parameters)
+        if not replicas.all_are_ready(self._state is not State.RUNNING, has_gradient):
+            self._state = State.LOST
+            return
+        replicas.reduce(found)
 
     def _applied_in_backward(self) -> StepOutcome:
         if self._state is State.LOST and self._result is None:
@@ -282,6 +388,8 @@ class TrainStep:
         else:
             totals[Total.TOKENS].fill_(float(self._tokens))
             totals[Total.LOSS].copy_(self._sum_of_losses())
+            if self._metrics is not None:
+                totals[len(Total) :].copy_(self._metrics)
             if squared_norm is not None:
                 totals[Total.SQUARED_GRADIENT_NORM].copy_(squared_norm)
             if self._small is not None:
@@ -296,9 +404,10 @@ class TrainStep:
         if failed > 0:
             self._state = State.LOST
             return StepOutcome(lost=True)
+        scale = self.options.loss_scale
         norm = None
         if self.options.clip_grad_norm is not None:
-            norm = squared**0.5 * gradients.divide(self.ranks.size, tokens)
+            norm = squared**0.5 * self._divided_by(tokens)
         return StepOutcome(
             lost=False,
             tokens=int(tokens),
@@ -306,7 +415,14 @@ class TrainStep:
             gradient_norm=norm,
             retries=int(retries),
             stop=summed[Total.STOP] > 0,
-            noise=self._small.sums(summed, self.ranks.size) if self._small is not None else None,
+            noise=self._small.sums(summed, self._averaged_over)
+            if self._small is not None
+            else None,
+            overflow=scale is not None and not math.isfinite(squared),
+            metrics={
+                name: gradients.divide(value, tokens)
+                for name, value in zip(self.objective.metrics, summed[len(Total) :], strict=True)
+            },
         )
 
     def _new_retries(self) -> int:
@@ -319,6 +435,10 @@ class TrainStep:
             raise RuntimeError("a step needs at least one micro-batch before it can be applied")
         return self._loss
 
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
 
@@ -326,9 +446,15 @@ class TrainStep:
         """This rank's part, before gradients are scaled."""
         return gradients.squared_norm(self._gradients(), self.ranks.size, self.device)
 
+    def _divided_by(self, tokens: float) -> float:
+        """What turns gradients as FSDP, or we, have reduced them into those of the mean loss."""
+        factor = gradients.divide(self._averaged_over, tokens)
+        scale = self.options.loss_scale
+        return factor if scale is None else factor / scale.factor
+
     def _scale(self, outcome: StepOutcome) -> float:
         """What turns the sum over tokens (averaged over ranks, by FSDP) into their mean, clipped."""
-        factor = gradients.divide(self.ranks.size, outcome.tokens)
+        factor = self._divided_by(outcome.tokens)
         clip = self.options.clip_grad_norm
         if outcome.gradient_norm is not None and clip is not None:
             factor *= min(1.0, clip / (outcome.gradient_norm + 1e-6))
@@ -402,9 +528,8 @@ class TrainStep:
 
     def forget(self) -> None:
         """Drop everything that the step has made on this rank."""
-        self._loss = self._graph = None
-        if isinstance(self._activations, OffloadActivations):
-            self._activations = _fresh(self._activations)
+        self._loss = self._metrics = self._graph = None
+        self._activations = self.options.activations()
         with self.memory.running():
             for model in self._models:
                 fsdp.reset(model)
@@ -417,16 +542,21 @@ class TrainStep:
         return StepOutcome(lost=True, failures=tuple(failures))
 
 
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without gradients; afterwards each module has the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def _optimizer_state(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     return [
         value for state in states for value in state.values() if isinstance(value, torch.Tensor)
     ]
-
-
-def _fresh(offloading: OffloadActivations) -> OffloadActivations:
-    """An offloading context that remembers nothing of a failed step, on the stream of the old one."""
-    fresh = bound_by_host_memory(OffloadActivations())
-    if offloading.use_streams:
-        fresh.s1 = offloading.s1  # another stream would be another pool of cached memory
-    return fresh

@@ -26,7 +26,7 @@ class Events:
     def __init__(self, folder: Path | None) -> None:
         self._path = folder / EVENTS_NAME if folder else None
 
-    def changed(self, step: int, reason: str, **what: tuple[int, int]) -> None:
+    def changed(self, step: int, reason: str, **what: tuple[Any, Any]) -> None:
         """Values such as ``micro_batch=(8, 4)`` (before, after) change from ``step`` on."""
         if self._path is None:
             return

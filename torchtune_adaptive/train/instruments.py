@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 
 from torchtune_adaptive.device.memory import DeviceMemory
-from torchtune_adaptive.plots import new_figure
+from torchtune_adaptive.plots import (
+    BLUE,
+    ORANGE,
+    memory_unit,
+    new_figure,
+    tidy,
+    whole_numbers,
+)
 from torchtune_adaptive.setup.environment import Environment
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
 PLOT_NAME = "training.png"
@@ -47,43 +56,72 @@ class Profiling:
         self._profiler.step()
 
 
-class History:
-    """Batch, learning rate and loss over samples, thinned out as it grows."""
+class Point(NamedTuple):
+    """A step, as far as it is plotted."""
 
-    def __init__(self) -> None:
-        self._points: list[tuple[int, int, int, float, float]] = []
+    samples: int
+    """Used since the run began."""
+    global_batch: int
+    micro_batch: int
+    lr: float
+    loss: float
+    peak_bytes: int | None
+    """None where memory is not measured."""
+
+
+class History:
+    """The steps of a run, thinned out as they become many.
+
+    Args:
+        loss_unit: what the loss is a mean over.
+    """
+
+    def __init__(self, loss_unit: str = "token") -> None:
+        self._loss_label = f"loss (nats/{loss_unit})"
+        self._points: list[Point] = []
         self._every = 1
         self._seen = 0
 
-    def add(
-        self, samples: int, global_batch: int, micro_batch: int, lr: float, loss: float
-    ) -> None:
+    def add(self, point: Point) -> None:
         if self._seen % self._every == 0:
-            self._points.append((samples, global_batch, micro_batch, lr, loss))
+            self._points.append(point)
         self._seen += 1
         if len(self._points) > 2 * _POINTS:
             self._points = self._points[::2]
             self._every *= 2
 
-    def plot(self, folder: Path) -> Path | None:
-        """Draw it, where matplotlib is installed and there is something to see."""
-        figure = new_figure(7, 7)
-        if figure is None or len(self._points) < 2:
+    def figure(self) -> Figure | None:
+        """Batch, learning rate, loss and memory over samples, where there is something to see."""
+        if len(self._points) < 2 or (figure := new_figure(7, 8)) is None:
             return None
-        samples, global_batch, micro_batch, lr, loss = zip(*self._points, strict=True)
-        batches, rates, losses = figure.subplots(3, 1, sharex=True)
-        batches.step(samples, global_batch, where="pre", label="global batch")
-        batches.step(samples, micro_batch, where="pre", label="micro-batch")
-        batches.set(ylabel="rows", ylim=(0, None))
-        batches.legend()
-        rates.plot(samples, lr)
-        rates.set(ylabel="learning rate")
-        losses.plot(samples, loss)
-        losses.set(ylabel="loss", xlabel="samples")
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / PLOT_NAME
-        figure.savefig(path, dpi=120)
-        return path
+        samples, global_batch, micro_batch, lr, loss, peaks = zip(*self._points, strict=True)
+        most = max(peak or 0 for peak in peaks)
+        panels = figure.subplots(3 + bool(most), 1, sharex=True)
+        batches, rates, losses = panels[:3]
+        figure.suptitle("Training: batch, learning rate, loss" + (", memory" if most else ""))
+        batches.step(samples, global_batch, where="pre", color=BLUE, label="global batch")
+        batches.step(
+            samples, micro_batch, where="pre", color=ORANGE, linestyle="--", label="micro-batch"
+        )
+        batches.set(ylabel="batch (rows)", ylim=(0, 1.1 * max(global_batch)))
+        whole_numbers(batches.yaxis)
+        batches.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+        rates.plot(samples, lr, color=BLUE)
+        rates.set(ylabel="learning rate", ylim=(0, None))
+        losses.plot(samples, loss, color=BLUE)
+        losses.set(ylabel=self._loss_label)
+        if most:
+            unit, bytes_each = memory_unit(most)
+            panels[3].plot(samples, [(peak or 0) / bytes_each for peak in peaks], color=BLUE)
+            panels[3].set(ylabel=f"peak memory ({unit})", ylim=(0, None))
+        for axes in panels:
+            tidy(axes)
+        figure.align_ylabels(panels)
+        panels[-1].set(
+            xlabel="samples trained on (memory: of rank 0)" if most else "samples trained on"
+        )
+        whole_numbers(panels[-1].xaxis)
+        return figure
 
 
 def build_profiler(cfg: DictConfig) -> tuple[Any, DictConfig]:
@@ -94,6 +132,8 @@ def build_profiler(cfg: DictConfig) -> tuple[Any, DictConfig]:
         raise ValueError(
             f"profiler._component_ is {node._component_}; only {component} is supported"
         )
+    if not node.get("enabled", False):
+        return training.DummyProfiler(), node  # torchtune would build the same, and log that
     built, settings = config.instantiate(node)
-    log.info(f" Profiler config after instantiation: {settings}")
+    log.info(f"Profiler: {settings}")
     return built, settings

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
-from torchtune_adaptive.data.dataset import Data
+from torchtune_adaptive.data.dataset import Data, checked_row
 from torchtune_adaptive.errors import NothingToLearn
 from torchtune_adaptive.step.snapshot import Generators
 from torchtune_adaptive.step.train_step import TrainStep
@@ -15,12 +16,18 @@ MOST_SAMPLES = 1000
 _SAMPLES_PER_ROUND = 8  # on each rank, so that no rank waits long for one that finds nothing
 
 
+def _has_label(batch: dict[str, Any], ignored: int) -> bool:
+    """Whether there is a token to predict: the first of a row is not predicted."""
+    return bool((batch["labels"][..., 1:] != ignored).any())
+
+
 def require_something_to_learn(data: Data, step: TrainStep) -> None:
     """Check that some sample has a token to predict; random numbers continue as if none had been read.
 
     An empty dataset is left to those who share out its rows.
 
     Raises:
+        ConfigError: the rows are those of another kind of recipe.
         NothingToLearn: on every rank, if no rank finds such a sample.
     """
     ranks, samples = step.ranks, len(data.dataset)
@@ -30,7 +37,7 @@ def require_something_to_learn(data: Data, step: TrainStep) -> None:
     for start in range(0, -(-len(looked_at) // ranks.size), _SAMPLES_PER_ROUND):
         samples_of_round = mine[start : start + _SAMPLES_PER_ROUND]
         found = any(
-            step.objective.weight(data.collate([data.dataset[sample]])) > 0
+            _has_label(data.collate([checked_row(data, sample)]), step.objective.ignored)
             for sample in samples_of_round
         )
         generators.restore()

@@ -5,26 +5,35 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.data.loader import EpochRows, Loader
 from torchtune_adaptive.device.memory import is_out_of_memory
 from torchtune_adaptive.errors import OutOfMemoryElsewhere
+from torchtune_adaptive.settings.adaptive import BLOCK
 from torchtune_adaptive.step.snapshot import Generators
 from torchtune_adaptive.step.train_step import StepOutcome
 from torchtune_adaptive.train.adaptation import Adaptation
+from torchtune_adaptive.train.display import EpochDisplay, messages_beside_the_bar
 from torchtune_adaptive.train.instruments import Profiling
-from torchtune_adaptive.train.metrics import Metrics
+from torchtune_adaptive.train.metrics import Metrics, Summary
 from torchtune_adaptive.train.retry import StepRunner
 from torchtune_adaptive.train.stop import StopSignals
+from torchtune_adaptive.train.validation import Validation
 
 log = logging.getLogger(__name__)
+
+
+def how_to_resume(last_checkpoint: str) -> str:
+    """What to do after a step that cannot be retried."""
+    return (
+        f"The last checkpoint: {last_checkpoint}. Resume from it with a larger {BLOCK}.headroom, a smaller "
+        f"{BLOCK}.ceiling or batch_size, enable_activation_checkpointing, or shorter rows "
+        "(tokenizer.max_seq_len)."
+    )
 
 
 @dataclass
@@ -39,14 +48,20 @@ class TrainingLoop:
     profiling: Profiling
     save: Callable[[str], None]
     """Saves a checkpoint of this name, with the progress as it is."""
+    last_checkpoint: Callable[[], str]
+    """Names the newest one."""
     save_every_n_steps: int | None
-    output_dir: Path
     stop: StopSignals
     """Asks for an early end; training then saves after the step that is running."""
+    before_step: Callable[[int], None] = lambda number: None
+    """Called before each step with its number, counted from 1."""
+    validation: Validation | None = None
 
     global_step: int = field(init=False, default=0)
     samples: int = field(init=False, default=0)
     """Used since the run began, over all ranks."""
+    summary: Summary | None = field(init=False, default=None)
+    """Of the steps, once they are done; None if there were none."""
 
     def run(self) -> None:
         """Train to the end, or until a stop is requested."""
@@ -54,15 +69,18 @@ class TrainingLoop:
         self.global_step = self.progress.epochs_run * epochs.base_steps
         self.samples = self.global_step * self.adaptation.split.global_batch
         self.runner.begin(self.adaptation.split)
+        if self.validation is not None:
+            self.validation.done = self.global_step
         used = self._resume(self.progress.training) if self.progress.training else 0
+        self._validate()  # where a stop came before it
         memory = self.runner.step.memory
         memory.release()
         memory.watch()
         self.profiling.start()
-        self.metrics.start_step()
+        self.metrics.begin()
         with self.stop.while_training():
             for epoch in range(self.progress.epochs_run, self.progress.total_epochs):
-                with logging_redirect_tqdm([logging.getLogger("torchtune_adaptive")]):
+                with messages_beside_the_bar():
                     self._epoch(epoch, used)
                 if self.stop.saved is not None:
                     break
@@ -81,27 +99,26 @@ class TrainingLoop:
             torch.empty((), dtype=torch.int64).random_()
             if adaptation.begin_epoch(epoch, self.samples, self.global_step + 1):
                 self.runner.begin(adaptation.split)
-        bar = tqdm(
-            total=epochs.base_steps,
-            initial=epochs.position(0, used),
-            disable=self.runner.step.ranks.rank != 0,
+        display = EpochDisplay(
+            epoch, self.progress.total_epochs, epochs.base_steps, epochs.position(0, used)
         )
         number = 0
         while self._is_room_for_a_step(epoch, rows):
             self.profiling.before_step(epoch, number)
             outcome = self._step(epoch, rows)
-            bar.update(epochs.position(0, rows.used) - bar.n)
-            bar.set_description(f"{epoch + 1}|{self.global_step}|Loss: {outcome.loss}")
+            done, speed = epochs.position(0, rows.used), self.metrics.tokens_per_second
+            display.step(done, self.global_step, outcome.loss, speed)
             self.profiling.after_step(epoch, number)
             number += 1
+            stop = outcome.stop or self._validate()
             is_due = self.save_every_n_steps and self.global_step % self.save_every_n_steps == 0
-            if is_due or outcome.stop:
+            if is_due or stop:
                 self._save(f"{epoch}_step_{self.global_step}", rows.used)
-            if outcome.stop:
-                self.stop.saved = self.runner.last_checkpoint()
-                bar.close()
+            if stop:
+                self.stop.saved = self.last_checkpoint()
+                display.close()
                 return
-        bar.close()
+        display.close()
         # Rows that do not fill a step are left out, not carried into the next epoch's first step.
         if left := epochs.rows - rows.used:
             log.info(f"Epoch {epoch}: leaving out {left} rows per rank, too few for a step.")
@@ -116,6 +133,7 @@ class TrainingLoop:
 
     def _step(self, epoch: int, rows: EpochRows) -> StepOutcome:
         adaptation, split = self.adaptation, self.adaptation.split
+        self.before_step(self.global_step + 1)
         outcome = self.runner.run(rows, self.global_step + 1)
         self.global_step += 1
         self.samples += split.global_batch
@@ -129,10 +147,19 @@ class TrainingLoop:
             split,
             outcome,
             adaptation.learning_rate.now,
-            [micro_batch.rows for micro_batch in self.runner.computed],
+            self.runner.computed,
             more,
         )
         return outcome
+
+    def _validate(self) -> bool:
+        """Validate if it is time to; whether a rank has been asked to stop meanwhile."""
+        validation = self.validation
+        return (
+            validation is not None
+            and validation.is_due(self.global_step)
+            and validation.run(self.global_step)
+        )
 
     # --- checkpoints ------------------------------------------------------------------------------------
 
@@ -154,6 +181,7 @@ class TrainingLoop:
                 f"({error})"
             ) from error
         runner.step.memory.release()
+        self.metrics.start_step()  # saving is no part of the next step
 
     def _state(self, used: int) -> dict[str, Any]:
         """Everything besides model and optimizer that a run needs to continue as if it had never stopped."""
@@ -164,6 +192,7 @@ class TrainingLoop:
             "samples_of_epoch": used * self.loader.ranks,
             "token_budget": self.runner.micro_batches.state(),
             "generators": ranks.gather(Generators(device).state_dict()),
+            "validated": self.global_step if self.validation is None else self.validation.done,
             **self.adaptation.state_dict(),
             **self.runner.state_dict(),
         }
@@ -173,6 +202,8 @@ class TrainingLoop:
         self.global_step, self.samples = state["global_step"], state["samples"]
         self.adaptation.load_state_dict(state)
         self.runner.load_state_dict(state)
+        if self.validation is not None:
+            self.validation.done = state.get("validated", self.global_step)
         ranks, device = self.runner.step.ranks, self.runner.step.device
         generators = state["generators"]
         if len(generators) == ranks.size:
@@ -185,10 +216,8 @@ class TrainingLoop:
         return int(state["samples_of_epoch"]) // self.loader.ranks
 
     def _summarize(self) -> None:
-        if line := self.metrics.summary(self.adaptation.split):
+        retried, ranks = self.runner.retried_steps, self.runner.step.ranks
+        self.summary = self.metrics.summary(self.adaptation.split, retried, ranks)
+        for line in self.summary.lines() if self.summary else []:
             log.info(line)
-        if self.runner.recovery is not None or self.adaptation.growth.grows:
-            self.metrics.plot(self.output_dir)
-        log.info(
-            f"Checkpoint: {self.runner.last_checkpoint()}. Everything else: {self.output_dir}."
-        )
+        log.info(f"Checkpoint: {self.last_checkpoint()}")

@@ -1,27 +1,49 @@
-"""Take a step, and retry it with smaller micro-batches when memory runs out."""
+"""Take a step, and retry it when memory runs out: with more checkpointing, or in smaller micro-batches."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torchtune_adaptive.batching.recovery import Recovery
 from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.data.loader import EpochRows
-from torchtune_adaptive.data.micro_batches import Computed, MicroBatches
+from torchtune_adaptive.data.micro_batches import Computed, MicroBatch, MicroBatches
 from torchtune_adaptive.errors import TrainingOutOfMemory
-from torchtune_adaptive.ranks.watchdog import Watchdog
-from torchtune_adaptive.settings.adaptive import BLOCK
-from torchtune_adaptive.step.snapshot import Generators
-from torchtune_adaptive.step.train_step import StepHalfApplied, StepOutcome, TrainStep
-from torchtune_adaptive.train.events import Events
-
-_ADVICE = (
-    f"Resume from it with a larger {BLOCK}.headroom, a smaller {BLOCK}.ceiling or batch_size, "
-    "enable_activation_checkpointing, or shorter rows (tokenizer.max_seq_len)."
+from torchtune_adaptive.settings.knobs import (
+    CHECKPOINT,
+    Choice,
+    changes,
+    is_possible,
 )
+from torchtune_adaptive.step.snapshot import Generators
+from torchtune_adaptive.step.switches import Switches
+from torchtune_adaptive.step.train_step import StepHalfApplied, StepOutcome, TrainStep
+
+
+class Rows(Protocol):
+    """The rows of a step, which stay the same until ``advance``, in whatever micro-batches they come."""
+
+    def step(self, rows: int, size: int) -> Iterator[MicroBatch]:
+        """The next ``rows`` on each rank, in micro-batches of ``size``; see ``MicroBatches``."""
+
+    def advance(self, rows: int) -> None:
+        """The step is done."""
+
+
+class Notices(Protocol):
+    """Where changes of the micro-batch are told; see ``train.events``."""
+
+    def changed(self, step: int, reason: str, **what: tuple[Any, Any]) -> None: ...
+
+    def noticed(self, step: int, what: str) -> None: ...
+
+
+class Phases(Protocol):
+    """Where the main thread is, for those who watch over it; see ``ranks.watchdog``."""
+
+    def enter(self, phase: str, patience: float | None) -> None: ...
 
 
 @dataclass
@@ -33,22 +55,23 @@ class StepRunner:
     Args:
         step: the step.
         micro_batches: how its rows are divided.
-        make_recovery: what decides about smaller micro-batches; gives None to stop when memory runs out.
+        make_recovery: what decides about taking less memory, given the batch and the number of reliefs that
+            there are; gives None to stop when memory runs out.
         watchdog: notified of each step.
         step_timeout: seconds that a step may stand still.
         events: records what changes.
-        last_checkpoint: names the newest checkpoint, for the message that ends the run.
+        advice: what to do where a step cannot be retried, for the message that ends the run.
         wait_for_memory: seconds to wait, in all, when not even the smallest micro-batch fits: memory may be
             short for a moment only, because of another process.
     """
 
     step: TrainStep
     micro_batches: MicroBatches
-    make_recovery: Callable[[Split], Recovery | None]
-    watchdog: Watchdog
+    make_recovery: Callable[[Split, int], Recovery | None]
+    watchdog: Phases
     step_timeout: float
-    events: Events
-    last_checkpoint: Callable[[], str]
+    events: Notices
+    advice: Callable[[], str]
     wait_for_memory: float = 0.0
 
     recovery: Recovery | None = field(init=False, default=None)
@@ -59,10 +82,18 @@ class StepRunner:
     _waited: float = field(init=False, default=0.0)
     """Seconds of waiting for memory in this step."""
 
+    def __post_init__(self) -> None:
+        self._reliefs = reliefs(self.step.options.switches)
+
     def begin(self, split: Split) -> None:
         """Use the full size of a batch from the next step on."""
         self._split = split
-        self.recovery = self.make_recovery(split)
+        self.recovery = self.make_recovery(split, len(self._reliefs) - 1)
+        self._relieve()
+
+    def _relieve(self) -> None:
+        """Set the step's switches as the recovery says."""
+        self.step.switch(self._reliefs[self.recovery.relief if self.recovery is not None else 0])
 
     @property
     def size(self) -> int:
@@ -71,11 +102,11 @@ class StepRunner:
             return self.recovery.size
         return self.micro_batches.full_size(self._split)
 
-    def run(self, rows: EpochRows, number: int) -> StepOutcome:
+    def run(self, rows: Rows, number: int) -> StepOutcome:
         """Take the next step of an epoch.
 
         Args:
-            rows: the samples of the epoch.
+            rows: what it is taken with.
             number: of the step, counted from 1.
 
         Raises:
@@ -96,19 +127,17 @@ class StepRunner:
             if generators is not None:
                 generators.restore()
 
-    def _attempt(self, rows: EpochRows, number: int) -> StepOutcome:
+    def _attempt(self, rows: Rows, number: int) -> StepOutcome:
         self.computed = []
         try:
             for micro_batch in rows.step(self._split.rows, self.size):
-                shape = micro_batch.batch["tokens"].shape
-                self.computed.append(Computed(micro_batch.sample_ids, *shape))
+                self.computed.append(self.micro_batches.computed(micro_batch))
                 self.step.forward_backward(micro_batch.batch)
             return self.step.apply()
         except StepHalfApplied as half_applied:
             raise TrainingOutOfMemory(
                 f"Out of memory in the {half_applied.phase} of step {number}: some parameters may have "
-                "changed and others not, so the step cannot be retried. The last checkpoint: "
-                f"{self.last_checkpoint()}. {_ADVICE}"
+                f"changed and others not, so the step cannot be retried. {self.advice()}"
             ) from None
 
     def _in_what(self) -> str:
@@ -120,15 +149,22 @@ class StepRunner:
             for rank, phase in enumerate(outcome.failures)
             if phase
         )
-        before, in_what = self.size, self._in_what()
-        if self.recovery is not None and self.recovery.shrink():
+        before, in_what = self._now(), self._in_what()
+        # Where the optimizer ran out of memory, activations are gone, and so is what a relief would save.
+        of_activations = {*outcome.failures} <= {None, "forward", "backward"}
+        if self.recovery is not None and self._take_less(of_activations):
             self._changed(before, number, where)
         elif self.recovery is None or not self._wait(number, where):
-            why = f"; {BLOCK}.on_out_of_memory is raise" if self.recovery is None else ""
-            raise TrainingOutOfMemory(
-                f"Step {number}{in_what}: {where}{why}. The last checkpoint: {self.last_checkpoint()}. "
-                f"{_ADVICE}"
-            )
+            why = "; adaptive_batching.on_out_of_memory is raise" if self.recovery is None else ""
+            raise TrainingOutOfMemory(f"Step {number}{in_what}: {where}{why}. {self.advice()}")
+
+    def _take_less(self, of_activations: bool) -> bool:
+        """Take less memory from now on, with the same bits if possible; False if there is no way."""
+        assert self.recovery is not None
+        return (of_activations and self.recovery.relieve()) or self.recovery.shrink()
+
+    def _now(self) -> tuple[int, int]:
+        return self.size, self.recovery.relief if self.recovery is not None else 0
 
     def _wait(self, number: int, where: str) -> bool:
         """Wait for memory, each time as long as in all before; False if that has been long enough."""
@@ -147,18 +183,25 @@ class StepRunner:
         self.allocation_retries += outcome.retries
         if self.recovery is None:
             return
-        before = self.size
+        before = self._now()
         if self.recovery.is_thrashing(outcome.retries):
             reason = "allocation retries in two consecutive steps"
-            if self.recovery.shrink():
+            if self._take_less(of_activations=True):
                 self._changed(before, number + 1, reason)
             else:
                 self.events.noticed(number + 1, f"{reason}, and the micro-batch cannot shrink")
         elif self.recovery.grow_back():
             self._changed(before, number + 1, f"no OOM for {self.recovery.waited} steps")
 
-    def _changed(self, before: int, number: int, reason: str) -> None:
-        what = self.micro_batches.change(before, self.size, self._split)
+    def _changed(self, before: tuple[int, int], number: int, reason: str) -> None:
+        (size, relief), (size_after, relief_after) = before, self._now()
+        what: dict[str, tuple[Any, Any]] = {}
+        if relief != relief_after:
+            self._relieve()
+            for change in changes(self._reliefs[relief], self._reliefs[relief_after]):
+                what[change.key.rpartition(".")[2]] = (change.old, change.new)
+        if size != size_after:
+            what |= self.micro_batches.change(size, size_after, self._split)
         self.events.changed(number, reason, **what)
 
     def metrics(self) -> dict[str, float]:
@@ -171,6 +214,7 @@ class StepRunner:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "knobs": dict(self._reliefs[0]),
             "recovery": self.recovery.state_dict() if self.recovery else None,
             "retried_steps": self.retried_steps,
             "allocation_retries": self.allocation_retries,
@@ -182,3 +226,14 @@ class StepRunner:
         self.allocation_retries = state["allocation_retries"]
         if self.recovery is not None and state["recovery"] is not None:
             self.recovery.load_state_dict(state["recovery"])
+            self._relieve()
+
+
+def reliefs(switches: Switches) -> list[Choice]:
+    """The knobs as they are, and then with all layers computed again in backward, which changes no bit."""
+    found = [dict(switches.choice)]
+    more = {**found[0], CHECKPOINT: "all"}
+    # Not the loss as well: where memory runs out while it is computed again, torch 2.13 may keep the rest.
+    if CHECKPOINT in switches and more != found[0] and is_possible(more):
+        found.append(more)
+    return found  # type: ignore[return-value]

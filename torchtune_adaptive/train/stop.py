@@ -23,11 +23,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from torchtune_adaptive.ending import another_rank_has_failed
 from torchtune_adaptive.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_REQUEST = 2.0
 """Seconds within which more signals are the same request: a launcher passes on what its processes got too."""
+_RAISE_AGAIN = 1
+"""What is written to the socket where a request was not raised; the number of no signal in ``SIGNALS``."""
 _UNWINDING = 10.0
 """Seconds that a run without anything to save has to end."""
 
@@ -69,14 +72,21 @@ class StopSignals:
         finally:
             self._training = False
 
+    @property
+    def reason(self) -> Stopped | None:
+        """Why training has ended before its time, if it has."""
+        if self.saved is None:
+            return None
+        return Stopped(
+            f"stopped as requested, and saved {self.saved}. Resume with resume_from_checkpoint=True.",
+            exit_status(self._signal or signal.SIGTERM),
+            everywhere=True,
+        )
+
     def raise_if_stopped(self) -> None:
         """At the end of a run: raise if it has ended before its time."""
-        if self.saved is not None:
-            raise Stopped(
-                f"stopped as requested, and saved {self.saved}. Resume with resume_from_checkpoint=True.",
-                exit_status(self._signal or signal.SIGTERM),
-                everywhere=True,
-            )
+        if self.reason is not None:
+            raise self.reason
 
     # --- life -----------------------------------------------------------------------------------------
 
@@ -84,11 +94,13 @@ class StopSignals:
         self._installed = threading.current_thread() is threading.main_thread()
         if not self._installed:
             return self  # only a main thread can: whoever calls from another sees to signals itself
+        self._main = threading.get_ident()
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
         self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         _LISTENING.append(self._sender.fileno())
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._not_raised
         self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
         self._thread.start()
         return self
@@ -96,6 +108,7 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         if not self._installed:
             return
+        sys.unraisablehook = self._hook
         signal.set_wakeup_fd(self._wakeup)
         _LISTENING.remove(self._sender.fileno())
         for number, handler in self._handlers.items():
@@ -116,6 +129,14 @@ class StopSignals:
                 exit_status(number),
             )
 
+    def _not_raised(self, what: sys.UnraisableHookArgs) -> None:
+        """Ask again where Python drops the exception, as it does in a weak reference's callback."""
+        if isinstance(what.exc_value, Stopped):
+            self._raised = False
+            self._sender.send(bytes([_RAISE_AGAIN]))
+        else:
+            self._hook(what)
+
     def _listen(self) -> None:
         """In a thread, which runs whatever the main thread is waiting for."""
         began: float | None = None
@@ -129,10 +150,14 @@ class StopSignals:
                 )
                 self._end(exit_status(self._signal or signal.SIGTERM))
                 return
-            numbers = [number for number in self._receiver.recv(64) if number in SIGNALS]
+            received = self._receiver.recv(64)
+            numbers = [number for number in received if number in SIGNALS]
             now = time.monotonic()
             if self._over:
                 return
+            if _RAISE_AGAIN in received:
+                time.sleep(0.05)  # the main thread is to be out of the hook that asked for it
+                signal.pthread_kill(self._main, self._signal or signal.SIGTERM)
             if not numbers:
                 continue
             if began is None or deadline is None:
@@ -171,4 +196,6 @@ def _name(number: int) -> str:
 
 
 def _say(what: str) -> None:
+    if another_rank_has_failed():
+        return  # that is why the launcher ends this one
     print(f"\nrank {os.environ.get('RANK', '0')}: {what}", file=sys.stderr, flush=True)
