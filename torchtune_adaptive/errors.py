@@ -2,6 +2,7 @@
 
     AdaptiveBatchingError
     |-- ConfigError            a setting that cannot work, found before any model is built
+    |-- UsageError             a model, optimizer or function that the library interface cannot work with
     |-- UnsupportedVersion     a library version that this release does not support
     |-- NothingFits            not even one row fits on the device
     |-- EmptyTrial             a trial in which no token was trained on, so it shows nothing
@@ -31,6 +32,10 @@ class ConfigError(AdaptiveBatchingError, ValueError):
         self.value = value
         end = "" if remedy.endswith("?") else "."
         super().__init__(f"{key}: {value!r} {reason}. {remedy}{end}")
+
+
+class UsageError(AdaptiveBatchingError, ValueError):
+    """A model, optimizer or function that the library interface cannot work with."""
 
 
 class UnsupportedVersion(AdaptiveBatchingError):

@@ -1,9 +1,10 @@
-"""Wraps a recipe's main: resolves the config's name and prints our errors in one line."""
+"""Wraps a recipe's main: resolves the config's name and tells why a run ends."""
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import signal
 import sys
@@ -15,10 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
 
+from torchtune_adaptive import ending
 from torchtune_adaptive.errors import (
     AdaptiveBatchingError,
-    CheckpointError,
     ConfigError,
+    OutOfMemoryElsewhere,
     RankLost,
     Stopped,
 )
@@ -31,7 +33,8 @@ def recipe(run: Callable[[DictConfig], None]) -> Callable[[], None]:
     """Make a recipe's main function out of one that takes a config.
 
     Like torchtune's ``config.parse``, but ``--config`` also takes the names of our configs, the values of
-    overrides may contain ``=``, and errors that we raise on purpose are printed without a traceback.
+    overrides may contain ``=``, ``--quiet`` leaves only warnings and errors, and what ends the run is said
+    last and once: in one line where we raise it on purpose, else with its traceback.
     """
     parse_and_run = config.parse(run)
 
@@ -41,12 +44,16 @@ def recipe(run: Callable[[DictConfig], None]) -> Callable[[], None]:
             sys.argv[1:] = _arguments(sys.argv[1:])
             parse_and_run()
         except AdaptiveBatchingError as error:
-            _say(error)
+            on_one_rank = isinstance(error, (RankLost, OutOfMemoryElsewhere))
+            ending.explain(f"{type(error).__name__}: {error}", known_to_all=not on_one_rank)
             if dist.is_initialized() and not isinstance(error, RankLost):
                 leave_all_groups()
             sys.exit(1)
         except KeyboardInterrupt as interrupt:
             _end_interrupted(interrupt)
+        except Exception as error:
+            ending.explain_bug(error)
+            sys.exit(1)
 
     return main
 
@@ -62,6 +69,8 @@ def _arguments(given: list[str]) -> list[str]:
             # Or the parser would end in a traceback where the file cannot be read.
             load_config(name)
             arguments += ["--config", str(find_config(name))]
+        elif argument in ("-q", "--quiet"):
+            logging.getLogger("torchtune_adaptive").setLevel(logging.WARNING)
         elif argument.startswith(("-", "~")):
             arguments.append(argument)
         else:
@@ -95,15 +104,8 @@ def _end_interrupted(interrupt: KeyboardInterrupt) -> None:
         what = "stopped by Ctrl-C outside training, where there is nothing to save."
         interrupt = Stopped(what, exit_status(signal.SIGINT))
     rank = os.environ.get("RANK", "0")
-    if rank == "0" or not interrupt.everywhere:
+    if (rank == "0" or not interrupt.everywhere) and not ending.another_rank_has_failed():
         print(f"\nrank {rank}: {interrupt}\n", file=sys.stderr, flush=True)
+        ending.note(str(interrupt))
     sys.stdout.flush()
     os._exit(interrupt.status)
-
-
-def _say(error: AdaptiveBatchingError) -> None:
-    rank = os.environ.get("RANK", "0")
-    if isinstance(error, (ConfigError, CheckpointError)) and rank != "0":
-        return  # all ranks have the same config, and agree on checkpoints
-    name = type(error).__name__
-    print(f"\nrank {rank}: {name}: {error}\n", file=sys.stderr, flush=True)

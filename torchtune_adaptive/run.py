@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,22 +20,26 @@ from torchtune_adaptive.batching.recovery import Recovery
 from torchtune_adaptive.batching.split import Epochs, Split, epochs_of
 from torchtune_adaptive.checkpoints.folder import last_saved, require_output_folder
 from torchtune_adaptive.checkpoints.progress import Progress
-from torchtune_adaptive.data.dataset import load_data
+from torchtune_adaptive.data.dataset import Data, load_data, validation_config
 from torchtune_adaptive.data.loader import Loader, SampleOrder
 from torchtune_adaptive.data.micro_batches import MicroBatches
 from torchtune_adaptive.device import device_memory
+from torchtune_adaptive.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.plan.background import BackgroundPlanner
+from torchtune_adaptive.plan.ranking import BackgroundRanking
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.ranks.watchdog import Watchdog
+from torchtune_adaptive.record import Record
 from torchtune_adaptive.search.context import SearchContext
-from torchtune_adaptive.search.decide import Batch, decide_batch
+from torchtune_adaptive.search.decide import Batch, Planner, decide_batch
 from torchtune_adaptive.settings.batch import configured_batch
 from torchtune_adaptive.settings.checks import check
-from torchtune_adaptive.settings.kinds import Kind
+from torchtune_adaptive.settings.kinds import KINDS
 from torchtune_adaptive.setup.environment import start_environment
 from torchtune_adaptive.setup.model import Model
-from torchtune_adaptive.setup.optimizer import Optimizers, build_loss, build_lr_scheduler
-from torchtune_adaptive.step.objective import NextTokenPrediction
+from torchtune_adaptive.setup.optimizer import Optimizers, build_lr_scheduler
+from torchtune_adaptive.setup.switches import build_switches
+from torchtune_adaptive.step.objective import Objective
 from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.train.adaptation import Adaptation
 from torchtune_adaptive.train.events import Events
@@ -39,10 +47,13 @@ from torchtune_adaptive.train.growth import Growth, batch_increase
 from torchtune_adaptive.train.instruments import Profiling, build_profiler
 from torchtune_adaptive.train.learnable import require_something_to_learn
 from torchtune_adaptive.train.learning_rate import LearningRate
-from torchtune_adaptive.train.loop import TrainingLoop
+from torchtune_adaptive.train.loop import TrainingLoop, how_to_resume
 from torchtune_adaptive.train.metrics import Logging, Metrics
 from torchtune_adaptive.train.retry import StepRunner
 from torchtune_adaptive.train.stop import StopSignals
+from torchtune_adaptive.train.validation import Validation
+
+log = logging.getLogger(__name__)
 
 Save = Callable[[Model, Optimizers, Progress, str], None]
 
@@ -54,20 +65,21 @@ class Run:
 
     Args:
         cfg: the config, with what the command line changed.
-        kind: of recipe, ``full`` or ``lora``.
+        kind: of recipe, one of ``settings.kinds.KINDS``.
 
     Raises:
         ConfigError: a setting cannot work; nothing has been built yet.
     """
 
-    def __init__(self, cfg: DictConfig, kind: Kind) -> None:
+    def __init__(self, cfg: DictConfig, kind: str) -> None:
         self._cfg = cfg
-        self.settings = check(cfg, kind)
+        self.settings = check(cfg, KINDS[kind])
         self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here
         patience = self.settings.agreement_timeout(cfg.get("compile", False))
         self.environment = start_environment(
             cfg, longest_wait=patience if self.settings.survives else None
         )
+        self.kind = recipe_kind(KINDS[kind], cfg, self.environment)
         self.ranks = Ranks(patience)
         if not self.settings.search_only:
             require_output_folder(cfg, self.ranks)
@@ -81,15 +93,24 @@ class Run:
         self.progress = Progress(seed, cfg.epochs, cfg.max_steps_per_epoch)
         # Before the model: a cap on memory holds for its weights as well.
         self.memory = device_memory(self.environment.device, self.settings.memory_limit)
-        self.planner: BackgroundPlanner | None = None  # on rank 0, in parallel with the set-up
+        self.planner: Planner | None = None  # on rank 0, in parallel with the set-up
         if self.settings.predicts and self.environment.is_rank_zero:
             self.planner = BackgroundPlanner.begin(
                 cfg, self.settings, self.ranks.size, self.memory.name
             )
+        if self.settings.use_fastest_configuration and self.environment.is_rank_zero:
+            self.planner = BackgroundRanking.begin(
+                cfg, self.settings, self.ranks.size, self.memory.name
+            )
         self.metrics: Any = None  # torchtune's metric logger, on rank 0
+        self.record: Record | None = None  # on rank 0
         if self.environment.is_rank_zero:
-            self.metrics = config.instantiate(cfg.metric_logger)
-            self.metrics.log_config(cfg)
+            # torchtune's loggers print where they write.
+            said = nullcontext() if log.isEnabledFor(logging.INFO) else redirect_stdout(StringIO())
+            with said:
+                self.metrics = config.instantiate(cfg.metric_logger)
+            self.record = Record(cfg, kind, self.ranks.size, self.metrics)
+            log.info(f"Config: {self.record.save_config()}")
 
     def __enter__(self) -> Run:
         self.stop.__enter__()
@@ -104,8 +125,13 @@ class Run:
     ) -> None:
         try:
             self.watchdog.__exit__(kind, error, traceback)
+        except Exception as lost:
+            error = lost
+            raise
         finally:
             self._close_planner()
+            if self.record is not None:
+                self.record.close(error or self.stop.reason)
             self.stop.__exit__(kind, error, traceback)
 
     def _close_planner(self) -> None:
@@ -113,7 +139,9 @@ class Run:
             self.planner.close()
             self.planner = None
 
-    def prepare(self, model: Model, optimizers: Optimizers, save: Save) -> TrainingLoop | None:
+    def prepare(
+        self, model: Model, optimizers: Optimizers, objective: Objective, save: Save
+    ) -> TrainingLoop | None:
         """Make the training loop of a model and its optimizer, with the batch size found if it is asked for.
 
         The search stands here: everything that it needs is there, and what depends on the batch size is not
@@ -123,14 +151,14 @@ class Run:
             The loop, or None where only the search was asked for.
         """
         cfg, settings, saved = self._cfg, self.settings, self.progress.training
-        loss_fn = build_loss(cfg, self.environment, model.module)
         self.watchdog.enter("loading the data", patience=None)
-        data = load_data(cfg, config.instantiate(cfg.tokenizer), loss_fn)
+        tokenizer = config.instantiate(cfg.tokenizer)
+        data = load_data(cfg, tokenizer, self.kind.rows(), objective)
         order = SampleOrder(len(data.dataset), model.data_ranks, cfg.shuffle)
         measures_noise = settings.gradient_noise != "off" or getattr(
             self._grow, "needs_noise", False
         )
-        step = self.train_step(model, optimizers, loss_fn, measures_noise)
+        step = self.train_step(model, optimizers, objective, measures_noise)
         require_something_to_learn(data, step)
         context = SearchContext(
             cfg=cfg,
@@ -141,10 +169,12 @@ class Run:
             step=step,
             ranks=self.ranks,
             watchdog=self.watchdog,
+            validation=self._validation_data(tokenizer, objective),
         )
         batch = decide_batch(context, saved, self.planner)
         self._close_planner()
         if settings.search_only:
+            self._note(batch, batch.start)
             return None
         return self._training_loop(model, optimizers, context, batch, save)
 
@@ -161,10 +191,16 @@ class Run:
         epochs = epochs_of(
             context.order.rows_per_rank, batch.start, self.progress.max_steps_per_epoch
         )
-        output_dir = Path(cfg.output_dir)
-        events = Events(output_dir if self.environment.is_rank_zero else None)
+        events = Events(Path(cfg.output_dir) if self.environment.is_rank_zero else None)
         noise = NoiseScale() if step.options.measure_noise else None
-        return TrainingLoop(
+        metrics = Metrics(
+            Logging.from_config(cfg, self.metrics, self.environment),
+            self.environment,
+            self.memory,
+            watch_memory=settings.shrinks,
+            counts_tokens=step.objective.unit == "tokens",
+        )
+        loop = TrainingLoop(
             runner=self._step_runner(step, batch.micro_batches, events),
             adaptation=self._adaptation(batch, optimizers, epochs, noise, events),
             loader=Loader(
@@ -177,29 +213,66 @@ class Run:
                 settings.workers,
             ),
             progress=self.progress,
-            metrics=Metrics(
-                Logging.from_config(cfg, self.metrics, self.environment),
-                self.environment,
-                self.memory,
-                watch_memory=settings.shrinks,
-            ),
+            metrics=metrics,
             profiling=Profiling(*build_profiler(cfg), self.environment, self.memory),
             save=lambda name: save(model, optimizers, self.progress, name),
+            last_checkpoint=self._last_checkpoint,
             save_every_n_steps=cfg.get("save_every_n_steps"),
-            output_dir=output_dir,
             stop=self.stop,
+            before_step=partial(self.kind.before_step, model.module),
+            validation=self._validation(context, batch, model, events, metrics),
         )
+        self._note(batch, loop.adaptation.split, loop)
+        return loop
+
+    def _validation_data(self, tokenizer: Any, objective: Objective) -> Data | None:
+        """What is validated on while training, if that is asked for."""
+        if self._cfg.get("run_val_every_n_steps") is None:
+            return None
+        validating = validation_config(self._cfg)
+        rows = recipe_kind(self.kind.about, validating, self.environment).rows()
+        return load_data(validating, tokenizer, rows, objective)
+
+    def _validation(
+        self, context: SearchContext, batch: Batch, model: Model, events: Events, metrics: Metrics
+    ) -> Validation | None:
+        cfg, settings, data = self._cfg, self.settings, context.validation
+        if data is None:
+            return None
+        return Validation(
+            step=context.step,
+            data=data,
+            every_n_steps=cfg.run_val_every_n_steps,
+            size=batch.validation or cfg.get("batch_size_val") or batch.start.micro_batch,
+            rank=model.data_rank,
+            ranks=model.data_ranks,
+            workers=settings.workers,
+            watchdog=self.watchdog,
+            step_timeout=settings.step_timeout,
+            events=events,
+            record=metrics.record_validation,
+        )
+
+    def _note(self, batch: Batch, split: Split, loop: TrainingLoop | None = None) -> None:
+        """Put on record what was decided, and what training starts with."""
+        if self.record is not None:
+            step = (self.progress.training or {}).get("global_step", 0)
+            self.record.decided(split, step, batch.report)
+            self.record.loop = loop
+
+    def _last_checkpoint(self) -> str:
+        return last_saved(Path(self._cfg.checkpointer.output_dir))
 
     def _step_runner(
         self, step: TrainStep, micro_batches: MicroBatches, events: Events
     ) -> StepRunner:
-        settings, checkpoints = self.settings, Path(self._cfg.checkpointer.output_dir)
+        settings = self.settings
 
-        def recovery(split: Split) -> Recovery | None:
+        def recovery(split: Split, reliefs: int) -> Recovery | None:
             if not settings.shrinks:
                 return None
             sizes = micro_batches.full_size(split), micro_batches.smaller_sizes(split)
-            return Recovery(*sizes, settings.grow_back_after)
+            return Recovery(*sizes, settings.grow_back_after, reliefs)
 
         return StepRunner(
             step=step,
@@ -208,7 +281,7 @@ class Run:
             watchdog=self.watchdog,
             step_timeout=settings.step_timeout,
             events=events,
-            last_checkpoint=lambda: last_saved(checkpoints),
+            advice=lambda: how_to_resume(self._last_checkpoint()),
             wait_for_memory=settings.wait_for_memory,
         )
 
@@ -254,21 +327,24 @@ class Run:
         self,
         model: Model,
         optimizers: Optimizers,
-        loss_fn: Any,
+        objective: Objective,
         measure_noise: bool = False,
     ) -> TrainStep:
         """The step of this run, for its trials and for its training."""
         clip = self._cfg.get("clip_grad_norm", None)
         return TrainStep(
             model=model.module,
-            objective=NextTokenPrediction(loss_fn),
+            objective=objective,
             optimizers=optimizers.steppers,
             device=self.environment.device,
             memory=self.memory,
             ranks=self.ranks,
             options=StepOptions(
                 survive=self.settings.survives,
-                activations=model.activations,
+                activations=model.offloading,
+                switches=build_switches(
+                    self._cfg, self.environment, model.module, objective, model.offloading
+                ),
                 clip_grad_norm=None if clip is None else float(clip),
                 optimizer_in_backward=optimizers.in_backward,
                 launched=self.watchdog.tick,

@@ -11,6 +11,8 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from torchtune_adaptive.ending import end
+
 _LIBRARIES = (
     "datasets",
     "numpy",
@@ -36,7 +38,7 @@ def stop_if_shadowed() -> None:
     """
     for name in _LIBRARIES:
         if found := shadowing(name):
-            sys.exit(
+            end(
                 f"{found} hides the library {name}, because Python looks in the working directory first. "
                 "Rename it, or start from another directory."
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -45,15 +46,15 @@ class AllOrNone:
             raise problem
         raise CheckpointError(said) from problem
 
-    def read(self, read: Callable[[], T]) -> T:
-        """What every rank reads for itself."""
+    def read(self, read: Callable[[], T], checkpointer: str = "checkpointer") -> T:
+        """What every rank reads for itself, with the checkpointer of that key."""
         result: T | None = None
         problem: Exception | None = None
         try:
             result = read()
         except Exception as error:
             problem = error
-        self.raise_if_any(problem, _unreadable)
+        self.raise_if_any(problem, partial(_unreadable, checkpointer))
         return result  # type: ignore[return-value]
 
     def raise_if_any(self, problem: Exception | None, describe: Callable[[Exception], str]) -> None:
@@ -92,12 +93,12 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0].rstrip('. ') if text else 'no message'}"
 
 
-def _unreadable(error: Exception) -> str:
+def _unreadable(checkpointer: str, error: Exception) -> str:
     if isinstance(error, AdaptiveBatchingError):
         return str(error)
     cause = f" ({reason(error.__cause__)})" if error.__cause__ is not None else ""
     return (
         f"The checkpoint to start from cannot be read: {reason(error)}{cause}. Look at "
-        "checkpointer.checkpoint_dir and checkpointer.checkpoint_files, and download the files again if they "
-        "are damaged."
+        f"{checkpointer}.checkpoint_dir and {checkpointer}.checkpoint_files, and download the files again if "
+        "they are damaged."
     )

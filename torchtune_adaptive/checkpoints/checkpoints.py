@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -49,6 +49,7 @@ class Checkpoints(ABC):
     """What a run starts from, and what it saves.
 
     Args:
+        kind: of recipe.
         cfg: the config.
         environment: where the rank runs.
 
@@ -56,10 +57,10 @@ class Checkpoints(ABC):
         CheckpointError: there is nothing that could be resumed from, or nowhere to save.
     """
 
-    _kind: ClassVar[Kind]
     _adapters_only = False
 
-    def __init__(self, cfg: DictConfig, environment: Environment) -> None:
+    def __init__(self, kind: Kind, cfg: DictConfig, environment: Environment) -> None:
+        self._kind = kind
         self._cfg = cfg
         self._environment = environment
         self._all = AllOrNone(Ranks(LONGEST_SAVE))
@@ -72,6 +73,17 @@ class Checkpoints(ABC):
     def load(self) -> dict[str, Any]:
         """The weights to start from and, in a run that is resumed, the recipe's state."""
         return self._all.read(self._load)
+
+    def load_frozen(self) -> list[dict[str, Any]]:
+        """The weights of the models that are not trained."""
+
+        def load(checkpointer: str) -> dict[str, Any]:
+            built = config.instantiate(self._cfg[checkpointer], should_load_recipe_state=False)
+            weights: dict[str, Any] = built.load_checkpoint()[training.MODEL_KEY]
+            return weights
+
+        keys = [each.checkpointer for each in self._kind.frozen]
+        return [self._all.read(partial(load, key), key) for key in keys]
 
     def resume(
         self,
@@ -113,8 +125,9 @@ class Checkpoints(ABC):
                 intermediate_checkpoint=progress.is_unfinished,
                 adapter_only=self._adapters_only,
             )
-            beside = self._folder.staging / "recipe_state"  # torchtune keeps the state there
-            if progress.is_unfinished:
+            # torchtune 0.6.1 keeps the state there, its main branch with the weights.
+            beside = self._folder.staging / "recipe_state"
+            if progress.is_unfinished and not (staged / STATE).exists():
                 (beside / STATE).rename(staged / STATE)
             shutil.rmtree(beside, ignore_errors=True)
             self._folder.publish(staged.name, facts)
@@ -134,7 +147,9 @@ class Checkpoints(ABC):
         if not self._cfg.resume_from_checkpoint:
             return None
         source = named_source(self._cfg, self._kind)
-        return newest_source(self._folder, self._kind) if source is None else source
+        if source is None:
+            source = newest_source(self._folder, self._kind, self._cfg.epochs)
+        return source
 
     def _build_checkpointer(self) -> Any:
         """torchtune's checkpointer: it reads the weights, and writes into the staging folder.
@@ -203,7 +218,7 @@ class Checkpoints(ABC):
         trained = progress.training or {}
         return {
             "id": self._all.ranks.from_rank_zero(uuid.uuid4().hex),
-            "recipe": self._kind,
+            "recipe": self._kind.name,
             "resumable": progress.is_unfinished,
             "epochs_run": progress.epochs_run,
             "step": trained.get("global_step"),
@@ -248,10 +263,8 @@ class Checkpoints(ABC):
 class FullCheckpoints(Checkpoints):
     """Checkpoints of a model whose weights are all trained; asynchronous ones, too."""
 
-    _kind = "full"
-
-    def __init__(self, cfg: DictConfig, environment: Environment) -> None:
-        super().__init__(cfg, environment)
+    def __init__(self, kind: Kind, cfg: DictConfig, environment: Environment) -> None:
+        super().__init__(kind, cfg, environment)
         self._asynchronous: AsynchronousCheckpoints | None = None
         resumes_distributed = self._source is not None and self._source.distributed is not None
         if cfg.get("enable_async_checkpointing", False) or resumes_distributed:
@@ -297,10 +310,8 @@ class FullCheckpoints(Checkpoints):
 class LoRACheckpoints(Checkpoints):
     """Checkpoints of adapters, and of the model that they are merged into."""
 
-    _kind = "lora"
-
-    def __init__(self, cfg: DictConfig, environment: Environment) -> None:
-        super().__init__(cfg, environment)
+    def __init__(self, kind: Kind, cfg: DictConfig, environment: Environment) -> None:
+        super().__init__(kind, cfg, environment)
         self._adapters_only = cfg.get("save_adapter_weights_only", False)
         self._adapter = {
             "r": cfg.model.lora_rank,

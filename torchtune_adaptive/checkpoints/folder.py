@@ -165,19 +165,20 @@ class CheckpointFolder:
     # --- finding --------------------------------------------------------------------------------------
 
     def newest(
-        self, recipe: str, needed: Callable[[str], bool]
+        self, recipe: str, needed: Callable[[str], bool], epochs: int | None = None
     ) -> tuple[Checkpoint | None, list[str]]:
         """The newest complete checkpoint, and those that are newer but not usable, with the reason.
 
         Args:
-            recipe: the kind of recipe that will resume, ``full`` or ``lora``.
+            recipe: the name of the kind of recipe that will resume.
             needed: of the names of files in a checkpoint, those that will be read.
+            epochs: that the run wants; the end of a shorter one may be passed over.
 
         Returns:
             No checkpoint if none has ever been saved here.
 
         Raises:
-            CheckpointError: there are some, but none can be resumed from.
+            CheckpointError: there are some, but none can be resumed from, or the run has all its epochs.
         """
         skipped = self._complete_interrupted()
         unusable: list[str] = []
@@ -189,6 +190,8 @@ class CheckpointFolder:
                 return checkpoint, skipped + unusable
             if reason == _FINISHED and not finished:
                 finished = checkpoint.name
+                if epochs is not None and checkpoint.facts.get("epochs_run", 0) >= epochs:
+                    break  # an earlier one would train the last epoch again
             damaged = damaged or reason not in (_FINISHED, _STRIPPED)
             unusable.append(f"{checkpoint.name} ({reason})")
         if finished and not damaged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from torchtune_adaptive.settings.kinds import Kind
 log = logging.getLogger(__name__)
 
 ADAPTERS = "adapter_model.pt"
+
+_WEIGHTS = re.compile(r"model(-.*)?\.(safetensors|bin|pt)")
+"""Names of files; without a number where torchtune's main branch saves a single one."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,20 @@ class Source:
         log.warning(f"{self.state} and {files}: cannot be verified to belong together.")
 
 
-def newest_source(folder: CheckpointFolder, kind: Kind) -> Source | None:
-    """The newest complete checkpoint in an output folder, or None if none has been saved."""
+def newest_source(folder: CheckpointFolder, kind: Kind, epochs: int | None = None) -> Source | None:
+    """The newest complete checkpoint in an output folder, or None if none has been saved.
+
+    Raises:
+        CheckpointError: none can be resumed from, or the run has all its epochs.
+    """
 
     def needed(name: str) -> bool:
-        return kind == "full" or name in (ADAPTERS, STATE)  # merged weights are large, and not read
+        return not kind.adapters or name in (
+            ADAPTERS,
+            STATE,
+        )  # merged weights are large, and not read
 
-    found, skipped = folder.newest(kind, needed)
+    found, skipped = folder.newest(kind.name, needed, epochs)
     passed_over = f" Skipped: {'; '.join(skipped)}." if skipped else ""
     if found is None:
         log.warning(
@@ -71,10 +82,10 @@ def newest_source(folder: CheckpointFolder, kind: Kind) -> Source | None:
     if found.is_distributed:
         return Source(distributed=str(found.folder))
     at = {name: str((found.folder / name).absolute()) for name in found.manifest.files}  # type: ignore[union-attr]
-    is_weights = lambda name: name.startswith("model-")  # noqa: E731
+    weights = tuple(at[name] for name in sorted(at) if _WEIGHTS.fullmatch(name))
     return Source(
-        weights=tuple(at[n] for n in sorted(at) if is_weights(n)) if kind == "full" else None,
-        adapters=at[ADAPTERS] if kind == "lora" else None,
+        weights=weights if not kind.adapters else None,
+        adapters=at[ADAPTERS] if kind.adapters else None,
         state=at[STATE],
         checkpoint=found.facts["id"],
     )
@@ -89,12 +100,12 @@ def named_source(cfg: DictConfig, kind: Kind) -> Source | None:
     given = cfg.checkpointer
     out = Path(given.output_dir).absolute()
     state, adapters = given.get("recipe_checkpoint"), given.get("adapter_checkpoint")
-    weights = _named_weights(cfg, out) if kind == "full" else ()
+    weights = _named_weights(cfg, out) if not kind.adapters else ()
     if not (state or adapters or weights):
         return None
-    if kind == "full" and not weights:
+    if not kind.adapters and not weights:
         weights = tuple(str(out / name) for name in given.checkpoint_files)
-    if kind == "lora" and not adapters:
+    if kind.adapters and not adapters:
         beside = (out / state).resolve().parent / ADAPTERS
         if not beside.is_file():
             raise CheckpointError(
@@ -109,10 +120,10 @@ def named_source(cfg: DictConfig, kind: Kind) -> Source | None:
         state = str(first.parent / STATE)
     else:
         state = str(out / "recipe_state" / STATE)
-    files = [*weights, state] if kind == "full" else [str(out / adapters), state]
+    files = [*weights, state] if not kind.adapters else [str(out / adapters), state]
     return Source(
-        weights=weights if kind == "full" else None,
-        adapters=str(out / adapters) if kind == "lora" else None,
+        weights=weights if not kind.adapters else None,
+        adapters=str(out / adapters) if kind.adapters else None,
         state=state,
         checkpoint=_verify(files[:-1], state),
     )

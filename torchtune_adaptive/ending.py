@@ -1,0 +1,108 @@
+"""Says why this process ends where it will be read: last, and once.
+
+torchrun ends the other ranks as soon as one has failed, and then prints a report of some 40 lines. Whatever
+the ranks print stands above that. What the first rank to fail wrote to its error file stands at its end, as
+the root cause. The format of the file is that of ``torch.distributed.elastic.multiprocessing.errors``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+MOMENT = 5.0
+"""Seconds in which a launcher ends a rank after another one has failed; torchrun looks every 0.1 s."""
+_CLAIM = "reason"
+
+
+def explain(reason: str, *, known_to_all: bool = False) -> None:
+    """Tell the user why this process ends; return when it may end.
+
+    Args:
+        reason: one line.
+        known_to_all: whether every rank ends for this reason, so that one of them may speak for all.
+    """
+    if known_to_all and _rank() != "0":
+        # Rank 0 says it, and has a moment to write the run's report; unless it is slow.
+        _sleep_unless(another_rank_has_failed)
+    if (file := _error_file()) is None:
+        print(f"\n{_prefix()}{reason}\n", file=sys.stderr, flush=True)
+    else:
+        _write(file, reason)
+
+
+def _sleep_unless(over: Callable[[], bool]) -> None:
+    end = time.monotonic() + MOMENT
+    while time.monotonic() < end and not over():
+        time.sleep(0.05)
+
+
+def explain_bug(error: BaseException) -> None:
+    """The same for an exception that nobody expected, with its traceback."""
+    if (file := _error_file()) is None:
+        traceback.print_exception(error)
+    else:
+        _write(file, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+
+
+def end(reason: str) -> NoReturn:
+    """End this process for a reason that holds on every rank."""
+    explain(reason, known_to_all=True)
+    sys.exit(1)
+
+
+def another_rank_has_failed() -> bool:
+    """Whether a rank of this machine has given a reason; its launcher then ends all others."""
+    file = _error_file()
+    return file is not None and _claim(file).exists()
+
+
+def note(reason: str) -> None:
+    """Leave a reason that has been printed for the launcher's report as well."""
+    if (file := _error_file()) is not None and not another_rank_has_failed():
+        _write(file, reason)
+
+
+def _error_file() -> Path | None:
+    """Where torchrun looks for the reason; None without it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file) if file and "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def _write(file: Path, reason: str, callstack: str | None = None) -> None:
+    try:
+        _claim(file).touch(exist_ok=False)
+    except FileExistsError:
+        # Another rank has given a reason, this one or what led to it, and the launcher is about to end this
+        # process. If it does not, there are two reasons.
+        time.sleep(MOMENT)
+    except OSError:
+        pass  # then each rank gives its own
+    more = {"timestamp": str(int(time.time()))}
+    if callstack is not None:
+        more["py_callstack"] = callstack
+    message = {"message": reason, "extraInfo": more}
+    try:
+        file.write_text(json.dumps({"message": message}))
+    except OSError:
+        print(f"\n{_prefix()}{callstack or reason}\n", file=sys.stderr, flush=True)
+
+
+def _claim(file: Path) -> Path:
+    """Made by the first rank to fail; torchrun gives each rank a folder in one that they share."""
+    return file.parent.parent / _CLAIM
+
+
+def _rank() -> str:
+    """On this machine, where there may be several."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+
+
+def _prefix() -> str:
+    return f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""

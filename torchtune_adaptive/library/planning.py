@@ -1,0 +1,280 @@
+"""Predict the memory of a training step, without a GPU, weights, or other ranks."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from torchtune_adaptive.errors import AdaptiveBatchingError, NoPrediction, UsageError
+from torchtune_adaptive.library import checks
+from torchtune_adaptive.library.objective import SummedLoss
+from torchtune_adaptive.library.search import WorstCase
+from torchtune_adaptive.memory_model.gpus import gpu as gpu_named
+from torchtune_adaptive.memory_model.peak import DeviceLimits, StartUp
+from torchtune_adaptive.memory_model.planned import planned_gpu, simulated_device
+from torchtune_adaptive.memory_model.steps import RecordedStep
+from torchtune_adaptive.plan.workers import call_alone
+from torchtune_adaptive.ranks.ddp import wrapped_in
+from torchtune_adaptive.settings.adaptive import amount_of_memory
+from torchtune_adaptive.step.train_step import StepOptions, TrainStep
+from torchtune_adaptive.trace.recorder import ACTIVATIONS
+from torchtune_adaptive.trace.step_tracer import StepTracer
+from torchtune_adaptive.trace.sums_check import check_sums
+from torchtune_adaptive.trace.traces import ROWS_TRACED, TracedRun
+from torchtune_adaptive.trace.weights import fill
+
+_ANY_LENGTH = 1
+"""Rows are as long as ``batch`` makes them."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training step will take."""
+
+    largest: int
+    """The largest micro-batch that fits, in rows, up to the ceiling; 0 if not even one row does."""
+    rows: int
+    """The micro-batch that the peak is for: the one asked for, or else the largest."""
+    peak: int
+    """The most memory that is reserved in a step, in bytes, on the rank with the largest share."""
+    parts: dict[str, int]
+    """Bytes of tensors at the peak, by what they are for; logits and loss are among the activations."""
+    limit: int
+    """Bytes that a peak may reach."""
+    assumptions: tuple[str, ...]
+    """What was assumed about the device."""
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What to predict; it is sent to the process that traces."""
+
+    build: Callable[[], nn.Module]
+    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer]
+    forward: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
+    batch: Callable[[int], Any]
+    ranks: int
+    accumulation: int
+    max_grad_norm: float | None
+    device: DeviceLimits
+    rows: int | None
+    ceiling: int
+    assumptions: tuple[str, ...]
+
+
+def plan_batch_size(
+    build: Callable[[], nn.Module],
+    *,
+    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer],
+    forward: Callable[[nn.Module, Any], tuple[torch.Tensor, int]],
+    batch: Callable[[int], Any],
+    gpu: str = "h100-80gb",
+    memory: int | str | None = None,
+    ranks: int = 1,
+    rows: int | None = None,
+    ceiling: int = 1 << 14,
+    accumulation: int = 1,
+    max_grad_norm: float | None = None,
+    headroom: float = 0.05,
+    timeout: float = 600.0,
+) -> Plan:
+    """Predict the peak memory of a training step and the largest micro-batch that fits.
+
+    The step that trains is traced on fake tensors, in a process of its own: tracing registers a device and
+    fake ranks with torch and replaces some of its functions, which cannot be undone. So functions must be
+    ones that another process can import: written with ``def`` at the top level of a module or script, whose
+    own work is under ``if __name__ == "__main__"``. ``functools.partial`` gives them arguments.
+
+    Args:
+        build: makes the model, and applies ``fully_shard`` as training does, on the meta device and with
+            ``ranks`` fake ranks. A mesh must be for ``torch.accelerator.current_accelerator()``.
+        optimizer: called with the model's parameters.
+        forward: called with the model and a micro-batch; returns the loss, summed, and the number of terms.
+        batch: makes a micro-batch of so many rows on the host: the worst case.
+        gpu: the GPU, by a name that ``tune-adaptive plan --list-gpus`` shows; ``"cpu"`` is the device that
+            ``AdaptiveStep(memory_limit=...)`` simulates.
+        memory: what one process may use, such as ``"24GiB"``, if it is not what the GPU has.
+        ranks: how many there are.
+        rows: the micro-batch whose peak is wanted; by default, the largest that fits.
+        ceiling: the largest micro-batch to consider.
+        accumulation: micro-batches in a step.
+        max_grad_norm: the norm above which gradients are scaled down.
+        headroom: the share of memory that must stay free.
+        timeout: seconds that tracing may take.
+
+    Raises:
+        UsageError: the arguments do not work together.
+        NoPrediction: the step cannot be traced; the message says why.
+    """
+    functions = {"build": build, "optimizer": optimizer, "forward": forward, "batch": batch}
+    for name, function in functions.items():
+        _require_importable(name, function)
+    for name, number in {
+        "ranks": ranks,
+        "rows": rows,
+        "ceiling": ceiling,
+        "accumulation": accumulation,
+    }.items():
+        if number is not None and number < 1:
+            raise UsageError(f"{name}: {number!r} must be 1 or more.")
+    bytes_given = None if memory is None else amount_of_memory("memory", memory)
+    if gpu != "cpu":
+        kind = gpu_named(gpu, "gpu", "memory")
+        device, assumptions = planned_gpu(kind, ranks, headroom, bytes_given)
+    elif bytes_given is not None:
+        device, assumptions = simulated_device(bytes_given, headroom), ()
+    else:
+        raise UsageError("memory: a CPU has none of its own to plan for. Pass memory='1GiB', say.")
+    question = _Question(
+        build=build,
+        optimizer=optimizer,
+        forward=forward,
+        batch=batch,
+        ranks=ranks,
+        accumulation=min(accumulation, 2),  # later micro-batches are like the second
+        max_grad_norm=max_grad_norm,
+        device=device,
+        rows=rows,
+        ceiling=ceiling,
+        assumptions=assumptions,
+    )
+    return call_alone(_answer, question, timeout=timeout)
+
+
+def _require_importable(name: str, function: object) -> None:
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        raise UsageError(
+            f"{name}: {function!r} cannot be imported by the process that traces. Define it with def at the "
+            "top level of a module; functools.partial gives it arguments."
+        ) from None
+    defined_in = getattr(getattr(function, "func", function), "__module__", "")
+    if defined_in == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise UsageError(
+            f"{name}: it is defined in an interactive session, which the process that traces cannot import. "
+            "Put it into a module."
+        )
+
+
+def _answer(question: _Question) -> Plan:
+    """Trace and predict, in a process that does nothing else."""
+    if question.device.caching:
+        check_sums()
+    run, device = TracedRun(_Steps(question), _ANY_LENGTH), question.device
+    largest = run.confirmed_largest(_ANY_LENGTH, device, question.ceiling)
+    rows = question.rows or largest or 1
+    found = run.peak(rows, _ANY_LENGTH, device)
+    return Plan(largest, rows, found.reserved, found.parts, device.limit, question.assumptions)
+
+
+class _Steps:
+    """The steps of one question, each traced once."""
+
+    def __init__(self, question: _Question) -> None:
+        self._tracer = _ModelTracer(question)
+        self._first = self._tracer.take_step(ROWS_TRACED[0])
+        self._known: dict[int, RecordedStep] = {}
+
+    def start_up(self, length: int) -> StartUp:
+        return StartUp(self._tracer.set_up, self._first)
+
+    def step(self, rows: int, length: int) -> RecordedStep:
+        if rows not in self._known:
+            self._known[rows] = self._tracer.take_step(rows)
+        return self._known[rows]
+
+
+class _ModelTracer(StepTracer):
+    """One rank of a run with a model that the user builds."""
+
+    def __init__(self, question: _Question) -> None:
+        super().__init__(not question.device.caching, 0, question.ranks)
+        self._worst = WorstCase(question.batch)
+        self._accumulation = question.accumulation
+        model = self._built(question.build)
+        with self.tracing():
+            fill(model, self.device)
+            optimizer = checks.plain_optimizer(question.optimizer(model.parameters()))
+            checks.require_trainable(model, optimizer)
+            checks.require_supported(model, self.ranks)  # type: ignore[arg-type]
+            step = TrainStep(
+                model=model,
+                objective=SummedLoss(partial(self._forward, question.forward, model), ()),
+                optimizers=[optimizer],
+                device=self.device,
+                memory=self.memory,
+                ranks=self.ranks,  # type: ignore[arg-type]
+                options=StepOptions(survive=False, clip_grad_norm=question.max_grad_norm),
+            )
+        self.begin(step, [model])
+
+    def take_step(self, rows: int) -> RecordedStep:
+        made = self._worst(rows)
+        return self.trace(
+            lambda: tree_map_only(torch.Tensor, self._fake.from_tensor, made), self._accumulation
+        )
+
+    def _built(self, build: Callable[[], nn.Module]) -> nn.Module:
+        try:
+            with _FakeOnDevice(self._fake, self.device), torch.device("meta"):
+                model = build()
+        except AdaptiveBatchingError:
+            raise
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise NoPrediction(
+                f"build: it failed on the meta device with {self.ranks.size} fake ranks: {reason}. Make the "
+                "model and shard it, and nothing else: no weights, no .cuda(), no init_process_group()."
+            ) from None
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"build: returned a {type(model).__name__}, but must return the model."
+            )
+        if wrapped_in(model) is not None:
+            raise UsageError(
+                "build: DistributedDataParallel cannot be traced. Use fully_shard, or plan for ranks=1 and "
+                "add the gradients once more, for its buckets."
+            )
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor) and (
+                (kind := parameter.device_mesh.device_type) != self.device.type
+            ):
+                raise UsageError(
+                    f"build: {name} is sharded on a mesh for {kind}. Pass no mesh to fully_shard, or make it "
+                    "for torch.accelerator.current_accelerator()."
+                    + (" For gpu='cpu', make it for 'cpu'." if self.recorder.simulated else "")
+                )
+        return model
+
+    def _forward(self, forward: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
+        self.recorder.category = ACTIVATIONS
+        return forward(model, batch)
+
+
+class _FakeOnDevice(TorchDispatchMode):
+    """Makes fake what is made on the device, as ``fully_shard`` does; meshes need real tensors."""
+
+    def __init__(self, fake: FakeTensorMode, device: torch.device) -> None:
+        super().__init__()
+        self._fake, self._kind = fake, device.type
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is None or self._kind == "cpu" or torch.device(device).type != self._kind:
+            return func(*args, **kwargs)
+        with self._fake:
+            return func(*args, **kwargs)

@@ -1,0 +1,140 @@
+"""Find the largest micro-batch that fits, by trying."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torchtune_adaptive.batching.strategies import Rounding, Status, Strategy, candidates
+from torchtune_adaptive.cache import Cache
+from torchtune_adaptive.errors import NothingFits, UsageError
+from torchtune_adaptive.library import checks
+from torchtune_adaptive.library.step import AdaptiveStep
+from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.search.sizes import SizeSearch
+from torchtune_adaptive.search.trial import SizeTrial
+from torchtune_adaptive.step.train_step import StepOutcome
+
+log = logging.getLogger(__name__)
+
+_JUDGED_FROM = 4
+"""Rows from which on a mean is told from a sum."""
+
+
+class BatchSize(int):
+    """The largest micro-batch that fits: a number of rows, which knows how it was found."""
+
+    status: Status
+    """Why the search ended."""
+    trials: tuple[SizeTrial, ...]
+    """Every size that was tried, with the peak of each rank."""
+
+
+def find_batch_size(
+    step: AdaptiveStep,
+    batch: Callable[[int], Any],
+    *,
+    ceiling: int = 1 << 14,
+    accumulation: int = 1,
+    rounding: Rounding = "power_of_two",
+    search: Strategy = "extrapolate",
+    headroom: float = 0.05,
+) -> BatchSize:
+    """Find the largest micro-batch that fits on every rank, and leave no trace.
+
+    Each trial takes the whole step on ``batch(rows)``: forward, backward, clipping and the optimizer.
+    Afterwards parameters, buffers, optimizer state and random numbers are what they were, bit for bit.
+
+    Args:
+        step: the step that training will take.
+        batch: makes a micro-batch on the host, as long as the data can make it: the worst case.
+        ceiling: the largest size to try; no more than there are rows in a step.
+        accumulation: micro-batches in a step; from two on, trials have gradients in memory.
+        rounding: sizes that may be found: ``power_of_two``, ``divisor`` (of the ceiling), or ``none``.
+        search: ``extrapolate``, ``bisect`` or ``halve``; they find the same.
+        headroom: the share of memory that must stay free.
+
+    Raises:
+        NothingFits: not even one row.
+        UsageError: ``batch`` makes too few rows, ``forward`` returns a mean, or there is no limit to find.
+    """
+    train_step = step.train_step
+    if not train_step.memory.measured:
+        raise UsageError(
+            "memory_limit: a CPU has no memory of its own that a search could find the limit of. Pass "
+            "AdaptiveStep(..., memory_limit='1GiB'), say."
+        )
+    worst = WorstCase(batch)
+    probe = Probe(
+        step=train_step,
+        batch=worst,
+        accumulation=lambda size: accumulation,
+        headroom=headroom,
+        ranks=step.ranks,
+        entering=log.debug,
+        compiled=step.compiled,
+        observe=_NotAMean(),
+    )
+    sizes = candidates(rounding, ceiling, ceiling)
+    with probe:
+        first = probe.prime()
+        if not first.fits:
+            raise _nothing_fits(first)
+        kept: Cache[int] = Cache(None, "batch size", lambda value: True)
+        found = SizeSearch(probe, first, sizes, search, step.ranks, kept).result({}, None)
+    if found.size is None:
+        raise _nothing_fits(found.trials[-1])
+    size = BatchSize(found.size)
+    size.status, size.trials = found.status, found.trials
+    if step.ranks.rank == 0:
+        log.info(f"micro-batch {size}: {found.status.value}")
+    return size
+
+
+def _nothing_fits(trial: SizeTrial) -> NothingFits:
+    failed = trial.deciding
+    return NothingFits(
+        f"Not even {trial.size} row fits: {failed.trouble} on rank {trial.deciding_rank}, which needed more "
+        f"than {failed.peak_bytes:,} bytes and may use {failed.usable_bytes:,}. Shorten the rows, use "
+        "activation checkpointing or more ranks, or allow more memory (memory_limit, headroom)."
+    )
+
+
+class WorstCase:
+    """The user's function, checked: a micro-batch of twice the rows is twice as large."""
+
+    def __init__(self, batch: Callable[[int], Any]) -> None:
+        self._batch = batch
+        self._one: int | None = None
+
+    def __call__(self, rows: int) -> Any:
+        made = self._batch(rows)
+        found = checks.elements(made)
+        if self._one is None:
+            self._one = found if rows == 1 else checks.elements(self._batch(1))
+        if not self._one:
+            raise UsageError(f"batch: batch({rows}) has no tensors, so its rows cannot be counted.")
+        if found < rows * self._one:
+            raise UsageError(
+                f"batch: batch({rows}) has {found} numbers in its tensors and batch(1) has {self._one}, so "
+                f"it has too few rows. Repeat or generate rows, so that there are {rows}, all of full length."
+            )
+        return made
+
+
+class _NotAMean:
+    """Checks that the loss of many rows is larger than that of one, as a sum is and a mean is not."""
+
+    def __init__(self) -> None:
+        self._one: float | None = None
+
+    def __call__(self, rows: int, outcome: StepOutcome) -> None:
+        if rows == 1:
+            self._one = outcome.loss
+        # Divided by its weight, a sum gives the same mean for any number of rows, and a mean a fraction.
+        elif self._one and rows >= _JUDGED_FROM and outcome.loss * rows < 1.5 * self._one:
+            raise UsageError(
+                f"forward: the loss of {rows} rows is as large as that of one, so it is a mean. Return the "
+                "sum over all terms, for example with reduction='sum', and the number of terms."
+            )
