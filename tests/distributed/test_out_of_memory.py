@@ -7,23 +7,40 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torchtune import training
+from torchtune.rlhf.loss import DPOLoss
 
 from tests.helpers.faults import FailingMemory
 from tests.helpers.models import (
-    Distillation,
     adamw,
     batch,
+    distillation,
     local_values,
     same_bits,
     tiny_llama,
     train_step,
 )
 from tests.helpers.ranks import run_ranks
+from torchtune_adaptive.kinds.lora_dpo import without_adapters
+from torchtune_adaptive.kinds.preference import Preference
 from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.search.probe import Probe
 from torchtune_adaptive.search.trial import SizeTrial
+from torchtune_adaptive.step.objective import Objective
 from torchtune_adaptive.step.snapshot import Snapshot
+
+
+def second_model(name: str, model: nn.Module, kind_of_model: dict[str, Any]) -> Objective:
+    """What is learnt with the help of another model, or of the same one without its adapters."""
+    if name == "teacher":
+        return distillation(tiny_llama(**kind_of_model, seed=1))
+    model.set_num_output_chunks(0)  # type: ignore[operator]
+    if name == "adapters off":
+        return Preference(DPOLoss(), without_adapters(model))
+    reference = tiny_llama(**kind_of_model, seed=1).requires_grad_(False)
+    reference.set_num_output_chunks(0)  # type: ignore[operator]
+    return Preference(DPOLoss(), reference, [reference])
 
 
 class Everywhere:
@@ -36,13 +53,12 @@ class Everywhere:
         in_backward: bool = False,
         output_apart: bool = False,
         measure_noise: bool = False,
-        distilled: bool = False,
+        second: str | None = None,
         **kind_of_model: Any,
     ) -> None:
         self.ranks = Ranks(timeout=20)
         self.model = tiny_llama(output_apart=output_apart, **kind_of_model)
-        teacher = tiny_llama(**kind_of_model, seed=1) if distilled else None
-        self.objective = Distillation(teacher) if teacher is not None else None
+        self.objective = second_model(second, self.model, kind_of_model) if second else None
         self.in_backward = in_backward
         self.measure_noise = measure_noise
         if in_backward:
@@ -71,7 +87,7 @@ class Everywhere:
         )
 
     def probe(self) -> Probe:
-        worst = batch(rows=1)
+        worst = batch(rows=1 if self.objective is None else 2)  # a pair
         return Probe(
             step=self.step,
             batch=lambda rows: worst,
@@ -155,7 +171,10 @@ SAMPLES: dict[str, tuple[int, bool, dict[str, Any]]] = {
     "optimizer in backward": (2, False, {"layers": 2, "in_backward": True}),
     "not resharded": (2, False, {"layers": 2, "reshard": False, "accumulation": 2}),
     "output sharded apart": (2, False, {"output_apart": True, "checkpointing": True}),
-    "two models": (2, False, {"accumulation": 2, "distilled": True}),
+    "distillation": (2, False, {"accumulation": 2, "lora": True, "second": "teacher"}),
+    "quantised": (2, False, {"accumulation": 2, "quantised": True, "checkpointing": True}),
+    "preference": (2, False, {"accumulation": 2, "second": "reference"}),
+    "preference, adapters off": (2, False, {"lora": True, "second": "adapters off"}),
     "measuring noise": (2, False, {"layers": 2, "accumulation": 2, "measure_noise": True}),
     "one rank, measuring noise": (1, False, {"accumulation": 2, "measure_noise": True}),
     "one rank": (1, False, {"layers": 2, "accumulation": 2}),
@@ -201,8 +220,9 @@ def fail_while_recording(stride: int, shard: int, settings: dict[str, Any]) -> d
         {"in_backward": True},
         {"lora": True},
         {"accumulation": 2, "measure_noise": True},
+        {"second": "reference"},
     ],
-    ids=["full", "optimizer in backward", "lora", "measuring noise"],
+    ids=["full", "optimizer in backward", "lora", "measuring noise", "preference"],
 )
 def test_while_the_sequence_is_being_recorded(
     settings: dict[str, Any], exhaustive: bool, shard: int

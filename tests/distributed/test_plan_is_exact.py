@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -16,9 +17,16 @@ CORNERS = [(2, 64), (3, 64), (2, 128), (3, 128)]
 HELD_OUT = (5, 256)
 SIZES = [(1, 64), *CORNERS, HELD_OUT, (9, 32)]
 FEW_SIZES = [HELD_OUT, (9, 32)]
+DPO = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+QUANTIZER = {
+    "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
+    "groupsize": 32,
+}
+KL = {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"}
 
 
 def a_config(kind: str, checkpointing: bool, accumulation: int, vocabulary: int) -> DictConfig:
+    adapters = "lora" in kind or kind in ("dora", "kd")
     lora = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True}
     lora |= {"lora_rank": 4, "lora_alpha": 8, "use_dora": kind == "dora"}
     if kind == "qlora":  # whose blocks must come out even
@@ -30,16 +38,27 @@ def a_config(kind: str, checkpointing: bool, accumulation: int, vocabulary: int)
         }
     changes = {
         "model": {
-            "_component_": f"torchtune.models.llama2.{'' if kind == 'full' else 'lora_'}llama2",
+            "_component_": f"torchtune.models.llama2.{'lora_' if adapters else ''}llama2",
             "vocab_size": vocabulary,
-            **({} if kind == "full" else lora),
+            **(lora if adapters else {}),
         },
+        **({"loss": DPO} if "dpo" in kind else {}),
+        **({"quantizer": QUANTIZER} if "qat" in kind else {}),
+        **(a_teacher(vocabulary) if kind == "kd" else {}),
         "enable_activation_checkpointing": checkpointing,
         "gradient_accumulation_steps": accumulation,
     }
     merged = OmegaConf.merge(SMALL_RUN, changes)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def a_teacher(vocabulary: int) -> dict[str, Any]:
+    size = {"vocab_size": vocabulary, "num_layers": 3}
+    return {
+        "kd_loss": KL,
+        "teacher_model": OmegaConf.merge(OmegaConf.create(SMALL_RUN)["model"], size),
+    }
 
 
 def measured(
@@ -71,6 +90,9 @@ def test_predicted_peaks_are_measured_peaks(ranks: int, exhaustive: bool, shard:
         for accumulation in (1, 2)
     ]
     grid += [("dora", True, 1, 512), ("qlora", True, 1, 512)]
+    grid += [("full_dpo", True, 2, 512), ("lora_dpo", False, 1, 2000)]
+    grid += [("kd", True, 2, 512), ("kd", False, 1, 2000)]
+    grid += [("qat", False, 2, 512), ("qat_lora", True, 1, 2000)]
     configs = [a_config(*case) for case in grid]
     for changes in (
         {"ac_mode": "selective", "ac_option": 2},
@@ -82,9 +104,9 @@ def test_predicted_peaks_are_measured_peaks(ranks: int, exhaustive: bool, shard:
             OmegaConf.update(changed, key, value, force_add=True)
         configs.append(changed)
     sizes = SIZES if exhaustive else FEW_SIZES
-    if not exhaustive:  # one half on one rank, the other on two; another half in each shard
+    if not exhaustive:  # another third in each shard
         random.Random(shard).shuffle(configs)
-        configs = configs[ranks % 2 :: 2]
+        configs = configs[::3]
     measurements = run_ranks(measured, ranks, configs, sizes, timeout=100)[0]
     [predictions] = run_ranks(predicted, 1, configs, sizes, ranks, 0, timeout=100, join=False)
     for cfg, prediction, measurement in zip(configs, predictions, measurements, strict=True):
@@ -99,3 +121,26 @@ def test_ranks_with_other_shares_have_other_peaks(exhaustive: bool) -> None:
     for rank in (0, 2):
         [[prediction]] = run_ranks(predicted, 1, [config], sizes, 3, rank, timeout=100, join=False)
         assert prediction == measurements[rank]
+
+
+def traced(cfg: DictConfig) -> list[int]:
+    """The allocations of three steps on the fake device, and what they leave behind."""
+    tracer = Tracer(cfg, ranks=1)
+    steps = [tracer.take_step(2, 64) for _ in range(3)]
+    return [len(step.events) for step in steps] + [tracer.recorder.in_use]
+
+
+def test_an_8_bit_optimizer_in_backward_is_traced() -> None:
+    cfg = a_config("full", True, 1, 2000)
+    changes = {
+        "optimizer": {"_component_": "torchao.optim.AdamW8bit"},
+        "optimizer_in_bwd": True,
+        "clip_grad_norm": None,
+        "device": "cuda",
+    }
+    eight_bit = OmegaConf.merge(cfg, changes)
+    plain = OmegaConf.merge(eight_bit, {"optimizer": {"_component_": "torch.optim.AdamW"}})
+    [(first, *later, less)] = run_ranks(traced, 1, eight_bit, timeout=60, join=False)
+    [(_, *_, more)] = run_ranks(traced, 1, plain, timeout=60, join=False)
+    assert later[0] == later[1] < first  # which creates the state
+    assert less < more

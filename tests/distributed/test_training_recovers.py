@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from tests.helpers.faults import OutOfMemoryAt
 from tests.helpers.loops import Sizes, Training
 from tests.helpers.models import same_bits
 from tests.helpers.ranks import run_ranks, watch_ranks
@@ -73,6 +74,97 @@ def test_other_kinds_of_run_at_a_sample_of_operations(
     stride = 29 if exhaustive else 101
     for count in run_ranks(fail_everywhere, ranks, stride, shard, settings, timeout=600):
         assert count["wrong"] == 0 and count["redone"] >= 435 // stride
+
+
+def relieve_everywhere(stride: int, shard: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Fail at operations of the first step, where more checkpointing is left to do."""
+    training = Training(rows=4, micro_batch=2, switches=True, dropout=0.1, **settings)
+    unharmed = training.run(Recovery(2, (1, 2), None, reliefs=1))
+    smaller = training.run(Sizes([1]))
+    operations = training.operations_before_the_optimizer()
+    counts = {"tried": 0, "redone": 0, "wrong": 0, "smaller": 0}
+    for operation in range(1 + shard % stride, operations + 1, stride):
+        victim = operation // stride % training.ranks.size
+        training.memory.arm(operation if victim == training.ranks.rank else 0)
+        trained = training.run(Recovery(2, (1, 2), None, reliefs=1))
+        training.memory.fault = None
+        # In the norm of the gradients, activations are not the peak, and micro-batches shrink.
+        shrunk = trained.sizes != unharmed.sizes
+        expected = smaller if shrunk else unharmed
+        counts["tried"] += 1
+        counts["redone"] += trained.redone
+        counts["smaller"] += shrunk
+        counts["wrong"] += not (
+            same_bits(trained.parameters, expected.parameters)
+            and trained.losses == expected.losses
+            and trained.taken == expected.taken
+        )
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        pytest.param(2, {"steps": 2, "layers": 2}, id="full"),
+        pytest.param(2, {"steps": 1, "lora": True}, id="lora"),
+        pytest.param(1, {"steps": 2, "sharded": False}, id="one rank"),
+        pytest.param(2, {"steps": 1, "reshard": False, "output_apart": True}, id="output apart"),
+    ],
+)
+def test_with_more_checkpointing_a_disturbed_run_keeps_its_bits(
+    ranks: int, settings: dict[str, Any], stride: int, shard: int
+) -> None:
+    for count in run_ranks(relieve_everywhere, ranks, stride, shard, settings, timeout=900):
+        assert count["wrong"] == 0
+        assert count["tried"] >= 150 // stride
+        assert count["redone"] >= count["tried"] * 0.9 - 12
+        assert count["smaller"] <= count["tried"] * 0.1 + 2
+
+
+def fail_again_and_again(folder: Path, failures: int) -> dict[str, Any]:
+    """Fail at the start of each attempt, until so many have failed."""
+    training = Training(rows=4, micro_batch=2, steps=1, switches=True)
+    counted = {"left": 0}
+
+    class Always(OutOfMemoryAt):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if counted["left"] and all(
+                kind in (torch.Tensor, torch.nn.Parameter) for kind in types
+            ):
+                counted["left"] -= 1
+                raise torch.OutOfMemoryError("injected")
+            return func(*args, **(kwargs or {}))
+
+    unharmed = training.run(Recovery(2, (1, 2), None, reliefs=1))
+    counted["left"] = failures
+    training.memory.fault = Always(0)
+    trained = training.run(Recovery(2, (1, 2), None, reliefs=1), folder=folder)
+    lines = (folder / "batch_size_events.jsonl").read_text().splitlines()
+    return {
+        "events": [json.loads(line) for line in lines],
+        "same": same_bits(trained.parameters, unharmed.parameters),
+        "size": trained.sizes,
+    }
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_what_is_given_up_in_which_order_and_what_is_said(failures: int, tmp_path: Path) -> None:
+    (seen,) = run_ranks(fail_again_and_again, 1, tmp_path, failures)
+    changes = [
+        {key: event[key] for key in event if key not in ("step", "reason")}
+        for event in seen["events"]
+    ]
+    assert all("out of memory on rank 0, forward" in event["reason"] for event in seen["events"])
+    assert (
+        changes
+        == [
+            {"checkpoint": ["none", "all"]},
+            {"micro_batch": [2, 1], "accumulation": [2, 4]},
+        ][:failures]
+    )
+    assert (seen["same"], seen["size"]) == ((True, [2]) if failures < 2 else (False, [1]))
 
 
 def soak(steps: int, faults: float) -> dict[str, Any]:

@@ -12,9 +12,17 @@ from unittest.mock import MagicMock
 
 import torch
 from torchtune.data import padded_collate_sft
+from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.helpers.faults import FailingMemory
-from tests.helpers.models import VOCABULARY, adamw, local_values, tiny_llama, train_step
+from tests.helpers.models import (
+    VOCABULARY,
+    adamw,
+    local_values,
+    switches_of,
+    tiny_llama,
+    train_step,
+)
 from torchtune_adaptive.batching.recovery import Recovery
 from torchtune_adaptive.batching.split import Split, epochs_of
 from torchtune_adaptive.checkpoints.folder import last_saved
@@ -25,14 +33,16 @@ from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.ranks.watchdog import Watchdog
 from torchtune_adaptive.setup.environment import Environment
 from torchtune_adaptive.setup.optimizer import Optimizers
+from torchtune_adaptive.step.objective import NextTokenPrediction
 from torchtune_adaptive.step.snapshot import Snapshot
+from torchtune_adaptive.step.switches import Switches
 from torchtune_adaptive.train import loop as loop_module
 from torchtune_adaptive.train import metrics as metrics_module
 from torchtune_adaptive.train.adaptation import Adaptation
 from torchtune_adaptive.train.events import Events
 from torchtune_adaptive.train.growth import Growth
 from torchtune_adaptive.train.learning_rate import LearningRate
-from torchtune_adaptive.train.loop import TrainingLoop
+from torchtune_adaptive.train.loop import TrainingLoop, how_to_resume
 from torchtune_adaptive.train.metrics import Logging, Metrics
 from torchtune_adaptive.train.retry import StepRunner
 from torchtune_adaptive.train.stop import StopSignals
@@ -77,6 +87,7 @@ class Training:
         micro_batch: int,
         steps: int,
         clip_grad_norm: float | None = 1.0,
+        switches: bool = False,
         **kind_of_model: Any,
     ) -> None:
         self.ranks = Ranks(timeout=20)
@@ -85,13 +96,17 @@ class Training:
         self.memory = FailingMemory()
         self.split = Split(micro_batch, rows // micro_batch, self.ranks.size)
         self.steps = steps
+        objective = NextTokenPrediction(CEWithChunkedOutputLoss(num_output_chunks=2))
         self.step = train_step(
             self.model,
             [self.optimizer],
+            objective=objective,
             memory=self.memory,
             ranks=self.ranks,
             clip_grad_norm=clip_grad_norm,
+            switches=switches_of(self.model, objective) if switches else Switches(),
         )
+        self._switched = self.step.options.switches.choice
         self.dataset = _rows_of_many_lengths(rows * steps * self.ranks.size)
         self.snapshot = Snapshot(self.model, [self.optimizer], torch.device("cpu"))
         gc.freeze()  # or each collection after a failure would walk through all that is built
@@ -107,6 +122,7 @@ class Training:
     ) -> Trained:
         """Train from the start. ``before_step`` may arm a fault."""
         self.snapshot.close()
+        self.step.switch(self._switched)
         trained = Trained()
         optimizers = Optimizers((self.optimizer,), self.optimizer)
         order = SampleOrder(len(self.dataset), self.ranks.size, shuffle=True)
@@ -126,11 +142,11 @@ class Training:
             runner=StepRunner(
                 step=self.step,
                 micro_batches=micro_batches,
-                make_recovery=lambda split: recovery,
+                make_recovery=lambda split, reliefs: recovery,
                 watchdog=watchdog or Watchdog(self.ranks, 20.0, on_duty=False),
                 step_timeout=20.0,
                 events=events,
-                last_checkpoint=lambda: last_saved(folder or Path("nowhere")),
+                advice=lambda: how_to_resume(last_saved(folder or Path("nowhere"))),
                 wait_for_memory=wait_for_memory,
             ),
             adaptation=Adaptation(growth, rate, None, epochs, events),
@@ -152,8 +168,8 @@ class Training:
             ),
             profiling=_BeforeStep(before_step),  # type: ignore[arg-type]
             save=save,
+            last_checkpoint=lambda: last_saved(folder or Path("nowhere")),
             save_every_n_steps=None,
-            output_dir=folder or Path("nowhere"),
             stop=StopSignals(60.0),
         )
         loop.run()

@@ -6,17 +6,25 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch import nn
 from torchtune import modules, training
 from torchtune.models.llama2 import llama2, lora_llama2
-from torchtune.modules.loss import CEWithChunkedOutputLoss
+from torchtune.modules.loss import CEWithChunkedOutputLoss, ForwardKLWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
+from torchtune.training.quantization import Int8DynActInt4WeightQATQuantizer
 
 from torchtune_adaptive.device.memory import DeviceMemory
 from torchtune_adaptive.device.simulated import SimulatedMemory
+from torchtune_adaptive.kinds.kd import Distillation
+from torchtune_adaptive.kinds.quantisation import quantised as fake_quantised
 from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.step.objective import Batch, Forward, NextTokenPrediction, Objective
+from torchtune_adaptive.settings.knobs import CHUNKED
+from torchtune_adaptive.setup.environment import Environment
+from torchtune_adaptive.setup.switches import build_switches
+from torchtune_adaptive.step.objective import NextTokenPrediction, Objective
+from torchtune_adaptive.step.switches import Switches
 from torchtune_adaptive.step.train_step import StepOptions, TrainStep
 
 VOCABULARY = 16
@@ -32,6 +40,7 @@ def tiny_llama(
     output_apart: bool = False,
     dropout: float = 0.0,
     seed: int = 0,
+    quantised: bool = False,
 ) -> nn.Module:
     """A Llama with random weights, as the recipes build one: the same on every rank, then sharded."""
     torch.manual_seed(seed)
@@ -61,6 +70,9 @@ def tiny_llama(
         training.set_activation_checkpointing(
             model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
         )
+    if quantised:
+        quantizer = Int8DynActInt4WeightQATQuantizer(groupsize=4)
+        model = fake_quantised(OmegaConf.create(), quantizer.prepare(model))
     if sharded:
         training.shard_model(
             model,
@@ -105,19 +117,21 @@ def train_step(
     )
 
 
-class Distillation(NextTokenPrediction):
-    """Learns to predict as another model does, which is frozen: an objective of two models."""
+def switches_of(model: nn.Module, objective: Objective) -> Switches:
+    """The switches that a run has on such a model."""
+    cfg = OmegaConf.create({"model": {}, "loss": {"_component_": CHUNKED}})
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    environment = Environment(torch.device("cpu"), torch.float32, 0, ranks)
+    return build_switches(cfg, environment, model, objective)
 
-    def __init__(self, teacher: nn.Module) -> None:
-        super().__init__(CEWithChunkedOutputLoss(num_output_chunks=2))
-        self.frozen = (teacher.requires_grad_(False),)
 
-    def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> torch.Tensor:
-        logits = torch.cat(forward(batch["tokens"]), dim=1)[:, :-1]
-        with torch.no_grad():
-            taught = torch.cat(self.frozen[0](batch["tokens"]), dim=1)[:, :-1]
-        each = -(taught.softmax(-1) * F.log_softmax(logits, -1)).sum(-1)
-        return each[batch["labels"][:, 1:] != self.ignored].sum()
+def distillation(teacher: nn.Module, ratio: float = 0.5) -> Distillation:
+    """An objective of two models."""
+    losses = (
+        each(num_output_chunks=2)
+        for each in (CEWithChunkedOutputLoss, ForwardKLWithChunkedOutputLoss)
+    )
+    return Distillation(*losses, teacher.requires_grad_(False), ratio)
 
 
 def adamw(model: nn.Module, **settings: Any) -> torch.optim.AdamW:

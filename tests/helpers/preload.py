@@ -10,6 +10,7 @@ import warnings
 
 MODULES = (
     "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
     "matplotlib.figure",
     "pytest",
     "tests.helpers.models",

@@ -15,7 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from torchtune import training
 
+from torchtune_adaptive import record
 from torchtune_adaptive.registry import find_config
+from torchtune_adaptive.settings.kinds import KINDS
 
 RECORDS: list[dict[str, float]] = []
 """What the recipe of this process has logged, step by step."""
@@ -30,13 +32,14 @@ class Recorder:
     def log_config(self, config: DictConfig) -> None: ...
 
     def log_dict(self, payload: dict[str, Any], step: int) -> None:
-        RECORDS.append({"step": step, **{key: float(value) for key, value in payload.items()}})
+        if payload.keys() & {"loss", "val_loss"}:  # the search's result is logged, too
+            RECORDS.append({"step": step, **{key: float(value) for key, value in payload.items()}})
 
     def close(self) -> None: ...
 
 
 def tiny_config(kind: str, output_dir: Path | str, **changes: Any) -> DictConfig:
-    """A tiny config (``full`` or ``lora``) that does not search, with changes as on the command line."""
+    """The tiny config of a kind of recipe that does not search, with changes as on the command line."""
     base = OmegaConf.load(find_config(f"tiny/{kind}"))
     quick = {
         "output_dir": str(output_dir),
@@ -49,26 +52,21 @@ def tiny_config(kind: str, output_dir: Path | str, **changes: Any) -> DictConfig
         "metric_logger._component_": "tests.helpers.recipes.Recorder",
     }
     for key, value in {**quick, **changes}.items():
-        OmegaConf.update(base, key, value, force_add=True)
+        OmegaConf.update(base, key, value, merge=False, force_add=True)
     return base
 
 
 def run_ours(kind: str, cfg: DictConfig) -> list[dict[str, float]]:
     """Run our recipe in this process; what it logged (on rank 0)."""
-    return run_recipe_at(f"recipes/adaptive_{kind}_finetune_distributed.py", cfg)
+    return run_recipe_at(f"recipes/{KINDS[kind].recipe}.py", cfg)
 
 
 def run_recipe_at(path: str, cfg: DictConfig) -> list[dict[str, float]]:
     """Run the recipe that a file of this repository defines."""
+    # Drawing takes a third of a second, and this runs hundreds of times; test_record has it in full.
+    record.as_svg = lambda _: "<svg></svg>"
     module = _module_at(Path(__file__).parents[2] / path)
-    recipe_class = next(
-        value
-        for value in vars(module).values()
-        if isinstance(value, type)
-        and value.__module__ == module.__name__
-        and hasattr(value, "train")
-    )
-    recipe = recipe_class(cfg)
+    recipe = _recipe_class(module)(cfg)
     with recipe.run:
         recipe.setup(cfg)
         recipe.train()
@@ -82,12 +80,22 @@ def run_torchtunes(kind: str, cfg: DictConfig) -> list[dict[str, float]]:
     training.log_memory_stats = lambda stats, message="": None
     training.cleanup_before_training = lambda: None
     folder = Path(torchtune.__file__).parent.parent / "recipes"
-    module = _module_at(folder / f"{kind}_finetune_distributed.py")
-    if kind == "lora":
+    module = _module_at(folder / f"{KINDS[kind].torchtunes}.py")
+    if kind != "full":  # which does it itself
         dist.init_process_group("gloo")
-        recipe = module.LoRAFinetuneRecipeDistributed(cfg)
-    else:
-        recipe = module.FullFinetuneRecipeDistributed(cfg)
+    recipe = _recipe_class(module)(cfg)
+    recipe.setup(cfg)
+    recipe.train()
+    recipe.cleanup()
+    return list(RECORDS)
+
+
+def run_torchtunes_single_device(kind: str, cfg: DictConfig) -> list[dict[str, float]]:
+    """Run torchtune's own recipe for a single device."""
+    folder = Path(torchtune.__file__).parent.parent / "recipes"
+    module = _module_at(folder / f"{kind}_finetune_single_device.py")
+    name = "LoRAFinetuneRecipeSingleDevice" if kind == "lora" else "FullFinetuneRecipeSingleDevice"
+    recipe = getattr(module, name)(cfg)
     recipe.setup(cfg)
     recipe.train()
     recipe.cleanup()
@@ -101,6 +109,16 @@ def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
         for path in sorted(folder.rglob("*.safetensors"))
         for name, tensor in load_file(path).items()
     }
+
+
+def _recipe_class(module: ModuleType) -> Any:
+    return next(
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and value.__module__ == module.__name__
+        and hasattr(value, "train")
+    )
 
 
 def _module_at(path: Path) -> ModuleType:

@@ -33,6 +33,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", SHORT),
     "lora": ("lora", {**SHORT, "model.lora_dropout": 0.1}),
     "adapters only": ("lora", {**SHORT, "save_adapter_weights_only": True}),
+    "preference": ("full_dpo", SHORT),
+    "preference, adapters only": ("lora_dpo", {**SHORT, "save_adapter_weights_only": True}),
+    "distillation": ("kd", SHORT),
+    "quantised later": ("qat", {**SHORT, "fake_quant_after_n_steps": 3}),
+    "quantised later, lora": ("qat_lora", {**SHORT, "fake_quant_after_n_steps": 3}),
     "growth": ("full", {**WITHIN_EPOCHS, "save_every_n_steps": 5, "epochs": 2}),
     "token budget": ("full", {**SHORT, "adaptive_batching.token_budget": 400}),
 }
@@ -199,6 +204,7 @@ def killed_at_a_random_moment(seed: int, folder: Path) -> None:
         delay = moment.uniform(0.0, 0.4)
         cfg = tiny_config("full", killed, **changes, **RESUME)
         watch_ranks(run_and_die, 1, cfg, delay, until_exit_of=[0], timeout=60, join=False)
+        CheckpointFolder(killed).newest("full", lambda _: True)  # completes what was sealed
         if (killed / "epoch_1").exists():
             break  # too late: it was done
     else:
@@ -229,10 +235,12 @@ def test_a_run_that_is_killed_at_random_moments(seed: int, tmp_path: Path) -> No
 # --- what is resumed from ---------------------------------------------------------------------------
 
 
-def test_a_run_that_is_finished(tmp_path: Path) -> None:
-    train("full", tmp_path, epochs=1)
-    said = refused("full", tmp_path, epochs=1, **RESUME)
-    assert f"{tmp_path}: the run is finished, and epoch_0 is its end" in said
+@pytest.mark.parametrize("epochs", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_a_run_that_is_finished(epochs: int, tmp_path: Path) -> None:
+    """Even where an earlier epoch could be resumed from, which would train the last one again."""
+    train("full", tmp_path, epochs=epochs)
+    said = refused("full", tmp_path, epochs=epochs, **RESUME)
+    assert f"{tmp_path}: the run is finished, and epoch_{epochs - 1} is its end" in said
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -249,6 +257,7 @@ def test_resuming_without_naming_a_file(kind: str, tmp_path: Path) -> None:
     weights = next((tmp_path / "epoch_1_step_8").glob("*.pt"))
     os.truncate(weights, 100)
     (tmp_path / ".saving" / "epoch_2").mkdir(parents=True)
+    cfg.epochs = 3  # or the run would be finished
     (again,) = watch_ranks(run_ours, 1, kind, cfg, until_exit_of=[0], join=False)
     (line,) = re.findall(r"Resuming from .*", again.said)
     assert f"{tmp_path}/epoch_1_step_6 (step 6). Skipped: " in line
@@ -294,7 +303,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 def test_the_only_checkpoint_is_damaged(damage: dict[str, Any], said: str, tmp_path: Path) -> None:
     train("full", tmp_path, epochs=2, max_steps_per_epoch=1)
     os.truncate(tmp_path / "epoch_0" / damage["file"], damage["size"])
-    message = refused("full", tmp_path, 2, epochs=2, **RESUME)
+    message = refused("full", tmp_path, 2, epochs=3, **RESUME)
     assert "none of the checkpoints can be resumed from" in message and said in message
 
 
@@ -319,7 +328,8 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     said = refused("full", tmp_path / "full", **{"model.num_layers": 5})
     assert "layers.4" in said and "is missing in the checkpoint" in said
     train("lora", tmp_path / "lora", **SHORT, keep_last_n_checkpoints=2)
-    said = refused("lora", tmp_path / "lora", **SHORT, **RESUME, **{"model.lora_rank": 4})
+    longer = {**SHORT, "epochs": 3, "model.lora_rank": 4}
+    said = refused("lora", tmp_path / "lora", **longer, **RESUME)
     assert "does not fit the model: layers.0.attn" in said and "lora_a" in said
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def test_asynchronous_checkpoints(in_backward: bool, tmp_path: Path) -> None:
     whole = train("full", tmp_path, **changes)
     assert losses(whole) == losses(train("full", tmp_path / "sync", optimizer_in_bwd=in_backward))
     assert (tmp_path / "dist_epoch_0" / ".metadata").exists()
+    shutil.rmtree(tmp_path / "epoch_1")  # the end of the run, after which nothing is left to do
     again = train("full", tmp_path, **changes, resume_from_checkpoint=True)
     assert [step["step"] for step in again] == [4, 5, 6]
     assert losses(again) == losses(whole)[3:]

@@ -20,6 +20,7 @@ from tests.helpers.recipes import run_ours, saved_weights, tiny_config
 from torchtune_adaptive.errors import BatchIncreaseError, ConfigError
 from torchtune_adaptive.registry import find_config
 from torchtune_adaptive.settings.checks import check
+from torchtune_adaptive.settings.kinds import KINDS
 from torchtune_adaptive.train.growth import batch_increase
 
 ROWS: list[list[int]] = []
@@ -309,7 +310,7 @@ def test_the_ready_config_has_every_schedule(schedule: str) -> None:
     cfg = OmegaConf.load(find_config("tiny/full_growing"))
     cfg.schedule = schedule
     assert isinstance(cfg, DictConfig)
-    settings = check(cfg, "full")
+    settings = check(cfg, KINDS["full"])
     grow = batch_increase(cfg, settings)
     assert settings.grows and grow is not None
     assert callable(grow) == (schedule == "function")

@@ -18,6 +18,7 @@ from tests.helpers.ranks import watch_ranks
 from torchtune_adaptive.cli import _run
 from torchtune_adaptive.cli import main as tune_adaptive_main
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.registry import RECIPES
 
 BIN = Path(sys.executable).parent
 QUICK = ["max_steps_per_epoch=2", "epochs=1", "adaptive_batching.cache=False"]
@@ -67,7 +68,7 @@ def launch_alone(exhaustive: bool) -> Callable[..., str]:
 
 def losses(folder: Path) -> list[float]:
     (log,) = (folder / "logs").iterdir()
-    return [float(loss) for loss in re.findall(r"loss:(\d+\.\d+)", log.read_text())]
+    return [float(loss) for loss in re.findall(r"(?<!_)loss:(\d+\.\d+)", log.read_text())]
 
 
 def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:
@@ -90,6 +91,17 @@ def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:
     assert sum(seen[-5:]) < 0.7 * sum(seen[:5]), "the loss has visibly fallen"
     assert json.loads((out / "batch_size_search.json").read_text())["batch_size"] == 8
     assert (out / "batch_size_search.png").exists()
+    assert (out / "report.html").read_text().count("<svg") == 2
+    assert "batch_size: 8\n" in (out / "torchtune_config.yaml").read_text()
+    for noise in ("torchao", "resolved config", "Profil", "it/s", "\x1b"):
+        # What `tune` itself says comes before anything of ours is imported.
+        assert noise not in said.partition("Running with torchrun...")[2]
+    assert said.count("micro-batch 16:") == 1
+    assert re.search(r"^Trained 40 steps in .*; loss 6\.\d+ -> ", said, re.MULTILINE)
+    assert re.search(r"tokens/s \(.* per rank\), peak memory 21\.4 of 40 MiB, 0 steps retr", said)
+    assert (
+        said.rstrip().splitlines()[-1].startswith("Report: out/report.html. Everything else: out")
+    )
     record = next((out / "logs").iterdir()).read_text().splitlines()[1]
     for key in ("loss", "lr", "tokens_per_second_per_gpu", "batch_size", "global_batch_size"):
         assert f"{key}:" in record
@@ -102,13 +114,12 @@ def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:
     assert "tok_embeddings.weight" in checkpointer.load_checkpoint()["model"]
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_both_recipes_without_launcher_flags(
-    kind: str, tmp_path: Path, launch_alone: Callable[..., str]
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_without_launcher_flags(
+    recipe: str, tmp_path: Path, launch_alone: Callable[..., str]
 ) -> None:
     said = launch_alone(
-        *("tune", "run", f"adaptive_{kind}_finetune_distributed"),
-        *("--config", f"tiny/{kind}", "output_dir=out", *QUICK),
+        *("tune", "run", recipe, "--config", f"tiny/{RECIPES[recipe]}", "output_dir=out", *QUICK),
         cwd=tmp_path,
     )
     assert "x accumulation 1 x 1 rank" in said
@@ -157,7 +168,6 @@ def test_find_searches_and_trains_nothing(
         cwd=tmp_path,
     )
     assert said.rstrip().splitlines()[-1] == (
-        "To skip the search next time: "
         f"batch_size={size} gradient_accumulation_steps=1 use_maximum_batch_size=False"
     )
     assert not list((tmp_path / "out").glob("epoch_*"))

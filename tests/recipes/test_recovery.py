@@ -38,18 +38,15 @@ def test_a_neighbour_moves_in_and_out_and_the_losses_stay(tmp_path: Path) -> Non
     assert len(plain) == len(disturbed) == 80
     for one, other in zip(plain, disturbed, strict=True):
         assert one["lr"] == other["lr"]
-        assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
-    sizes = [int(record["micro_batch_size"]) for record in disturbed]
-    assert sizes[:20] == [8] * 20 and 4 in sizes[20:45] and sizes[-1] == 8
+        assert one["loss"] == other["loss"], "more checkpointing changes no bit"
+    assert {int(record["micro_batch_size"]) for record in disturbed} == {8}
     assert disturbed[-1]["retried_steps"] == 2, "once at first, once when it tried to grow back"
     assert 0 < disturbed[-1]["memory_unused_share"] < 1 and disturbed[-1]["alloc_retries"] == 0
     rows = (tmp_path / "disturbed" / "batch_size_events.jsonl").read_text().splitlines()
     events = [json.loads(row) for row in rows]
-    assert [event["micro_batch"] for event in events] == [[8, 4], [4, 8], [8, 4], [4, 8]]
-    assert (
-        20 < events[0]["step"] == sizes.index(4) + 1
-        and "out of memory on rank 0, " in events[0]["reason"]
-    )
+    there, back = ["none", "all"], ["all", "none"]
+    assert [event["checkpoint"] for event in events] == [there, back, there, back]
+    assert events[0]["step"] > 20 and "out of memory on rank 0, " in events[0]["reason"]
 
 
 def run_beside_a_neighbour(cfg: Any) -> str:

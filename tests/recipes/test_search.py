@@ -36,11 +36,17 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "any size": ("full", {"adaptive_batching.rounding": "none"}),
     "bisect": ("full", {"adaptive_batching.search": "bisect"}),
     "predict": ("lora", {"adaptive_batching.search": "predict"}),
+    "full dpo": ("full_dpo", {}),
+    "lora dpo": ("lora_dpo", {}),
+    "distillation": ("kd", {}),
+    "quantised": ("qat", {"fake_quant_after_n_steps": 2}),
+    "quantised lora": ("qat_lora", {"fake_quant_after_n_steps": 2}),
 }
 COMBINED = [
     ("full", "bf16, checkpointed", "accumulation"),
     ("optimizer in backward", "packed", "bisect"),
     ("lora with dropout", "dora"),
+    ("full dpo", "accumulation"),
 ]
 """What the quick tier runs instead of one after the other."""
 

@@ -33,10 +33,10 @@ def run_signalled(
     apply = TrainStep.apply
     steps = iter(range(1, 1000))
 
-    def apply_and_signal(self: TrainStep) -> StepOutcome:
+    def apply_and_signal(self: TrainStep, **how: bool) -> StepOutcome:
         if next(steps) == step and dist.get_rank() == on_rank:
             os.kill(os.getpid(), number)
-        return apply(self)
+        return apply(self, **how)
 
     TrainStep.apply = apply_and_signal  # type: ignore[method-assign]
     try:
@@ -144,7 +144,7 @@ def test_ctrl_c_in_a_single_process_with_workers(tmp_path: Path) -> None:
     status, said = signalled(
         *(*SINGLE, *FIXED, "adaptive_batching.workers=1"),
         cwd=tmp_path,
-        when="|3|Loss",
+        when="step 1, loss",
         send=lambda process: os.killpg(process.pid, signal.SIGINT),
     )
     assert status == 130, said
@@ -169,7 +169,7 @@ def test_preemption_under_torchrun(tmp_path: Path) -> None:
     status, said = signalled(
         *("tune", "run", "--nproc_per_node", "2", *SINGLE[2:], *FIXED),
         cwd=tmp_path,
-        when="|3|Loss",
+        when="step 1, loss",
         send=lambda process: process.terminate(),
     )
     assert status != 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torchtune.modules import TransformerDecoder
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, run_recipe_at, tiny_config
+from torchtune_adaptive.search import token_budget
+from torchtune_adaptive.step.snapshot import Snapshot
 
 PLAIN = {"batch_size": 16, "max_steps_per_epoch": 10, "clip_grad_norm": 1.0, "epochs": 1}
 BUDGET = {
@@ -22,11 +25,29 @@ BUDGET = {
 }
 
 
-def run(folder: Path, kind: str = "full", ranks: int = 2, **changes: Any) -> list[dict[str, float]]:
-    records, *_ = run_ranks(
-        run_ours, ranks, kind, tiny_config(kind, folder, **changes), join=False, timeout=100
-    )
+FASTER, SLOWER = (1000.0, 1500.0), (1000.0, 900.0)
+
+
+def run(
+    folder: Path,
+    kind: str = "full",
+    ranks: int = 2,
+    speeds: tuple[float, float] | None = FASTER,
+    **changes: Any,
+) -> list[dict[str, float]]:
+    """What a run logs. Its measurement, which is noisy here, finds ``speeds`` unless they are None."""
+    cfg = tiny_config(kind, folder, **changes)
+    path = f"recipes/adaptive_{kind}_finetune_distributed.py"
+    records, *_ = run_ranks(run_measuring, ranks, speeds, path, cfg, join=False, timeout=100)
     return records
+
+
+def run_measuring(
+    speeds: tuple[float, float] | None, path: str, cfg: Any
+) -> list[dict[str, float]]:
+    if speeds is not None:
+        token_budget._speeds = lambda *_: speeds
+    return run_recipe_at(path, cfg)
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.exhaustive)])
@@ -46,6 +67,48 @@ def test_steps_are_what_they_were(kind: str, tmp_path: Path) -> None:
     assert said["without_budget"]["padding_share"] > 1.5 * said["with_budget"]["padding_share"]
     assert said["with_budget"]["tokens_per_second"] > 0
     assert [trial["fits"] for trial in said["trials"]].count(True) >= 2
+
+
+def test_a_slower_budget_is_not_used_nor_after_a_resume(tmp_path: Path) -> None:
+    changes = {**BUDGET, "epochs": 2, "max_steps_per_epoch": 3}
+    changes["adaptive_batching.memory_limit"] = "80MiB"  # the batch as configured fits as well
+    plain = run(tmp_path / "plain", **{**changes, "adaptive_batching.token_budget": False})
+    whole = run(tmp_path / "whole", speeds=SLOWER, **changes)
+    assert [one["loss"] for one in plain] == [one["loss"] for one in whole]
+    said = json.loads((tmp_path / "whole" / "token_budget.json").read_text())
+    assert said["used"] is False and said["with_budget"]["tokens_per_second"] == 900
+    again = {
+        **changes,
+        "resume_from_checkpoint": True,
+        "checkpointer.checkpoint_files": ["epoch_0/model-00001-of-00001.safetensors"],
+        "checkpointer.recipe_checkpoint": "recipe_state/recipe_state.pt",
+    }
+    resumed = run(tmp_path / "whole", speeds=FASTER, **again)
+    assert [one["loss"] for one in whole[3:]] == [one["loss"] for one in resumed]
+    assert all("padding_share" not in one for one in whole + resumed)
+
+
+def test_all_ranks_measure_the_same(tmp_path: Path) -> None:
+    """Or they would divide the first step differently, and wait for each other."""
+    changes = {**BUDGET, "max_steps_per_epoch": 1}
+    cfg = tiny_config("full", tmp_path, **changes)
+    speeds = run_ranks(measured_by_a_slow_rank, 2, cfg, join=False, timeout=100)
+    assert speeds[0] == speeds[1] and speeds[0][1] is not None
+
+
+def measured_by_a_slow_rank(cfg: Any) -> tuple[float | None, float | None]:
+    seen = []
+
+    def speeds(run: Any, *rest: Any) -> tuple[float | None, float | None]:
+        if run.ranks.rank == 1:
+            restore = Snapshot.restore
+            Snapshot.restore = lambda self: (time.sleep(0.05), restore(self))  # type: ignore[assignment]
+        seen.append(measure(run, *rest))
+        return seen[0]
+
+    measure, token_budget._speeds = token_budget._speeds, speeds
+    run_ours("full", cfg)
+    return seen[0]
 
 
 @pytest.mark.exhaustive
@@ -72,7 +135,9 @@ def test_it_shrinks_when_a_neighbour_moves_in(tmp_path: Path) -> None:
     changes = {**BUDGET, "epochs": 2, "max_steps_per_epoch": None}
     changes["adaptive_batching.grow_back_after"] = 10
     cfg = tiny_config("full", tmp_path, **changes)
-    disturbed, *_ = run_ranks(run_recipe_at, 2, "demos/neighbour.py", cfg, join=False, timeout=100)
+    disturbed, *_ = run_ranks(
+        run_measuring, 2, FASTER, "demos/neighbour.py", cfg, join=False, timeout=100
+    )
     del changes["adaptive_batching.memory_limit"], changes["adaptive_batching.token_budget"]
     plain = run(tmp_path / "plain", **changes)
     assert disturbed[-1]["retried_steps"] >= 1

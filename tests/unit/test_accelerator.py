@@ -24,8 +24,8 @@ from torchtune_adaptive.device.accelerator import AcceleratorMemory
 from torchtune_adaptive.device.host import bound_by_host_memory, check_host_memory
 from torchtune_adaptive.errors import TrainingOutOfMemory
 from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.setup import offloading as offloading_module
 from torchtune_adaptive.setup.environment import Environment
-from torchtune_adaptive.step import train_step as train_step_module
 from torchtune_adaptive.step.train_step import StepOutcome, TrainStep
 from torchtune_adaptive.train.metrics import Logging, Metrics
 
@@ -300,8 +300,11 @@ class TestHostMemory:
             def __init__(self) -> None:
                 super().__init__(lambda tensor: tensor, lambda tensor: tensor)
 
-        monkeypatch.setattr(train_step_module, "OffloadActivations", Offloading)
-        fresh = train_step_module._fresh(Offloading())  # type: ignore[arg-type]
+        monkeypatch.setattr(offloading_module, "OffloadActivations", Offloading)
+        monkeypatch.setattr(
+            offloading_module.training, "get_act_offloading_ctx_manager", lambda *_: Offloading()
+        )
+        fresh = offloading_module.Offloading(torch.nn.Identity(), True)()
         monkeypatch.setattr(psutil, "virtual_memory", lambda: Available(5 * GIB, 100 * GIB))
         with fresh, pytest.raises(torch.OutOfMemoryError, match="host memory"):
             (torch.ones(MIB, requires_grad=True) * 1).square()

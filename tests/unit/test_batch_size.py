@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,8 @@ import pytest
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.batching.strategies import Status, candidates
-from torchtune_adaptive.search.batch_size import _Search, found_sizes, possible_sizes, what_limits
+from torchtune_adaptive.search.batch_size import possible_sizes, what_limits
+from torchtune_adaptive.search.sizes import SizeSearch, found_sizes
 from torchtune_adaptive.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.settings.adaptive import AdaptiveSettings
 
@@ -45,11 +45,18 @@ class FakePredictions:
 def search(
     folder: Path, probe: FakeProbe, strategy: Any = "extrapolate", predictions: Any = None
 ) -> Any:
-    settings = AdaptiveSettings(search=strategy, cache=str(folder))
-    run: Any = SimpleNamespace(settings=settings, ranks=Alone())
     first = FakeProbe(limit=10**9).trial(1)
     predictions = predictions or FakePredictions()
-    return _Search(run, probe, first, SIZES, predictions).result(ABOUT, known=None)  # type: ignore[arg-type]
+    kept = found_sizes(str(folder))
+    return SizeSearch(
+        probe,  # type: ignore[arg-type]
+        first,
+        SIZES,
+        strategy,
+        Alone(),
+        kept,
+        predictions.largest,
+    ).result(ABOUT, known=None)
 
 
 def remembered(folder: Path) -> int | None:

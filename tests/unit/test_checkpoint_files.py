@@ -24,6 +24,7 @@ from torchtune_adaptive.checkpoints.folder import (
 from torchtune_adaptive.checkpoints.resume_from import Source, named_source, newest_source
 from torchtune_adaptive.durable import MANIFEST
 from torchtune_adaptive.errors import CheckpointError
+from torchtune_adaptive.settings.kinds import KINDS
 
 WEIGHTS = "model-00001-of-00001.safetensors"
 
@@ -217,7 +218,7 @@ def test_nothing_has_been_saved_yet(tmp_path: Path, caplog: pytest.LogCaptureFix
     folder = CheckpointFolder(tmp_path)
     folder.begin("epoch_0")
     with caplog.at_level("WARNING"):
-        assert newest_source(CheckpointFolder(tmp_path), "full") is None
+        assert newest_source(CheckpointFolder(tmp_path), KINDS["full"]) is None
     (line,) = caplog.messages
     assert "starts from the beginning" in line
     assert "epoch_0 (its run ended while saving it)" in line
@@ -242,28 +243,28 @@ def test_what_a_config_names(tmp_path: Path) -> None:
     folder = CheckpointFolder(out, keep=5)
     save(folder, "epoch_0")
     save(folder, "epoch_1")
-    assert named_source(config(tmp_path), "full") is None
+    assert named_source(config(tmp_path), KINDS["full"]) is None
     weights = {"checkpoint_files": [f"epoch_0/{WEIGHTS}"]}
-    first = named_source(config(tmp_path, **weights), "full")
+    first = named_source(config(tmp_path, **weights), KINDS["full"])
     assert first is not None and first.state == str(out / "epoch_0" / STATE), "from beside them"
     assert first.weights == (str(out / "epoch_0" / WEIGHTS),)
     first.require_same("id of epoch_0")
     with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
         first.require_same("id of epoch_1")
     with pytest.raises(CheckpointError, match="there is no such file"):
-        named_source(config(tmp_path, checkpoint_files=[f"epoch_7/{WEIGHTS}"]), "full")
+        named_source(config(tmp_path, checkpoint_files=[f"epoch_7/{WEIGHTS}"]), KINDS["full"])
     with pytest.raises(CheckpointError, match="there is no such file"):
-        named_source(config(tmp_path, **weights, recipe_checkpoint="elsewhere.pt"), "full")
+        named_source(config(tmp_path, **weights, recipe_checkpoint="elsewhere.pt"), KINDS["full"])
     both = [f"epoch_0/{WEIGHTS}", f"epoch_1/{WEIGHTS}"]
     with pytest.raises(CheckpointError, match="belong to different checkpoints"):
-        named_source(config(tmp_path, checkpoint_files=both), "full")
+        named_source(config(tmp_path, checkpoint_files=both), KINDS["full"])
     os.truncate(out / "epoch_0" / WEIGHTS, 2)
     with pytest.raises(CheckpointError, match=r"epoch_0: model-.* is truncated"):
-        named_source(config(tmp_path, **weights), "full")
+        named_source(config(tmp_path, **weights), KINDS["full"])
     (out / "empty.pt").touch()
     other = {"checkpoint_files": [f"epoch_1/{WEIGHTS}"], "recipe_checkpoint": "empty.pt"}
     with pytest.raises(CheckpointError, match=r"empty.pt: is empty"):
-        named_source(config(tmp_path, **other), "full")
+        named_source(config(tmp_path, **other), KINDS["full"])
 
 
 def test_what_cannot_be_verified_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -280,12 +281,12 @@ def test_adapters_that_a_config_names(tmp_path: Path) -> None:
     (staged / STATE).write_text("state")
     folder.publish("epoch_0", {"id": "1", "recipe": "lora", "resumable": True})
     state = f"recipe_state/{STATE}"
-    source = named_source(config(tmp_path, recipe_checkpoint=state), "lora")
+    source = named_source(config(tmp_path, recipe_checkpoint=state), KINDS["lora"])
     assert source is not None and source.checkpoint == "1"
     assert source.adapters == str((out / "epoch_0" / "adapter_model.pt").resolve())
     (out / "epoch_0" / "adapter_model.pt").unlink()
     with pytest.raises(CheckpointError, match=r"Set checkpointer.adapter_checkpoint"):
-        named_source(config(tmp_path, recipe_checkpoint=state), "lora")
+        named_source(config(tmp_path, recipe_checkpoint=state), KINDS["lora"])
 
 
 def _file(path: Path) -> None:

@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
+from torchtune._recipe_registry import get_all_recipes
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.registry import CONFIGS, find_config, our_configs, torchtune_configs
+from torchtune_adaptive.registry import (
+    CONFIGS,
+    RECIPES,
+    find_config,
+    load_config,
+    our_configs,
+    torchtune_configs,
+)
 from torchtune_adaptive.settings.adaptive import (
     BLOCK,
     AdaptiveSettings,
@@ -18,10 +26,12 @@ from torchtune_adaptive.settings.adaptive import (
     top_level_keys,
 )
 from torchtune_adaptive.settings.checks import check
-from torchtune_adaptive.settings.kinds import KNOWN_KEYS, kind_of, unused_keys
+from torchtune_adaptive.settings.kinds import KINDS, KNOWN_KEYS, kind_of, unused_keys
 from torchtune_adaptive.settings.reference import tables
 from torchtune_adaptive.settings.rules import rule_of
 from torchtune_adaptive.settings.torchtune_keys import _MUST_BE_GIVEN, _REQUIRED
+
+CHECKPOINTING = "enable_activation_checkpointing"
 
 
 def config(name: str = "tiny/full", *overrides: str) -> DictConfig:
@@ -162,14 +172,14 @@ def test_a_setting_in_the_wrong_place_or_letters_says_where_it_belongs(
     written: dict[str, Any], key: str, remedy: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        check(OmegaConf.merge(config(), written), "full")  # type: ignore[arg-type]
+        check(OmegaConf.merge(config(), written), KINDS["full"])  # type: ignore[arg-type]
     assert raised.value.key == key
     assert remedy in str(raised.value)
 
 
 def test_a_variable_may_have_the_name_of_a_setting() -> None:
     written = {"headroom": 0.2, BLOCK: {"headroom": "${headroom}"}}
-    assert check(OmegaConf.merge(config(), written), "full").headroom == 0.2  # type: ignore[arg-type]
+    assert check(OmegaConf.merge(config(), written), KINDS["full"]).headroom == 0.2  # type: ignore[arg-type]
 
 
 def test_a_block_that_is_no_block() -> None:
@@ -193,32 +203,57 @@ def test_everything_can_be_said_on_the_command_line() -> None:
 @pytest.mark.parametrize("name", our_configs())
 def test_our_configs_are_without_fault(name: str) -> None:
     cfg = config(name)
-    kind = "lora" if "lora" in name else "full"
+    kind = kind_of(cfg)
     assert unused_keys(cfg, kind) == []
     assert check(cfg, kind).searches
     assert name in (CONFIGS / f"{name}.yaml").read_text(), "a config says how it is run"
 
 
-def test_no_key_of_torchtunes_own_configs_is_an_error() -> None:
-    for name, path in torchtune_configs().items():
-        cfg = OmegaConf.load(path)
-        assert isinstance(cfg, DictConfig)
-        unused = unused_keys(cfg, "lora" if "lora" in name else "full")
-        # Two keys that older recipes knew, and that torchtune's present ones ignore as well.
-        assert set(unused) <= {"low_cpu_ram", "fsdp"}, name
-        cfg.merge_with({"optimizer_in_bwd": False, "enable_activation_checkpointing": True})
-        check(cfg, kind_of(cfg))
+def test_torchtunes_own_configs_are_ours_or_are_refused_by_the_name_of_their_recipe() -> None:
+    ours = {kind.torchtunes: kind for kind in KINDS.values()}
+    for recipe in get_all_recipes():
+        if recipe.name in RECIPES:
+            continue
+        theirs = recipe.name.replace("_single_device", "_distributed")
+        for each in recipe.configs:
+            if each.name not in torchtune_configs():
+                continue  # it is not shipped
+            cfg = load_config(each.name)
+            if theirs in ours:
+                kind = kind_of(cfg)
+                assert kind is ours[theirs], each.name
+                # Two keys that older recipes knew, and that torchtune's present ones ignore as well.
+                assert set(unused_keys(cfg, kind)) <= {"low_cpu_ram", "fsdp"}, each.name
+                more = {"optimizer_in_bwd": False} if "optimizer_in_bwd" in cfg else {}
+                check(OmegaConf.merge(cfg, {**more, CHECKPOINTING: True}), kind)  # type: ignore[arg-type]
+            else:
+                named = f"{theirs}|{recipe.name}|generate"  # of which there are three
+                with pytest.raises(
+                    ConfigError, match=f"a config for ({named}), not for any of ours"
+                ):
+                    kind_of(cfg)
+            for kind in KINDS.values():
+                if kind is not ours.get(theirs):
+                    with pytest.raises(ConfigError, match=f"not for {kind.recipe}"):
+                        check(cfg, kind)
+
+
+def test_a_loss_of_the_users_own_may_be_for_any_recipe() -> None:
+    own = ["loss._component_=mine.loss"]
+    check(config("tiny/full", *own), KINDS["full"])
+    with pytest.raises(ConfigError, match="not for adaptive_lora_finetune_distributed"):
+        check(config("tiny/full", *own), KINDS["lora"])
 
 
 def test_a_misspelt_torchtune_key_is_an_error() -> None:
     with pytest.raises(ConfigError, match="looks like gradient_accumulation_steps"):
-        check(config("tiny/full", "gradient_acumulation_steps=3"), "full")
+        check(config("tiny/full", "gradient_acumulation_steps=3"), KINDS["full"])
 
 
 def test_variables_for_interpolation_and_foreign_keys_are_not_errors() -> None:
     cfg = OmegaConf.merge(config(), {"my_length": 99, "tokenizer": {"max_seq_len": "${my_length}"}})
-    assert unused_keys(cfg, "full") == []  # type: ignore[arg-type]
-    assert unused_keys(config("tiny/full", "my_notes=hello"), "full") == ["my_notes"]
+    assert unused_keys(cfg, KINDS["full"]) == []  # type: ignore[arg-type]
+    assert unused_keys(config("tiny/full", "my_notes=hello"), KINDS["full"]) == ["my_notes"]
 
 
 IMPOSSIBLE: list[tuple[str, list[str], str, str]] = [
@@ -243,6 +278,17 @@ IMPOSSIBLE: list[tuple[str, list[str], str, str]] = [
         "enable_activation_checkpointing=True",
     ),
     ("full", ["collate_fn=torchtune.data.left_pad_sequence"], "collate_fn", "padded_collate_sft"),
+    (
+        "full",
+        [
+            "collate_fn=torchtune.data.padded_collate_tiled_images_and_mask",
+            "use_maximum_batch_size=False",
+            "adaptive_batching.token_budget=True",
+        ],
+        "adaptive_batching.token_budget",
+        "use_maximum_batch_size=True accounts for images",
+    ),
+    ("full", ["dataset.streaming=True"], "dataset.streaming", "streaming=False"),
     ("full", ["optimizer_in_bwd=True"], "clip_grad_norm", "optimizer_in_bwd=False"),
     (
         "full",
@@ -330,6 +376,9 @@ IMPOSSIBLE: list[tuple[str, list[str], str, str]] = [
         "enable_async_checkpointing=False",
     ),
     ("lora", ["optimizer_in_bwd=True"], "optimizer_in_bwd", "Remove"),
+    ("full", ["run_val_every_n_steps=5"], "run_val_every_n_steps", "Set dataset_val"),
+    ("full", ["enable_fp8_training=True"], "enable_fp8_training", "enable_fp8_training=False"),
+    ("full", ["context_parallel_dim=2"], "context_parallel_dim", "context_parallel_dim=1"),
 ]
 
 
@@ -338,7 +387,7 @@ def test_what_cannot_work_together_stops_here(
     kind: str, overrides: list[str], key: str, remedy: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        check(config(f"tiny/{kind}", *overrides), kind)
+        check(config(f"tiny/{kind}", *overrides), KINDS[kind])
     assert raised.value.key == key
     assert remedy in str(raised.value)
 
@@ -406,7 +455,7 @@ def test_a_key_that_is_missing_is_named(key: str) -> None:
 
 def fault(cfg: DictConfig) -> str | None:
     try:
-        check(cfg, "full")
+        check(cfg, KINDS["full"])
     except ConfigError as error:
         return str(error)
     return None

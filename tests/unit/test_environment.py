@@ -9,10 +9,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.ranks.signs import LONGEST_SILENCE
+from torchtune_adaptive.settings import checks
 from torchtune_adaptive.setup import environment
 from torchtune_adaptive.setup.environment import gloo_interface, start_environment
 
@@ -51,6 +54,21 @@ class TestStart:
 
     def start(self, longest_wait: float | None = 1200.0) -> None:
         start_environment(OmegaConf.create({"device": "cpu", "dtype": "fp32"}), longest_wait)
+
+    @pytest.mark.skipif(torch.accelerator.is_available(), reason="is about a machine without one")
+    @pytest.mark.parametrize("device", ["cuda", "cuda:0", "mps", "nonsense"])
+    def test_a_device_that_is_not_there_is_not_replaced_by_the_cpu(self, device: str) -> None:
+        cfg = OmegaConf.create({"device": device, "dtype": "fp32"})
+        with pytest.raises(ConfigError, match=rf"device: '{device}' cannot be used: .*device=cpu"):
+            start_environment(cfg)
+        assert not dist.is_initialized()
+
+    def test_images_need_torchvision(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checks, "find_spec", lambda name: None)
+        collate = "torchtune.data.padded_collate_tiled_images_and_mask"
+        cfg = OmegaConf.create({"device": "cpu", "dtype": "fp32", "collate_fn": collate})
+        with pytest.raises(ConfigError, match="needs torchvision, and that is not installed"):
+            start_environment(cfg)
 
     def test_the_process_group_waits_longer_than_the_watchdog(
         self, monkeypatch: pytest.MonkeyPatch

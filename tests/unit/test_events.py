@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.text import not_essential
 from torchtune_adaptive.train.events import EVENTS_NAME, Events
-from torchtune_adaptive.train.instruments import PLOT_NAME, History
 
 
 @pytest.fixture
@@ -36,16 +34,3 @@ def test_a_folder_in_the_way_of_the_events_is_a_warning(
     (tmp_path / EVENTS_NAME).mkdir()
     Events(tmp_path).noticed(3, "allocation retries")
     assert "was not written" in heard.text and EVENTS_NAME in heard.text
-
-
-def test_a_folder_in_the_way_of_the_plot_is_a_warning(
-    tmp_path: Path, heard: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("matplotlib")
-    history = History()
-    for samples in (8, 16):
-        history.add(samples, 8, 4, 0.1, 2.0)
-    (tmp_path / PLOT_NAME).mkdir()
-    with not_essential("The plot of the run"):
-        history.plot(tmp_path)
-    assert "The plot of the run was not written" in heard.text

@@ -18,7 +18,9 @@ from torchtune_adaptive.memory_model.steps import (
     NotRegular,
     RecordedStep,
 )
+from torchtune_adaptive.plan.limits import largest_adapter_rank, length_limits
 from torchtune_adaptive.plan.predict import Prediction, Query, predict
+from torchtune_adaptive.trace.traces import NotRemembered
 
 SIMULATED = DeviceLimits("simulated device", 1000, caching=False)
 NOTHING = RecordedStep([], {})
@@ -113,40 +115,40 @@ class FakeTracer:
 
     set_up = NOTHING
     uneven = False
+    max_seq_len: int | None = None
 
     def __init__(self, formula: Any) -> None:
         self.formula = formula
         self.traced: list[int] = []
 
-    def take_step(self, rows: int, length: int) -> RecordedStep:
+    def take_step(self, rows: int, length: int, *_: object) -> RecordedStep:
         self.traced.append(rows)
         return step(*self.formula(rows, length))
-
-    def stream_categories(self) -> dict[int, str]:
-        return {}
 
 
 def ask(
     tracer: FakeTracer,
     monkeypatch: pytest.MonkeyPatch,
-    *other_lengths: int,
     cache: bool | str = False,
     **config: Any,
 ) -> Prediction:
+    return predict(query(tracer, monkeypatch, cache, **config))
+
+
+def query(
+    tracer: FakeTracer, monkeypatch: pytest.MonkeyPatch, cache: bool | str = False, **config: Any
+) -> Query:
     from torchtune_adaptive.trace import tracer as tracer_module
 
     monkeypatch.setattr(tracer_module, "Tracer", lambda cfg, ranks, rank: tracer)
-    return predict(
-        Query(
-            {"gradient_accumulation_steps": 1, "device": "cpu", **config},
-            1,
-            SIMULATED,
-            rows=4,
-            length=10,
-            cache=cache,
-            other_lengths=other_lengths,
-            confirmed=True,
-        )
+    return Query(
+        {"batch_size": 4, "gradient_accumulation_steps": 1, "device": "cpu", **config},
+        1,
+        SIMULATED,
+        rows=4,
+        length=10,
+        cache=cache,
+        confirmed=True,
     )
 
 
@@ -168,14 +170,14 @@ def test_what_was_traced_once_is_not_traced_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, again = (FakeTracer(lambda rows, length: (100, rows * length)) for _ in range(2))
-    found = ask(first, monkeypatch, 5, cache=str(tmp_path))
-    remembered = ask(again, monkeypatch, 5, cache=str(tmp_path))
+    found = ask(first, monkeypatch, cache=str(tmp_path))
+    remembered = ask(again, monkeypatch, cache=str(tmp_path))
     assert again.traced == []
     for path in tmp_path.rglob("*.json"):  # what makes no sense is traced again
         kept = json.loads(path.read_text())
         kept["value"]["steps"]["set-up"] = {"events": [[1, 2]]}
         path.write_text(json.dumps(kept))
-    assert ask(again, monkeypatch, 5, cache=str(tmp_path)).largest == found.largest
+    assert ask(again, monkeypatch, cache=str(tmp_path)).largest == found.largest
     assert again.traced != []
     assert replace(remembered, seconds=0, tool_bytes=0) == replace(found, seconds=0, tool_bytes=0)
 
@@ -209,5 +211,55 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_lengths_are_right_also_where_memory_is_not_linear_in_them(
     formula: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = ask(FakeTracer(lambda rows, n: (rows * formula(n),)), monkeypatch, 5, 20)
-    assert found.lengths == {n: 1000 // formula(n) for n in (5, 20)}
+    asked = query(FakeTracer(lambda rows, n: (rows * formula(n),)), monkeypatch)
+    assert length_limits(asked, (5, 20)).largest == {n: 1000 // formula(n) for n in (5, 20)}
+
+
+def test_the_longest_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer = FakeTracer(lambda rows, n: (rows * n,))
+    asked = replace(query(tracer, monkeypatch), device=replace(SIMULATED, limit=1000_000))
+    found = length_limits(asked, (128, 1024))
+    assert found.longest == 250_000 // 64 * 64
+    tracer.max_seq_len = 700
+    bounded = length_limits(asked, (128, 1024))
+    assert (bounded.longest, bounded.bound, bounded.largest.keys()) == (640, 700, {128})
+
+
+@pytest.mark.parametrize(("limit", "highest"), [(1000, 64), (100, 4), (10, 0), (10**9, 4096)])
+def test_the_highest_rank_of_adapters(
+    limit: int, highest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchtune_adaptive.trace import tracer as tracer_module
+
+    def tracer(cfg: Any, ranks: int, rank: int) -> FakeTracer:
+        return FakeTracer(lambda rows, n: (cfg.model.lora_rank * rows * 3, 10))
+
+    asked = query(FakeTracer(None), monkeypatch, model={"lora_rank": 8})
+    monkeypatch.setattr(tracer_module, "Tracer", tracer)
+    device = replace(SIMULATED, limit=limit)
+    assert largest_adapter_rank(replace(asked, device=device)) == highest
+
+
+def test_what_is_not_remembered_is_not_traced_where_that_is_not_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer = FakeTracer(lambda rows, length: (100, rows * length))
+    asked = query(tracer, monkeypatch, str(tmp_path))
+    with pytest.raises(NotRemembered):
+        predict(replace(asked, may_trace=False))
+    assert tracer.traced == []
+    found = predict(asked)
+    assert predict(replace(asked, may_trace=False)).largest == found.largest
+
+
+@pytest.mark.parametrize(
+    ("rounding", "ceiling", "picked"),
+    [("power_of_two", None, 64), ("none", None, 90), ("none", 7, 7), ("divisor", None, 4)],
+)
+def test_the_size_that_a_search_picks(
+    rounding: Any, ceiling: int | None, picked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer = FakeTracer(lambda rows, length: (100, rows * length))
+    asked = replace(query(tracer, monkeypatch), rounding=rounding, ceiling=ceiling)
+    found = predict(asked).picked
+    assert found is not None and found.rows == picked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from torchtune_adaptive import launch
+from torchtune_adaptive import cli, launch
 from torchtune_adaptive.cli import _run
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.registry import find_config
@@ -57,6 +59,14 @@ def test_the_last_override_wins_with_and_without_equals_signs(
 ) -> None:
     cfg = parsed(monkeypatch, "--config=tiny/full", "a=x=y", "a=z", "b=z", "b=x=y", "~epochs")
     assert (cfg.a, cfg.b, "epochs" in cfg) == ("z", "x=y", False)
+
+
+@pytest.mark.parametrize("flag", ["-q", "--quiet"])
+def test_quiet_leaves_warnings(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = logging.getLogger("torchtune_adaptive")
+    monkeypatch.setattr(ours, "level", logging.NOTSET)
+    cfg = parsed(monkeypatch, "--config", "tiny/full", flag, "seed=3")
+    assert cfg.seed == 3 and ours.level == logging.WARNING
 
 
 @pytest.mark.parametrize(
@@ -116,13 +126,30 @@ def test_validate_checks_what_a_run_checks(
     [
         ("full_finetune_distributed", "Use adaptive_full_finetune_distributed"),
         ("lora_finetune_single_device", "Use adaptive_lora_finetune_distributed"),
-        ("qat_distributed", "Use one of adaptive_full"),
+        ("qat_distributed", "Use adaptive_qat_distributed"),
     ],
 )
 def test_find_refuses_a_recipe_that_would_train(recipe: str, remedy: str) -> None:
     arguments = ["--nproc_per_node", "2", recipe, "--config", "tiny/full"]
     with pytest.raises(ConfigError, match=f"{recipe}.* does not search .*{remedy}"):
         _run(["tune-adaptive", "find", *arguments])
+
+
+def test_a_launched_run_that_fails_ends_with_torchruns_report_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "error.json"
+    file.write_text('{"message": {"message": "ConfigError: oh", "extraInfo": {"timestamp": "1"}}}')
+
+    def fail(argv: list[str]) -> None:
+        raise ChildFailedError("recipe", {0: ProcessFailure(0, 123, 1, str(file))})
+
+    monkeypatch.setattr(cli, "_run", fail)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and "Traceback" not in said
+    assert said.count("traceback : ConfigError: oh") == 1
 
 
 def start(cwd: Path, *arguments: str, pythonpath: str = "") -> subprocess.CompletedProcess[str]:
@@ -147,7 +174,7 @@ def test_a_file_that_hides_a_library_stops_the_run(name: str, tmp_path: Path) ->
     file.write_text("")
     done = start(tmp_path, "-m", "adaptive_full_finetune_distributed")
     assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    (line,) = done.stderr.strip().splitlines()
     assert line.startswith(f"{file} hides the library {Path(name).parts[0].removesuffix('.py')}")
 
 

@@ -15,7 +15,7 @@ from torchtune.data import padded_collate_sft
 
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.data.dataset import Data
-from torchtune_adaptive.errors import NothingToLearn
+from torchtune_adaptive.errors import ConfigError, NothingToLearn
 from torchtune_adaptive.step.objective import NextTokenPrediction
 from torchtune_adaptive.train.learnable import MOST_SAMPLES, require_something_to_learn
 
@@ -118,3 +118,11 @@ def test_random_numbers_continue_as_if_nothing_had_been_read() -> None:
 
 def test_an_empty_dataset_is_not_its_business() -> None:
     check(Rows([]))
+
+
+def test_rows_of_another_recipe_are_refused() -> None:
+    pair = {"chosen_input_ids": [1], "chosen_labels": [1], "rejected_input_ids": [2]}
+    with pytest.raises(ConfigError, match="chosen and a rejected answer, which only preference"):
+        check(Rows([pair]))  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="has rows of text; this recipe needs tokens, labels"):
+        check(Rows([{"text": "a"}]))  # type: ignore[list-item]

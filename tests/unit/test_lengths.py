@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.data.row_lengths import row_lengths
+from torchtune_adaptive.data.row_lengths import RowLengths
 
 
 class Rows(list[dict[str, list[int]]]):
@@ -31,7 +31,7 @@ CFG = OmegaConf.create({"dataset": {"source": "a"}, "tokenizer": {"path": "b"}})
 
 
 def look(rows: Rows, folder: Path, cfg: Any = CFG) -> list[int]:
-    return row_lengths(rows, cfg, Alone(), str(folder), say_progress=False)
+    return RowLengths(rows, cfg, Alone(), str(folder)).all(say_progress=False)
 
 
 def test_they_are_cached(tmp_path: Path) -> None:
@@ -77,4 +77,4 @@ def test_what_is_spoilt_is_looked_up_again(tmp_path: Path, spoilt: bytes) -> Non
 
 def test_nothing_is_cached_where_the_cache_is_off(tmp_path: Path) -> None:
     rows = dataset([3, 4])
-    assert row_lengths(rows, CFG, Alone(), False, say_progress=False) == [3, 4]  # type: ignore[arg-type]
+    assert RowLengths(rows, CFG, Alone(), False).all(say_progress=False) == [3, 4]

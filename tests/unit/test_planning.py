@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,30 +15,38 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from tests.helpers.ranks import Alone
+from torchtune_adaptive.data.row_lengths import RowLengths
 from torchtune_adaptive.errors import ConfigError, NoPrediction
 from torchtune_adaptive.memory_model.gpus import GPUS, gpu
 from torchtune_adaptive.memory_model.peak import Peak
 from torchtune_adaptive.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.plan.command import _config, add_arguments, plan_command
+from torchtune_adaptive.plan.document import as_markdown, as_text
+from torchtune_adaptive.plan.limits import LengthLimits
+from torchtune_adaptive.plan.plot import draw
 from torchtune_adaptive.plan.predict import Prediction
 from torchtune_adaptive.plan.report import (
     PlanReport,
     WhatIfResult,
     as_dict,
-    details_text,
-    draw,
-    headline_text,
+    details,
+    headline,
 )
 from torchtune_adaptive.plan.request import plan_request
 from torchtune_adaptive.plan.what_if import what_ifs
-from torchtune_adaptive.registry import find_config
+from torchtune_adaptive.registry import find_config, load_config, with_overrides
 
 PROGRAM = """
 import os, sys, torch
+import torchtune.config  # which sets variables, and which making the tiny model may import
 from torch import distributed
 from torchtune_adaptive.cli import main
+from torchtune_adaptive.versions import require_supported_versions
 
 if __name__ == "__main__":
+    require_supported_versions()  # sets a variable for libraries, as each command does
+
     def state():
         backend = torch._C._get_privateuse1_backend_name()
         return backend, torch.UntypedStorage.resize_, dict(os.environ)
@@ -97,7 +106,7 @@ def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
     done = run_plan("--config", "tiny/full", "--memory", "1MiB", "--no-what-ifs", "batch_size=1",
                     folder=tmp_path)  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert re.search(r"batch_size 1: DOES NOT FIT\. Peak 15\.\d MiB of 973 KiB", done.stdout)
+    assert re.search(r"batch_size 1: DOES NOT FIT, peak 15\.\d MiB of 973 KiB", done.stdout)
     assert "Not even one sample of 512 tokens fits." in done.stdout
 
 
@@ -106,12 +115,18 @@ def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
     [
         (["--config", "tiny/ful"], "Did you mean tiny/full"),
         (["--config", "llama3_1/8B_full", "--gpu", "h10-80gb"], "Did you mean h100-80gb"),
+        (["llama3_1/8B_full", "--gpu", "a100"], "ambiguous. Use one of a100-40gb, a100-80gb"),
+        (["tiny/full", "tiny/lora"], "'tiny/full' is not an override"),
+        (["tiny/full", "--seq-len", "1"], "Use 2 tokens or more"),
+        (["tiny/full", "--method", "lora"], "is for --hf"),
+        (["tiny/full", "~nothing"], "removes what the config does not have"),
+        (["--hf", "/nowhere"], "cannot be read"),
         (["--config", "tiny/full", "adaptive_batching.memory_limit=null"], "has no memory of its"),
         (["--config", "tiny/full", "batch_size=0"], "an integer >= 1"),
         (["--config", "tiny/full", "batch_size"], "Write key=value"),
         (["--config", "tiny/full", "--memory", "lots"], "--memory: 'lots' is not valid"),
         (["--config", "tiny/full", "--nproc", "0"], "Use 1 or more"),
-        ([], "error: --config is required"),
+        ([], "error: no config is given"),
     ],
 )
 def test_no_answer_has_status_2(
@@ -119,8 +134,12 @@ def test_no_answer_has_status_2(
 ) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    assert plan_command(parser.parse_args(arguments)) == 2
-    assert complaint in capsys.readouterr().err
+    assert plan_command(parser.parse_intermixed_args(arguments)) == 2
+    said = capsys.readouterr()
+    assert complaint in said.err and said.out == ""
+    assert plan_command(parser.parse_intermixed_args([*arguments, "--json"])) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert complaint.removeprefix("error: ") in error["message"]
 
 
 @pytest.mark.exhaustive
@@ -134,9 +153,26 @@ def test_overrides_may_contain_equals_signs() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     line = ["--config", "tiny/full", "tokenizer.prompt=a=b", "--nproc_per_node", "2"]
-    arguments = parser.parse_args(line)
+    arguments = parser.parse_intermixed_args(line)
     assert arguments.nproc == 2
-    assert _config(arguments).tokenizer.prompt == "a=b"
+    assert _config(arguments)[1].tokenizer.prompt == "a=b"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["tiny/full", "--nproc", "2", "batch_size=3"],
+        ["batch_size=3", "--config", "tiny/full"],
+        ["full_finetune_distributed", "--config", "tiny/full", "batch_size=3"],
+        ["adaptive_full_finetune_distributed", "tiny/full", "batch_size=3"],
+        ["my_recipe.py", "batch_size=3", "--config=tiny/full"],
+    ],
+)
+def test_a_config_may_stand_anywhere_and_after_a_recipe(line: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    name, cfg = _config(parser.parse_intermixed_args(line))
+    assert (name, cfg.batch_size) == ("tiny/full", 3)
 
 
 def test_known_gpus_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +181,12 @@ def test_known_gpus_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_command(parser.parse_args(["--list-gpus"])) == 0
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["GPU", "capacity", "available"]
-    assert rows[0].split() == ["t4-16gb", "14.8", "GiB", "14.2", "GiB", "13.2", "GiB"]
+    assert ["t4-16gb", "14.8", "GiB", "14.2", "GiB", "13.2", "GiB"] in map(str.split, rows)
+    assert len(rows) >= 24
+    for one in GPUS.values():
+        gigabytes = int(re.findall(r"-(\d+)gb", one.name)[0])
+        assert 0.89 * gigabytes < one.gib < gigabytes
+        assert re.match(r"https://[a-z.]+/\S+$", one.source)
 
 
 def a_prediction(**changes: Any) -> Prediction:
@@ -155,56 +196,89 @@ def a_prediction(**changes: Any) -> Prediction:
     return Prediction(
         **{
             **dict(rows=2, length=2048, ranks=8, rank=0, largest=13, configured=peak),
-            **dict(at_largest=replace(peak, rows=13, phase="optimizer step"), lengths={}, curve=[]),
+            **dict(at_largest=replace(peak, rows=13, phase="optimizer step"), curve=[]),
+            **dict(rounding="power_of_two", picked=replace(peak, rows=8)),
             **dict(timeline=[], traced_directly=False, uneven=False, seconds=1.0, tool_bytes=1),
             **changes,
         }
     )
 
 
+def a_report(plan: Any, *outcomes: WhatIfResult, **changes: Any) -> PlanReport:
+    found = a_prediction()
+    return PlanReport(
+        **{**dict(plan=plan, found=found, first_answer=found, last_rank=None), **changes},
+        outcomes=outcomes,
+    )
+
+
 class TestWhatIsPrinted:
-    plan = plan_request(OmegaConf.load(find_config("llama3_1/8B_full")), 8)  # type: ignore[arg-type]
+    plan = plan_request(OmegaConf.load(find_config("llama3_1/8B_full")), 8, name="8B")  # type: ignore[arg-type]
 
-    def test_the_headline(self) -> None:
-        text = headline_text(self.plan, a_prediction(), "llama3_1/8B_full")
-        assert text.startswith(
-            "llama3_1/8B_full on 8 x h100-80gb, samples of 2048 tokens (assumed: set "
-        )
-        assert (
-            "batch_size 2: FITS. Peak 19 of 73.7 GiB (11 GiB in tensors; the rest is allocator "
-            "overhead), reached in the backward pass.\n    activations"
-        ) in text
-        assert "batch_size 13: Peak 19 of 73.7 GiB" in text and "in the optimizer step." in text
-        assert "Largest micro-batch that fits: 13 (power of two: 8)" in text
-        assert "aten.mm" not in text
+    def test_the_answer_comes_first(self) -> None:
+        lines = as_text(headline(self.plan, a_prediction())).splitlines()
+        assert lines[:2] == [
+            "batch_size 2: FITS, peak 19 of 73.7 GiB. Largest micro-batch that fits: 13; a search picks 8 "
+            "(power of two).",
+            "8B on 8 x h100-80gb, samples of 2048 tokens (assumed: give --seq-len or "
+            "tokenizer.max_seq_len)",
+        ]
+        table = [line.split() for line in lines[3:8]]
+        assert table[0][2:] == ["batch_size", "2", "batch_size", "8", "batch_size", "13"]
+        assert table[1] == ["activations", *["10", "GiB"] * 3]
+        assert table[3] == ["held", "by", "the", "allocator", *["19", "GiB"] * 3]
+        assert table[4][-1] == "optimizer"
+        assert not any("aten.mm" in line for line in lines)
 
-    def test_the_details(self) -> None:
-        outcomes = [
-            WhatIfResult("smaller", a_prediction(largest=0)),
-            WhatIfResult("larger", a_prediction(largest=40)),
-            WhatIfResult("other", None, "It cannot be traced."),
-        ]
-        report = PlanReport(
-            self.plan, a_prediction(), a_prediction(largest=12), outcomes, {1024: 20}
+    def test_a_size_that_may_not_fit_after_all_is_warned_of(self) -> None:
+        near = replace(a_prediction().configured, rows=13, reserved=int(73.6 * (1 << 30)))
+        text = as_text(headline(self.plan, a_prediction(at_largest=near)))
+        assert "Caution: at batch_size 13 the limit is within the prediction's error (3.0%)" in text
+
+    def test_what_ifs_are_in_the_order_of_what_they_gain(self) -> None:
+        less = replace(a_prediction().configured, reserved=15 << 30)
+        report = a_report(
+            self.plan,
+            WhatIfResult("smaller", a_prediction(largest=0), override="a=1"),
+            WhatIfResult("leaner", a_prediction(configured=less), override="b=2"),
+            WhatIfResult("larger", a_prediction(largest=40), override="c=3"),
+            WhatIfResult("other", None, "It cannot be traced.", "d=4"),
+            last_rank=a_prediction(largest=12),
+            by_length=LengthLimits({1024: 20}, 5120, 8192),
         )
-        first, _, header, *rows = details_text(report).splitlines()
-        assert (
-            first.startswith("Parameters do not divide evenly across ranks") and "is 12." in first
-        )
-        assert header.endswith("largest  peak at batch_size 2: reserved (allocated)")
-        assert [row.split()[:2] for row in rows[:3]] == [
-            ["larger", "40"],
-            ["as", "configured"],
-            ["smaller", "none"],
-        ]
-        assert rows[3].split() == ["samples", "of", "1024", "tokens", "20"]
-        assert rows[4] == "  other: no prediction. It cannot be traced."
+        lines = as_text(details(report)).splitlines()
+        assert lines[0].startswith("Parameters do not divide evenly") and "is 12." in lines[0]
+        gains = lines.index("What if: gains, largest first:")
+        assert lines[gains + 2].split() == ["larger", "13", "->", "40", "+0", "B", "19", "GiB"]
+        assert lines[gains + 3] == "      c=3"
+        assert lines[gains + 4].split() == ["leaner", "13", "->", "13", "-4", "GiB", "15", "GiB"]
+        worse = lines.index("No gain:")
+        assert lines[worse + 2].split()[:4] == ["smaller", "13", "->", "none"]
+        assert "  other: It cannot be traced." in lines
+        limits = [line.split() for line in lines[: gains - 1]]
+        assert ["rows", "in", "a", "micro-batch", "2", "13"] in limits
+        assert ["rows", "of", "1024", "tokens", "20"] in limits
+        assert any(line[-2:] == ["2048", "5120"] for line in limits)
         assert as_dict(report)["configured"]["operation"] == "aten.mm"
+        assert as_dict(report)["what_ifs"][2]["override"] == "c=3"
+
+    def test_a_headline_that_was_wrong_is_corrected(self) -> None:
+        found = a_prediction(largest=9, traced_directly=True)
+        first, *_ = as_text(details(a_report(self.plan, found=found))).splitlines()
+        assert first.startswith("Correction") and "fits: 9" in first
+
+    def test_markdown(self) -> None:
+        text = as_markdown(headline(self.plan, a_prediction()))
+        assert text.startswith("**batch_size 2: FITS")
+        assert "| activations | 10 GiB | 10 GiB | 10 GiB |" in text
+        larger = WhatIfResult("larger", a_prediction(largest=40), override="c=3")
+        text = as_markdown(details(a_report(self.plan, larger)))
+        assert "| larger | 13 -> 40 | +0 B | 19 GiB | `c=3` |" in text
 
     def test_a_plot_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.raises(ConfigError, match=r"Install torchtune-adaptive\[plot\]"):
-            draw(PlanReport(self.plan, a_prediction(), None, [], {}), Path("plan.png"))
+            draw(a_report(self.plan), Path("plan.png"))
 
 
 def stock(name: str, **changes: Any) -> Any:
@@ -228,6 +302,7 @@ class TestWhatIsAssumed:
         assert plan.device.name == "GPU with 76 GiB"
         sold_as = plan_request(stock("llama3_1/8B_full"), 8, memory=24 * 10**9)
         assert sold_as.device.name == "GPU with 24 GB (22.35 GiB)"
+        assert "a process gets 22.2 GiB (--gpu rtx3090-24gb)" in sold_as.assumptions[0]
 
     def test_this_machine_is_as_searches_found_it(self, tmp_path: Path) -> None:
         cfg = stock("llama3_1/8B_full", adaptive_batching={"cache": str(tmp_path)})
@@ -306,6 +381,22 @@ class TestWhatIsAssumed:
         with pytest.raises(NoPrediction, match="cannot be traced yet"):
             plan_request(stock("llama3_1/8B_full", **changes), 8)
 
+    def test_bitsandbytes_is_planned_with_what_can_be_traced(self) -> None:
+        plan = plan_request(stock("llama3_2/1B_full_single_device"), 1)
+        assert plan.cfg.optimizer._component_ == "torchao.optim.AdamW8bit"
+        assert any("PagedAdamW8bit is planned as torchao" in line for line in plan.assumptions)
+        assert plan.query().cfg["optimizer_in_bwd"] is True
+
+    def test_lengths_that_a_run_remembered(self, tmp_path: Path) -> None:
+        cfg = stock("llama3_1/8B_full", adaptive_batching={"cache": str(tmp_path)})
+        rows = [{"tokens": [1] * n} for n in (3, 700, 20)]
+        RowLengths(rows, cfg, Alone(), str(tmp_path)).all(say_progress=False)
+        plan = plan_request(cfg, 8)
+        assert (plan.length, "an earlier run" in plan.length_source) == (700, True)
+        other = OmegaConf.merge(cfg, {"tokenizer": {"path": "elsewhere"}})
+        assert plan_request(other, 8).length == 2048  # type: ignore[arg-type]
+        assert plan_request(cfg, 8, length=512).length_source == "--seq-len"
+
     def test_a_package_that_is_missing_is_named_with_the_remedy(self) -> None:
         cfg = stock("llama3_1/8B_full", optimizer={"_component_": "no_such_package.AdamW"})
         with pytest.raises(NoPrediction, match=r"no_such_package is not installed.*AdamW8bit"):
@@ -320,7 +411,8 @@ def test_what_ifs_change_one_thing_each() -> None:
     plan = plan_request(stock("llama3_1/8B_full"), 8)
     changed = {one.name: one.query for one in what_ifs(plan)}
     assert changed["no activation checkpointing"].cfg["enable_activation_checkpointing"] is False
-    assert changed["QLoRA (rank 8)"].cfg["model"]["_component_"].endswith("qlora_llama3_1_8b")
+    assert changed["QLoRA (rank 8)"].cfg["model"]["_component_"].endswith("lora_llama3_1_8b")
+    assert changed["QLoRA (rank 8)"].cfg["model"]["quantize_base"] is True
     assert changed["8-bit optimizer (torchao)"].cfg["optimizer"].keys() == {"_component_", "lr"}
     assert changed["16 ranks"].ranks == 16
     assert changed["expandable segments"].device.expandable
@@ -328,9 +420,28 @@ def test_what_ifs_change_one_thing_each() -> None:
         plan_request(OmegaConf.create(query.cfg), query.ranks)
 
 
+@pytest.mark.parametrize("name", ["llama3_1/8B_full", "llama3_1/8B_lora", "tiny/full"])
+def test_what_is_printed_to_paste_makes_the_what_if(name: str) -> None:
+    plan = plan_request(stock(name), 2)
+    for one in what_ifs(plan):
+        words = shlex.split(one.override)
+        if one.query.ranks == plan.ranks and "=" in one.override and "ALLOC_CONF" not in words[0]:
+            pasted = plan_request(with_overrides(load_config(name), words), 2).query()
+            clean = {key: value for key, value in one.query.cfg.items() if value is not None}
+            assert clean == {key: value for key, value in pasted.cfg.items() if value is not None}
+    names = {one.name for one in what_ifs(plan)}
+    assert ("QLoRA" in names) == ("lora" in name)
+
+
+def test_a_device_by_the_beginning_of_its_name() -> None:
+    assert gpu("h100").name == "h100-80gb"
+    assert gpu("4090").name == gpu("RTX-4090").name == "rtx4090-24gb"
+    assert gpu("mi300").name == "mi300x-192gb"
+
+
 def test_an_unknown_device_is_an_error_with_a_guess() -> None:
     with pytest.raises(ConfigError, match="Did you mean h100-80gb"):
-        gpu("h100")
+        gpu("h101-80gb")
     assert gpu("H100-80GB").available(1) > gpu("h100-80gb").available(2)
 
 

@@ -78,3 +78,39 @@ def test_retries_in_two_steps_in_a_row_are_thrashing() -> None:
     recovery = Recovery(8, POWERS, calm_steps=None)
     assert [recovery.is_thrashing(n) for n in (0, 1, 0, 5, 0)] == [False] * 5
     assert [recovery.is_thrashing(n) for n in (1, 2, 3, 4)] == [False, True, False, True]
+
+
+def state(recovery: Recovery) -> tuple[int, int]:
+    return recovery.size, recovery.relief
+
+
+def test_reliefs_come_back_before_sizes_do_and_in_their_order() -> None:
+    recovery = Recovery(4, POWERS, calm_steps=1, reliefs=2)
+    assert [recovery.relieve() for _ in range(3)] == [True, True, False]
+    assert recovery.shrink() and state(recovery) == (2, 2)
+    states = []
+    for _ in range(8):
+        recovery.grow_back()
+        states.append(state(recovery))
+    # Each holds for the wait before the next is tried.
+    assert states == [(4, 2), (4, 1), (4, 0), *[(4, 0)] * 5]
+
+
+def test_what_it_remembers_goes_with_a_checkpoint() -> None:
+    recovery = Recovery(4, POWERS, calm_steps=9, reliefs=1)
+    recovery.relieve()
+    recovery.shrink()
+    resumed = Recovery(4, POWERS, calm_steps=9, reliefs=1)
+    resumed.load_state_dict(recovery.state_dict())
+    assert state(resumed) == (2, 1) and resumed.state_dict() == recovery.state_dict()
+    without = Recovery(4, POWERS, calm_steps=9)
+    without.load_state_dict(recovery.state_dict())
+    assert state(without) == (4, 0), "there is no such relief here"
+
+
+def test_a_checkpoint_of_sizes_only_is_understood() -> None:
+    saved = {"size": 2, "given_up": [4], "wait": 9, "calm": 3, "on_trial": False, "retried": False}
+    resumed = Recovery(4, POWERS, calm_steps=9, reliefs=1)
+    resumed.load_state_dict(saved)
+    assert state(resumed) == (2, 0)
+    assert calm(resumed, 6)[-1] == 4

@@ -9,10 +9,12 @@ import pytest
 from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
 
+from tests.helpers.torchvision import use_torchvision
 from tests.unit.test_config import config as load
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.registry import (
     CONFIGS,
+    RECIPES,
     component,
     find_config,
     load_config,
@@ -20,6 +22,7 @@ from torchtune_adaptive.registry import (
     register,
     torchtune_configs,
 )
+from torchtune_adaptive.settings.kinds import kind_of
 
 
 def test_a_name_a_path_and_torchtunes_names_are_found(tmp_path: Path) -> None:
@@ -72,13 +75,21 @@ def test_registering_twice_is_registering_once() -> None:
     ours = {
         recipe.name: recipe for recipe in get_all_recipes() if recipe.name.startswith("adaptive")
     }
-    assert len(ours) == len([r for r in get_all_recipes() if r.name.startswith("adaptive")]) == 2
+    assert (
+        len(ours)
+        == len([r for r in get_all_recipes() if r.name.startswith("adaptive")])
+        == len(RECIPES)
+    )
     for name, recipe in ours.items():
         assert recipe.supports_distributed and Path(recipe.file_path).stem == name
     by_recipe = [config.name for recipe in ours.values() for config in recipe.configs]
     assert sorted(by_recipe) == our_configs(), "each config belongs to one recipe"
+    for name, recipe in ours.items():
+        assert all(kind_of(load_config(config.name)).recipe == name for config in recipe.configs)
 
 
 @pytest.mark.parametrize("name", our_configs())
 def test_torchtune_finds_our_configs_well_formed(name: str) -> None:
+    if name.endswith("vision"):
+        use_torchvision()
     config.validate(load(name))

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.batching.split import Split
 from torchtune_adaptive.batching.strategies import SearchResult, Status
+from torchtune_adaptive.data.images import RowSize
 from torchtune_adaptive.search.decide import _announce
 from torchtune_adaptive.search.report import JSON_NAME, PLOT_NAME, SearchReport
 from torchtune_adaptive.search.trial import RankReport, SizeTrial, trial_line
@@ -46,7 +47,7 @@ def report(**changes: Any) -> SearchReport:
         "before": Split(2, 4, 2),
         "after": Split(4, 4, 2),
         "strategy": "extrapolate",
-        "row_length": 2048,
+        "row": RowSize(2048),
         "row_source": "max_seq_len of the tokenizer",
         "device": "H100",
         "headroom": 0.05,

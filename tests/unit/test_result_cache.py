@@ -23,7 +23,7 @@ from torchtune_adaptive.batching.strategies import SearchResult, Status, Strateg
 from torchtune_adaptive.cache import Cache, cache_folder
 from torchtune_adaptive.durable import atomically
 from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.search.batch_size import _Search, found_sizes
+from torchtune_adaptive.search.sizes import SizeSearch, found_sizes
 from torchtune_adaptive.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.settings.adaptive import (
     BLOCK,
@@ -289,14 +289,14 @@ def test_two_jobs_at_once_leave_one_whole_result(tmp_path: Path) -> None:
 
 def found_by(strategy: Strategy | Literal["predict"], folder: Path) -> SearchResult[SizeTrial]:
     """A search among 1, 2, 4 and 8, of which all fit and 4 is predicted."""
-    search: Any = _Search(
-        run=SimpleNamespace(
-            settings=AdaptiveSettings(search=strategy, cache=str(folder)), ranks=Alone()
-        ),  # type: ignore[arg-type]
+    search: Any = SizeSearch(
         probe=SimpleNamespace(trial=a_trial),  # type: ignore[arg-type]
         first=a_trial(1),
         sizes=(1, 2, 4, 8),
-        predictions=SimpleNamespace(largest=lambda last: 4),  # type: ignore[arg-type]
+        strategy=strategy,
+        ranks=Alone(),
+        cache=found_sizes(str(folder)),
+        predicted=lambda last: 4,
     )
     return search.result(FACTS, None)
 
@@ -335,6 +335,9 @@ CHANGES = [
     {"collate_fn": "torchtune.data.padded_collate_packed"},
     {"fsdp_cpu_offload": True},
     {"fsdp_reshard_after_forward": False},
+    {"quantizer._component_": "torchtune.training.quantization.Int4WeightOnlyQATQuantizer"},
+    {"kd_loss._component_": "torchtune.modules.loss.ForwardKLLoss"},
+    {"teacher_model._component_": "torchtune.models.llama2.llama2_7b"},
     {"clip_grad_norm": None},
     {"cudnn_deterministic_mode": 1},
     {"tensor_parallel_dim": 2},
@@ -350,12 +353,19 @@ CHANGES = [
     {"adaptive_batching.gradient_noise": "observe"},
     {"adaptive_batching.token_budget": 512},
     {"adaptive_batching.on_out_of_memory": "raise"},
+    {"adaptive_batching.checkpoint": "every_2"},
+    {"adaptive_batching.recompute_loss": True},
 ]
 CANNOT_MATTER = [
     {"output_dir": "/elsewhere", "checkpointer.checkpoint_dir": "/elsewhere"},
+    {"ref_checkpointer": {"checkpoint_dir": "/elsewhere"}},
+    {"teacher_checkpointer": {"checkpoint_dir": "/elsewhere"}},
+    {"kd_ratio": 0.1},
+    {"fake_quant_after_n_steps": 9},
     {"resume_from_checkpoint": True},
     {"metric_logger.log_dir": "/elsewhere", "profiler": {"enabled": True}},
     {"log_every_n_steps": 5, "log_peak_memory_stats": True},
+    {"search_result": {"batch_size": 8}},
     {"enable_async_checkpointing": True, "save_adapter_weights_only": True},
     {"seed": 7, "shuffle": False},
     {"epochs": 9, "max_steps_per_epoch": 3, "save_every_n_steps": 3},
@@ -364,6 +374,7 @@ CANNOT_MATTER = [
         "dataset.source": "other",
         "tokenizer.max_seq_len": 103,
     },  # the length of rows is a fact itself
+    {"dataset_val": {"_component_": "x"}, "run_val_every_n_steps": 5, "batch_size_val": 2},
     {"assets": "/elsewhere", "my_notes": "hello"},
     {"adaptive_batching.search": "halve"},
     {"adaptive_batching.search_only": True, "adaptive_batching.cache": "/elsewhere"},
@@ -373,9 +384,11 @@ CANNOT_MATTER = [
     {"adaptive_batching.lr_scaling": "sqrt", "adaptive_batching.beta2": "half_life"},
     {"adaptive_batching.rank_timeout": 9, "adaptive_batching.step_timeout": 9},
     {"adaptive_batching.probe_length": 103},
+    {"use_fastest_configuration": True, "adaptive_batching.may_change": "rounding"},
+    {"adaptive_batching.speed_trials": 9},
 ]
 RUN = {
-    "row_length": 103,
+    "row": {"tokens": 103, "images": 0, "tiles": 0},
     "packed": False,
     "largest_candidate": 64,
     "ranks": 2,
@@ -410,7 +423,8 @@ def test_everything_that_could_change_the_result_is_a_fact(
 @pytest.mark.parametrize(
     "run",
     [
-        {"row_length": 104},
+        {"row": {"tokens": 104, "images": 0, "tiles": 0}},
+        {"row": {"tokens": 103, "images": 1, "tiles": 4}},
         {"packed": True},
         {"largest_candidate": 32},
         {"ranks": 3},

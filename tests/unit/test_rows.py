@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from torch.utils.data import IterableDataset
 from torchtune.data import padded_collate_sft
 
-from torchtune_adaptive.errors import EmptyTrial
+from tests.helpers.ranks import Alone
+from torchtune_adaptive.data.dataset import Data, load_data
+from torchtune_adaptive.data.row_lengths import RowLengths
+from torchtune_adaptive.data.rows import TOKEN_ROWS
+from torchtune_adaptive.errors import ConfigError, EmptyTrial
+from torchtune_adaptive.ranks.agreement import Ranks
 from torchtune_adaptive.search import worst_case as worst_case_module
-from torchtune_adaptive.search.worst_case import worst_case
+from torchtune_adaptive.search.worst_case import WorstCase, worst_case
+
+CFG = OmegaConf.create({"dataset": {"source": "a"}, "tokenizer": {"path": "b"}})
 
 
-class OneRank:
-    rank, size = 0, 1
+class Together(Ranks):
+    """A rank in a thread."""
+
+    def __init__(self, rank: int, values: list[Any], barrier: Barrier) -> None:
+        self.rank, self.size = rank, len(values)
+        self._values, self._barrier = values, barrier
 
     def gather(self, value: Any) -> list[Any]:
-        return [value]
+        self._values[self.rank] = value
+        self._barrier.wait()
+        gathered = list(self._values)
+        self._barrier.wait()
+        return gathered
+
+    def from_rank_zero(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
+
+def in_threads(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
+    values, barrier = [None] * size, Barrier(size, timeout=20)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: work(Together(rank, values, barrier)), range(size)))
 
 
 class Lengths:
@@ -44,9 +74,17 @@ class Tokenizer:
 
 
 def find(
-    dataset: Any, tokenizer: Any = None, packed: bool = False, asked: int | None = None
-) -> Any:
-    return worst_case(dataset, tokenizer or Tokenizer(), packed, asked, OneRank())  # type: ignore[arg-type]
+    dataset: Any,
+    tokenizer: Any = None,
+    packed: bool = False,
+    asked: int | None = None,
+    ranks: Any = None,
+    cache: Path | None = None,
+) -> WorstCase:
+    ranks = ranks or Alone()
+    lengths = RowLengths(dataset, CFG, ranks, str(cache) if cache else False)
+    data = Data(dataset, tokenizer or Tokenizer(), padded_collate_sft, packed)
+    return worst_case(data, asked, ranks, lengths)
 
 
 def test_the_longest_of_all_rows() -> None:
@@ -66,27 +104,92 @@ def test_a_large_dataset_is_sampled_evenly_and_says_so(monkeypatch: pytest.Monke
     assert "probe_length" in worst.source
 
 
+def test_with_a_bound_what_cannot_be_scanned_whole_is_as_long_as_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worst_case_module, "MOST_ROWS_SCANNED", 100)
+    worst = find(Lengths([10 + i % 7 for i in range(1000)]), Tokenizer(max_seq_len=64))
+    assert (worst.length, len(worst.row["tokens"])) == (64, 64)
+    assert worst.source == (
+        "max_seq_len of the tokenizer; looking at more than 100 rows out of 1,000 takes too long"
+    )
+
+
+def test_a_scan_that_cannot_end_in_time_is_given_up_early_where_there_is_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter(range(10_000))  # each row takes a second
+    monkeypatch.setattr(worst_case_module.time, "monotonic", lambda: next(clock))
+    dataset = Lengths([5] * 1000)
+    assert find(dataset, Tokenizer(max_seq_len=64)).length == 64
+    assert len(dataset.read) < 6
+    dataset = Lengths([5] * 1000)
+    assert find(dataset).length == 5
+    assert 29 < len(dataset.read) < 33, "without a bound, all the time that there is"
+
+
 def test_a_slow_dataset_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worst_case_module, "MOST_SECONDS_SCANNED", -1.0)
     worst = find(Lengths([5, 6, 7]))
     assert "0 rows out of 3" in worst.source
 
 
-def test_max_seq_len_of_the_tokenizer_is_the_length() -> None:
-    dataset = Lengths([5, 9])
-    worst = find(dataset, Tokenizer(max_seq_len=64))
-    assert (worst.length, worst.source) == (64, "max_seq_len of the tokenizer")
-    assert dataset.read == [0], "nothing is scanned when the answer is known"
+def test_the_longest_row_counts_and_not_what_the_tokenizer_would_allow() -> None:
+    """Trials of ``max_seq_len`` tokens found a fraction of what fits, where no row is nearly that long."""
+    worst = find(Lengths([5, 9]), Tokenizer(max_seq_len=64))
+    assert worst.length == 9
+    assert worst.source == "the longest of all 2 rows; max_seq_len of the tokenizer allows 64"
 
 
-def test_max_seq_len_of_the_dataset_comes_first() -> None:
+def test_rows_as_long_as_allowed_settle_it() -> None:
+    dataset = Lengths([16] * 500)
+    worst = find(dataset, Tokenizer(max_seq_len=16))
+    assert worst.length == 16
+    assert worst.source == "max_seq_len of the tokenizer, and there are rows that long"
+    assert len(dataset.read) == 2, "the scan ends there"
+
+
+def test_the_bound_of_the_dataset_comes_before_that_of_the_tokenizer() -> None:
     worst = find(Lengths([5, 9], max_seq_len=32), Tokenizer(max_seq_len=64))
-    assert (worst.length, worst.source) == (32, "max_seq_len of the dataset")
+    assert (worst.length, worst.source) == (
+        9,
+        "the longest of all 2 rows; max_seq_len of the dataset allows 32",
+    )
+
+
+def test_ranks_share_the_work_and_agree() -> None:
+    lengths = [7 * i % 101 + 1 for i in range(200)]
+    found = in_threads(3, lambda ranks: find(Lengths(lengths), ranks=ranks))
+    assert {(worst.length, worst.source) for worst in found} == {
+        (max(lengths), "the longest of all 200 rows")
+    }
+    assert len({tuple(worst.row["tokens"]) for worst in found}) == 1
+
+
+def test_a_complete_scan_is_remembered(tmp_path: Path) -> None:
+    lengths = [7 * i % 101 + 1 for i in range(500)]
+    assert find(Lengths(lengths), cache=tmp_path).length == 101
+    again = Lengths(lengths)
+    assert find(again, cache=tmp_path).length == 101
+    assert len(again.read) < 100, "a spot check, and the row itself"
+    assert RowLengths(again, CFG, Alone(), str(tmp_path)).known() == lengths
 
 
 def test_the_user_knows_best() -> None:
     worst = find(Lengths([5, 9]), Tokenizer(max_seq_len=64), asked=40)
     assert (worst.length, worst.source) == (40, "adaptive_batching.probe_length")
+
+
+@pytest.mark.parametrize("bound", [None, 12, 64])
+def test_a_row_longer_than_the_user_says_stops_the_run(bound: int | None) -> None:
+    with pytest.raises(ConfigError, match=r"probe_length: 8 is shorter than row 1 .*\(12 tokens\)"):
+        find(Lengths([5, 12, 3]), Tokenizer(max_seq_len=bound), asked=8)
+
+
+def test_no_row_is_looked_for_that_the_bound_rules_out() -> None:
+    dataset = Lengths([5] * 100)
+    assert find(dataset, Tokenizer(max_seq_len=64), asked=64).length == 64
+    assert len(dataset.read) == 2
 
 
 def test_packed_rows_are_full() -> None:
@@ -96,9 +199,11 @@ def test_packed_rows_are_full() -> None:
         "input_pos": torch.arange(16),
         "seq_lens": torch.tensor([10, 6]),
     }
-    worst = find([pack], Tokenizer(max_seq_len=999), packed=True, asked=7)
+    worst = find([pack], Tokenizer(max_seq_len=999), packed=True, asked=99)
     assert (worst.length, worst.source) == (16, "packed rows are full")
     assert torch.equal(worst.row["seq_lens"], pack["seq_lens"])
+    with pytest.raises(ConfigError, match="7 is shorter than row 0"):
+        find([pack], packed=True, asked=7)
 
 
 def test_a_stretched_row_is_repeated_in_all_that_goes_with_its_tokens() -> None:
@@ -115,15 +220,29 @@ def test_a_stretched_row_is_repeated_in_all_that_goes_with_its_tokens() -> None:
     assert (worst.row["name"], worst.row["n"]) == ("abc", 3)
 
 
-@pytest.mark.parametrize("asked", [2, 7, None])
+@pytest.mark.parametrize("asked", [20, 27, None])
 def test_no_label_is_masked_so_that_a_trial_always_trains(asked: int | None) -> None:
     worst = find(Lengths([20]), asked=asked)
-    assert worst.row["labels"] == worst.row["tokens"]
     batch = worst.batch(3, padded_collate_sft)
     assert batch["tokens"].shape == (3, worst.length)
-    assert not (batch["labels"] == -100).any()
+    assert (batch["labels"] == 0).all(), "not the tokens: those of images are in no vocabulary"
 
 
 def test_an_empty_dataset_is_an_error() -> None:
     with pytest.raises(EmptyTrial, match="dataset is empty"):
         find([])
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, tokenizer: Any) -> None: ...
+
+    def __iter__(self) -> Iterator[Any]:
+        yield {"tokens": [1, 2], "labels": [1, 2]}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_stream_of_rows_is_refused(several: bool) -> None:
+    one = {"_component_": f"{__name__}.Stream"}
+    cfg = OmegaConf.create({"dataset": [one] if several else one})
+    with pytest.raises(ConfigError, match=r"Stream' streams its rows: .*streaming=False"):
+        load_data(cfg, Tokenizer(), TOKEN_ROWS, None)

@@ -14,9 +14,9 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.helpers.faults import FailingMemory
 from tests.helpers.models import (
-    Distillation,
     adamw,
     batch,
+    distillation,
     local_values,
     same_bits,
     tiny_llama,
@@ -160,7 +160,7 @@ def inputs_beside_tokens(micro_batch: dict[str, Any]) -> dict[str, Any]:
 def test_an_objective_may_need_a_second_model() -> None:
     model, teacher = tiny_llama(sharded=False), tiny_llama(sharded=False, seed=1, layers=2)
     optimizer = Kept(model.parameters(), lr=1.0)
-    step = step_of(model, optimizer, objective=Distillation(teacher))
+    step = step_of(model, optimizer, objective=distillation(teacher, 0.25))
     batches = [batch(length=length) for length in (8, 5)]
     for one in batches:
         step.forward_backward(one)
@@ -172,9 +172,11 @@ def test_an_objective_may_need_a_second_model() -> None:
             torch.cat(each(one["tokens"]), dim=1)[:, :-1] for each in (model, teacher)
         )
         counts = one["labels"][:, 1:] != -100
-        total = total + F.cross_entropy(
-            student[counts], taught[counts].softmax(-1), reduction="sum"
-        )
+        for part, targets in (
+            (0.25, taught[counts].softmax(-1)),
+            (0.75, one["labels"][:, 1:][counts]),
+        ):
+            total = total + part * F.cross_entropy(student[counts], targets, reduction="sum")
         tokens += int(counts.sum())
     (total / tokens).backward()
     assert outcome.tokens == tokens and outcome.loss == pytest.approx(
@@ -183,6 +185,22 @@ def test_an_objective_may_need_a_second_model() -> None:
     expected = [p.grad for p in model.parameters() if p.grad is not None]
     assert relative_difference(optimizer.seen, expected) < 1e-6
     assert all(p.grad is None for p in teacher.parameters())
+
+
+def test_without_a_token_that_counts_the_teacher_runs_and_nothing_is_learnt() -> None:
+    model, teacher = tiny_llama(sharded=False), tiny_llama(sharded=False, seed=1)
+    ran = []
+    teacher.register_forward_hook(lambda *_: ran.append(True))
+    optimizer = Kept(model.parameters(), lr=1.0)
+    step = step_of(model, optimizer, objective=distillation(teacher))
+    masked = batch()
+    masked["labels"].fill_(-100)
+    step.forward_backward(masked)
+    outcome = step.apply()
+    assert ran and outcome.tokens == 0
+    assert outcome.loss == outcome.metrics["kd_loss"] == outcome.metrics["class_loss"] == 0
+    assert len(optimizer.seen) == len(list(model.parameters()))
+    assert all((gradient == 0).all() for gradient in optimizer.seen)
 
 
 @pytest.mark.parametrize("clip", [0.01, 1e6, float("inf")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtune_adaptive.text import bytes_of, human_bytes, table
+from torchtune_adaptive.text import bytes_of, counted, duration, human_bytes, table
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -37,3 +37,21 @@ def test_a_table_is_as_wide_as_its_cells() -> None:
         "  b       1000",
     ]
     assert table(("a", "b"), [("1", "")]) == ["  a  b", "  1"]
+
+
+def test_things_are_counted() -> None:
+    assert [counted(n, "step") for n in (0, 1, 1234)] == ["0 steps", "1 step", "1,234 steps"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (59.9, "59.9 s"),
+        (60, "1 min 0 s"),
+        (3599.6, "1 h 0 min"),
+        (7500, "2 h 5 min"),
+    ],
+)
+def test_durations_have_two_parts(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

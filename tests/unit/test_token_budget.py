@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from torchtune.data import padded_collate_sft
 
 from torchtune_adaptive.batching.packing import Budget
 from torchtune_adaptive.data.micro_batches import ByTokens, length_buckets
-from torchtune_adaptive.search.token_budget import lengths_to_measure
+from torchtune_adaptive.search.token_budget import fastest, is_slower, lengths_to_measure
 
 PADDING, IGNORED = 7, -100
 
@@ -56,3 +57,23 @@ def test_a_rank_without_rows_runs_one_that_weighs_nothing() -> None:
     batch = {"tokens": torch.ones(1, 20, dtype=torch.long), "labels": torch.ones(1, 20)}
     packer.finish(empty, batch)
     assert bool((batch["labels"] == IGNORED).all())
+
+
+@pytest.mark.parametrize(
+    ("without", "with_budget", "rounds", "slower"),
+    [
+        ([90, 100], [100, 130], 2, False),
+        ([100, 90], [60, 96], 2, False),  # a slow first step, and within the margin
+        ([100, 100, 100, 100], [70, 80, 94, 94], 4, True),
+        ([100, 100, 100], [70, 80, 95], 3, False),
+        ([None], [50], 1, False),  # without a budget it does not fit
+        ([100], [None], 1, False),
+    ],
+)
+def test_a_budget_is_given_up_only_if_it_is_clearly_and_repeatedly_slower(
+    without: list[float | None], with_budget: list[float | None], rounds: int, slower: bool
+) -> None:
+    taken = [iter(without), iter(with_budget)]
+    best = fastest(lambda: next(taken[0]), lambda: next(taken[1]))
+    assert is_slower(*best) is slower
+    assert len(without) == rounds and [list(rest) for rest in taken] == [[], []], "all were taken"

@@ -35,6 +35,20 @@ def test_supported(torch: str, torchao: str, monkeypatch: pytest.MonkeyPatch) ->
     versions.check_versions()
 
 
+def test_an_old_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    monkeypatch.setattr("sys.version_info", (3, 10, 14))
+    with pytest.raises(UnsupportedVersion, match=r"needs Python 3\.11 or newer, and this is"):
+        versions.check_versions()
+
+
+def test_the_oldest_python_is_the_same_everywhere() -> None:
+    oldest = ".".join(map(str, versions.OLDEST_PYTHON))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">={oldest}"
+    assert f"sys.version_info >= {versions.OLDEST_PYTHON}" in (ROOT / "Makefile").read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "version", "mend"),
     [
@@ -44,8 +58,8 @@ def test_supported(torch: str, torchao: str, monkeypatch: pytest.MonkeyPatch) ->
         ("torchao", "0.12.0", "pip install 'torchao>=0.13,<0.16'"),
         ("torchao", "0.16.0", "pip install 'torchao>=0.13,<0.16'"),
         ("torchao", None, "pip install 'torchao>=0.13,<0.16'"),
-        ("torchtune", "0.6.0", "pip install 'torchtune==0.6.1'"),
-        ("torchtune", "0.7.0", "pip install 'torchtune==0.6.1'"),
+        ("torchtune", "0.6.0", "pip install 'torchtune>=0.6.1,<0.8'"),
+        ("torchtune", "0.8.0", "pip install 'torchtune>=0.6.1,<0.8'"),
         ("torch", "unknown", "pip install 'torch>=2.11,<2.16'"),
     ],
 )
@@ -58,6 +72,17 @@ def test_unsupported(
     message = str(raised.value)
     assert f"does not work with {name} {version or 'not installed'}: " in message
     assert mend in message and "\n" not in message
+
+
+def test_torchtunes_main_branch_needs_a_newer_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, torchtune="0.7.0+cpu", torchao="0.18.0")
+    versions.check_versions()
+    install(monkeypatch, torchtune="0.7.0", torchao="0.15.0")
+    with pytest.raises(UnsupportedVersion, match=r"pip install 'torchao>=0.18,<0.19'"):
+        versions.check_versions()
+    install(monkeypatch, torchtune="0.6.1", torchao="0.18.0")
+    with pytest.raises(UnsupportedVersion, match=r"pip install 'torchao>=0.13,<0.16'"):
+        versions.check_versions()
 
 
 def test_ranges_are_written_once() -> None:

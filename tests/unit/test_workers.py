@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from torchtune_adaptive.errors import ConfigError, NoPrediction
+from torchtune_adaptive.plan import workers
 from torchtune_adaptive.plan.workers import Worker
 
 VARIABLES = (
@@ -124,3 +125,15 @@ def test_it_ends_with_the_run_that_is_killed() -> None:
     while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end, "the worker has outlived the run"
         time.sleep(0.05)
+
+
+def test_tracing_processes_keep_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(workers.forkserver, "ensure_running", lambda: seen.update(os.environ))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    before = dict(os.environ)
+    workers.start_server()
+    assert seen["XDG_CACHE_HOME"] == "/somewhere" and seen["CUDA_VISIBLE_DEVICES"] == ""
+    assert "LOCAL_RANK" not in seen
+    assert dict(os.environ) == before

@@ -1,0 +1,216 @@
+"""The fastest configuration on the simulated device, whose time is modelled: it is that of brute force."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchtune.data import padded_collate_sft
+
+from tests.distributed.test_exact_knobs import Training, config_of, differs
+from tests.helpers.ranks import run_ranks
+from torchtune_adaptive.batching.split import Split
+from torchtune_adaptive.data.dataset import Data
+from torchtune_adaptive.data.loader import SampleOrder
+from torchtune_adaptive.device.simulated import SimulatedMemory
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.ranks.watchdog import Watchdog
+from torchtune_adaptive.search.context import SearchContext
+from torchtune_adaptive.search.fastest import _Trials, find_fastest, possible_choices
+from torchtune_adaptive.search.fastest_report import FastestReport
+from torchtune_adaptive.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.settings.knobs import CHECKPOINT, MICRO_BATCH, Choice, changes
+
+ROWS = 4
+LENGTH = 24
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+class Modelled(TorchDispatchMode):
+    """Adds up the seconds that operations would take: by their FLOPs, their bytes, and their number."""
+
+    def __init__(self, memory: TimedMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if FakeTensor in types:
+            return func(*args, **(kwargs or {}))  # a sharded tensor's shape is being worked out
+        if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+        seconds = 1e-6 + sum(leaf.nbytes for leaf in given) / 5e9
+        if func in PRODUCTS:
+            seconds += 2 * args[-2].numel() * args[-1].shape[-1] / 1e9
+        self._memory.modelled += seconds
+        return result
+
+
+class TimedMemory(SimulatedMemory):
+    """A simulated device with a clock of its own."""
+
+    modelled = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with super().running(), Modelled(self):
+            yield
+
+    def clock(self) -> float:
+        return self.modelled
+
+
+def run_of(cfg: DictConfig, memory: SimulatedMemory, **settings: Any) -> tuple[SearchContext, Any]:
+    trained = Training(cfg, memory)
+    numbers = random.Random(0)
+    rows = [[numbers.randrange(16) for _ in range(numbers.randrange(8, LENGTH))] for _ in range(64)]
+    dataset = [{"tokens": row, "labels": row} for row in rows]
+    ranks = trained.ranks
+    return SearchContext(
+        cfg=cfg,
+        settings=AdaptiveSettings(
+            use_fastest_configuration=True, probe_length=LENGTH, headroom=0.0, **settings
+        ),
+        configured=Split(ROWS, 1, ranks.size),
+        data=Data(dataset, SimpleNamespace(pad_id=0), padded_collate_sft, False),
+        order=SampleOrder(len(dataset), ranks.size, shuffle=True),
+        step=trained.step,
+        ranks=ranks,
+        watchdog=Watchdog(ranks, 20.0, on_duty=False),
+    ), trained
+
+
+def every_choice(run: SearchContext) -> dict[str, tuple[Choice, int, float]]:
+    """Peak and seconds of each."""
+    found = {}
+    worst = run.worst_case(LENGTH)
+    choices = possible_choices(run)
+    with _Trials(run, worst, choices[0]) as trials:
+        for choice in choices:
+            assert trials.fits(choice)
+            (seconds,) = trials.time(choice, 1) or ()
+            peak = trials.last.usage.peak_bytes
+            found[str(choice)] = (choice, peak, seconds)
+    return found
+
+
+def compared_with_brute_force(
+    kind: str, may_change: str, limits: int, sample: int, offset: int
+) -> tuple[int, list[str]]:
+    """How many limits were tried, and the choices that were not the fastest that fits."""
+    cfg = config_of(kind, "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
+    memory = TimedMemory(1 << 40)
+    run, _ = run_of(cfg, memory, may_change=may_change)
+    own = dict(run.step.options.switches.choice)
+    table = every_choice(run)
+    ranked = [
+        (choice, seconds) for choice, _, seconds in sorted(table.values(), key=lambda one: one[2])
+    ]
+    peaks = sorted(peak for _, peak, _ in table.values())
+    wrong, tried = [], 0
+    for number in range(offset % sample, limits, sample):
+        memory.limit = int(peaks[0] + (peaks[-1] * 1.05 - peaks[0]) * number / (limits - 1))
+        run.step.switch(own)
+        chosen = find_fastest(run, rank=lambda length, capacity: ranked).chosen
+        tried += 1
+        best = min(seconds for _, peak, seconds in table.values() if peak <= memory.limit)
+        _, peak, seconds = table[str(chosen)]
+        if peak > memory.limit or seconds > best * (1 + 1e-9):
+            wrong.append(f"{memory.limit}: {chosen} takes {seconds}, not {best}")
+    return tried, wrong
+
+
+@pytest.mark.parametrize(
+    ("kind", "may_change", "ranks"),
+    [
+        ("full", "exact", 1),
+        pytest.param("full", "rounding", 1, marks=pytest.mark.exhaustive),
+        pytest.param("lora", "rounding", 1, marks=pytest.mark.exhaustive),
+        pytest.param("full", "exact", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_choice_is_that_of_brute_force_at_each_limit(
+    kind: str, may_change: str, ranks: int, exhaustive: bool, shard: int
+) -> None:
+    limits, sample = 48, (1 if may_change == "exact" and ranks == 1 else 4) if exhaustive else 24
+    arguments = (kind, may_change, limits, sample, shard)
+    for tried, wrong in run_ranks(compared_with_brute_force, ranks, *arguments, timeout=600):
+        assert wrong == [] and tried == limits // sample
+
+
+def without_prediction(limit_share: float) -> tuple[FastestReport, bool, dict[str, float]]:
+    cfg = config_of("full", "bf16", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
+    memory = TimedMemory(1 << 40)
+    run, trained = run_of(cfg, memory)
+    own = dict(run.step.options.switches.choice)
+    table = every_choice(run)
+    run.step.switch(own)
+    expected = trained.train()
+    largest = max(peak for _, peak, _ in table.values())
+    memory.limit = int(largest * limit_share)
+    report = find_fastest(run)
+    memory.limit = 1 << 40
+    same = not differs(expected, trained.train())
+    return report, same, {name: seconds for name, (_, _, seconds) in table.items()}
+
+
+@pytest.mark.parametrize("limit_share", [pytest.param(0.8, marks=pytest.mark.exhaustive), 1.1])
+def test_what_is_chosen_is_exact_was_tried_and_is_not_slower(limit_share: float) -> None:
+    results = run_ranks(without_prediction, 2, limit_share, timeout=120)
+    report, *_ = results[0]
+    assert [dict(each.chosen) for each, *_ in results] == [dict(report.chosen)] * 2
+    assert all(bits for _, bits, _ in results), "training after the choice has the config's bits"
+    assert len(report.timed) <= 4 and report.chosen in [each.choice for each in report.timed]
+    measured = {str(each.choice): each.measured for each in report.timed}
+    if str(report.own) in measured:
+        assert measured[str(report.chosen)] <= measured[str(report.own)]  # type: ignore[operator]
+    assert {change.effect for change in changes(report.own, report.chosen)} <= {"exact"}
+    assert report.split.global_batch == ROWS * 2
+    assert all(report.tried[str(each.choice)].fits for each in report.timed)
+    text = report.text()
+    assert "tokens/s per rank" in text and "global batch unchanged: 8 rows" in text
+    for change in changes(report.own, report.chosen):
+        assert str(change) in text
+    assert report.overrides().endswith("use_fastest_configuration=False")
+
+
+def in_too_little_memory(may_change: str) -> str:
+    cfg = config_of("full", "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
+    memory = TimedMemory(1 << 40)
+    run, _ = run_of(cfg, memory, may_change=may_change)
+    table = every_choice(run)
+    whole = [peak for choice, peak, _ in table.values() if choice[MICRO_BATCH] == ROWS]
+    memory.limit = min(whole) - 1
+    try:
+        return str(find_fastest(run).chosen[MICRO_BATCH])
+    except ConfigError as error:
+        return str(error)
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    (said,) = run_ranks(in_too_little_memory, 1, "exact")
+    assert "batch_size" in said and "may_change=rounding" in said
+    (size,) = run_ranks(in_too_little_memory, 1, "rounding")
+    assert int(size) < ROWS
+
+
+def resumed() -> tuple[int, int, str]:
+    cfg = config_of("full", "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
+    run, _ = run_of(cfg, TimedMemory(1 << 40))
+    known = next(one for one in possible_choices(run) if one[CHECKPOINT] == "every_2")
+    report = find_fastest(run, known=known)
+    return len(report.tried), len(report.timed), run.step.options.switches.choice[CHECKPOINT]
+
+
+def test_a_resumed_run_keeps_its_choice_after_one_trial() -> None:
+    assert run_ranks(resumed, 1) == [(1, 1, "every_2")]

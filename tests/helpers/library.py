@@ -1,0 +1,82 @@
+"""The library interface on a tiny model of plain torch, spread over the ranks in every supported way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.helpers.faults import FailingMemory
+from torchtune_adaptive import AdaptiveStep
+from torchtune_adaptive.library import step as step_module
+
+WIDTH = 4
+Row = tuple[torch.Tensor, torch.Tensor]
+
+
+def tiny_model(way: str, layers: int = 2, width: int = WIDTH) -> nn.Module:
+    """The same on every rank, then spread in a way: ``alone``, ``fsdp``, ``hsdp`` or ``ddp``."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))
+    )
+    if way == "ddp":
+        return DistributedDataParallel(model)
+    if way in ("fsdp", "hsdp"):
+        ranks = dist.get_world_size()
+        shape = {"fsdp": (ranks,), "hsdp": (2, ranks // 2)}[way]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        for layer in model.children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def rows_of(count: int, seed: int = 0, width: int = WIDTH) -> list[Row]:
+    generator = torch.Generator().manual_seed(seed)
+    both = torch.randn(2, count, width, generator=generator)
+    return list(zip(*both, strict=True))
+
+
+def collate(rows: list[Row]) -> Row:
+    inputs, targets = zip(*rows, strict=True)
+    return torch.stack(inputs), torch.stack(targets)
+
+
+class Trained:
+    """A model, its optimizer and its step."""
+
+    def __init__(
+        self,
+        way: str,
+        *,
+        layers: int = 2,
+        width: int = WIDTH,
+        compiled: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self.model = tiny_model(way, layers, width)
+        if compiled:
+            self.model.compile(backend=compiled)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.step = AdaptiveStep(self.model, self.optimizer, self.forward, **settings)
+
+    def forward(self, batch: Row) -> tuple[torch.Tensor, int]:
+        inputs, targets = batch
+        return F.mse_loss(self.model(inputs), targets, reduction="sum"), targets.numel()
+
+
+def failing(way: str, **settings: Any) -> tuple[Trained, FailingMemory]:
+    """One whose device runs out of memory where it is told to."""
+    memory = FailingMemory()
+    real, step_module.device_memory = step_module.device_memory, lambda *_: memory
+    try:
+        return Trained(way, **settings), memory
+    finally:
+        step_module.device_memory = real

@@ -1,0 +1,45 @@
+"""The examples run as documented, in processes of their own; they compare their losses themselves."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDED = {"transformers_loop": "transformers", "transformers_trainer": "accelerate"}
+NEEDED |= {"fabric": "lightning_fabric"}
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "common")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "fsdp2" else pytest.param(n, marks=pytest.mark.exhaustive) for n in NAMES],
+)
+def test_an_example_recovers_and_learns_the_same(name: str) -> None:
+    if find_spec(NEEDED.get(name, "torch")) is None:
+        pytest.skip(f"needs {NEEDED[name]}: pip install 'torchtune-adaptive[examples]'")
+    arguments = ["--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments, f"{name}.py"],
+        cwd=EXAMPLES,
+        env={**os.environ, "PYTHONPATH": f"{EXAMPLES.parent}", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "out of memory on rank 0" in done.stderr
+    assert "with a failure: " in done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_short(name: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert len(text.splitlines()) < 60
+    assert ast.get_docstring(ast.parse(text), clean=True).endswith(f"examples/{name}.py")  # type: ignore[union-attr]

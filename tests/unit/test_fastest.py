@@ -1,0 +1,66 @@
+"""Choosing the fastest of several ways with few measurements."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from torchtune_adaptive.batching.fastest import fastest, fitting
+
+
+def test_the_first_that_fit_are_taken_and_what_cannot_fit_is_not_tried() -> None:
+    tried = []
+
+    def fits(way: int) -> bool:
+        tried.append(way)
+        return way <= 5
+
+    ranked = [9, 7, 10, 4, 8, 5, 1, 2, 3]
+    # Numbers stand for memory: what failed at 7 cannot fit at 10 or 8.
+    assert fitting(ranked, fits, lambda one, other: one >= other, most=3) == [4, 5, 1]
+    assert tried == [9, 7, 4, 5, 1]
+    assert fitting(ranked, lambda way: False, lambda one, other: False, most=3) == []
+
+
+def noisy(seconds: dict[str, float], noise: float, seed: int) -> object:
+    numbers = random.Random(seed)
+
+    def time(way: str, steps: int) -> Sequence[float]:
+        return [seconds[way] * (1 + noise * numbers.random()) for _ in range(steps)]
+
+    return time
+
+
+def test_the_fastest_is_found_and_the_own_way_stays_to_the_end() -> None:
+    seconds = {"own": 3.0, "a": 2.0, "b": 1.0, "c": 4.0}
+    best, timings = fastest(list(seconds), noisy(seconds, 0.1, 0), "own")  # type: ignore[arg-type]
+    assert best is not None and best.way == "b"
+    steps = {timing.way: len(timing.steps) for timing in timings}
+    assert steps["c"] < steps["own"] == steps["b"]
+
+
+def test_never_slower_than_the_own_way_as_measured() -> None:
+    for seed in range(200):
+        numbers = random.Random(seed)
+        ways = ["own", *"abcde"[: numbers.randrange(6)]]
+        seconds = {way: numbers.uniform(1, 1.2) for way in ways}
+        best, timings = fastest(ways, noisy(seconds, 0.3, seed), "own")  # type: ignore[arg-type]
+        own = next(timing for timing in timings if timing.way == "own")
+        assert best is not None and best.seconds <= own.seconds
+        assert len(best.steps) == len(own.steps), "measured equally often"
+
+
+def test_a_way_that_runs_out_of_memory_while_it_is_timed_is_out() -> None:
+    def time(way: str, steps: int) -> Sequence[float] | None:
+        return None if way == "a" else [1.0] * steps
+
+    best, _ = fastest(["own", "a"], time, "own")
+    assert best is not None and best.way == "own"
+    best, timings = fastest(["a"], time, None)
+    assert best is None and timings[0].failed
+    assert fastest([], time, None) == (None, [])
+
+
+def test_equal_ways_leave_the_config_as_it_is() -> None:
+    best, _ = fastest(["a", "own", "b"], lambda way, steps: [1.0] * steps, "own")
+    assert best is not None and best.way == "own"

@@ -1,0 +1,153 @@
+"""The fastest configuration without a device: candidates, their speed and their memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.plan.document import as_text
+from torchtune_adaptive.plan.fastest import (
+    Candidate,
+    Steps,
+    chosen,
+    merged,
+    other_builds,
+    rank_candidates,
+    traced_until_one_fits,
+)
+from torchtune_adaptive.plan.fastest_report import Fastest, fastest_as_dict, fastest_blocks
+from torchtune_adaptive.plan.predict import Query, predict
+from torchtune_adaptive.plan.request import PlanRequest, plan_request
+from torchtune_adaptive.plan.speed_report import Job, job
+from torchtune_adaptive.plan.workers import processes
+from torchtune_adaptive.registry import load_config, with_overrides
+from torchtune_adaptive.settings.knobs import choices
+
+LIMITS = 48
+MAY_CHANGE = ("adaptive_batching.checkpoint", "batch_size")
+
+
+def tiny_plan(*overrides: str, name: str = "tiny/full", memory: int = 64 << 20) -> PlanRequest:
+    shape = ("use_maximum_batch_size=False", "batch_size=4", "tokenizer.max_seq_len=64")
+    cfg = with_overrides(load_config(name), [*shape, "adaptive_batching.cache=False", *overrides])
+    return plan_request(cfg, 1, memory=memory)
+
+
+def choices_at_many_limits(query: Query) -> tuple[list[tuple[float, int]], list[Any]]:
+    """Seconds and peak of every candidate, each traced; and what is chosen at each limit."""
+    cfg = OmegaConf.create(query.cfg)
+    candidates = choices(cfg, 1, MAY_CHANGE, switches_only=True)  # type: ignore[arg-type]
+    steps = Steps(query, query.traces(), candidates[0], many_sizes=True)
+    ranked, estimated = steps.ranked(candidates)
+    every = [steps.traced(one) for one in candidates]
+    peaks = sorted(one.reserved for one in every)
+    first, gap = int(peaks[0] * 0.9), int(peaks[-1] * 1.1 - peaks[0] * 0.9) // (LIMITS - 1)
+    found = []
+    for limit in range(first, first + LIMITS * gap, gap):
+        traced = traced_until_one_fits(steps, ranked, estimated, limit).values()
+        fitting = [(one.seconds, one.reserved) for one in traced if one.reserved <= limit]
+        found.append((limit, min(fitting, default=None), len(traced)))
+    return [(one.seconds, one.reserved) for one in every], found
+
+
+@pytest.mark.exhaustive
+def test_the_choice_equals_brute_force_at_every_limit() -> None:
+    with processes() as run:
+        every, found = run(choices_at_many_limits, tiny_plan().query()).result(timeout=200)
+    assert len(every) > 15 and len(found) >= 40
+    for limit, best, _ in found:
+        fitting = [one for one in every if one[1] <= limit]
+        assert (best is None) == (not fitting)
+        assert best is None or best[0] == min(fitting)[0]
+    assert len({best for _, best, _ in found}) > 6  # limits matter
+    assert sum(traced for *_, traced in found) < len(found) * len(every) / 2  # and pruning helps
+
+
+def candidate(seconds: float, reserved: int | None, changed: int = 0, **cfg: Any) -> Candidate:
+    fits = None if reserved is None else reserved <= 100
+    changes: Any = tuple(range(changed))
+    return Candidate(cfg, changes, seconds, 1 / seconds, reserved, fits)
+
+
+def test_of_what_is_as_fast_the_smallest_change_is_chosen() -> None:
+    slow, fast, same = candidate(2.0, 10), candidate(1.0, 90, 3), candidate(1.001, 80, 1)
+    unknown, large = candidate(0.5, None), candidate(0.4, 101)
+    assert chosen([slow, fast, same, unknown, large]) == same
+    assert chosen([unknown, large]) is None
+
+
+def test_other_models_are_built_where_it_is_allowed() -> None:
+    cfg = load_config("llama3_1/8B_full")
+    sharded = list(other_builds(cfg, 8, "exact"))
+    assert [one.custom_sharded_layers for one in sharded] == [None]
+    assert not list(other_builds(cfg, 8, ("batch_size",)))
+    assert {"fused"} <= {key for one in other_builds(cfg, 8, "rounding") for key in one.optimizer}
+    assert not any(one.get("compile") for one in other_builds(cfg, 8, "rounding"))
+
+
+def ranked(query: Query) -> Any:
+    traces = query.traces()
+    return predict(query, traces), rank_candidates(query, "exact", traces)
+
+
+def test_the_report_says_what_changes_and_what_to_paste() -> None:
+    plan = tiny_plan("enable_activation_checkpointing=True")
+    with processes() as run:
+        prediction, found = run(ranked, plan.query()).result(timeout=100)
+    candidates = merged(plan.cfg, [found], prediction, plan.device.limit)
+    fastest = Fastest(plan, candidates, "exact")
+    assert fastest.own.seconds == prediction.speed.seconds
+    assert fastest.choice is not None and fastest.choice.seconds < fastest.own.seconds
+    lines = as_text(fastest_blocks(fastest)).splitlines()
+    assert lines[0].startswith("Fastest that fits: ")
+    assert "  adaptive_batching.checkpoint: all -> none (exact)" in lines
+    assert "  adaptive_batching.checkpoint=none" in lines
+    assert max(map(len, lines)) <= 100
+    said = json.loads(json.dumps(fastest_as_dict(fastest)))
+    assert said["overrides"] == ["adaptive_batching.checkpoint=none"]
+    assert len(said["candidates"]) == len(candidates)
+    # What is said to paste gives the choice.
+    changed = with_overrides(plan.cfg, said["overrides"])
+    assert changed.adaptive_batching.checkpoint == "none"
+    assert changed.batch_size == plan.cfg.batch_size
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("52M", 52e6), ("1.5b", 1.5e9), ("1,000", 1000.0)])
+def test_numbers_of_tokens(text: str, tokens: float) -> None:
+    assert job(text, None) == Job(tokens, ())
+
+
+@pytest.mark.parametrize(("tokens", "price"), [("many", None), ("5X", None), ("5M", "cheap")])
+def test_what_cannot_be_read_is_refused(tokens: str, price: str | None) -> None:
+    with pytest.raises(ConfigError, match="Write"):
+        job(tokens, price)
+
+
+def test_speed_that_is_not_known_is_refused_or_said() -> None:
+    offloads = load_config("llama3_1/8B_full")
+    offloads.fsdp_cpu_offload = True
+    plan = plan_request(offloads, 8)
+    assert plan.pace is None and "CPU offload" in plan.assumptions[-1]
+    unnamed = plan_request(load_config("llama3_1/8B_full"), 8, memory=70 << 30)
+    assert unnamed.pace is None and "--gpu" in unnamed.assumptions[-1]
+    turing = plan_request(load_config("llama3_1/8B_full"), 8, "t4")
+    assert turing.pace is None and "bf16" in turing.assumptions[-1]
+
+
+@pytest.mark.exhaustive
+def test_the_command_gives_speed_and_candidates_as_json(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torchtune_adaptive", "plan", "tiny/full", "--memory", "64MiB"]
+    asked = ["--fastest", "--json", "--tokens", "1M", "--price", "2", "batch_size=2"]
+    short = ["tokenizer.max_seq_len=64", f"adaptive_batching.cache={tmp_path}"]
+    done = subprocess.run([*command, *asked, *short], capture_output=True, text=True, timeout=200)
+    said = json.loads(done.stdout)
+    assert said["tokens_per_second_per_gpu"] > 0 and said["hours"] > 0 and said["cost"] > 0
+    assert said["fastest"]["choice"]["fits"]
+    assert sum(said["speed"]["parts"].values()) == pytest.approx(1.0)

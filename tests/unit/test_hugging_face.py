@@ -1,0 +1,121 @@
+"""Models by Hugging Face's config.json: as many parameters as published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torchtune import config
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.plan.hugging_face import METHODS, config_for
+from torchtune_adaptive.plan.request import plan_request
+from torchtune_adaptive.settings.kinds import kind_of
+
+
+def about(
+    architecture: str, *shape: int, head_dim: int | None = None, **others: Any
+) -> dict[str, Any]:
+    """What a config.json says: vocabulary, layers, heads, KV heads, width, width inside, longest rows."""
+    names = ("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names += ("hidden_size", "intermediate_size", "max_position_embeddings")
+    found = {"architectures": [f"{architecture}ForCausalLM"], **others}
+    found |= dict(zip(names, shape, strict=True))
+    return found if head_dim is None else {**found, "head_dim": head_dim}
+
+
+LLAMA_1B = about(
+    *("Llama", 128256, 16, 32, 8, 2048, 8192, 131072),
+    head_dim=64,
+    tie_word_embeddings=True,
+    rope_scaling={"rope_type": "llama3", "factor": 32.0},
+)
+PUBLISHED = {
+    "Llama-2-7b": (about("Llama", 32000, 32, 32, 32, 4096, 11008, 4096), 6_738_415_616),
+    "Llama-3.1-8B": (
+        about(
+            *("Llama", 128256, 32, 32, 8, 4096, 14336, 131072),
+            rope_scaling={"rope_type": "llama3"},
+        ),
+        8_030_261_248,
+    ),
+    "Llama-3.2-1B": (LLAMA_1B, 1_235_814_400),
+    "Mistral-7B-v0.1": (about("Mistral", 32000, 32, 32, 8, 4096, 14336, 32768), 7_241_732_096),
+    "Qwen2-0.5B": (
+        about("Qwen2", 151936, 24, 14, 2, 896, 4864, 131072, tie_word_embeddings=True),
+        494_032_768,
+    ),
+    "Qwen2.5-7B": (
+        about("Qwen2", 152064, 28, 28, 4, 3584, 18944, 131072, tie_word_embeddings=False),
+        7_615_616_512,
+    ),
+    "gemma-2b": (
+        about("Gemma", 256000, 18, 8, 1, 2048, 16384, 8192, head_dim=256),
+        2_506_172_416,
+    ),
+    "gemma-7b": (
+        about("Gemma", 256000, 28, 16, 16, 3072, 24576, 8192, head_dim=256),
+        8_537_680_896,
+    ),
+    "gemma-2-2b": (
+        about("Gemma2", 256000, 26, 8, 4, 2304, 9216, 8192, head_dim=256),
+        2_614_341_888,
+    ),
+    "Phi-3-mini-4k": (about("Phi3", 32064, 32, 32, 32, 3072, 8192, 4096), 3_821_079_552),
+}
+
+
+def written(folder: Path, found: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(found))
+    return folder
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_as_many_parameters_as_published(name: str, tmp_path: Path) -> None:
+    found, parameters = PUBLISHED[name]
+    cfg = config_for(written(tmp_path, found), "full")
+    with torch.device("meta"):
+        model = config.instantiate(cfg.model)
+    assert sum(one.numel() for one in model.parameters()) == parameters  # each tied one once
+    assert model.max_seq_len == found["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_is_a_config_that_can_be_planned(method: Any, tmp_path: Path) -> None:
+    plan = plan_request(config_for(written(tmp_path, LLAMA_1B), method), 2)
+    assert kind_of(plan.cfg).adapters is (method != "full")
+    assert bool(plan.cfg.model.get("quantize_base")) is (method == "qlora")
+    small = {**plan.cfg.model, "num_layers": 1}
+    if method == "qlora":
+        small["quantize_base"] = False  # quantising needs values
+    with torch.device("meta"):
+        config.instantiate(OmegaConf.create(small))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' is not an architecture"),
+        ({"architectures": None}, "'no architecture' is not an architecture"),
+        ({"head_dim": 128}, "has head_dim 128, which torchtune's llama3_2 builder has not"),
+        ({"attention_bias": True}, "has attention_bias"),
+        ({"architectures": ["MistralForCausalLM"]}, "has tied embeddings, which torchtune's mist"),
+        ({"hidden_size": None, "vocab_size": "x"}, "has no vocab_size, hidden_size"),
+    ],
+)
+def test_what_torchtune_cannot_build_is_refused_by_name(
+    changes: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        config_for(written(tmp_path, {**LLAMA_1B, **changes}), "full")
+
+
+@pytest.mark.parametrize(("text", "complaint"), [("{", "is not JSON"), ("[]", "JSON object")])
+def test_a_file_that_makes_no_sense(text: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        config_for(tmp_path, "full")

@@ -1,0 +1,136 @@
+"""The table of memory knobs: what may be chosen for a config, and how a choice is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.registry import find_config
+from torchtune_adaptive.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.settings.checks import check
+from torchtune_adaptive.settings.kinds import KINDS, kind_of
+from torchtune_adaptive.settings.knobs import (
+    ACCUMULATION,
+    CHECKPOINT,
+    KNOBS,
+    LOSS,
+    MICRO_BATCH,
+    WHOLE,
+    changes,
+    choices,
+    configured_checkpoint,
+    configured_choice,
+    overrides,
+    with_choice,
+)
+
+
+def config(name: str = "tiny/full", **changed: Any) -> DictConfig:
+    cfg = OmegaConf.load(find_config(name))
+    assert isinstance(cfg, DictConfig)
+    for key, value in changed.items():
+        OmegaConf.update(cfg, key, value, force_add=True)
+    return cfg
+
+
+CONFIGS = ["tiny/full", "tiny/lora", "llama3_1/8B_full", "llama3_2/1B_lora_single_device"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("may_change", ["exact", "rounding", ("compile", "batch_size")])
+def test_every_choice_becomes_the_config_that_it_is_read_from(name: str, may_change: Any) -> None:
+    cfg = config(name)
+    found = choices(cfg, 2, may_change)
+    assert found[0] == configured_choice(cfg, 2)
+    for choice in [*found[:: len(found) // 8 + 1], found[-1]]:
+        changed = with_choice(cfg, 2, choice)
+        assert configured_choice(changed, 2) == choice
+        check(changed, kind_of(changed))  # no choice is one that a run would refuse
+        assert changed.batch_size * changed[ACCUMULATION] == cfg.batch_size * cfg[ACCUMULATION]
+        assert bool(overrides(cfg, 2, choice)) == (choice != found[0])
+    assert len({str(choice) for choice in found}) == len(found)
+
+
+def test_only_what_is_allowed_changes() -> None:
+    cfg = config("llama3_1/8B_full", custom_sharded_layers=None)
+    own = configured_choice(cfg, 8)
+    for may_change, effects in (("exact", {"exact"}), ("rounding", {"exact", "rounding"})):
+        changed = [c for one in choices(cfg, 8, may_change) for c in changes(own, one)]
+        assert {change.effect for change in changed} == effects
+    named = {change.key for one in choices(cfg, 8, (LOSS,)) for change in changes(own, one)}
+    assert named == {LOSS}
+    switches = choices(cfg, 8, "rounding", switches_only=True)
+    fixed = {knob.key for knob in KNOBS if not knob.switch}
+    assert not {change.key for one in switches for change in changes(own, one)} & fixed
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, "none"),
+        ({"enable_activation_checkpointing": True}, "all"),
+        ({"ac_mode": "full"}, "all"),
+        ({"ac_mode": "none"}, "none"),
+        ({"ac_mode": "selective", "ac_option": 1}, "all"),
+        ({"ac_mode": "selective", "ac_option": 3}, "every_3"),
+        ({"ac_mode": "selective", "ac_option": "op"}, "operations"),
+        # torchtune's recipe does neither
+        ({"ac_mode": "selective", "ac_option": 2, "enable_activation_checkpointing": True}, "none"),
+        ({CHECKPOINT: "every_2", "enable_activation_checkpointing": True}, "every_2"),
+        ({CHECKPOINT: "none", "enable_activation_checkpointing": True}, "none"),
+    ],
+)
+def test_torchtunes_keys_for_checkpointing(keys: dict[str, Any], expected: str) -> None:
+    assert configured_checkpoint(config(**keys)) == expected
+
+
+def test_overrides_can_be_typed() -> None:
+    cfg = config(batch_size=4, **{"loss.num_output_chunks": 4})
+    choice = {**configured_choice(cfg, 2), MICRO_BATCH: 2, LOSS: WHOLE}
+    assert overrides(cfg, 2, choice) == [
+        "batch_size=2",
+        "gradient_accumulation_steps=2",
+        f"loss._component_={WHOLE}",
+        "~loss.num_output_chunks",
+    ]
+    assert with_choice(cfg, 2, choice).loss == {"_component_": WHOLE}
+    assert str(changes(configured_choice(cfg, 2), choice)[0]) == "batch_size: 4 -> 2 (rounding)"
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({CHECKPOINT: "every"}, CHECKPOINT),
+        ({CHECKPOINT: "every_1"}, CHECKPOINT),
+        ({CHECKPOINT: "operations", "compile": True}, CHECKPOINT),
+        (
+            {"adaptive_batching.recompute_loss": True, LOSS: WHOLE},
+            "adaptive_batching.recompute_loss",
+        ),
+        ({"adaptive_batching.may_change": ["lr"]}, "adaptive_batching.may_change"),
+        ({"adaptive_batching.may_change": []}, "adaptive_batching.may_change"),
+        (
+            {"adaptive_batching.may_change": ["compile"], "use_fastest_configuration": True},
+            "adaptive_batching.may_change",
+        ),
+        (
+            {"use_maximum_batch_size": True, "use_fastest_configuration": True},
+            "use_fastest_configuration",
+        ),
+        (
+            {"adaptive_batching.token_budget": True, "use_fastest_configuration": True},
+            "use_fastest_configuration",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(keys: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        check(config(**{"use_maximum_batch_size": False, **keys}), KINDS["full"])
+
+
+def test_a_list_of_keys_is_read() -> None:
+    cfg = config(**{"adaptive_batching.may_change": ["batch_size", CHECKPOINT]})
+    assert AdaptiveSettings.from_config(cfg).may_change == ("batch_size", CHECKPOINT)

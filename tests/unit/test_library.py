@@ -1,0 +1,221 @@
+"""The library interface: names and signatures, what it imports, and misuse that it refuses in one line."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchtune_adaptive
+from tests.helpers.library import Trained, collate, rows_of, tiny_model
+from torchtune_adaptive import AdaptiveStep, UsageError, find_batch_size, steps_of
+from torchtune_adaptive.library.reference import page
+from torchtune_adaptive.step.loss_scale import LossScale
+
+SIGNATURES = {
+    "AdaptiveStep": "(model, optimizer, forward, *, max_grad_norm=None, scaler=None, memory_limit=None, "
+    "grow_back_after=100, measure_noise=False, frozen=(), compiled=None, wait_for_memory=0.0, timeout=45.0)",
+    "AdaptiveStep.__call__": "(self, rows, collate, size)",
+    "AdaptiveStep.state_dict": "(self)",
+    "AdaptiveStep.load_state_dict": "(self, state)",
+    "find_batch_size": "(step, batch, *, ceiling=16384, accumulation=1, rounding='power_of_two', "
+    "search='extrapolate', headroom=0.05)",
+    "plan_batch_size": "(build, *, optimizer, forward, batch, gpu='h100-80gb', memory=None, ranks=1, "
+    "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, timeout=600.0)",
+    "Plan": "(largest, rows, peak, parts, limit, assumptions)",
+    "steps_of": "(data, rows, *, epoch=0, shuffle=True, seed=0, start=0)",
+    "NoiseScale": "(window=100, least_steps=10)",
+    "lr_factor": "(rule, batch, start, noise=None, exponent=0.5)",
+    "Outcome": "(loss, weight, gradient_norm, micro_batch, retried, allocation_retries, overflow, noise)",
+    "Moment": "(samples, epochs, start, current, lr_factor=1.0, noise=None)",
+}
+"""The promise: what is here stays; names and parameters with defaults may be added."""
+
+
+def test_names_and_signatures_are_what_was_promised() -> None:
+    classes = {"AdaptiveBatchingError", "BatchSize", "NoPrediction", "NothingFits", "Schedule"}
+    classes |= {"TrainingOutOfMemory", "UsageError"}
+    assert set(torchtune_adaptive.__all__) == classes | {
+        name for name in SIGNATURES if "." not in name
+    }
+    for name, promised in SIGNATURES.items():
+        owner: Any = torchtune_adaptive
+        for part in name.split("."):
+            owner = getattr(owner, part)
+        signature = inspect.signature(owner)
+        bare = [
+            parameter.replace(annotation=inspect.Parameter.empty)
+            for parameter in signature.parameters.values()
+        ]
+        assert str(inspect.Signature(bare)) == promised, name
+
+
+_WITHOUT_TORCHTUNE = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torchtune", "torchao"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+import torchtune_adaptive
+assert "torch" not in sys.modules, "quick commands must not wait for torch"
+for name in torchtune_adaptive.__all__:
+    getattr(torchtune_adaptive, name)
+from tests.helpers.library import Trained, collate, rows_of
+from torchtune_adaptive import find_batch_size, steps_of
+run = Trained("alone", memory_limit="1MiB", measure_noise=True)
+size = find_batch_size(run.step, lambda rows: collate(rows_of(rows)), ceiling=8)
+assert size == 8
+for rows in steps_of(rows_of(32), 16):
+    assert run.step(rows, collate, size).noise is not None
+"""
+
+
+def test_it_needs_neither_torchtune_nor_torchao() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _WITHOUT_TORCHTUNE],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def summed(model: nn.Module) -> Callable[[Any], Any]:
+    return lambda batch: (F.mse_loss(model(batch[0]), batch[1], reduction="sum"), batch[1].numel())
+
+
+class TestMisuse:
+    def step(self, model: nn.Module, optimizer: Any = None, **settings: Any) -> AdaptiveStep:
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+        return AdaptiveStep(model, optimizer, summed(model), **settings)
+
+    def test_optimizer_over_other_parameters(self) -> None:
+        other = torch.optim.SGD(tiny_model("alone").parameters())
+        with pytest.raises(UsageError, match=r"4 of its 4 parameters are not the model's"):
+            self.step(tiny_model("alone"), other)
+
+    def test_parameters_without_an_optimizer(self) -> None:
+        model = tiny_model("alone")
+        with pytest.raises(UsageError, match=r"1\.0\.weight \(and 1 more\) requires a gradient"):
+            self.step(model, torch.optim.SGD(model[0].parameters()))  # type: ignore[index]
+
+    def test_model_on_the_meta_device(self) -> None:
+        with pytest.raises(UsageError, match=r"weight is on the meta device"):
+            self.step(nn.Linear(2, 2, device="meta"))
+
+    def test_nothing_to_train(self) -> None:
+        model = tiny_model("alone")
+        optimizer = torch.optim.SGD(model.parameters())
+        model.requires_grad_(False)
+        with pytest.raises(UsageError, match="nothing to train"):
+            self.step(model, optimizer)
+
+    def test_noise_with_a_scaler(self) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        with pytest.raises(UsageError, match="measure_noise"):
+            self.step(tiny_model("alone"), measure_noise=True, scaler=scaler)
+
+    @pytest.mark.parametrize(
+        ("returned", "why"),
+        [
+            (lambda loss: loss.sum(), "returned a tensor of shape \\(\\), but must return two"),
+            (lambda loss: (loss, 4), "the loss is a tensor of shape"),
+            (lambda loss: (loss.sum().detach(), 4), "requires a gradient"),
+            (lambda loss: (loss.sum(), -1), "the weight is -1"),
+        ],
+    )
+    def test_forward_returns_something_else(self, returned: Any, why: str) -> None:
+        model = tiny_model("alone")
+        optimizer = torch.optim.SGD(model.parameters())
+        step = AdaptiveStep(model, optimizer, lambda batch: returned(model(batch[0])))
+        with pytest.raises(UsageError, match=why):
+            step(rows_of(4), collate, 4)
+
+    def test_forward_returns_a_mean(self) -> None:
+        model = tiny_model("alone")
+        optimizer = torch.optim.SGD(model.parameters())
+        mean = lambda batch: (F.mse_loss(model(batch[0]), batch[1]), batch[1].numel())  # noqa: E731
+        step = AdaptiveStep(model, optimizer, mean, memory_limit="1MiB")
+        with pytest.raises(UsageError, match="so it is a mean"):
+            find_batch_size(step, lambda rows: collate(rows_of(rows)))
+
+    def test_too_few_rows(self) -> None:
+        run = Trained("alone", memory_limit="1MiB")
+        with pytest.raises(UsageError, match=r"batch: batch\(\d+\) has 24 numbers"):
+            find_batch_size(run.step, lambda rows: collate(rows_of(min(rows, 3))))
+
+    def test_a_cpu_without_a_limit(self) -> None:
+        with pytest.raises(UsageError, match="memory_limit: a CPU has no memory of its own"):
+            find_batch_size(Trained("alone").step, lambda rows: collate(rows_of(rows)))
+
+    def test_no_rows(self) -> None:
+        run = Trained("alone")
+        with pytest.raises(UsageError, match="at least one on every rank"):
+            run.step([], collate, 1)
+        with pytest.raises(UsageError, match="size: 0"):
+            run.step(rows_of(1), collate, 0)
+        with pytest.raises(UsageError, match="16 in a step on each rank, and the data has 8"):
+            next(steps_of(rows_of(8), 16))
+
+
+def test_steps_go_on_in_the_middle_of_an_epoch() -> None:
+    whole = list(steps_of(range(10), 3, epoch=1))
+    assert sorted({row for rows in whole for row in rows}) != list(range(9))  # shuffled
+    assert [len(rows) for rows in whole] == [3, 3, 3]
+    assert list(steps_of(range(10), 3, epoch=1, start=3)) == whole[1:]
+
+
+def test_a_step_is_plain_accumulation() -> None:
+    run, plain = Trained("alone", max_grad_norm=0.5), Trained("alone")
+    outcome = run.step(rows_of(6), collate, 4)
+    for part in (rows_of(6)[:4], rows_of(6)[4:]):
+        loss, _ = plain.forward(collate(part))
+        (loss / 24).backward()
+    norm = nn.utils.clip_grad_norm_(plain.model.parameters(), 0.5)
+    plain.optimizer.step()
+    assert outcome.weight == 24 and outcome.micro_batch == 4
+    assert outcome.gradient_norm == pytest.approx(float(norm), rel=1e-5)
+    for ours, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_loss_scaling_changes_no_step_and_skips_an_overflow() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    run, plain = Trained("alone", scaler=scaler), Trained("alone")
+    for seed in (0, 1):
+        assert not run.step(rows_of(4, seed), collate, 2).overflow
+        plain.step(rows_of(4, seed), collate, 2)
+    weights = [parameter.detach().clone() for parameter in run.model.parameters()]
+    for ours, theirs in zip(weights, plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert scaler.get_scale() == 2.0**11  # grown after two steps
+    infinite = [(inputs, targets * float("inf")) for inputs, targets in rows_of(2)]
+    assert run.step(infinite, collate, 2).overflow
+    assert scaler.get_scale() == 2.0**10
+    assert all(map(torch.equal, run.model.parameters(), weights))
+    assert LossScale(scaler).factor == 2.0**10
+
+
+def test_a_step_continues_from_its_state() -> None:
+    run, again = Trained("alone", grow_back_after=2), Trained("alone", grow_back_after=2)
+    run.step(rows_of(4), collate, 4)
+    run.step._runner.recovery.shrink()  # type: ignore[union-attr]
+    again.step.load_state_dict(run.step.state_dict())
+    sizes = [again.step(rows_of(4), collate, 4).micro_batch for _ in range(3)]
+    assert sizes == [2, 2, 4] and again.step.steps == 4
+
+
+def test_the_reference_is_that_of_the_docstrings() -> None:
+    written = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert written == page(), "run: python -m torchtune_adaptive.library.reference > docs/api.md"

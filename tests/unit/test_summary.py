@@ -1,0 +1,68 @@
+"""What a run says of its steps at the end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers.ranks import Alone
+from torchtune_adaptive.batching.split import Split
+from torchtune_adaptive.data.micro_batches import Computed
+from torchtune_adaptive.device.memory import Usage
+from torchtune_adaptive.train.metrics import Logging, Metrics, Summary
+
+GIB = 1 << 30
+
+
+def metrics_of(losses: list[float], seconds: float, monkeypatch: pytest.MonkeyPatch) -> Metrics:
+    """Of steps that take so long, on two ranks, with 100 predicted tokens each."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    memory = SimpleNamespace(
+        measured=True, capacity=lambda: 80 * GIB, watch=lambda: None, usage=lambda: usage
+    )
+    logged: list[dict[str, float]] = []
+    logger = SimpleNamespace(log_dict=lambda record, step: logged.append(record))
+    environment = SimpleNamespace(is_rank_zero=True, ranks=2)
+    metrics = Metrics(Logging(logger, 1, False), environment, memory, watch_memory=False)  # type: ignore[arg-type]
+    for number, loss in enumerate(losses, start=1):
+        now[0] += seconds
+        usage = Usage((20 + number % 3) * GIB, 0, 0)
+        outcome = SimpleNamespace(loss=loss, tokens=100, gradient_norm=None, metrics={})
+        computed = [Computed((0, 1), 2, 30, 60)]
+        split = Split(2, 1, 2)
+        metrics.record(number, 4 * number, split, outcome, 0.1, computed, {})  # type: ignore[arg-type]
+    assert all(record["tokens_per_second_per_gpu"] == 50 / seconds for record in logged)
+    now[0] += 10  # for saving
+    return metrics
+
+
+def test_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = metrics_of([6.0] * 10 + [2.0] * 10, 0.5, monkeypatch)
+    summary = metrics.summary(Split(2, 1, 2), 3, Alone())
+    assert summary is not None
+    assert summary.lines() == [
+        "Trained 20 steps in 20.0 s; loss 6 -> 2 (mean of the first and last 5 steps).",
+        "200 tokens/s (100 per rank), peak memory 22 of 80 GiB, 3 steps retried.",
+        "Last global batch: 4 rows (micro-batch 2 x accumulation 1 x 2 ranks).",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("losses", "text"),
+    [
+        ([3.0], "loss 3 -> 3 (first and last step)"),
+        ([3.0, 2.0, 1.0], "loss 3 -> 1 (first and last step)"),
+        ([4.0, 2.0, 9.0, 1.0, 1.0], "loss 3 -> 1 (mean of the first and last 2 steps)"),
+    ],
+)
+def test_first_and_last_steps_are_different_ones(
+    losses: list[float], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = metrics_of(losses, 1.0, monkeypatch).summary(Split(2, 1, 2), 0, Alone())
+    assert isinstance(summary, Summary) and summary.loss_text() == text
+
+
+def test_no_steps_no_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert metrics_of([], 1.0, monkeypatch).summary(Split(2, 1, 2), 0, Alone()) is None
