@@ -6,6 +6,7 @@
 #   make test-all  lint, types, and every test that needs no GPU
 #   make test-rest only what `make test` samples or leaves out, in full
 #   make test-one  the tests in T, e.g. T=tests/unit/test_search.py
+#   make test-torchtune-main PYTHON=...  what is special on torchtune's main branch, which that Python has
 #   make check     lint and types only
 #   make bench     the benchmarks that run on a CPU
 #   make gpu       tests and benchmarks on a GPU, continuing where they stopped; writes docs/results/gpu.md
@@ -15,28 +16,38 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo demo-oom test test-unit test-ranks test-recipes test-all test-rest test-one check bench gpu clean
+.PHONY: demo demo-oom test test-unit test-ranks test-recipes test-all test-rest test-one test-torchtune-main check bench gpu clean
 .DEFAULT_GOAL := test
+
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # torch first, on its own, so that everything else gets the version pinned in constraints.txt.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $(READY)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("torchtune-adaptive needs Python 3.11 or newer, and $(PYTHON) is %d.%d. For example: make PYTHON=python3.12" % sys.version_info[:2])'
+	@echo "Setting up .venv with $(PYTHON), once:"
+	@$(PYTHON) -m venv .venv
+	@echo "  1 of 2: installing torch (1 to 3 minutes, 1 GB or more)"
+	@$(PIP) torch
+	@echo "  2 of 2: installing torchtune, what it needs, and tools for tests (1 to 5 minutes)"
+	@$(PIP) --editable '.[dev]'
+	@$(PIP) --no-deps --target .venv/torchvision torchvision  # see tests/helpers/torchvision.py
+	@touch $(READY)
 
 # The environment of every run: one thread per rank, and no network, because nothing here needs one.
 RUN := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONWARNINGS=ignore
 
+# On a CPU nothing uses torchao's kernels, and it would say that it cannot load them.
+DEMO := $(RUN) TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1
+
 demo: $(READY)
-	$(RUN) $(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed \
+	$(DEMO) $(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed \
 		--config tiny/full output_dir=demo_output
 
 demo-oom: $(READY)
-	$(RUN) $(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed \
+	$(DEMO) $(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed \
 		--config tiny/full output_dir=demo_output/undisturbed \
 		adaptive_batching.memory_limit=30MiB
-	$(RUN) $(BIN)/tune run --nproc_per_node 2 demos/neighbour.py \
+	$(DEMO) $(BIN)/tune run --nproc_per_node 2 demos/neighbour.py \
 		--config tiny/full output_dir=demo_output/disturbed \
 		adaptive_batching.memory_limit=30MiB adaptive_batching.grow_back_after=10
 	$(BIN)/python demos/compare_runs.py demo_output/undisturbed demo_output/disturbed
@@ -46,7 +57,7 @@ SHARD ?= 0
 
 # In lanes, because processes of ranks wait for each other much of the time; each lane prints when it is done.
 test: $(READY)
-	@echo "Running lint, types and unit tests, tests of ranks, and whole runs in parallel: about 5 minutes."
+	@echo "Running lint, types and unit tests, tests of ranks, and whole runs in parallel: about 7 minutes."
 	@$(MAKE) --no-print-directory -j 3 --output-sync=target test-unit test-ranks test-recipes
 
 test-unit: check
@@ -66,6 +77,10 @@ test-rest: $(READY)
 
 test-one: $(READY)
 	$(PYTEST) $(or $(T),$(error which tests? For example: make test-one T=tests/unit/test_search.py))
+
+test-torchtune-main:
+	$(RUN) PATH="$(dir $(PYTHON)):$$PATH" $(PYTHON) -m pytest -W ignore tests/unit/test_upstream.py \
+		tests/unit/test_step.py tests/recipes/test_torchtune_main.py tests/recipes/test_validation.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .

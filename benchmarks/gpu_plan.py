@@ -1,20 +1,24 @@
-"""Predictions compared with a real device: peaks, and the largest size that fits.
+"""Predictions compared with a real device: peaks, speed, and the largest size that fits.
 
     python benchmarks/gpu_plan.py                        # 15 configs of Llama 1B, 3B and 8B on one GPU
     python benchmarks/gpu_plan.py --device cpu           # small models on the simulated device
 
 All predictions are made first, on the CPU, each in its own process. Then each config is measured in its own
 process: torchtune's model in its real shape, with zeros for weights, sharded and stepped as in a
-recipe; as one rank of several, the others do not exist. Seen are the peaks of a small micro-batch and of the
-largest that is predicted to fit, and whether one row more fits under the same limit.
+recipe; as one rank of several, the others do not exist. Seen are the peaks of a small micro-batch and of
+the largest that is predicted to fit, whether one row more fits under the same limit, and, on a GPU, the
+tokens/s of the small one.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -24,22 +28,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune import training
 
 from torchtune_adaptive.device import device_memory
-from torchtune_adaptive.device.memory import is_out_of_memory
-from torchtune_adaptive.plan.predict import Prediction, predict
-from torchtune_adaptive.plan.request import plan_request
+from torchtune_adaptive.device.memory import DeviceMemory, is_out_of_memory
+from torchtune_adaptive.kinds.recipe_kind import recipe_kind
+from torchtune_adaptive.plan.pace import pace_for
+from torchtune_adaptive.plan.predict import Prediction, Query, predict
+from torchtune_adaptive.plan.request import PlanRequest, plan_request
 from torchtune_adaptive.plan.workers import processes
 from torchtune_adaptive.registry import find_config
 from torchtune_adaptive.settings.adaptive import amount_of_memory
+from torchtune_adaptive.settings.kinds import kind_of
 from torchtune_adaptive.setup.environment import Environment
-from torchtune_adaptive.setup.kinds import recipe_kind
 from torchtune_adaptive.setup.model import (
-    AS_IT_IS,
     initialize_ropes,
 )
-from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
-from torchtune_adaptive.step.objective import NextTokenPrediction
+from torchtune_adaptive.setup.optimizer import build_optimizers
+from torchtune_adaptive.setup.switches import build_switches
 from torchtune_adaptive.step.train_step import StepOptions, TrainStep
-from torchtune_adaptive.trace.tracer import FakeRanks
+from torchtune_adaptive.trace.step_tracer import FakeRanks
 from torchtune_adaptive.trace.weights import fill
 
 GIB = 1 << 30
@@ -89,7 +94,9 @@ TINY = [
 class Measured:
     allocated: dict[int, int]
     reserved: dict[int, int]
-    first_that_failed: int | None
+    seconds: dict[int, float]
+    """Of a step, by rows."""
+    first_that_failed: int | None = None
 
 
 def config_of(case: Case, device: str) -> DictConfig:
@@ -117,7 +124,8 @@ def measure(case: Case, device_name: str, memory_limit: int, limit: int, largest
     environment = Environment(
         device, training.get_dtype(cfg.dtype, torch.device("cpu")), 0, case.ranks
     )
-    model = recipe_kind(cfg).build_without_weights(cfg, environment, AS_IT_IS)
+    kind = recipe_kind(kind_of(cfg), cfg, environment)
+    model = kind.model_without_weights()
     fill(model, device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -125,14 +133,17 @@ def measure(case: Case, device_name: str, memory_limit: int, limit: int, largest
                 parameter.zero_()
     initialize_ropes(model, environment)
     optimizers = build_optimizers(cfg, environment, model, None)
+    objective = kind.objective(model, ())
     step = TrainStep(
         model=model,
-        objective=NextTokenPrediction(build_loss(cfg, environment, model)),
+        objective=objective,
         optimizers=optimizers.steppers,
         device=device,
         memory=memory,
         ranks=FakeRanks(0, case.ranks),  # type: ignore[arg-type]
-        options=StepOptions(survive=False),
+        options=StepOptions(
+            survive=False, switches=build_switches(cfg, environment, model, objective)
+        ),
     )
 
     def take(rows: int, length: int) -> None:
@@ -142,7 +153,7 @@ def measure(case: Case, device_name: str, memory_limit: int, limit: int, largest
 
     for _ in range(2):
         take(SMALL, case.length // SMALL)
-    found = Measured({}, {}, None)
+    found = Measured({}, {}, {})
     with memory.capped(limit):
         for rows in (SMALL, *range(largest, largest + 4)):
             memory.release()
@@ -150,23 +161,47 @@ def measure(case: Case, device_name: str, memory_limit: int, limit: int, largest
             try:
                 for _ in range(2):
                     take(rows, case.length)
+                found.seconds[rows] = timed(partial(take, rows, case.length), memory)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                return Measured(found.allocated, found.reserved, rows)
+                return replace(found, first_that_failed=rows)
             usage = memory.usage()
             if usage.retries:
-                return Measured(found.allocated, found.reserved, rows)
+                return replace(found, first_that_failed=rows)
             found.allocated[rows] = usage.peak_allocated_bytes
             found.reserved[rows] = usage.peak_bytes
     return found
 
 
-def predict_all(cases: list[Case], device: str, memory: int) -> list[tuple[int, Prediction]]:
+def timed(take: Callable[[], None], memory: DeviceMemory, steps: int = 3) -> float:
+    """Seconds of a step."""
+    memory.synchronize()
+    started = time.perf_counter()
+    for _ in range(steps):
+        take()
+    memory.synchronize()
+    return (time.perf_counter() - started) / steps
+
+
+def query_of(case: Case, plan: PlanRequest, device_name: str) -> Query:
+    """What to predict. Ranks that do not exist send nothing, so communication takes no time."""
+    pace, _ = pace_for(plan.cfg, plan.settings, case.ranks, device_name)
+    if pace is not None:
+        pace = replace(pace, speeds=replace(pace.speeds, links=inf, network=inf), correction=None)
+    return plan.query(pace=pace)
+
+
+def predict_all(
+    cases: list[Case], device: str, memory: int, device_name: str
+) -> list[tuple[int, Prediction]]:
     """For each case the bytes that may be used, and the prediction."""
     plans = [plan_request(config_of(case, device), case.ranks, memory=memory) for case in cases]
     with processes() as run:
-        asked = [run(predict, plan.query()) for plan in plans]
+        asked = [
+            run(predict, query_of(case, plan, device_name))
+            for case, plan in zip(cases, plans, strict=True)
+        ]
         return [(plan.device.limit, a.result()) for plan, a in zip(plans, asked, strict=True)]
 
 
@@ -198,9 +233,9 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|", flush=True)
     errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
-    sizes = []
+    sizes, speeds = [], list[float]()
     for case, (limit, prediction) in zip(
-        cases, predict_all(cases, asked.device, memory), strict=True
+        cases, predict_all(cases, asked.device, memory, name), strict=True
     ):
         try:
             seen = in_a_process(
@@ -222,6 +257,16 @@ def main() -> None:
                 errors[what].append(abs(error))
                 line += f"| {predicted / GIB:.3f}, {measured / GIB:.3f} GiB | {error:+.2%} "
             print(f"{line}|", flush=True)
+        speed = prediction.speed if asked.device == "cuda" else None  # simulated devices are slow
+        if speed is not None and SMALL in seen.seconds:
+            predicted = speed.tokens_per_second_per_gpu
+            measured = SMALL * case.length / seen.seconds[SMALL]
+            speeds.append(abs(predicted / measured - 1))
+            print(
+                f"| {case.name} | {SMALL} | tokens/s: {predicted:,.0f}, {measured:,.0f} "
+                f"| {predicted / measured - 1:+.1%} |",
+                flush=True,
+            )
         found = max((r for r in seen.allocated if r > SMALL), default=0)
         more = "" if seen.first_that_failed else " or more"
         print(
@@ -232,6 +277,8 @@ def main() -> None:
     for what, off in errors.items():
         if off:
             print(f"\n{what}: mean error {sum(off) / len(off):.2%}, maximum {max(off):.2%}")
+    if speeds:
+        print(f"\ntokens/s: mean error {sum(speeds) / len(speeds):.1%}, maximum {max(speeds):.1%}")
     print(f"\nlargest size: {sum(n <= 1 for n in sizes)} of {len(sizes)} within one row")
 
 

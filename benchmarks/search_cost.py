@@ -21,18 +21,17 @@ from collections.abc import Callable
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config, training
+from torchtune import config
 
 from torchtune_adaptive.batching.strategies import STRATEGIES, candidates, search
-from torchtune_adaptive.checkpoints.checkpoints import FullCheckpoints
 from torchtune_adaptive.data.dataset import load_data
+from torchtune_adaptive.data.row_lengths import RowLengths
 from torchtune_adaptive.registry import find_config
 from torchtune_adaptive.run import Run
 from torchtune_adaptive.search.probe import Probe
 from torchtune_adaptive.search.trial import SizeTrial
 from torchtune_adaptive.search.worst_case import worst_case
-from torchtune_adaptive.setup.model import full_model
-from torchtune_adaptive.setup.optimizer import build_loss, build_optimizers
+from torchtune_adaptive.setup.optimizer import build_optimizers
 
 Trial = Callable[[int], SizeTrial]
 
@@ -72,14 +71,13 @@ def main() -> None:
 def compare(cfg: DictConfig, rounding: str) -> None:
     run = Run(cfg, "full")
     settings, ranks = run.settings, run.ranks
-    checkpoint = FullCheckpoints(cfg, run.environment).load()
-    model = full_model(cfg, run.environment, checkpoint[training.MODEL_KEY])
+    model = run.kind.model(run.kind.checkpoints().load())
     optimizers = build_optimizers(cfg, run.environment, model.module, None)
-    loss_fn = build_loss(cfg, run.environment, model.module)
+    objective = run.kind.objective(model.module, ())
     tokenizer = config.instantiate(cfg.tokenizer)
-    data = load_data(cfg, tokenizer, loss_fn)
-    step = run.train_step(model, optimizers, loss_fn)
-    worst = worst_case(data.dataset, tokenizer, data.packed, None, ranks)
+    data = load_data(cfg, tokenizer, run.kind.rows(), objective)
+    step = run.train_step(model, optimizers, objective)
+    worst = worst_case(data, None, ranks, RowLengths(data.dataset, cfg, ranks, cache=False))
     sizes = candidates(rounding, len(data.dataset), 0)
     ways: dict[str, Callable[[Trial], int | None]] = {
         name: lambda trial, name=name: search(name, sizes, trial).size for name in STRATEGIES

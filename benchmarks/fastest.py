@@ -1,0 +1,197 @@
+"""How much speed the choice of the fastest configuration loses against trying everything, on a CPU.
+
+    python benchmarks/fastest.py measure table.json    # minutes: CPU time and peak of every configuration
+    python benchmarks/fastest.py report table.json     # the table for docs/results/fastest.md
+
+Two small models are trained at a fixed global batch with every configuration that `rounding` allows. Under
+each of many memory limits, rules choose one of those that fit, and lose what the best is faster. Trials
+see one half of the measurements, and regret is computed from the other half.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from torchtune_adaptive.device.simulated import SimulatedMemory
+from torchtune_adaptive.plan.ranking import BackgroundRanking
+from torchtune_adaptive.registry import load_config
+from torchtune_adaptive.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.settings.knobs import (
+    CHECKPOINT,
+    LOSS,
+    MICRO_BATCH,
+    RECOMPUTE_LOSS,
+    Choice,
+    choices,
+    configured_choice,
+)
+from torchtune_adaptive.trace.self_check import _real_kind, _real_step
+
+ROWS = 8
+TRIALS = 3
+LIMITS = 48
+"""For each model."""
+STEPS = 3
+"""In each half of the measurements; the shortest counts: other processes only make steps longer."""
+MODELS = {
+    "6 layers of 256, vocabulary 4096": (
+        {"vocab_size": 4096, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "embed_dim": 256}
+        | {"intermediate_dim": 704},
+        64,
+    ),
+    "4 layers of 128, vocabulary 8192": (
+        {"vocab_size": 8192, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 128}
+        | {"intermediate_dim": 352},
+        64,
+    ),
+}
+
+
+def config_of(model: str) -> DictConfig:
+    """A config as they are shipped: all layers checkpointed, micro-batches of 2 rows."""
+    cfg = load_config("tiny/full")
+    size, length = MODELS[model]
+    cfg.model = {"_component_": "torchtune.models.llama2.llama2", **size, "max_seq_len": 512}
+    cfg.update({"batch_size": 2, "gradient_accumulation_steps": ROWS // 2, "dtype": "fp32"})
+    cfg.update({"enable_activation_checkpointing": True, "use_maximum_batch_size": False})
+    cfg.tokenizer.max_seq_len = length
+    cfg.adaptive_batching.update(
+        {"memory_limit": "64GiB", "cache": False, "may_change": "rounding"}
+    )
+    return cfg
+
+
+def measure(model: str) -> list[dict[str, Any]]:
+    """Peak bytes and CPU seconds of a step with every configuration."""
+    cfg, length = config_of(model), MODELS[model][1]
+    memory = SimulatedMemory(1 << 50)
+    step = _real_step(_real_kind(cfg), memory)
+    tokens = torch.randint(0, cfg.model.vocab_size, (ROWS, length))
+
+    def take(choice: Choice) -> float:
+        started = time.process_time()
+        for part in tokens.split(choice[MICRO_BATCH]):
+            step.forward_backward({"tokens": part.clone(), "labels": part.clone()})
+        step.apply()
+        return time.process_time() - started
+
+    found: list[dict[str, Any]] = []
+    for choice in choices(cfg, 1, "rounding", switches_only=True):
+        step.switch(choice)
+        if not found:
+            take(choice)  # the optimizer creates its state
+        memory.watch()
+        take(choice)
+        found.append({"choice": choice, "peak": memory.usage().peak_bytes, "seconds": []})
+    memory.limit = None  # nothing is counted any more, which takes time
+    for half in range(2):
+        for one in found:
+            step.switch(one["choice"])
+            take(one["choice"])
+            one["seconds"].append([take(one["choice"]) for _ in range(STEPS)])
+        print(f"{model}: half {half + 1} of 2, {time.strftime('%H:%M:%S')}", flush=True)
+    return found
+
+
+def predictions(cfg: DictConfig, length: int) -> dict[str, float]:
+    """Predicted seconds by configuration, as a run asks for them."""
+    ranking = BackgroundRanking(cfg, AdaptiveSettings.from_config(cfg), 1, "simulated device")
+    try:
+        found = ranking.ranked(length, 1 << 36)
+    finally:
+        ranking.close()
+    assert found is not None, "no prediction"
+    return {name_of(choice): seconds for choice, seconds in found}
+
+
+def name_of(choice: Choice) -> str:
+    keys = (CHECKPOINT, RECOMPUTE_LOSS, MICRO_BATCH, LOSS)
+    return ", ".join(str(choice[key]).rpartition(".")[2] for key in keys)
+
+
+def regrets(table: list[dict[str, Any]], own: Choice, predicted: dict[str, float]) -> Any:
+    """The share of the best speed that each rule loses, limit by limit."""
+    tried = {name_of(one["choice"]): min(one["seconds"][0]) for one in table}
+    true = {name_of(one["choice"]): min(one["seconds"][1]) for one in table}
+    peaks = {name_of(one["choice"]): one["peak"] for one in table}
+    by_name = {name_of(one["choice"]): one["choice"] for one in table}
+    repeated = {"none": 0.0, "operations": 0.02, "every_4": 0.25, "every_3": 1 / 3}
+    repeated |= {"every_2": 0.5, "all": 1.0}
+
+    def flops(name: str) -> tuple[float, float]:
+        choice = by_name[name]
+        return repeated[choice[CHECKPOINT]] + 0.1 * choice[RECOMPUTE_LOSS], -choice[MICRO_BATCH]
+
+    def shipped_but(name: str) -> bool:
+        return {**by_name[name], MICRO_BATCH: 0} == {**own, MICRO_BATCH: 0}
+
+    def best_of(names: list[str]) -> str:
+        return min(names, key=tried.__getitem__)
+
+    def ours(fit: list[str]) -> str:
+        first = sorted(fit, key=predicted.__getitem__)[:TRIALS]
+        return best_of([name_of(own), *first] if name_of(own) in fit else first)
+
+    rules: dict[str, Callable[[list[str]], str | None]] = {
+        f"ours, {TRIALS} timed trials": ours,
+        "ours, first prediction only": lambda fit: min(fit, key=predicted.__getitem__),
+        "fewest FLOPs": lambda fit: min(fit, key=flops),
+        f"fewest FLOPs, {TRIALS} timed trials": lambda fit: best_of(
+            sorted(fit, key=flops)[:TRIALS]
+        ),
+        "largest batch": lambda fit: max(
+            filter(shipped_but, fit), key=lambda name: by_name[name][MICRO_BATCH], default=None
+        ),
+        "as shipped": lambda fit: name_of(own) if name_of(own) in fit else None,
+    }
+    low, high = min(peaks.values()), max(peaks.values())
+    lost: dict[str, list[float]] = {rule: [] for rule in rules}
+    for number in range(LIMITS):
+        limit = low * (high / low * 1.02) ** (number / (LIMITS - 1))
+        fit = [name for name, peak in peaks.items() if peak <= limit]
+        best = min(true[name] for name in fit)
+        for rule, choose in rules.items():
+            if (chosen := choose(fit)) is not None:
+                lost[rule].append(1 - best / true[chosen])
+    return lost
+
+
+def report(measured: dict[str, list[dict[str, Any]]]) -> None:
+    total: dict[str, list[float]] = {}
+    for model, table in measured.items():
+        cfg = config_of(model)
+        predicted = predictions(cfg, MODELS[model][1])
+        both = [[min(half) for half in one["seconds"]] for one in table]
+        print(
+            f"\n{model}: {len(table)} configurations, {LIMITS} limits; the halves of the measurements "
+            f"differ by {median(abs(a / b - 1) for a, b in both):.1%} (median)"
+        )
+        for rule, lost in regrets(table, configured_choice(cfg, 1), predicted).items():
+            total.setdefault(rule, []).extend(lost)
+    print("\n| rule | limits | mean loss | worst loss |\n|---|---|---|---|")
+    for rule, lost in total.items():
+        print(f"| {rule} | {len(lost)} | {mean(lost):.1%} | {max(lost):.1%} |")
+
+
+def main() -> None:
+    what, path = sys.argv[1], Path(sys.argv[2])
+    if what == "report":
+        report(json.loads(path.read_text()))
+        return
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    path.write_text(json.dumps({model: measure(model) for model in MODELS}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
