@@ -123,7 +123,7 @@ def fail_in_validation(stride: int, shard: int, recording: bool, settings: dict[
     run = Run(layers=2, **settings)
     reference = Run(layers=2, **settings)
     gc.freeze()
-    operations = run.validate(1)
+    operations = max(run.ranks.gather(run.validate(1)))  # ranks that have no row left take fewer
     reference.validate(1)
     (expected,) = run.losses
     failed = 0

@@ -132,8 +132,10 @@ def test_a_budget_of_ones_own_is_confirmed(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_it_shrinks_when_a_neighbour_moves_in(tmp_path: Path) -> None:
-    changes = {**BUDGET, "epochs": 2, "max_steps_per_epoch": None}
+    changes = {**BUDGET, "batch_size": 32, "epochs": 3, "max_steps_per_epoch": None}
     changes["adaptive_batching.grow_back_after"] = 10
+    changes["enable_activation_checkpointing"] = True  # or the step would turn it on instead
+    changes["adaptive_batching.memory_limit"] = "14MiB"
     cfg = tiny_config("full", tmp_path, **changes)
     disturbed, *_ = run_ranks(
         run_measuring, 2, FASTER, "demos/neighbour.py", cfg, join=False, timeout=100
