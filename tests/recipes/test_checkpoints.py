@@ -181,8 +181,7 @@ def test_a_run_that_is_killed_while_it_saves_resumes_exactly(
     """On two ranks; all but the last save asynchronously."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     expected = train(kind, whole, 2, **changes)
-    lethal = {**changes, "adaptive_batching.rank_timeout": 3}
-    cfg = tiny_config(kind, killed, **lethal)
+    cfg = tiny_config(kind, killed, **changes)
     ended, _ = watch_ranks(
         run_killed_at, 2, kind, cfg, method, number, until_exit_of=[0], timeout=60, join=False
     )

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
 from tests.recipes.test_launch import BIN, QUICK
+from tests.unit.test_hugging_face import PUBLISHED, written
 from torchtune_adaptive.plan import command as plan_command
 from torchtune_adaptive.registry import RECIPES, load_config
 from torchtune_adaptive.settings.checks import check
@@ -33,6 +34,7 @@ FILLED_IN = {
     "$SLURM_NNODES": "2",
     "HOST": "localhost",
     "JOB": "job",
+    "~/models/Qwen2.5-7B": "Qwen2.5-7B",
 }
 
 
@@ -114,6 +116,10 @@ def test_a_documented_command_runs(command: str, tmp_path: Path) -> None:
     words = words_of(command)
     if words[1] in ("run", "find"):
         words += [*QUICK, "output_dir=out"]
+    if "--hf" in words:
+        folder = tmp_path / words[words.index("--hf") + 1]
+        folder.mkdir()
+        written(folder, PUBLISHED[folder.name][0])
     done = subprocess.run(
         [BIN / words[0], *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=400
     )

@@ -129,7 +129,6 @@ def stop_after(step: int, kind: str, folder: Path, changes: dict[str, Any]) -> N
         **changes,
         "save_every_n_steps": step,
         "metric_logger._component_": f"{__name__}.{StopAt.__name__}",
-        "adaptive_batching.rank_timeout": 3,
     }
     cfg = tiny_config(kind, folder, **lethal)
     watch_ranks(run_until, 2, kind, cfg, step, until_exit_of=[0], timeout=60, join=False)
