@@ -132,7 +132,11 @@ def test_a_documented_command_runs(command: str, tmp_path: Path) -> None:
 def test_a_demo_runs(target: str, tmp_path: Path) -> None:
     """With the commands of the Makefile, but its output elsewhere."""
     printed = subprocess.run(
-        ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "-n", "--no-print-directory", target],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     script = printed.stdout.replace("demo_output", str(tmp_path / "output"))
     done = subprocess.run(
