@@ -202,7 +202,9 @@ def predict_all(
             run(predict, query_of(case, plan, device_name))
             for case, plan in zip(cases, plans, strict=True)
         ]
-        return [(plan.device.limit, a.result()) for plan, a in zip(plans, asked, strict=True)]
+        return [
+            (plan.device.usable_bytes, a.result()) for plan, a in zip(plans, asked, strict=True)
+        ]
 
 
 def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:

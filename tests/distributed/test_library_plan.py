@@ -113,7 +113,7 @@ def test_what_is_planned_is_what_is_measured(ranks: int, accumulation: int) -> N
 def test_a_plan_for_a_gpu() -> None:
     found = planned(build=build_for_gpu, gpu="h100", memory=None, ranks=8, ceiling=500)
     assert found.largest == found.rows == 500
-    assert 0 < found.peak <= found.limit
+    assert 0 < found.peak <= found.usable_bytes
     assert any("h100-80gb" in line for line in found.assumptions)
     assert not torch.distributed.is_initialized() and not hasattr(torch, "fakegpu")
 

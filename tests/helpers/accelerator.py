@@ -85,7 +85,9 @@ class Card(SimulatedMemory):
         self._late.append((self._operations + self._lateness, self._blocks.pop(key)[2]))
 
     def _allocate(self, nbytes: int) -> Block:
-        self._allocator._limit = min(int(self.fraction * self.total), self.total - self.neighbour)
+        self._allocator._capacity = min(
+            int(self.fraction * self.total), self.total - self.neighbour
+        )
         try:
             return self._allocator.allocate(nbytes)
         except OutOfMemory:  # now for the blocks that streams still use, as torch's allocator does

@@ -140,7 +140,7 @@ def test_the_end_of_an_expandable_segment_is_taken_last() -> None:
 
 
 def test_cached_segments_are_given_back_before_memory_is_out() -> None:
-    allocator = Allocator(limit=50 * MIB)
+    allocator = Allocator(capacity=50 * MIB)
     allocator.free(allocator.allocate(30 * MIB))
     allocator.allocate(40 * MIB)
     assert (allocator.retries, allocator.reserved) == (1, 40 * MIB)
@@ -149,7 +149,7 @@ def test_cached_segments_are_given_back_before_memory_is_out() -> None:
 
 
 def test_expandable_pages_are_given_back_before_memory_is_out() -> None:
-    allocator = Allocator(limit=60 * MIB, expandable=True)
+    allocator = Allocator(capacity=60 * MIB, expandable=True)
     kept = allocator.allocate(5 * MIB)
     allocator.free(allocator.allocate(30 * MIB))
     assert allocator.reserved == 40 * MIB

@@ -101,7 +101,7 @@ def test_the_report_says_what_changes_and_what_to_paste() -> None:
     plan = tiny_plan("enable_activation_checkpointing=True")
     with processes() as run:
         prediction, found = run(ranked, plan.query()).result(timeout=100)
-    candidates = merged(plan.cfg, [found], prediction, plan.device.limit)
+    candidates = merged(plan.cfg, [found], prediction, plan.device.usable_bytes)
     fastest = Fastest(plan, candidates, "exact")
     assert fastest.own.seconds == prediction.speed.seconds
     assert fastest.choice is not None and fastest.choice.seconds < fastest.own.seconds

@@ -217,7 +217,7 @@ def test_other_lengths_are_right_also_where_memory_is_not_linear_in_them(
 
 def test_the_longest_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     tracer = FakeTracer(lambda rows, n: (rows * n,))
-    asked = replace(query(tracer, monkeypatch), device=replace(SIMULATED, limit=1000_000))
+    asked = replace(query(tracer, monkeypatch), device=replace(SIMULATED, usable_bytes=1000_000))
     found = length_limits(asked, (128, 1024))
     assert found.longest == 250_000 // 64 * 64
     tracer.max_seq_len = 700
@@ -236,7 +236,7 @@ def test_the_highest_rank_of_adapters(
 
     asked = query(FakeTracer(None), monkeypatch, model={"lora_rank": 8})
     monkeypatch.setattr(tracer_module, "Tracer", tracer)
-    device = replace(SIMULATED, limit=limit)
+    device = replace(SIMULATED, usable_bytes=limit)
     assert largest_adapter_rank(replace(asked, device=device)) == highest
 
 

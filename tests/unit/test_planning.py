@@ -180,7 +180,7 @@ def test_known_gpus_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     add_arguments(parser)
     assert plan_command(parser.parse_args(["--list-gpus"])) == 0
     header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split()[:3] == ["GPU", "capacity", "available"]
+    assert header.split()[:3] == ["GPU", "total", "capacity"]
     assert ["t4-16gb", "14.8", "GiB", "14.2", "GiB", "13.2", "GiB"] in map(str.split, rows)
     assert len(rows) >= 24
     for one in GPUS.values():
@@ -220,7 +220,7 @@ class TestWhatIsPrinted:
         assert lines[:2] == [
             "batch_size 2: FITS, peak 19 of 73.7 GiB. Largest micro-batch that fits: 13; a search picks 8 "
             "(power of two).",
-            "8B on 8 x h100-80gb, samples of 2048 tokens (assumed: give --seq-len or "
+            "8B on 8 x h100-80gb, rows of 2048 tokens (assumed: give --seq-len or "
             "tokenizer.max_seq_len)",
         ]
         table = [line.split() for line in lines[3:8]]
@@ -233,7 +233,10 @@ class TestWhatIsPrinted:
     def test_a_size_that_may_not_fit_after_all_is_warned_of(self) -> None:
         near = replace(a_prediction().configured, rows=13, reserved=int(73.6 * (1 << 30)))
         text = as_text(headline(self.plan, a_prediction(at_largest=near)))
-        assert "Caution: at batch_size 13 the limit is within the prediction's error (3.0%)" in text
+        assert (
+            "Caution: at batch_size 13 the usable memory is within the prediction's error (3.0%)"
+            in text
+        )
 
     def test_what_ifs_are_in_the_order_of_what_they_gain(self) -> None:
         less = replace(a_prediction().configured, reserved=15 << 30)
@@ -288,21 +291,21 @@ def stock(name: str, **changes: Any) -> Any:
 class TestWhatIsAssumed:
     def test_a_device_by_name(self) -> None:
         plan = plan_request(stock("llama3_1/8B_full"), 8, "a100-40gb")
-        assert plan.device.limit == int(GPUS["a100-40gb"].available(8) * 0.95)
+        assert plan.device.usable_bytes == int(GPUS["a100-40gb"].capacity(8) * 0.95)
         assert plan.assumptions[:2] == (
-            "a100-40gb: 39.4 GiB capacity, less 1.5 GiB for the CUDA context and NCCL",
-            "37.9 GiB available; limit 36 GiB (5% headroom)",
+            "a100-40gb: 39.4 GiB in total, less 1.5 GiB for the CUDA context and NCCL",
+            "37.9 GiB capacity; 36 GiB usable (5% headroom)",
         )
         alone = plan_request(stock("llama3_1/8B_full"), 1, "a100-40gb")
         assert alone.assumptions[0].endswith("less 512 MiB for the CUDA context")
 
     def test_memory_is_what_a_process_can_get(self) -> None:
         plan = plan_request(stock("llama3_1/8B_full"), 8, memory=76 << 30)
-        assert plan.device.limit == int((76 << 30) * 0.95)
+        assert plan.device.usable_bytes == int((76 << 30) * 0.95)
         assert plan.device.name == "GPU with 76 GiB"
         sold_as = plan_request(stock("llama3_1/8B_full"), 8, memory=24 * 10**9)
         assert sold_as.device.name == "GPU with 24 GB (22.35 GiB)"
-        assert "a process gets 22.2 GiB (--gpu rtx3090-24gb)" in sold_as.assumptions[0]
+        assert "the capacity is 22.2 GiB (--gpu rtx3090-24gb)" in sold_as.assumptions[0]
 
     def test_this_machine_is_as_searches_found_it(self, tmp_path: Path) -> None:
         cfg = stock("llama3_1/8B_full", adaptive_batching={"cache": str(tmp_path)})
@@ -319,7 +322,7 @@ class TestWhatIsAssumed:
             kept.keep(Calibration(device, 20 << 30, 1.02, 1.01, when))
         plan = plan_request(cfg, 4, "here")
         assert (plan.device.name, plan.device.correction) == ("New", 1.02)
-        assert plan.device.limit == int((20 << 30) * 0.95)
+        assert plan.device.usable_bytes == int((20 << 30) * 0.95)
         assert "2033-05-18: the measured peak was 2.00% above the prediction" in plan.assumptions[0]
         assert plan_request(cfg, 1, "here").device.name == "One"
         assert plan_request(compiled, 2, "here").device.name == "Compiled"
@@ -442,7 +445,7 @@ def test_a_device_by_the_beginning_of_its_name() -> None:
 def test_an_unknown_device_is_an_error_with_a_guess() -> None:
     with pytest.raises(ConfigError, match="Did you mean h100-80gb"):
         gpu("h101-80gb")
-    assert gpu("H100-80GB").available(1) > gpu("h100-80gb").available(2)
+    assert gpu("H100-80GB").capacity(1) > gpu("h100-80gb").capacity(2)
 
 
 @pytest.mark.exhaustive

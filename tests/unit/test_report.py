@@ -79,7 +79,7 @@ def test_retries_do_not_fit() -> None:
 
 def test_the_report_gives_the_choice_and_its_reason() -> None:
     assert report().text().splitlines() == [
-        "Searched with rows of 2048 tokens (max_seq_len of the tokenizer) on H100, 5% of memory kept free; "
+        "Searched with rows of 2048 tokens (max_seq_len of the tokenizer) on H100, 5% headroom; "
         "extrapolate, 12.3 s:",
         "batch_size 2 -> 4 (8 rows do not fit: out of memory in backward on rank 1)",
         "global batch 16 -> 32 rows (micro-batch 4 x accumulation 4 x 2 ranks)",

@@ -39,9 +39,9 @@ class AcceleratorMemory(DeviceMemory):
 
     def capacity(self) -> int:
         free, _ = torch.accelerator.get_memory_info(self._device)
-        available = free + torch.accelerator.memory_reserved(self._device)
-        available = min(available, int(self._own_fraction * self._total))
-        return min(available, self._limit) if self._limit is not None else available
+        capacity = free + torch.accelerator.memory_reserved(self._device)
+        capacity = min(capacity, int(self._own_fraction * self._total))
+        return min(capacity, self._limit) if self._limit is not None else capacity
 
     @contextmanager
     def capped(self, limit: int) -> Iterator[None]:

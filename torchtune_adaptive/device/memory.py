@@ -95,7 +95,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def capacity(self) -> int:
-        """Bytes that this process can get, including what it has: neighbours' memory is not in it."""
+        """Bytes that this process can get, including what it has; what others hold is not in it."""
 
     @abstractmethod
     def capped(self, limit: int) -> AbstractContextManager[None]:

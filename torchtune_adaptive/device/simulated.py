@@ -102,7 +102,7 @@ class SimulatedMemory(DeviceMemory):
         if self.limit is not None and needed > self.limit:
             raise torch.OutOfMemoryError(
                 f"simulated device out of memory: {needed:,} bytes needed at once, "
-                f"{self.limit:,} available"
+                f"capacity {self.limit:,}"
             )
 
     def _forget(self, key: int) -> None:

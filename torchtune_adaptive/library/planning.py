@@ -51,8 +51,8 @@ class Plan:
     """The most memory that is reserved in a step, in bytes, on the rank with the largest share."""
     parts: dict[str, int]
     """Bytes of tensors at the peak, by what they are for; logits and loss are among the activations."""
-    limit: int
-    """Bytes that a peak may reach."""
+    usable_bytes: int
+    """Usable memory, in bytes: what the peak must stay within."""
     assumptions: tuple[str, ...]
     """What was assumed about the device."""
 
@@ -105,13 +105,13 @@ def plan_batch_size(
         batch: makes a micro-batch of so many rows on the host: the worst case.
         gpu: the GPU, by a name that ``tune-adaptive plan --list-gpus`` shows; ``"cpu"`` is the device that
             ``AdaptiveStep(memory_limit=...)`` simulates.
-        memory: what one process may use, such as ``"24GiB"``, if it is not what the GPU has.
+        memory: the capacity of one process, such as ``"24GiB"``, if it is not that of the GPU.
         ranks: how many there are.
         rows: the micro-batch whose peak is wanted; by default, the largest that fits.
         ceiling: the largest micro-batch to consider.
         accumulation: micro-batches in a step.
         max_grad_norm: the norm above which gradients are scaled down.
-        headroom: the share of memory that must stay free.
+        headroom: the share of the capacity that must stay free.
         timeout: seconds that tracing may take.
 
     Raises:
@@ -177,7 +177,9 @@ def _answer(question: _Question) -> Plan:
     largest = run.confirmed_largest(_ANY_LENGTH, device, question.ceiling)
     rows = question.rows or largest or 1
     found = run.peak(rows, _ANY_LENGTH, device)
-    return Plan(largest, rows, found.reserved, found.parts, device.limit, question.assumptions)
+    return Plan(
+        largest, rows, found.reserved, found.parts, device.usable_bytes, question.assumptions
+    )
 
 
 class _Steps:

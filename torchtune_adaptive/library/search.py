@@ -53,7 +53,7 @@ def find_batch_size(
         accumulation: micro-batches in a step; from two on, trials have gradients in memory.
         rounding: sizes that may be found: ``power_of_two``, ``divisor`` (of the ceiling), or ``none``.
         search: ``extrapolate``, ``bisect`` or ``halve``; they find the same.
-        headroom: the share of memory that must stay free.
+        headroom: the share of the capacity that must stay free.
 
     Raises:
         NothingFits: not even one row.
@@ -96,7 +96,7 @@ def _nothing_fits(trial: SizeTrial) -> NothingFits:
     failed = trial.deciding
     return NothingFits(
         f"Not even {trial.size} row fits: {failed.trouble} on rank {trial.deciding_rank}, which needed more "
-        f"than {failed.peak_bytes:,} bytes and may use {failed.usable_bytes:,}. Shorten the rows, use "
+        f"than {failed.peak_bytes:,} bytes and has {failed.usable_bytes:,} usable. Shorten the rows, use "
         "activation checkpointing or more ranks, or allow more memory (memory_limit, headroom)."
     )
 

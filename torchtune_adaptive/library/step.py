@@ -72,8 +72,8 @@ class AdaptiveStep:
             rows, ...), and their number; if that is a tensor on the device, the host waits for it.
         max_grad_norm: the norm above which gradients are scaled down.
         scaler: scales losses against underflow in float16; it is kept up to date.
-        memory_limit: what this process may use, such as ``"24GiB"``. On a CPU, the tensors of a step are
-            counted against it.
+        memory_limit: the most capacity that this process may have, such as ``"24GiB"``. On a CPU, the tensors
+            of a step are counted against it.
         grow_back_after: steps without trouble after which a size that failed is tried again; None: never.
         measure_noise: measure the gradient noise, with one more norm of each micro-batch's gradient.
         frozen: sharded models that ``forward`` runs besides, such as a teacher.

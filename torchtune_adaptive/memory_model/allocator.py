@@ -34,7 +34,7 @@ Pool = tuple[int, bool]  # stream, whether small
 
 
 class OutOfMemory(Exception):
-    """The sequence exceeds the limit, even after cached segments are returned."""
+    """The sequence exceeds the capacity, even after cached segments are returned."""
 
 
 class Block:
@@ -55,12 +55,12 @@ class Allocator:
     """The caching allocator of one device, in numbers.
 
     Args:
-        limit: bytes that it can get from the device; None is unlimited.
+        capacity: bytes that it can get from the device; None is unlimited.
         expandable: whether it uses expandable segments.
     """
 
-    def __init__(self, limit: int | None = None, expandable: bool = False) -> None:
-        self._limit = limit
+    def __init__(self, capacity: int | None = None, expandable: bool = False) -> None:
+        self._capacity = capacity
         self._expandable = expandable
         # Sorted: in the order in which free blocks are taken. Addresses differ, so blocks are never compared.
         self._free: dict[Pool, list[tuple[int, int, Block]]] = {}
@@ -74,7 +74,7 @@ class Allocator:
         """A block of at least ``nbytes``.
 
         Raises:
-            OutOfMemory: there is none, and the limit leaves no room for another.
+            OutOfMemory: there is none, and the capacity leaves no room for another.
         """
         size = max(UNIT, -(-nbytes // UNIT) * UNIT)
         pool = (stream, size <= LARGEST_SMALL)
@@ -84,7 +84,9 @@ class Allocator:
             self.release()
             block = self._take(pool, size) or self._reserve(pool, size)
         if block is None:
-            raise OutOfMemory(f"{size:,} bytes, with {self.reserved:,} of {self._limit:,} reserved")
+            raise OutOfMemory(
+                f"{size:,} bytes, with {self.reserved:,} of {self._capacity:,} reserved"
+            )
         self._split(block, size)
         block.free = False
         self.allocated += block.size
@@ -139,7 +141,7 @@ class Allocator:
             extra = LARGE_SEGMENT
         else:
             extra = -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
-        if self._limit is not None and self.reserved + extra > self._limit:
+        if self._capacity is not None and self.reserved + extra > self._capacity:
             return None
         self.reserved += extra
         self.peak_reserved = max(self.peak_reserved, self.reserved)

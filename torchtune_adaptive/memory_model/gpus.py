@@ -2,9 +2,9 @@
 
 Three words for amounts of memory, here and in what ``plan`` prints:
 
-- *capacity*: what torch calls the device's total memory; less than the name of the card says.
-- *available*: capacity - what the CUDA context and NCCL take before the first tensor.
-- *limit*: available - headroom (``adaptive_batching.headroom``). A size fits if its peak is within it.
+- *total*: what torch calls the device's total memory; less than the name of the card says.
+- *capacity*: what one process can get of it: less by what the CUDA context and NCCL take.
+- *usable memory*: capacity - headroom (``adaptive_batching.headroom``). A size fits if its peak is within it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Gpu:
 
     name: str
     gib: float
-    """The capacity."""
+    """The total."""
     workspace: int
     """What cuBLAS allocates for each stream and thread that uses it: 4096 KiB x 2 + 16 KiB x 8, and 32 MiB
     from Hopper on. For AMD's libraries the larger one is assumed."""
@@ -37,12 +37,12 @@ class Gpu:
     """A report of torch's out-of-memory error on such a card, or the vendor's page."""
 
     @property
-    def capacity(self) -> int:
+    def total(self) -> int:
         return int(self.gib * GIB)
 
-    def available(self, ranks: int) -> int:
+    def capacity(self, ranks: int) -> int:
         """Bytes that the allocator of one process can get in a run on ``ranks`` ranks."""
-        return self.capacity - CONTEXT - (COMMUNICATION if ranks > 1 else 0)
+        return self.total - CONTEXT - (COMMUNICATION if ranks > 1 else 0)
 
 
 _SMALL, _LARGE = 8 * MIB + 128 * 1024, 32 * MIB
@@ -63,7 +63,7 @@ def _amd(page: str) -> str:
     return f"https://www.amd.com/en/products/{page}.html"
 
 
-# Capacities as torch reports them in out-of-memory errors: less than the name says, because the driver keeps
+# Totals as torch reports them in out-of-memory errors: less than the name says, because the driver keeps
 # some and, with ECC, a sixteenth of GDDR is lost. They differ by up to 0.2 GiB with the driver and the form
 # factor of the card; --memory gives the exact amount. AMD's driver reports all but a few MiB.
 GPUS = {
@@ -147,7 +147,7 @@ def gpu(name: str, option: str = "--gpu", memory: str = "--memory") -> Gpu:
         name,
         "is not a known GPU",
         (f"Did you mean {close[0]}? " if close else "")
-        + f"Use one of {', '.join(GPUS)}, or give the memory available to one process with {memory}",
+        + f"Use one of {', '.join(GPUS)}, or give the capacity of one process with {memory}",
     )
 
 

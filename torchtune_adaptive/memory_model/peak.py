@@ -16,8 +16,8 @@ class DeviceLimits:
     """The memory of a device, as a prediction needs to know it."""
 
     name: str
-    limit: int
-    """Bytes that a peak may reach."""
+    usable_bytes: int
+    """Usable memory: what a peak may reach."""
     caching: bool = True
     """Whether tensors come from torch's caching allocator; a simulated device counts their bytes."""
     expandable: bool = False
@@ -50,10 +50,10 @@ class Peak:
     """The operation that reaches it."""
 
     def verdict(self, device: DeviceLimits) -> str:
-        """Whether the peak is within the limit; uncertain if the difference is within the error."""
-        if self.reserved * (1 + device.band) <= device.limit:
+        """Whether the peak is within the usable memory; uncertain if the difference is within the error."""
+        if self.reserved * (1 + device.band) <= device.usable_bytes:
             return "FITS"
-        if self.reserved * (1 - device.band) > device.limit:
+        if self.reserved * (1 - device.band) > device.usable_bytes:
             return "DOES NOT FIT"
         return "UNCERTAIN"
 

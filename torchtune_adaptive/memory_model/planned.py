@@ -14,8 +14,8 @@ ERROR_BAND = 0.03
 
 def simulated_device(memory: int, headroom: float) -> DeviceLimits:
     """A CPU on which the tensors of a step may take so much memory."""
-    limit = int(memory * (1 - headroom))
-    return DeviceLimits("simulated device", limit, caching=False, band=0.001)
+    usable_bytes = int(memory * (1 - headroom))
+    return DeviceLimits("simulated device", usable_bytes, caching=False, band=0.001)
 
 
 def planned_gpu(
@@ -26,22 +26,22 @@ def planned_gpu(
     Args:
         kind: the GPU.
         ranks: how many ranks the run has.
-        headroom: the share of its memory that must stay free.
-        memory: bytes available to one process, if known.
+        headroom: the share of the capacity that must stay free.
+        memory: the capacity of one process, if known.
     """
     if memory is None:
-        return gpu_limits(kind.name, kind, kind.available(ranks), headroom, _capacity(kind, ranks))
+        return gpu_limits(kind.name, kind, kind.capacity(ranks), headroom, _capacity(kind, ranks))
     name = f"GPU with {_amount(memory)}"
     return gpu_limits(name, kind, memory, headroom, _nominal(memory, ranks))
 
 
 def gpu_limits(
-    name: str, kind: Gpu, available: int, headroom: float, source: str, correction: float = 1.0
+    name: str, kind: Gpu, capacity: int, headroom: float, source: str, correction: float = 1.0
 ) -> tuple[DeviceLimits, tuple[str, ...]]:
-    """What a peak may reach, and the assumptions about it; ``source`` is where ``available`` is from."""
+    """What a peak may reach, and the assumptions about it; ``source`` is where ``capacity`` is from."""
     device = DeviceLimits(
         name=name,
-        limit=int(available * (1 - headroom)),
+        usable_bytes=int(capacity * (1 - headroom)),
         expandable=_has_expandable_segments(),
         workspaces=(kind.workspace, kind.workspace),
         band=ERROR_BAND,
@@ -49,7 +49,7 @@ def gpu_limits(
     )
     assumed = (
         source,
-        f"{human_bytes(available)} available; limit {human_bytes(device.limit)} "
+        f"{human_bytes(capacity)} capacity; {human_bytes(device.usable_bytes)} usable "
         f"({headroom:.0%} headroom)",
         f"allocator: {'expandable segments' if device.expandable else 'default segments'}",
         f"cuBLAS workspaces: 2 x {human_bytes(kind.workspace)}",
@@ -74,12 +74,12 @@ def _nominal(memory: int, ranks: int) -> str:
     if card is None:
         return ""
     return (
-        f"{_amount(memory)} is taken as available, though cards are sold with as much: of a {card.name} a "
-        f"process gets {human_bytes(card.available(ranks))} (--gpu {card.name})"
+        f"{_amount(memory)} is taken as the capacity, though cards are sold with as much: of a {card.name} "
+        f"the capacity is {human_bytes(card.capacity(ranks))} (--gpu {card.name})"
     )
 
 
 def _capacity(kind: Gpu, ranks: int) -> str:
-    taken = human_bytes(kind.capacity - kind.available(ranks))
+    taken = human_bytes(kind.total - kind.capacity(ranks))
     by = "the CUDA context and NCCL" if ranks > 1 else "the CUDA context"
-    return f"{kind.name}: {human_bytes(kind.capacity)} capacity, less {taken} for {by}"
+    return f"{kind.name}: {human_bytes(kind.total)} in total, less {taken} for {by}"

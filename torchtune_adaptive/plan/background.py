@@ -42,7 +42,7 @@ class PredictedPeak:
 class _Question:
     row_length: int
     capacity: int
-    """Bytes that a rank can get."""
+    """Of one rank."""
     correction: float = 1.0
     rows: int | None = None
     """None asks for the largest number of rows that fits."""
@@ -92,7 +92,7 @@ class BackgroundPlanner:
 
         Args:
             row_length: the length of the rows in trials.
-            capacity: bytes that a rank can get.
+            capacity: of one rank.
         """
         self._about = _Question(row_length, capacity)
         correction = self._learned.reserved_ratio if self._learned else 1.0

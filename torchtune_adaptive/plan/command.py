@@ -73,9 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     device.add_argument(
         "--memory",
-        help="memory available to one process, e.g. 76GiB (instead of --gpu); not what a card is sold as",
+        help="capacity of one process, e.g. 76GiB (instead of --gpu); not what a card is sold as",
     )
-    add("--seq-len", type=int, metavar="N", help="tokens of the longest sample")
+    add(
+        "--seq-len", type=int, metavar="N", help="tokens in a row: the length of the longest sample"
+    )
     add("--tokens", metavar="N", help="tokens to train on, e.g. 52M, for hours and cost")
     add(
         "--price",
@@ -137,10 +139,10 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 def _gpu_table() -> list[str]:
     rows = [
-        (one.name, *map(human_bytes, (one.capacity, one.available(1), one.available(8))))
+        (one.name, *map(human_bytes, (one.total, one.capacity(1), one.capacity(8))))
         for one in GPUS.values()
     ]
-    header = ("GPU", "capacity", "available on 1 GPU", "on several")
+    header = ("GPU", "total", "capacity on 1 GPU", "on several")
     return table(header, rows, right={1, 2, 3})
 
 
@@ -269,7 +271,7 @@ def _ask_for_candidates(
 
     def ranked(prediction: Prediction) -> Fastest:
         found = [one.result() for one in asked]
-        return Fastest(plan, merged(plan.cfg, found, prediction, plan.device.limit), allowed)
+        return Fastest(plan, merged(plan.cfg, found, prediction, plan.device.usable_bytes), allowed)
 
     return ranked
 

@@ -56,7 +56,7 @@ _CLOSE = 0.005
 _SAME = 0.002
 """A smaller gain is none."""
 _HOPELESS = 1.12
-"""Estimated peaks above so many times the limit are not."""
+"""Estimated peaks above so many times the usable memory are not."""
 _OFFLOADING_COSTS = 1.05
 """Estimate; a candidate that offloads is traced before it is chosen."""
 
@@ -110,20 +110,20 @@ def rank_candidates(
     traces = traces or query.traces()
     steps = Steps(query, traces, own, many_sizes=MICRO_BATCH in _varied([own, *others]))
     ranked, estimated = steps.ranked([own, *others])
-    traced = traced_until_one_fits(steps, ranked, estimated, query.device.limit)
+    traced = traced_until_one_fits(steps, ranked, estimated, query.device.usable_bytes)
     traces.remember()
     return [_candidate(query, cfg, one, estimated, traced) for one in ranked]
 
 
 def traced_until_one_fits(
-    steps: Steps, ranked: list[Choice], estimated: dict[str, float], limit: int
+    steps: Steps, ranked: list[Choice], estimated: dict[str, float], usable_bytes: int
 ) -> dict[str, _Traced]:
     """Trace candidates, from the one that should be fastest, until no other can beat one that fits."""
     traced: dict[str, _Traced] = {}
     best: float | None = None
-    too_large = [one.choice for one in steps.leanest if one.reserved > limit]
+    too_large = [one.choice for one in steps.leanest if one.reserved > usable_bytes]
     if MICRO_BATCH in _varied(ranked):
-        too_large += _sizes_that_are_too_large(steps, ranked, limit)
+        too_large += _sizes_that_are_too_large(steps, ranked, usable_bytes)
     for one in ranked:
         if best is not None and estimated[_key(one)] > best * (1 + _CLOSE):
             break
@@ -132,24 +132,26 @@ def traced_until_one_fits(
         if any(needs_as_much(one, other) for other in too_large):
             continue
         guess = steps.estimated_peak(one, traced.values())
-        if guess is not None and guess > limit * _HOPELESS:
+        if guess is not None and guess > usable_bytes * _HOPELESS:
             continue
         found = traced[_key(one)] = steps.traced(one)
-        if found.reserved > limit:
+        if found.reserved > usable_bytes:
             too_large.append(one)
         elif best is None or found.seconds < best:
             best = found.seconds
     return traced
 
 
-def _sizes_that_are_too_large(steps: Steps, ranked: list[Choice], limit: int) -> list[Choice]:
+def _sizes_that_are_too_large(
+    steps: Steps, ranked: list[Choice], usable_bytes: int
+) -> list[Choice]:
     """By loss, what needs least memory of the smallest micro-batch of which nothing fits."""
     found = []
     for loss in {one.get(LOSS) for one in ranked}:
         for size in sorted({one[MICRO_BATCH] for one in ranked}):
             alike = [one for one in ranked if (one[MICRO_BATCH], one.get(LOSS)) == (size, loss)]
             lean = _leanest(alike)
-            if steps.traced(lean).reserved > limit:
+            if steps.traced(lean).reserved > usable_bytes:
                 found.append(lean)
                 break
     return found
@@ -176,7 +178,7 @@ def _candidate(
         seconds=seconds,
         tokens_per_second_per_gpu=tokens / seconds,
         reserved=found.reserved if found else None,
-        fits=found.reserved <= query.device.limit if found else None,
+        fits=found.reserved <= query.device.usable_bytes if found else None,
     )
 
 
@@ -358,7 +360,7 @@ def other_builds(
 
 
 def merged(
-    cfg: DictConfig, found: Iterable[list[Candidate]], prediction: Prediction, limit: int
+    cfg: DictConfig, found: Iterable[list[Candidate]], prediction: Prediction, usable_bytes: int
 ) -> list[Candidate]:
     """The candidates of all builds from the fastest, with what differs from the user's config.
 
@@ -366,7 +368,7 @@ def merged(
         cfg: the user's config.
         found: the candidates of each build.
         prediction: for the user's config.
-        limit: bytes that a peak may reach.
+        usable_bytes: what a peak may reach.
     """
     everything = []
     for one in (one for candidates in found for one in candidates):
@@ -378,7 +380,7 @@ def merged(
                 seconds=each.seconds,
                 tokens_per_second_per_gpu=each.tokens_per_second_per_gpu,
                 reserved=reserved,
-                fits=reserved <= limit,
+                fits=reserved <= usable_bytes,
             )
         everything.append(replace(one, changes=changed))
     return sorted(everything, key=lambda one: one.seconds)

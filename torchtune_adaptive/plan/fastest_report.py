@@ -51,13 +51,13 @@ def fastest_blocks(fastest: Fastest) -> list[Block]:
 
 
 def _answer(fastest: Fastest) -> str:
-    choice, own, limit = fastest.choice, fastest.own, fastest.plan.device.limit
+    choice, own, usable = fastest.choice, fastest.own, fastest.plan.device.usable_bytes
     if choice is None:
-        return f"No candidate was found to fit into {human_bytes(limit)}."
+        return f"No candidate was found to fit into {human_bytes(usable)}."
     if not choice.changes:
         return "The config is the fastest candidate that fits as it is."
     gain = choice.tokens_per_second_per_gpu / own.tokens_per_second_per_gpu - 1
-    reserved = bytes_of(choice.reserved or 0, limit)
+    reserved = bytes_of(choice.reserved or 0, usable)
     than = f"{gain:+.0%} over the config as it is" + ("" if own.fits else ", which does not fit")
     return (
         f"Fastest that fits: {choice.tokens_per_second_per_gpu:,.0f} tokens/s per GPU ({than}), "
@@ -155,6 +155,8 @@ def draw_fastest(axes: Any, fastest: Fastest) -> None:
         if one is not None and one.reserved is not None:
             at = one.reserved / GIB, one.tokens_per_second_per_gpu
             axes.scatter(*at, color=color, zorder=3, label=name)
-    axes.axvline(fastest.plan.device.limit / GIB, color="black", linestyle="--", label="limit")
+    axes.axvline(
+        fastest.plan.device.usable_bytes / GIB, color="black", linestyle="--", label="usable memory"
+    )
     axes.set(xlabel="peak reserved, GiB", ylabel="tokens/s per GPU, predicted")
     axes.legend(fontsize="small")

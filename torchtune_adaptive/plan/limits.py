@@ -48,7 +48,7 @@ def length_limits(
     def fits(steps: int) -> bool:
         if steps * TOKENS > most:
             return False
-        return run.peak(query.rows, steps * TOKENS, device).reserved <= device.limit
+        return run.peak(query.rows, steps * TOKENS, device).reserved <= device.usable_bytes
 
     longest = largest(fits, query.length // TOKENS) * TOKENS if run.any_length else None
     traces.remember()
@@ -75,7 +75,7 @@ def largest_adapter_rank(query: Query) -> int:
         start_up, step = traces.start_up(query.length), traces.step(query.rows, query.length)
         traces.remember()
         found = peak(start_up, step, query.rows, query.length, query.device)
-        return found.reserved <= query.device.limit
+        return found.reserved <= query.device.usable_bytes
 
     power = largest(fits, model["lora_rank"].bit_length())
     return 1 << power - 1 if power else 0

@@ -38,9 +38,9 @@ def _draw_sizes(axes: Any, report: PlanReport) -> None:
     for name, one in named:
         rows, _, reserved = zip(*one.curve, strict=True)
         axes.plot(rows, [n / GIB for n in reserved], marker=".", label=name)
-    limit = report.plan.device.limit / GIB
-    axes.axhline(limit, color="black", linestyle="--", label="limit")
-    axes.set(xlabel="micro-batch", ylabel="peak reserved, GiB", ylim=(0, 1.5 * limit))
+    usable = report.plan.device.usable_bytes / GIB
+    axes.axhline(usable, color="black", linestyle="--", label="usable memory")
+    axes.set(xlabel="micro-batch", ylabel="peak reserved, GiB", ylim=(0, 1.5 * usable))
     axes.legend(fontsize="small")
 
 

@@ -67,7 +67,7 @@ class BackgroundRanking:
 
         Args:
             row_length: the length of the rows in trials.
-            capacity: bytes that a rank can get.
+            capacity: of one rank.
         """
         try:
             found: list[tuple[Choice, float]] = self._worker.ask(

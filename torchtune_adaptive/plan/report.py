@@ -76,7 +76,7 @@ class PlanReport:
 def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[Block]:
     """The prediction for the config as it is: the answer first, then memory and time in detail."""
     devices = f"{plan.ranks}{' x' * (plan.ranks > 1)} {plan.device.name}"
-    about = f"{plan.name} on {devices}, samples of {found.length} tokens ({plan.length_source})"
+    about = f"{plan.name} on {devices}, rows of {found.length} tokens ({plan.length_source})"
     answer = f"{_verdict_text(plan, found)} {_largest_text(found)}"
     blocks: list[Block] = [Paragraph([answer, *_cautions(plan, found), about], important=True)]
     blocks.append(_memory_table(found))
@@ -97,13 +97,13 @@ def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[B
 
 
 def _verdict_text(plan: PlanRequest, found: Prediction) -> str:
-    takes = f"peak {bytes_of(found.configured.reserved, plan.device.limit)}"
+    takes = f"peak {bytes_of(found.configured.reserved, plan.device.usable_bytes)}"
     return f"batch_size {found.rows}: {found.configured.verdict(plan.device)}, {takes}."
 
 
 def _largest_text(found: Prediction) -> str:
     if not found.largest:
-        return f"Not even one sample of {found.length} tokens fits."
+        return f"Not even one row of {found.length} tokens fits."
     text = f"Largest micro-batch that fits: {found.largest}"
     if found.picked is None or found.picked.rows == found.largest:
         return f"{text}."
@@ -112,14 +112,14 @@ def _largest_text(found: Prediction) -> str:
 
 
 def _cautions(plan: PlanRequest, found: Prediction) -> list[str]:
-    """Sizes whose peak is so near the limit that the prediction's error decides."""
+    """Sizes whose peak is so near the usable memory that the prediction's error decides."""
     near = {peak.rows: peak for peak in (found.configured, found.picked, found.at_largest) if peak}
     uncertain = [rows for rows, peak in near.items() if peak.verdict(plan.device) == "UNCERTAIN"]
     if not uncertain:
         return []
     sizes = " and ".join(map(str, sorted(uncertain)))
     return [
-        f"Caution: at batch_size {sizes} the limit is within the prediction's error "
+        f"Caution: at batch_size {sizes} the usable memory is within the prediction's error "
         f"({plan.device.band:.1%}); only a trial on the device can tell."
     ]
 
@@ -180,7 +180,7 @@ def _limits_table(report: PlanReport) -> Table:
         most = str(lengths.longest or "none")
         if lengths.bound is not None and lengths.longest + TOKENS > lengths.bound:
             most = f"{lengths.bound}, the most that the model takes"
-        rows.append((f"tokens in a sample, {at}", str(found.length), most))
+        rows.append((f"tokens in a row, {at}", str(found.length), most))
     if report.adapter_rank is not None:
         now = str(report.plan.cfg.model.lora_rank)
         rows.append((f"adapter rank, {at}", now, str(report.adapter_rank or "none")))

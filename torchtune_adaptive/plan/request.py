@@ -1,4 +1,4 @@
-"""What a prediction is for: the config, the device, the length of samples, and the assumptions about them."""
+"""What a prediction is for: the config, the device, the length of rows, and the assumptions about them."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def plan_request(
         cfg: the config of the run.
         ranks: how many there are.
         gpu_name: a known GPU, or ``here``.
-        memory: bytes available to one process, if known.
-        length: tokens of the longest sample, if known.
+        memory: the capacity of one process, if known.
+        length: tokens in a row, as many as the longest sample has, if known.
         name: the config's, for the report.
 
     Raises:
@@ -152,7 +152,7 @@ def _require_installed(cfg: DictConfig) -> None:
 
 
 def row_length(cfg: DictConfig, settings: AdaptiveSettings) -> tuple[int, str]:
-    """The length of the longest samples as far as the config gives it, and where it does."""
+    """The length of the longest rows as far as the config gives it, and where it does."""
     if settings.probe_length is not None:
         return settings.probe_length, f"{BLOCK}.probe_length"
     for block in ("dataset", "tokenizer"):
@@ -179,14 +179,14 @@ def device_for(
     gpu_name: str | None = None,
     memory: int | None = None,
 ) -> tuple[DeviceLimits, tuple[str, ...]]:
-    """The memory that a run can use, and the assumptions about it.
+    """The device that a run is planned for, and the assumptions about it.
 
     Args:
         cfg: the config of the run.
         settings: its adaptive settings.
         ranks: how many there are.
         gpu_name: a known GPU, or ``here``.
-        memory: bytes available to one process, if known.
+        memory: the capacity of one process, if known.
     """
     memory = memory or settings.memory_limit
     if cfg.device == "cpu":
@@ -195,9 +195,9 @@ def device_for(
     if gpu_name != HERE:
         return planned_gpu(kind, ranks, settings.headroom, memory)
     measured = _measured_here(cfg, settings, ranks)
-    available = min(memory or measured.capacity, measured.capacity)
+    capacity = min(memory or measured.capacity, measured.capacity)
     ratio = measured.reserved_ratio
-    return gpu_limits(measured.device, kind, available, settings.headroom, measured.text(), ratio)
+    return gpu_limits(measured.device, kind, capacity, settings.headroom, measured.text(), ratio)
 
 
 def _simulated_device(settings: AdaptiveSettings, memory: int | None) -> DeviceLimits:

@@ -50,7 +50,7 @@ def find_fastest(
     Args:
         run: the run.
         known: what an earlier part of this run has chosen; it is confirmed by one trial.
-        rank: on rank 0, predicts for the length of rows and the memory that a rank can get.
+        rank: on rank 0, predicts for the length of rows and the capacity of a rank.
     """
     started = time.perf_counter()
     allowed = possible_choices(run)

@@ -70,7 +70,7 @@ class FastestReport:
     def text(self) -> str:
         lines = [
             f"Timed steps of the data's first rows on {self.device}; {self.row_length} tokens a row fit "
-            f"({self.row_source}), {self.headroom:.0%} of memory kept free; {self.seconds:.1f} s:"
+            f"({self.row_source}), {self.headroom:.0%} headroom; {self.seconds:.1f} s:"
         ]
         for each in self.timed:
             measured, predicted = self._speed(each.measured), self._speed(each.predicted)

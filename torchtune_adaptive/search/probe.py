@@ -31,7 +31,7 @@ class Probe:
         step: the step that training will use.
         batch: makes the worst-case batch of a number of rows.
         accumulation: the micro-batches in a step, for a given size.
-        headroom: the share of memory that must stay free.
+        headroom: the share of the capacity that must stay free.
         ranks: the ranks of the run.
         entering: called with the name of each phase.
         compiled: whether the model is compiled, and forgets what it compiled between sizes.
@@ -72,7 +72,7 @@ class Probe:
 
     def prime(self) -> SizeTrial:
         """Take two steps of one row: the optimizer creates its state, the device its workspaces, and the
-        sequence of collectives is recorded and checked. Only then is the free memory available to rows."""
+        sequence of collectives is recorded and checked. Only then is what remains free there for rows."""
         self._entering("first steps of the search, of 1 row")
         capacity = self._memory.capacity()
         with self._memory.capped(capacity):

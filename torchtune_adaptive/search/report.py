@@ -113,7 +113,7 @@ class SearchReport:
         old, new = self.before, self.after
         lines = [
             f"Searched with rows of {self.row} ({self.row_source}) on {self.device}, "
-            f"{self.headroom:.0%} of memory kept free; {self.strategy}, {self.seconds:.1f} s:",
+            f"{self.headroom:.0%} headroom; {self.strategy}, {self.seconds:.1f} s:",
             f"batch_size {old.micro_batch} -> {new.micro_batch} ({self.reason()})"
             if self.uses_what_was_found
             else f"batch_size {old.micro_batch} may grow to {self.largest} ({self.reason()})",
@@ -169,7 +169,7 @@ class SearchReport:
             "trials": len(self.result.trials),
             "seconds": round(self.seconds, 3),
             "peak_memory_gib": round(best.deciding.peak_bytes / GIB, 4),
-            "memory_limit_gib": round(best.deciding.usable_bytes / GIB, 4),
+            "usable_memory_gib": round(best.deciding.usable_bytes / GIB, 4),
         }
         if (speed := best.tokens_per_second) is not None:
             found["tokens_per_second_per_gpu"] = round(speed, 1)
@@ -188,22 +188,22 @@ class SearchReport:
         return [path, save(figure, folder / PLOT_NAME)] if figure else [path]
 
     def figure(self) -> Figure | None:
-        """Peak memory over micro-batch size, with the limit and the size that was chosen."""
+        """Peak memory over micro-batch size, with the usable memory and the size that was chosen."""
         figure = new_figure(6.4, 4)
         if figure is None:
             return None
         trials = sorted(self.result.trials, key=lambda trial: trial.size)
         fitting = [trial for trial in trials if trial.fits]
         failing = [trial for trial in trials if not trial.fits]
-        limit = trials[0].deciding.usable_bytes
-        unit, bytes_each = memory_unit(limit)
+        usable = trials[0].deciding.usable_bytes
+        unit, bytes_each = memory_unit(usable)
         peaks = {trial.size: trial.deciding.peak_bytes / bytes_each for trial in fitting}
         axes = figure.subplots()
         axes.axhline(
-            limit / bytes_each,
+            usable / bytes_each,
             color=GRAY,
             linestyle="--",
-            label=f"limit: {human_bytes(limit)} ({self.headroom:.0%} kept free)",
+            label=f"usable memory: {human_bytes(usable)} ({self.headroom:.0%} headroom)",
         )
         axes.plot(*zip(*peaks.items(), strict=True), "o-", color=BLUE, label="fits")
         chosen = (self.largest, peaks[self.largest])
@@ -211,7 +211,7 @@ class SearchReport:
         if failing:
             axes.plot(
                 [trial.size for trial in failing],
-                [limit / bytes_each] * len(failing),
+                [usable / bytes_each] * len(failing),
                 "X",
                 color=RED,
                 markersize=9,
@@ -227,7 +227,7 @@ class SearchReport:
             xlabel=f"micro-batch (rows of {self.row})",
             ylabel=f"peak memory, tightest rank ({unit})",
             xlim=(0, 1.05 * trials[-1].size),
-            ylim=(0, 1.15 * limit / bytes_each),
+            ylim=(0, 1.15 * usable / bytes_each),
         )
         whole_numbers(axes.xaxis)
         tidy(axes)

@@ -23,7 +23,7 @@ TRIAL_COLUMNS = (
     "rows",
     "verdict",
     "peak",
-    "limit",
+    "usable",
     "tightest rank",
     "tokens/s per rank",
     "seconds",
@@ -62,7 +62,7 @@ class RankReport:
     peak_allocated_bytes: int
     retries: int
     usable_bytes: int
-    """The memory that this rank may use: its capacity, less the headroom."""
+    """Usable memory: the capacity of this rank, less the headroom."""
     step_seconds: float = 0.0
     """The time that the step took, without what is around it."""
 

@@ -84,7 +84,7 @@ class AdaptiveSettings:
     """The largest micro-batch to try. The data limits it too: an epoch must have at least one step."""
 
     headroom: Annotated[float, SHARE] = 0.05
-    """Fraction of memory that a trial must leave free."""
+    """Fraction of the capacity that a trial must leave free; the rest is the usable memory."""
 
     memory_limit: Annotated[int, MEMORY] | None = None
     """Behave like a device with this much memory, e.g. ``24GiB`` (on a GPU, a real cap; on a CPU, a simulated

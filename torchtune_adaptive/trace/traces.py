@@ -199,11 +199,11 @@ class TracedRun:
         few, many = ROWS_TRACED[0], 4 * ROWS_TRACED[0]
         low, high = reserved(few), reserved(many)
         each = max(1, (high - low) // (many - few))
-        guess = min(most, many + (device.limit - high) // each)
+        guess = min(most, many + (device.usable_bytes - high) // each)
         if guess > many:  # memory is only piecewise linear: correct the slope at the far end
             end = reserved(guess)
-            guess -= (end - device.limit) * (guess - many) // max(1, end - high)
-        return largest(lambda rows: rows <= most and reserved(rows) <= device.limit, guess)
+            guess -= (end - device.usable_bytes) * (guess - many) // max(1, end - high)
+        return largest(lambda rows: rows <= most and reserved(rows) <= device.usable_bytes, guess)
 
     def confirmed_largest(
         self, length: int, device: DeviceLimits, ceiling: int | None = None
