@@ -54,26 +54,29 @@ demo-oom: $(READY)
 
 PYTEST := $(RUN) $(BIN)/python -m pytest
 SHARD ?= 0
+TIER := --shard $(SHARD)
 
 # In lanes, because processes of ranks wait for each other much of the time; each lane prints when it is done.
+LANES = @$(MAKE) --no-print-directory -j 3 --output-sync=target test-unit test-ranks test-recipes
+
 test: $(READY)
 	@echo "Running lint, types and unit tests, tests of ranks, and whole runs in parallel: about 7 minutes."
-	@$(MAKE) --no-print-directory -j 3 --output-sync=target test-unit test-ranks test-recipes
+	$(LANES)
 
 test-unit: check
-	$(PYTEST) tests/unit --shard $(SHARD)
+	$(PYTEST) tests/unit $(TIER)
 
 test-ranks: $(READY)
-	$(PYTEST) tests/distributed tests/gpu --shard $(SHARD)
+	$(PYTEST) tests/distributed tests/gpu $(TIER)
 
 test-recipes: $(READY)
-	$(PYTEST) tests/recipes --shard $(SHARD)
+	$(PYTEST) tests/recipes $(TIER)
 
-test-all: check
-	$(PYTEST) --exhaustive
+test-all: $(READY)
+	$(LANES) TIER='--exhaustive'
 
 test-rest: $(READY)
-	$(PYTEST) --exhaustive -m exhaustive
+	$(LANES) TIER='--exhaustive -m exhaustive'
 
 test-one: $(READY)
 	$(PYTEST) $(or $(T),$(error which tests? For example: make test-one T=tests/unit/test_search.py))
