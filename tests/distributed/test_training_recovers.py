@@ -105,7 +105,10 @@ def relieve_everywhere(stride: int, shard: int, settings: dict[str, Any]) -> dic
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        pytest.param(2, {"steps": 2, "layers": 2}, id="full"),
+        pytest.param(
+            2, {"steps": 2, "layers": 2}, id="full, two steps", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(2, {"steps": 1}, id="full"),
         pytest.param(2, {"steps": 1, "lora": True}, id="lora"),
         pytest.param(1, {"steps": 2, "sharded": False}, id="one rank"),
         pytest.param(2, {"steps": 1, "reshard": False, "output_apart": True}, id="output apart"),

@@ -45,6 +45,7 @@ def run_compiled(cfg: Any) -> list[dict[str, float]]:
     return run_ours("full", cfg)
 
 
+@pytest.mark.exhaustive
 def test_compiled(tmp_path: Path) -> None:
     plain = train("full", tmp_path / "plain", max_steps_per_epoch=1)
     cfg = tiny_config("full", tmp_path / "compiled", compile=True, max_steps_per_epoch=1)

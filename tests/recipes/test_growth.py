@@ -186,6 +186,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(
     assert final and all(torch.equal(ours[key], theirs[key]) for key in final)
 
 
+@pytest.mark.exhaustive
 def test_another_number_of_ranks_keeps_the_batch_and_the_order_or_says_why_not(
     tmp_path: Path, grown: tuple[Path, list[dict[str, float]]]
 ) -> None:

@@ -43,10 +43,9 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "quantised lora": ("qat_lora", {"fake_quant_after_n_steps": 2}),
 }
 COMBINED = [
-    ("full", "bf16, checkpointed", "accumulation"),
+    ("bf16, checkpointed", "accumulation"),
     ("optimizer in backward", "packed", "bisect"),
     ("lora with dropout", "dora"),
-    ("full dpo", "accumulation"),
 ]
 """What the quick tier runs instead of one after the other."""
 

@@ -164,6 +164,7 @@ def test_ctrl_c_while_it_searches(tmp_path: Path) -> None:
     assert "Traceback" not in said and not list((tmp_path / "out").glob("epoch_*"))
 
 
+@pytest.mark.exhaustive
 def test_preemption_under_torchrun(tmp_path: Path) -> None:
     """torchrun passes SIGTERM on, waits for 30 seconds, and kills."""
     status, said = signalled(

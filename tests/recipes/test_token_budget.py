@@ -150,6 +150,7 @@ def test_it_shrinks_when_a_neighbour_moves_in(tmp_path: Path) -> None:
     assert after == before // 2
 
 
+@pytest.mark.exhaustive
 def test_with_growth_and_resume_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     changes = {
         **BUDGET,

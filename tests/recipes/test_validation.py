@@ -48,7 +48,8 @@ def validation_losses(records: Records) -> dict[float, float]:
     return {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
 
 
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.exhaustive), "lora"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["full", "lora"])
 def test_validation_changes_no_bit_and_continues_after_a_resume(kind: str, tmp_path: Path) -> None:
     plain, whole, resumed = (tmp_path / name for name in ("plain", "whole", "resumed"))
     expected = train(kind, plain, 2)

@@ -101,9 +101,8 @@ def losses(run: Any, kind: str, folder: Path, **changes: Any) -> list[float]:
     return [step["loss"] for step in steps]
 
 
-@pytest.mark.parametrize(
-    "kind", ["full_vision", pytest.param("lora_vision", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["full_vision", "lora_vision"])
 def test_a_search_finds_a_size_and_leaves_no_trace(tmp_path: Path, kind: str) -> None:
     search = {"use_maximum_batch_size": True, "adaptive_batching.memory_limit": "24MiB"}
     found = losses(run_ours, kind, tmp_path / "found", **search)
