@@ -27,7 +27,8 @@ SEARCH = {
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {"clip_grad_norm": 1.0}),
-    "bf16, checkpointed": ("full", {"dtype": "bf16", "enable_activation_checkpointing": True}),
+    "bf16": ("full", {"dtype": "bf16"}),
+    "checkpointed": ("full", {"enable_activation_checkpointing": True}),
     "accumulation": ("full", {"gradient_accumulation_steps": 2}),
     "optimizer in backward": ("full", {"optimizer_in_bwd": True}),
     "packed": ("full", {"dataset.packed": True, "tokenizer.max_seq_len": 128}),
@@ -43,7 +44,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "quantised lora": ("qat_lora", {"fake_quant_after_n_steps": 2}),
 }
 COMBINED = [
-    ("bf16, checkpointed", "accumulation"),
+    ("full", "checkpointed", "accumulation"),
     ("optimizer in backward", "packed", "bisect"),
     ("lora with dropout", "dora"),
 ]
