@@ -32,9 +32,17 @@ def forget_the_sequence(step: AdaptiveStep) -> None:
 
 
 def fail_in_steps(
-    way: str, recording: bool, stride: int, shard: int, settings: dict[str, Any]
+    way: str, recording: bool, stride: int | None, shard: int, settings: dict[str, Any]
 ) -> dict[str, int]:
-    """Fail at operations of a step of two rows, on one rank after the other; it is retried with one row."""
+    """Fail at operations of a step of two rows, on one rank after the other; it is retried with one row.
+
+    Args:
+        way: how the model is spread over the ranks.
+        recording: whether the ranks agree before each collective.
+        stride: from each operation to the next; None: at collectives only.
+        shard: shifts the first one.
+        settings: of the step.
+    """
     run, memory = failing(way, max_grad_norm=1.0, **settings)
     step, ranks = run.step, run.step.ranks
     rows = rows_of(2, seed=ranks.rank)
@@ -44,11 +52,12 @@ def fail_in_steps(
     step(rows, collate, 1)
     expected = local_values(run.model)
     snapshot.restore()
-    operations = operations_before_the_optimizer(step, memory, rows)
+    last, collectives = operations_before_the_optimizer(step, memory, rows)
     snapshot.restore()
     counts = dict.fromkeys(COUNTS, 0)
-    for operation in range(1 + shard % stride, operations + 1, stride):
-        victim = operation // stride % ranks.size
+    every = range(1 + shard % stride, last + 1, stride) if stride else collectives
+    for operation in every:
+        victim = operation // (stride or 1) % ranks.size
         step._runner.begin(Split(2, 1, ranks.size))
         if recording:
             forget_the_sequence(step)
@@ -61,8 +70,10 @@ def fail_in_steps(
     return counts
 
 
-def operations_before_the_optimizer(step: AdaptiveStep, memory: Any, rows: list[Any]) -> int:
-    """How many operations of a step can run out of memory and be survived."""
+def operations_before_the_optimizer(
+    step: AdaptiveStep, memory: Any, rows: list[Any]
+) -> tuple[int, list[int]]:
+    """How many operations of a step can run out of memory and be survived; which of them are collectives."""
     seen: list[int] = []
     scale_gradients = step.train_step._scale_gradients
 
@@ -74,7 +85,7 @@ def operations_before_the_optimizer(step: AdaptiveStep, memory: Any, rows: list[
     with memory.fail_at(0) as fault:
         step(rows, collate, 2)
     del step.train_step._scale_gradients
-    return seen[-1]
+    return seen[-1], fault.collectives
 
 
 WAYS = {
@@ -117,6 +128,19 @@ def test_memory_runs_out_at_every_operation(
     )
     for count in counts:
         assert count["retried"] == count["tried"] >= 40 // stride
+        assert count["wrong"] == 0
+
+
+@pytest.mark.parametrize("recording", [False, True], ids=["recorded", "while recording"])
+@pytest.mark.parametrize(("way", "ranks"), [("fsdp", 2), ("hsdp", 4)])
+def test_memory_runs_out_before_and_after_the_launch_of_each_collective(
+    way: str, ranks: int, recording: bool
+) -> None:
+    """Whether the rank has launched a collective decides whether the others wait for it."""
+    counts = run_ranks(fail_in_steps, ranks, way, recording, None, 0, {})
+    launches = {"fsdp": 4 + 2, "hsdp": 4 + 2 + 2}[way]  # gather each layer twice, reduce it
+    for count in counts:
+        assert count["retried"] == count["tried"] == 2 * launches
         assert count["wrong"] == 0
 
 

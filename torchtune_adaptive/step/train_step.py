@@ -487,17 +487,13 @@ class TrainStep:
         if self._state is State.RUNNING:
             self._collectives.begin_phase(phase)
             self._attempt(phase, work, *arguments)
-        if self._state is not State.FAILED_HERE:
-            return
-        if self._collectives.recording:
-            self._collectives.announce_failure()
+        if self._state is State.FAILED_HERE and self._finish(phase):
             self._state = State.LOST
-        else:
-            self._finish(phase)
 
-    def _finish(self, phase: str) -> None:
+    def _finish(self, phase: str) -> bool:
+        """Launch what the other ranks wait for; whether they know of the failure then."""
         try:
-            self._collectives.finish(phase)
+            return self._collectives.finish(phase)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
