@@ -205,6 +205,21 @@ def refusals() -> dict[str, str]:
         model[0].set_gradient_divide_factor(1.0)  # type: ignore[index, operator]
         return model
 
+    def apart() -> nn.Module:
+        model = tiny_model("fsdp")
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        return model
+
+    def partly_reduced() -> nn.Module:
+        model = tiny_model("hsdp")
+        model.set_requires_all_reduce(False)  # type: ignore[operator]
+        return model
+
+    def reduced_by_hook() -> nn.Module:
+        model = tiny_model("fsdp")
+        model[0].set_all_reduce_hook(print)  # type: ignore[index, operator]
+        return model
+
     def with_buffers() -> nn.Module:
         return DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
 
@@ -221,6 +236,9 @@ def refusals() -> dict[str, str]:
         "in parts": partly,
         "ignored parameters": ignoring,
         "divide factor": divided,
+        "gradients apart": apart,
+        "replicas apart": partly_reduced,
+        "all-reduce by hook": reduced_by_hook,
         "DDP with buffers": with_buffers,
         "DDP with a hook": hooked,
     }
@@ -265,7 +283,10 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
         "on a part of the ranks": "is spread over 2 of 4 ranks",
         "in parts": "applied to 2 parts, but not to the whole",
         "ignored parameters": "is not sharded",
-        "divide factor": "set_gradient_divide_factor",
+        "divide factor": "set_gradient_divide_factor was called",
+        "gradients apart": "set_requires_gradient_sync(False) was called",
+        "replicas apart": "set_requires_all_reduce(False) was called",
+        "all-reduce by hook": "set_all_reduce_hook was called",
         "DDP with buffers": "Pass broadcast_buffers=False",
         "DDP with a hook": "a communication hook would be bypassed",
         "rows": "one rank has 2 and another 5",

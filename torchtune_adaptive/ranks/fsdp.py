@@ -238,14 +238,22 @@ def _check_sharded(model: nn.Module) -> None:
         )
 
 
-def divides_gradients(model: nn.Module) -> bool:
-    """Whether FSDP divides gradients by a factor of the user's. Private (checked on torch 2.11 and 2.13)."""
-    return any(
-        group.gradient_divide_factor is not None
+def changed_reduction(model: nn.Module) -> str | None:
+    """Which method of FSDP2 has changed how gradients are reduced, if any has; there is no public way to ask
+    (checked on torch 2.13)."""
+    groups = [
+        group
         for module in model.modules()
         if isinstance(module, FSDPModule)
         for group in _parameter_groups(module._get_fsdp_state())
-    )
+    ]
+    changed = {
+        "set_gradient_divide_factor": lambda group: group.gradient_divide_factor is not None,
+        "set_requires_gradient_sync(False)": lambda group: not group.reduce_grads,
+        "set_requires_all_reduce(False)": lambda group: not group.all_reduce_grads,
+        "set_all_reduce_hook": lambda group: group._all_reduce_hook is not None,
+    }
+    return next((name for name, is_so in changed.items() if any(map(is_so, groups))), None)
 
 
 def _parameter_groups(state: Any) -> list[Any]:

@@ -35,7 +35,7 @@ from torchtune_adaptive.ranks.ddp import Replicas, wrapped_in
 from torchtune_adaptive.settings.knobs import Choice
 from torchtune_adaptive.step import gradients
 from torchtune_adaptive.step.loss_scale import LossScale
-from torchtune_adaptive.step.objective import Batch, Objective, Weighted, WithMetrics
+from torchtune_adaptive.step.objective import Batch, Objective, Summed
 from torchtune_adaptive.step.switches import Switches
 from torchtune_adaptive.step.totals import SmallBatches, Total
 
@@ -224,10 +224,11 @@ class TrainStep:
         inputs = self._to_device(batch)
         with self._apart():
             loss = self.objective.summed_loss(self._run_model, inputs, tokens)
-        if isinstance(loss, Weighted):
-            loss, tokens = loss
-        elif isinstance(loss, WithMetrics):
-            self._add_metrics(loss.metrics)
+        if isinstance(loss, Summed):
+            if loss.metrics is not None:
+                self._add_metrics(loss.metrics)
+            if loss.weight is not None:
+                tokens = loss.weight
             loss = loss.loss
         self._tokens += tokens
         if self._small is not None:
