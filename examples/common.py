@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -20,11 +19,14 @@ def rows(count: int) -> list[torch.Tensor]:
     return list(torch.randint(VOCABULARY, (count, LENGTH), generator=generator))
 
 
-@contextmanager
-def less_memory(step: AdaptiveStep, limit: int) -> Iterator[None]:
-    """For a while this process may use no more than ``limit`` bytes, as beside a greedy neighbor."""
-    with step.train_step.memory.capped(limit):
-        yield
+def worst_case(count: int) -> torch.Tensor:
+    """A micro-batch of that many rows, as long as any."""
+    return torch.zeros(count, LENGTH, dtype=torch.long)
+
+
+def less_memory(step: AdaptiveStep, limit: int, now: bool) -> AbstractContextManager[None]:
+    """If it is ``now``, this process may use no more than ``limit`` bytes, as beside a greedy neighbor."""
+    return step.train_step.memory.capped(limit) if now else nullcontext()
 
 
 def compare(losses: list[float], undisturbed: list[float], rank: int) -> None:

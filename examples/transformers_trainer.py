@@ -7,7 +7,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from common import LENGTH, LLAMA, compare, less_memory, rows
+from common import LLAMA, compare, less_memory, rows, worst_case
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from torchtune_adaptive import AdaptiveStep, find_batch_size
@@ -25,12 +25,11 @@ class AdaptiveTrainer(Trainer):
 
         if self.step is None:
             self.step = AdaptiveStep(model, self.optimizer, forward, memory_limit="16MiB")
-            worst = torch.zeros(64, LENGTH, dtype=torch.long)
-            batch = lambda n: {"input_ids": worst[:n], "labels": worst[:n]}  # noqa: E731
+            batch = lambda n: dict.fromkeys(("input_ids", "labels"), worst_case(n))  # noqa: E731
             self.size, self.losses = find_batch_size(self.step, batch, ceiling=64), []
         samples = [{k: v[i] for k, v in inputs.items()} for i in range(len(inputs["labels"]))]
         low = self.disturbed and self.state.global_step == 1 and dist.get_rank() == 0
-        with less_memory(self.step, (5 if low else 16) << 20):
+        with less_memory(self.step, 5 << 20, low):
             outcome = self.step(samples, self.data_collator, self.size)
         assert outcome.retried or not low
         self.losses.append(outcome.loss)

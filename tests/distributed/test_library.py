@@ -32,9 +32,17 @@ def forget_the_sequence(step: AdaptiveStep) -> None:
 
 
 def fail_in_steps(
-    way: str, recording: bool, stride: int, shard: int, settings: dict[str, Any]
+    way: str, recording: bool, stride: int | None, shard: int, settings: dict[str, Any]
 ) -> dict[str, int]:
-    """Fail at operations of a step of two rows, on one rank after the other; it is retried with one row."""
+    """Fail at operations of a step of two rows, on one rank after the other; it is retried with one row.
+
+    Args:
+        way: how the model is spread over the ranks.
+        recording: whether the ranks agree before each collective.
+        stride: from each operation to the next; None: at collectives only.
+        shard: shifts the first one.
+        settings: of the step.
+    """
     run, memory = failing(way, max_grad_norm=1.0, **settings)
     step, ranks = run.step, run.step.ranks
     rows = rows_of(2, seed=ranks.rank)
@@ -44,11 +52,12 @@ def fail_in_steps(
     step(rows, collate, 1)
     expected = local_values(run.model)
     snapshot.restore()
-    operations = operations_before_the_optimizer(step, memory, rows)
+    last, collectives = operations_before_the_optimizer(step, memory, rows)
     snapshot.restore()
     counts = dict.fromkeys(COUNTS, 0)
-    for operation in range(1 + shard % stride, operations + 1, stride):
-        victim = operation // stride % ranks.size
+    every = range(1 + shard % stride, last + 1, stride) if stride else collectives
+    for operation in every:
+        victim = operation // (stride or 1) % ranks.size
         step._runner.begin(Split(2, 1, ranks.size))
         if recording:
             forget_the_sequence(step)
@@ -61,8 +70,10 @@ def fail_in_steps(
     return counts
 
 
-def operations_before_the_optimizer(step: AdaptiveStep, memory: Any, rows: list[Any]) -> int:
-    """How many operations of a step can run out of memory and be survived."""
+def operations_before_the_optimizer(
+    step: AdaptiveStep, memory: Any, rows: list[Any]
+) -> tuple[int, list[int]]:
+    """How many operations of a step can run out of memory and be survived; which of them are collectives."""
     seen: list[int] = []
     scale_gradients = step.train_step._scale_gradients
 
@@ -74,7 +85,7 @@ def operations_before_the_optimizer(step: AdaptiveStep, memory: Any, rows: list[
     with memory.fail_at(0) as fault:
         step(rows, collate, 2)
     del step.train_step._scale_gradients
-    return seen[-1]
+    return seen[-1], fault.collectives
 
 
 WAYS = {
@@ -117,6 +128,19 @@ def test_memory_runs_out_at_every_operation(
     )
     for count in counts:
         assert count["retried"] == count["tried"] >= 40 // stride
+        assert count["wrong"] == 0
+
+
+@pytest.mark.parametrize("recording", [False, True], ids=["recorded", "while recording"])
+@pytest.mark.parametrize(("way", "ranks"), [("fsdp", 2), ("hsdp", 4)])
+def test_memory_runs_out_before_and_after_the_launch_of_each_collective(
+    way: str, ranks: int, recording: bool
+) -> None:
+    """Whether the rank has launched a collective decides whether the others wait for it."""
+    counts = run_ranks(fail_in_steps, ranks, way, recording, None, 0, {})
+    launches = {"fsdp": 4 + 2, "hsdp": 4 + 2 + 2}[way]  # gather each layer twice, reduce it
+    for count in counts:
+        assert count["retried"] == count["tried"] == 2 * launches
         assert count["wrong"] == 0
 
 
@@ -181,6 +205,21 @@ def refusals() -> dict[str, str]:
         model[0].set_gradient_divide_factor(1.0)  # type: ignore[index, operator]
         return model
 
+    def apart() -> nn.Module:
+        model = tiny_model("fsdp")
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        return model
+
+    def partly_reduced() -> nn.Module:
+        model = tiny_model("hsdp")
+        model.set_requires_all_reduce(False)  # type: ignore[operator]
+        return model
+
+    def reduced_by_hook() -> nn.Module:
+        model = tiny_model("fsdp")
+        model[0].set_all_reduce_hook(print)  # type: ignore[index, operator]
+        return model
+
     def with_buffers() -> nn.Module:
         return DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
 
@@ -197,6 +236,9 @@ def refusals() -> dict[str, str]:
         "in parts": partly,
         "ignored parameters": ignoring,
         "divide factor": divided,
+        "gradients apart": apart,
+        "replicas apart": partly_reduced,
+        "all-reduce by hook": reduced_by_hook,
         "DDP with buffers": with_buffers,
         "DDP with a hook": hooked,
     }
@@ -241,7 +283,10 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
         "on a part of the ranks": "is spread over 2 of 4 ranks",
         "in parts": "applied to 2 parts, but not to the whole",
         "ignored parameters": "is not sharded",
-        "divide factor": "set_gradient_divide_factor",
+        "divide factor": "set_gradient_divide_factor was called",
+        "gradients apart": "set_requires_gradient_sync(False) was called",
+        "replicas apart": "set_requires_all_reduce(False) was called",
+        "all-reduce by hook": "set_all_reduce_hook was called",
         "DDP with buffers": "Pass broadcast_buffers=False",
         "DDP with a hook": "a communication hook would be bypassed",
         "rows": "one rank has 2 and another 5",

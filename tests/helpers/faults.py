@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive.device.simulated import SimulatedMemory
 
@@ -15,7 +16,8 @@ from torchtune_adaptive.device.simulated import SimulatedMemory
 class OutOfMemoryAt(TorchDispatchMode):
     """Raises ``torch.OutOfMemoryError`` at the n-th operation (never, if 0), and counts them all.
 
-    Collectives are not counted: their buffers exist before, and what allocates those is counted.
+    A collective counts twice: memory may run out just before it is launched, or while waiting for it. Not so
+    those by which ranks agree: they are of integers, on the host.
     """
 
     def __init__(self, operation: int) -> None:
@@ -23,16 +25,33 @@ class OutOfMemoryAt(TorchDispatchMode):
         self.operation = operation
         self.seen = 0
         self.failed: Any = None  # the operation that raised
+        self.collectives: list[int] = []  # which operations they are
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented
+        kwargs = kwargs or {}
         if func.namespace != "c10d":
-            self.seen += 1
-            if self.seen == self.operation:
-                self.failed = func
-                raise torch.OutOfMemoryError(f"injected at operation {self.seen}, {func}")
-        return func(*args, **(kwargs or {}))
+            self._count(func)
+            return func(*args, **kwargs)
+        if not _is_of_floats(args):
+            return func(*args, **kwargs)
+        self.collectives += [self.seen + 1, self.seen + 2]
+        self._count(func)
+        result = func(*args, **kwargs)
+        self._count(func)
+        return result
+
+    def _count(self, func: Any) -> None:
+        self.seen += 1
+        if self.seen == self.operation:
+            self.failed = func
+            raise torch.OutOfMemoryError(f"injected at operation {self.seen}, {func}")
+
+
+def _is_of_floats(arguments: Any) -> bool:
+    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+    return any(tensor.is_floating_point() for tensor in tensors)
 
 
 class FailingMemory(SimulatedMemory):

@@ -142,11 +142,46 @@ class TestMisuse:
         with pytest.raises(UsageError, match=why):
             step(rows_of(4), collate, 4)
 
-    def test_forward_returns_a_mean(self) -> None:
+    @pytest.mark.parametrize(
+        "mean",
+        [
+            F.mse_loss,
+            lambda outputs, targets: (outputs - targets).square().mean(),
+            lambda outputs, targets: F.cross_entropy(outputs, targets.argmax(-1)).double(),
+            lambda outputs, targets: F.smooth_l1_loss(outputs, targets).reshape(1),
+        ],
+    )
+    def test_forward_returns_a_mean(self, mean: Any) -> None:
         model = tiny_model("alone")
         optimizer = torch.optim.SGD(model.parameters())
-        mean = lambda batch: (F.mse_loss(model(batch[0]), batch[1]), batch[1].numel())  # noqa: E731
-        step = AdaptiveStep(model, optimizer, mean, memory_limit="1MiB")
+        step = AdaptiveStep(model, optimizer, lambda batch: (mean(model(batch[0]), batch[1]), 16))
+        before = [parameter.clone() for parameter in model.parameters()]
+        with pytest.raises(UsageError, match="the loss is a mean, and its weight is 16") as refused:
+            step(rows_of(4), collate, 4)
+        assert "\n" not in str(refused.value)
+        assert all(map(torch.equal, model.parameters(), before))
+
+    @pytest.mark.parametrize(
+        ("total", "weight"),
+        [
+            (lambda outputs, targets: F.mse_loss(outputs, targets) * targets.numel(), 16),
+            (lambda outputs, targets: F.mse_loss(outputs, targets, reduction="sum").mean(), 16),
+            (F.mse_loss, 1),  # one term: the mean over the numbers of one row
+        ],
+    )
+    def test_a_mean_that_is_a_sum(self, total: Any, weight: int) -> None:
+        model = tiny_model("alone")
+        optimizer = torch.optim.SGD(model.parameters())
+        step = AdaptiveStep(
+            model, optimizer, lambda batch: (total(model(batch[0]), batch[1]), weight)
+        )
+        assert step(rows_of(4), collate, 4).weight == weight
+
+    def test_forward_returns_a_mean_that_only_the_search_sees(self) -> None:
+        model = tiny_model("alone")
+        optimizer = torch.optim.SGD(model.parameters())
+        half = lambda batch: (F.mse_loss(model(batch[0]), batch[1]) / 2, batch[1].numel())  # noqa: E731
+        step = AdaptiveStep(model, optimizer, half, memory_limit="1MiB")
         with pytest.raises(UsageError, match="so it is a mean"):
             find_batch_size(step, lambda rows: collate(rows_of(rows)))
 

@@ -11,7 +11,7 @@ from torch import nn
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.kinds.lora import LoRA
 from torchtune_adaptive.setup.optimizer import build_loss
-from torchtune_adaptive.step.objective import Batch, Forward, NextTokenPrediction, WithMetrics
+from torchtune_adaptive.step.objective import Batch, Forward, NextTokenPrediction, Summed
 from torchtune_adaptive.upstream import labels_are_shifted
 
 
@@ -41,7 +41,7 @@ class Distillation(NextTokenPrediction):
         self.frozen: Sequence[nn.Module] = (teacher,)
         self._ratio = ratio
 
-    def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> WithMetrics:
+    def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> Summed:
         inputs, labels = self._inputs(batch), self._labels(batch, weight)
         # First, while nothing is kept for backward. Also without a token that counts: other ranks take part
         # in its collectives.
@@ -56,7 +56,7 @@ class Distillation(NextTokenPrediction):
         class_loss = self.loss_fn(logits, labels)
         loss = (1 - self._ratio) * class_loss + self._ratio * kd_loss
         sums = {"class_loss": class_loss.detach() * weight, "kd_loss": kd_loss.detach() * weight}
-        return WithMetrics(loss * weight, sums)
+        return Summed(loss * weight, metrics=sums)
 
 
 class KD(LoRA):

@@ -12,7 +12,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_dpo
 from torchtune.rlhf import get_batch_log_probs
 
 from torchtune_adaptive.data.rows import Collate, Row, Rows
-from torchtune_adaptive.step.objective import Batch, Forward, WithMetrics
+from torchtune_adaptive.step.objective import Batch, Forward, Summed
 
 _SIDES = ("chosen", "rejected")
 
@@ -89,7 +89,7 @@ class Preference:
     def weight(self, batch: Batch) -> int:
         return self.rows(batch)
 
-    def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> WithMetrics:
+    def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> Summed:
         tokens, labels = batch["tokens"], batch["labels"]
         # First, while nothing is kept for backward: logits are what takes most memory.
         with torch.no_grad():
@@ -108,4 +108,4 @@ class Preference:
         }
         for name, values in (("log_probs", log_probs.detach()), ("logits", mean_logits)):
             sums |= {f"{name}/{side}": v for side, v in zip(_SIDES, values.chunk(2), strict=True)}
-        return WithMetrics(losses.sum(), {k: v.float().sum() for k, v in sums.items()})
+        return Summed(losses.sum(), metrics={k: v.float().sum() for k, v in sums.items()})

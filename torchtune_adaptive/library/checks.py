@@ -135,10 +135,10 @@ def _require_whole_mesh(model: nn.Module, roots: list[FSDPModule], ranks: Ranks)
                 "model: the shard dimension of its mesh has one rank, so nothing is sharded. Use "
                 "DistributedDataParallel, or a mesh of one dimension."
             )
-    if fsdp.divides_gradients(model):
+    if called := fsdp.changed_reduction(model):
         raise UsageError(
-            "model: set_gradient_divide_factor changes what gradients are divided by, and a step divides "
-            "them by its own weight. Do not call it."
+            f"model: {called} was called. A step sums the gradients of every micro-batch over all ranks and "
+            "divides them by its own weight. Do not call it."
         )
 
 
@@ -174,6 +174,33 @@ def weighted(result: object) -> tuple[torch.Tensor, int]:
             f"forward: the weight is {weight!r}, but must be the number of terms in the loss, 0 or more."
         )
     return loss.reshape(()), int(weight)
+
+
+def require_sum(loss: torch.Tensor, weight: int) -> None:
+    """Check that the last thing that was computed is not a mean.
+
+    The mean of one term is its sum, and a mean that is multiplied again may be one.
+
+    Raises:
+        UsageError: it is a mean, of several terms.
+    """
+    node = loss.grad_fn
+    while node is not None and node.name() in _SAME_NUMBER:
+        node = node.next_functions[0][0]
+    # What a node has saved for backward is part of its interface: the ``reduction`` of torch's losses.
+    mean = getattr(node, "_saved_reduction", None) == _MEAN
+    if node is not None and node.name() == "MeanBackward0":
+        mean = getattr(node, "_saved_self_sym_numel", 1) > 1
+    if mean:
+        raise UsageError(
+            f"forward: the loss is a mean, and its weight is {weight}, so it would be divided twice. Return "
+            "the sum over all terms, for example with reduction='sum', and the number of terms."
+        )
+
+
+_MEAN = 1  # as torch's losses count reductions
+_SAME_NUMBER = {"ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0"}
+_SAME_NUMBER |= {"AliasBackward0", "CloneBackward0", "UnsafeViewBackward0"}
 
 
 def _kind(value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from torchtune_adaptive.library import checks
-from torchtune_adaptive.step.objective import Batch, Forward, Weighted
+from torchtune_adaptive.step.objective import Batch, Forward, Summed
 
 
 class SummedLoss:
@@ -20,6 +20,7 @@ class SummedLoss:
 
     def __init__(self, forward: Callable[[Any], Any], frozen: Sequence[nn.Module]) -> None:
         self._forward = forward
+        self._checked = False
         self.frozen: Sequence[nn.Module] = tuple(frozen)
 
     def rows(self, batch: Batch) -> int:
@@ -28,5 +29,9 @@ class SummedLoss:
     def weight(self, batch: Batch) -> int:
         return 0
 
-    def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> Weighted:
-        return Weighted(*checks.weighted(self._forward(batch)))
+    def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> Summed:
+        loss, weight = checks.weighted(self._forward(batch))
+        if not self._checked and weight > 1:
+            checks.require_sum(loss, weight)
+            self._checked = True
+        return Summed(loss, weight)

@@ -157,7 +157,8 @@ class AdaptiveStep:
         Raises:
             TrainingOutOfMemory: not even one row fits, on every rank; or memory ran out in the optimizer,
                 on the rank where it did.
-            UsageError: the ranks have different numbers of rows.
+            UsageError: the ranks have different numbers of rows, or ``forward`` returns something else than
+                a sum and its weight.
         """
         self._check(rows, size)
         runner = self._runner

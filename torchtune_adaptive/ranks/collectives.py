@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchtune_adaptive.ranks import fsdp
@@ -67,6 +68,7 @@ class Collectives:
         self._pass: dict[str, list[fsdp.Collective]] = {}
         self._count: dict[str, int] = {}
         self._phase = ""
+        self._open = _Open()
         for model in models:
             fsdp.watch_collectives(model, self._watch, reducing)
 
@@ -82,13 +84,16 @@ class Collectives:
     def begin_pass(self, kind: str = "training") -> None:
         self._sequence = self._sequences.setdefault(kind, _Sequence())
         self._pass, self._count = {}, {}
+        self._open = _Open()
 
     def begin_phase(self, phase: str) -> None:
+        self._close()
         self._phase = phase
         self._pass[phase], self._count[phase] = [], 0
 
     def end_pass(self) -> bool:
         """End a pass without failure on this rank; whether the other ranks completed it, too."""
+        self._close()
         if self.failed_elsewhere():
             return False
         sequence = self._sequence
@@ -107,19 +112,24 @@ class Collectives:
         """While recording: whether another rank has announced a failure, so that continuing would hang."""
         return self.recording and self._ranks.any(False)
 
-    def announce_failure(self) -> None:
-        """While recording: answer the agreement that every other rank is about to enter."""
-        self._ranks.any(True)
-
-    def finish(self, phase: str) -> None:
-        """Launch what is left of a recorded phase, so that no rank waits for this one.
+    def finish(self, phase: str) -> bool:
+        """After a failure on this rank: launch what the others wait for; whether they know of it then.
 
         The data is worthless, and every rank discards it. By now the memory of the failed step has been
         freed, which is more than the scratch buffer takes.
+
+        While recording, the others wait for what they have agreed to launch, and learn of the failure where
+        they would agree next. Afterwards they go through the rest of the recorded phase.
         """
-        rest = self._sequence.recorded.get(phase, [])[self._count.setdefault(phase, 0) :]
-        self._count[phase] += len(rest)
+        known = self._pass if self.recording else self._sequence.recorded
+        launched = self._count.get(phase, 0) + self._open.launched()
+        self._open = _Open()
+        rest = known.get(phase, [])[launched:]
+        self._count[phase] = launched + len(rest)
         self._launch_on_scratch(rest)
+        if self.recording:
+            self._ranks.any(True)
+        return self.recording
 
     def _launch_on_scratch(self, rest: Sequence[fsdp.Collective]) -> None:
         if not rest:
@@ -138,22 +148,54 @@ class Collectives:
         launch: Callable[[], Any],
         descriptions: tuple[Callable[[], fsdp.Collective], ...],
     ) -> Any:
+        self._close()
+        known = self._sequence.recorded
         if self.recording:
             if self.failed_elsewhere():
                 raise AnotherRankFailed
             self._pass[self._phase] += [describe() for describe in descriptions]
-        # Counted first: where a launch raises, it raises while waiting for what has been launched.
-        self._count[self._phase] += 1
+            known = self._pass
+        at = self._count[self._phase]
+        following = known.get(self._phase, [])[at : at + len(descriptions)]
+        self._open = _Open(len(descriptions), [collective.group for collective in following])
         self._launched()
-        following = descriptions[1:]
-        try:
-            launched = launch()
-        except Exception:
-            if self.recording:  # nobody agrees before what follows, so the others are in it
-                self._launch_on_scratch([describe() for describe in following])
-            raise
-        self._count[self._phase] += len(following)
-        return launched
+        result = launch()
+        self._open.returned = True
+        return result
+
+    def _close(self) -> None:
+        """FSDP has gone on, so it has launched what it was launching."""
+        if self._open.size:
+            self._count[self._phase] += self._open.size
+            self._open = _Open()
+
+
+class _Open:
+    """A collective that FSDP is launching, and those that it launches right after it without asking.
+
+    A failure may come before or after each launch. The groups tell: they count what they launch.
+
+    Args:
+        size: how many these are.
+        groups: those that launch them; fewer where a pass is longer than the recorded one.
+    """
+
+    def __init__(self, size: int = 0, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        self.size = size
+        self.returned = False
+        """Whether the first launch has returned."""
+        self._before = [(group, fsdp.launches_of(group)) for group in groups]
+
+    def launched(self) -> int:
+        """How many of them have been launched."""
+        unknown = self.size - len(self._before)
+        return unknown + sum(self._was_launched(at) for at in range(len(self._before)))
+
+    def _was_launched(self, at: int) -> bool:
+        group, before = self._before[at]
+        if before is None:  # The best guess: what raises in a launch does so where it waits.
+            return at == 0 or self.returned
+        return fsdp.launches_of(group) != before
 
 
 class NoCollectives:
@@ -178,9 +220,8 @@ class NoCollectives:
     def failed_elsewhere(self) -> bool:
         return False
 
-    def announce_failure(self) -> None: ...
-
-    def finish(self, phase: str) -> None: ...
+    def finish(self, phase: str) -> bool:
+        return False
 
 
 def _aligned(size: int) -> int:

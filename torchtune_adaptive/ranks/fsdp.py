@@ -43,6 +43,18 @@ class Collective:
         self.operation(output, input, group=self.group, **dict(self.extra))
 
 
+def launches_of(group: dist.ProcessGroup) -> int | None:
+    """How many collectives a group has launched; None if it does not count them, as NCCL and gloo do.
+
+    Private, as there is no public way to tell whether a launch that raised has taken place (checked on torch
+    2.13).
+    """
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return None
+
+
 Watcher = Callable[[Callable[[], Any], tuple[Callable[[], Collective], ...]], Any]
 """Called for each launch with two things: what launches, and what describes the collective and those that
 FSDP launches right after it. Must return what the launch returns."""
@@ -133,8 +145,8 @@ def _all_reduce(
 class _ReduceScatter(_Watched):
     """Watches a reduce-scatter, and with HSDP the all-reduce that FSDP launches right after it.
 
-    There is no interface for that all-reduce. But FSDP does nothing between the two, so whoever gets through
-    the first launches the second, and their reductions are of the same kind (checked on torch 2.13).
+    There is no interface for that all-reduce. But its reduction is of the same kind, and FSDP waits for no
+    other rank between the two (checked on torch 2.13).
     """
 
     def __init__(
@@ -226,14 +238,22 @@ def _check_sharded(model: nn.Module) -> None:
         )
 
 
-def divides_gradients(model: nn.Module) -> bool:
-    """Whether FSDP divides gradients by a factor of the user's. Private (checked on torch 2.11 and 2.13)."""
-    return any(
-        group.gradient_divide_factor is not None
+def changed_reduction(model: nn.Module) -> str | None:
+    """Which method of FSDP2 has changed how gradients are reduced, if any has; there is no public way to ask
+    (checked on torch 2.13)."""
+    groups = [
+        group
         for module in model.modules()
         if isinstance(module, FSDPModule)
         for group in _parameter_groups(module._get_fsdp_state())
-    )
+    ]
+    changed = {
+        "set_gradient_divide_factor": lambda group: group.gradient_divide_factor is not None,
+        "set_requires_gradient_sync(False)": lambda group: not group.reduce_grads,
+        "set_requires_all_reduce(False)": lambda group: not group.all_reduce_grads,
+        "set_all_reduce_hook": lambda group: group._all_reduce_hook is not None,
+    }
+    return next((name for name, is_so in changed.items() if any(map(is_so, groups))), None)
 
 
 def _parameter_groups(state: Any) -> list[Any]:

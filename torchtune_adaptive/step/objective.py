@@ -22,19 +22,16 @@ Forward = Callable[..., Any]
 """The forward pass of the model that is trained, with activation offloading where that is on."""
 
 
-class Weighted(NamedTuple):
-    """A summed loss, with its weight: where only the forward pass can tell it."""
+class Summed(NamedTuple):
+    """A summed loss, and what else the forward pass tells."""
 
     loss: torch.Tensor
-    weight: int
 
+    weight: int | None = None
+    """The number of its terms, where it is not known before."""
 
-class WithMetrics(NamedTuple):
-    """A summed loss, and what else is logged: summed over the same terms, and divided like the loss."""
-
-    loss: torch.Tensor
-    metrics: Mapping[str, torch.Tensor]
-    """Detached sums on the device, by name."""
+    metrics: Mapping[str, torch.Tensor] | None = None
+    """What else is logged: detached sums over the same terms, on the device."""
 
 
 class Objective(Protocol):
@@ -59,9 +56,7 @@ class Objective(Protocol):
         """The number of terms in the loss of a micro-batch that is still on the host: counting there never
         waits for the device. Where ``summed_loss`` tells it, this is not used."""
 
-    def summed_loss(
-        self, forward: Forward, batch: Batch, weight: int
-    ) -> torch.Tensor | Weighted | WithMetrics:
+    def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> torch.Tensor | Summed:
         """The loss of a micro-batch on the device, summed over its terms; 0 if there are none."""
 
 
@@ -104,9 +99,7 @@ class NextTokenPrediction:
     def weight(self, batch: Batch) -> int:
         return int((self._targets(batch) != self.ignored).sum())
 
-    def summed_loss(
-        self, forward: Forward, batch: Batch, weight: int
-    ) -> torch.Tensor | WithMetrics:
+    def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> torch.Tensor | Summed:
         inputs, labels = self._inputs(batch), self._targets(batch)
         if self.recomputed is not None and self.recomputed.on:
             with self.recomputed.replacing_logits(labels.chunk(self.output_chunks, dim=1)):

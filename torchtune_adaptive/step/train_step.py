@@ -35,7 +35,7 @@ from torchtune_adaptive.ranks.ddp import Replicas, wrapped_in
 from torchtune_adaptive.settings.knobs import Choice
 from torchtune_adaptive.step import gradients
 from torchtune_adaptive.step.loss_scale import LossScale
-from torchtune_adaptive.step.objective import Batch, Objective, Weighted, WithMetrics
+from torchtune_adaptive.step.objective import Batch, Objective, Summed
 from torchtune_adaptive.step.switches import Switches
 from torchtune_adaptive.step.totals import SmallBatches, Total
 
@@ -224,10 +224,11 @@ class TrainStep:
         inputs = self._to_device(batch)
         with self._apart():
             loss = self.objective.summed_loss(self._run_model, inputs, tokens)
-        if isinstance(loss, Weighted):
-            loss, tokens = loss
-        elif isinstance(loss, WithMetrics):
-            self._add_metrics(loss.metrics)
+        if isinstance(loss, Summed):
+            if loss.metrics is not None:
+                self._add_metrics(loss.metrics)
+            if loss.weight is not None:
+                tokens = loss.weight
             loss = loss.loss
         self._tokens += tokens
         if self._small is not None:
@@ -487,17 +488,13 @@ class TrainStep:
         if self._state is State.RUNNING:
             self._collectives.begin_phase(phase)
             self._attempt(phase, work, *arguments)
-        if self._state is not State.FAILED_HERE:
-            return
-        if self._collectives.recording:
-            self._collectives.announce_failure()
+        if self._state is State.FAILED_HERE and self._finish(phase):
             self._state = State.LOST
-        else:
-            self._finish(phase)
 
-    def _finish(self, phase: str) -> None:
+    def _finish(self, phase: str) -> bool:
+        """Launch what the other ranks wait for; whether they know of the failure then."""
         try:
-            self._collectives.finish(phase)
+            return self._collectives.finish(phase)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -23,9 +23,44 @@ def _masked_scatter(values: torch.Tensor, *_: Any) -> list[int]:
     return [values.numel() * 8]
 
 
+def _elementwise_loss(predicted: torch.Tensor, target: torch.Tensor, *_: Any) -> list[int]:
+    """The loss of each element, of which the result is the sum."""
+    return [torch.broadcast_shapes(predicted.shape, target.shape).numel() * predicted.itemsize]
+
+
+def _keeping_size(loss: Any) -> Callable[..., torch.Tensor]:
+    """A loss whose kernel gives its sum, one number, in memory of the size of the loss of each element."""
+    at = [argument.name for argument in loss._schema.arguments].index("reduction")
+
+    def result(*args: Any, **kwargs: Any) -> torch.Tensor:
+        reduction = kwargs.pop("reduction", args[at] if len(args) > at else _MEAN)
+        args = (*args[:at], *(() if len(args) <= at else (_NONE, *args[at + 1 :])))
+        if len(args) <= at:
+            kwargs["reduction"] = _NONE
+        elements: torch.Tensor = loss(*args, **kwargs)
+        return elements if reduction == _NONE else elements.resize_(())
+
+    return result
+
+
+_NONE, _MEAN = 0, 1  # as aten counts reductions
+
+REPLACED: dict[Any, Callable[..., Any]] = {
+    loss: _keeping_size(loss)
+    for loss in (
+        _aten.mse_loss.default,
+        _aten.smooth_l1_loss.default,
+        _aten.soft_margin_loss.default,
+        _aten.binary_cross_entropy.default,
+    )
+}
+"""What takes more memory than the shape of its result says (checked on a CPU, torch 2.13)."""
+
 WORKSPACES: dict[Any, Callable[..., list[int]]] = {
     _aten.masked_scatter.default: _masked_scatter,
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    _aten.mse_loss.default: _elementwise_loss,
+    _aten.smooth_l1_loss.default: _elementwise_loss,
 }
 
 

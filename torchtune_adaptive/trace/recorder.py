@@ -143,8 +143,8 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._recorder = recorder
         self._pausing = 0
-        self.replaced: dict[Any, Callable[..., Any]] = {}
-        """Operations whose result has a shape that depends on values, and what makes it instead."""
+        self.replaced: dict[Any, Callable[..., Any]] = dict(kernels.REPLACED)
+        """Operations that are done differently; whose shape depends on values, for example."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
