@@ -34,7 +34,13 @@ class Gpu:
     """What cuBLAS allocates for each stream and thread that uses it: 4096 KiB x 2 + 16 KiB x 8, and 32 MiB
     from Hopper on. For AMD's libraries the larger one is assumed."""
     source: str
-    """A report of torch's out-of-memory error on such a card, or the vendor's page."""
+    """A report of torch's out-of-memory error on such a card, which shows the total; or the vendor's page,
+    which does not."""
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether the source shows the total; if not, it is an estimate."""
+        return self.source.startswith(_THREADS)
 
     @property
     def total(self) -> int:
@@ -45,14 +51,14 @@ class Gpu:
         return self.total - CONTEXT - (COMMUNICATION if ranks > 1 else 0)
 
 
+_THREADS = "https://github.com/"
 _SMALL, _LARGE = 8 * MIB + 128 * 1024, 32 * MIB
 
-_PRO_6000 = "products/workstations/professional-desktop-gpus/rtx-pro-6000"
 _RX_7900 = "graphics/desktops/radeon/7000-series/amd-radeon-rx-7900xtx"
 
 
 def _report(thread: str) -> str:
-    return f"https://github.com/{thread}"
+    return f"{_THREADS}{thread}"
 
 
 def _nvidia(page: str) -> str:
@@ -65,7 +71,10 @@ def _amd(page: str) -> str:
 
 # Totals as torch reports them in out-of-memory errors: less than the name says, because the driver keeps
 # some and, with ECC, a sixteenth of GDDR is lost. They differ by up to 0.2 GiB with the driver and the form
-# factor of the card; --memory gives the exact amount. AMD's driver reports all but a few MiB.
+# factor of the card, so a smaller one may be found in other reports; --memory gives the exact amount. Each
+# linked report was looked up: it names the card and shows the number. Where the vendor's page is linked, no
+# such report was found. Of these, logs in public repositories show the numbers of L4, H200, B200 and MI300X;
+# the others are those of a card with the same chip or memory, or, for AMD's, all but a few MiB.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -80,7 +89,7 @@ GPUS = {
             _SMALL,
             _nvidia("geforce/graphics-cards/40-series/rtx-4080-family"),
         ),
-        Gpu("rtx4090-24gb", 23.52, _SMALL, _report("ali-vilab/VGen/issues/104")),
+        Gpu("rtx4090-24gb", 23.52, _SMALL, _report("sgl-project/sglang/issues/12496")),
         Gpu(
             "rtx5090-32gb", 31.36, _LARGE, _report("TrajectoryCrafter/TrajectoryCrafter/issues/20")
         ),
@@ -94,16 +103,16 @@ GPUS = {
         ),
         Gpu("a6000-48gb", 47.46, _SMALL, _nvidia("design-visualization/rtx-a6000")),
         Gpu("rtx6000ada-48gb", 44.43, _SMALL, _report("DINGYANB/MTVCrafter/issues/21")),
-        Gpu("rtxpro6000-96gb", 94.97, _LARGE, _nvidia(_PRO_6000)),
-        Gpu("t4-16gb", 14.75, _SMALL, _nvidia("data-center/tesla-t4")),
+        Gpu("rtxpro6000-96gb", 94.97, _LARGE, _report("antirez/ds4/issues/431")),
+        Gpu("t4-16gb", 14.56, _SMALL, _report("Zheng-Chong/CatVTON/issues/133")),
         Gpu("v100-16gb", 15.78, _SMALL, _report("kchengiva/Shift-GCN/issues/34")),
         Gpu("v100-32gb", 31.74, _SMALL, _report("liucongg/ChatGLM-Finetuning/issues/73")),
         Gpu("l4-24gb", 22.03, _SMALL, _nvidia("data-center/l4")),
         Gpu("a10-24gb", 21.99, _SMALL, _nvidia("data-center/products/a10-gpu")),
         Gpu("a30-24gb", 23.53, _SMALL, _report("google/RB-Modulation/issues/5")),
         Gpu("a40-48gb", 44.40, _SMALL, _nvidia("data-center/a40")),
-        Gpu("l40s-48gb", 44.40, _SMALL, _nvidia("data-center/l40s")),
-        Gpu("a100-40gb", 39.39, _SMALL, _report("TianheWu/CoSeR/issues/10")),
+        Gpu("l40s-48gb", 44.40, _SMALL, _report("vllm-project/vllm/issues/23230")),
+        Gpu("a100-40gb", 39.50, _SMALL, _report("TianheWu/CoSeR/issues/10")),
         Gpu("a100-80gb", 79.14, _SMALL, _report("lianqi1008/Control-GIC/issues/6")),
         Gpu("h100-80gb", 79.11, _LARGE, _report("vllm-project/vllm/issues/27508")),
         Gpu("h100nvl-94gb", 93.00, _LARGE, _report("ali-vilab/VACE/issues/56")),

@@ -82,4 +82,5 @@ def _nominal(memory: int, ranks: int) -> str:
 def _capacity(kind: Gpu, ranks: int) -> str:
     taken = human_bytes(kind.total - kind.capacity(ranks))
     by = "the CUDA context and NCCL" if ranks > 1 else "the CUDA context"
-    return f"{kind.name}: {human_bytes(kind.total)} in total, less {taken} for {by}"
+    estimated = "" if kind.is_reported else " (an estimate)"
+    return f"{kind.name}: {human_bytes(kind.total)} in total{estimated}, less {taken} for {by}"

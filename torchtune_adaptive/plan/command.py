@@ -139,10 +139,14 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 def _gpu_table() -> list[str]:
     rows = [
-        (one.name, *map(human_bytes, (one.total, one.capacity(1), one.capacity(8))))
+        (
+            one.name,
+            *map(human_bytes, (one.total, one.capacity(1), one.capacity(8))),
+            "reported" if one.is_reported else "estimated",
+        )
         for one in GPUS.values()
     ]
-    header = ("GPU", "total", "capacity on 1 GPU", "on several")
+    header = ("GPU", "total", "capacity on 1 GPU", "on several", "the total is")
     return table(header, rows, right={1, 2, 3})
 
 

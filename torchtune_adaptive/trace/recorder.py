@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +22,7 @@ from torchtune_adaptive.device.memory import plain_tensors
 from torchtune_adaptive.device.simulated import allocates
 from torchtune_adaptive.memory_model.steps import Label, MemoryEvent, RecordedStep
 from torchtune_adaptive.trace import fake_device, kernels
+from torchtune_adaptive.trace.known_results import KnownResults
 from torchtune_adaptive.trace.operation_log import OperationLog
 
 _aten = torch.ops.aten
@@ -139,9 +140,10 @@ class Watch(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled, and being skipped costs a call around every call
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, mode: FakeTensorMode) -> None:
         super().__init__()
         self._recorder = recorder
+        self._results = KnownResults(mode)
         self._pausing = 0
         self.replaced: dict[Any, Callable[..., Any]] = dict(kernels.REPLACED)
         """Operations that are done differently; whose shape depends on values, for example."""
@@ -170,14 +172,17 @@ class Watch(TorchDispatchMode):
                 recorder.log.read_by_host(args[0])
             return _any_value(args[0].dtype)
         if self._pausing or not recorder.listening:
-            return func(*args, **kwargs)
+            return self._results(func, args, kwargs)
         in_place = (
             not recorder.simulated
             and func is _aten.add.Tensor
             and not kwargs
             and _is_accumulation(args, recorder)
         )
-        result = self.replaced.get(func, func)(*args, **kwargs)
+        if func in self.replaced:
+            result = self.replaced[func](*args, **kwargs)
+        else:
+            result = self._results(func, args, kwargs)
         if in_place:
             recorder.hand_over(args[0].untyped_storage(), result.untyped_storage())
         if allocates(func):

@@ -105,8 +105,8 @@ class StepTracer:
         self.ranks = FakeRanks(rank, ranks)
         self.recorder = Recorder(self.device)
         self.memory = FakeMemory(self.recorder)
-        self._watch = Watch(self.recorder)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._watch = Watch(self.recorder, self._fake)
         self._within: Callable[[], AbstractContextManager[Any]] = nullcontext
         """What else to trace in."""
         self._optimizer_state_is_there = False

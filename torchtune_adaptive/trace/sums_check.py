@@ -37,7 +37,7 @@ def _gradients_made() -> int:
     """The allocations of a small backward pass on the fake device that sums three gradients."""
     device = fake_device.device()
     recorder = Recorder(device)
-    with FakeTensorMode(), Watch(recorder):
+    with FakeTensorMode() as mode, Watch(recorder, mode):
         leaf = torch.empty(1024, device=device, requires_grad=True)
         inner = leaf * 1
         end = (inner * 2 + inner * 3 + inner * 4).sum()

@@ -1,0 +1,181 @@
+"""Results of operations on fake tensors, each computed once.
+
+A model repeats its layers, so most operations of a step have had the same arguments before, as far as
+shapes, strides, types and devices go, and nothing else decides what fake tensors result. ``FakeTensorMode``
+has a cache for that as well, but takes most of its time to look things up in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_DEPENDS_ON_VALUES = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
+_CHANGES_ITS_ARGUMENT = frozenset(("aten::resize_", "aten::resize_as_", "aten::set_"))
+"""In its shape or storage; other such operations have a tag."""
+_PLAIN = frozenset(
+    (
+        *(int, float, bool, str, type(None)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    )
+)
+
+
+class _Made(NamedTuple):
+    """A tensor of a result."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    view_of: int | None
+    """Which of the tensors among the arguments it shares its storage with; None if it has its own."""
+
+
+class _Given(NamedTuple):
+    """One of the tensors among the arguments, itself."""
+
+    number: int
+
+
+class _Constant(NamedTuple):
+    value: Any
+
+
+_Part = _Made | _Given | _Constant
+
+
+class KnownResults:
+    """Calls operations, and makes results that are known without calling them.
+
+    Args:
+        mode: the mode of all tensors, which computes what is not known.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._regular: dict[Any, bool] = {}
+        self._known: dict[Any, tuple[Callable[..., Any] | None, list[_Part]] | None] = {}
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``func(*args, **kwargs)`` returns."""
+        regular = self._regular.get(func)
+        if regular is None:
+            regular = self._regular[func] = _is_regular(func)
+        if not regular:
+            return func(*args, **kwargs)
+        tensors: list[FakeTensor] = []
+        facts: list[Any] = [func, torch.get_default_dtype()]
+        if not self._describe(args, facts, tensors) or not self._describe_named(
+            kwargs, facts, tensors
+        ):
+            return func(*args, **kwargs)
+        key = tuple(facts)
+        if key not in self._known:
+            result = func(*args, **kwargs)
+            self._known[key] = _taken_apart(result, tensors)
+            return result
+        known = self._known[key]
+        if known is None:
+            return func(*args, **kwargs)
+        collect, parts = known
+        made = [self._make(part, tensors) for part in parts]
+        return made[0] if collect is None else collect(made)
+
+    def _describe_named(
+        self, named: dict[str, Any], facts: list[Any], tensors: list[FakeTensor]
+    ) -> bool:
+        if not named:
+            return True
+        facts.append(tuple(named))
+        return self._describe(tuple(named.values()), facts, tensors)
+
+    def _describe(self, values: Any, facts: list[Any], tensors: list[FakeTensor]) -> bool:
+        """Add what decides the result to ``facts``; False if these arguments are not regular."""
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                if value.constant is not None or value.fake_mode is not self._mode:
+                    return False
+                if value.is_conj() or value.is_neg():
+                    return False
+                tensors.append(value)
+                facts.append(
+                    (
+                        *(value.shape, value.stride(), value.storage_offset()),
+                        *(value.dtype, value.fake_device),
+                    )
+                )
+            elif kind in _PLAIN:
+                facts.append(kind)  # 1, 1.0 and True are equal
+                facts.append(value)
+            elif kind is list or kind is tuple or kind is torch.Size:
+                facts.append(len(value))
+                if not self._describe(value, facts, tensors):
+                    return False
+            else:
+                return False
+        return True
+
+    def _make(self, part: _Part, tensors: list[FakeTensor]) -> Any:
+        if isinstance(part, _Constant):
+            return part.value
+        if isinstance(part, _Given):
+            return tensors[part.number]
+        with torch._C._DisableTorchDispatch():
+            if part.view_of is None:
+                plain = torch.empty_strided(
+                    part.shape, part.stride, dtype=part.dtype, device="meta"
+                )
+            else:
+                storage = tensors[part.view_of].untyped_storage()
+                plain = torch.empty(0, dtype=part.dtype, device="meta")
+                plain.set_(storage, part.offset, part.shape, part.stride)
+        return FakeTensor(self._mode, plain, part.device)
+
+
+def _is_regular(func: Any) -> bool:
+    """Whether only the kinds of its arguments decide what results, and they stay as they are."""
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and func.namespace == "aten"
+        and not _DEPENDS_ON_VALUES & set(func.tags)
+        and torch.Tag.inplace_view not in func.tags
+        and func._schema.name not in _CHANGES_ITS_ARGUMENT
+    )
+
+
+def _taken_apart(
+    result: Any, tensors: list[FakeTensor]
+) -> tuple[Callable[..., Any] | None, list[_Part]] | None:
+    """How to make a result again; None if it is not a regular one."""
+    several = type(result) in (tuple, list)
+    parts = [_part(value, tensors) for value in (result if several else [result])]
+    if None in parts:
+        return None
+    return type(result) if several else None, [part for part in parts if part is not None]
+
+
+def _part(value: Any, tensors: list[FakeTensor]) -> _Part | None:
+    if type(value) in _PLAIN:
+        return _Constant(value)
+    if type(value) is not FakeTensor or value.constant is not None:
+        return None
+    storage = value.untyped_storage()
+    for number, given in enumerate(tensors):
+        if value is given:
+            return _Given(number)
+    made = _Made(
+        *(tuple(value.shape), value.stride(), int(value.storage_offset())),
+        *(value.dtype, value.fake_device, None),
+    )
+    for number, given in enumerate(tensors):
+        if storage._cdata == given.untyped_storage()._cdata:
+            return made._replace(view_of=number)
+    extent = 1 + sum((n - 1) * step for n, step in zip(made.shape, made.stride, strict=True))
+    nbytes = extent * value.element_size() if value.numel() else 0
+    return made if made.offset == 0 and storage.nbytes() == nbytes else None
