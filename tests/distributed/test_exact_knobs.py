@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from torchtune_adaptive.settings.knobs import (
 from torchtune_adaptive.setup.environment import Environment
 from torchtune_adaptive.setup.switches import build_switches
 from torchtune_adaptive.step.snapshot import Snapshot
-from torchtune_adaptive.step.train_step import StepOptions, TrainStep
+from torchtune_adaptive.step.train_step import StepHalfApplied, StepOptions, TrainStep
 from torchtune_adaptive.trace.self_check import SMALL_RUN
 
 SIZE = {"vocab_size": 16, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 8}
@@ -162,3 +163,80 @@ def test_a_config_with_a_knob_trains_like_the_config_without() -> None:
         {SHARDED_LAYERS: ["tok_embeddings", "output"]},
     ]
     assert run_ranks(built_differently, 2, {}, others, timeout=120) == [[False] * len(others)] * 2
+
+
+class FailingAllocation(SimulatedMemory):
+    """A simulated device that has no memory for the n-th allocation (0: for all of them)."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=1 << 40)
+        self.failing = self.seen = 0
+
+    def check(self, extra: int = 0) -> None:
+        self.seen += 1
+        if self.seen == self.failing:
+            raise torch.OutOfMemoryError(f"injected at allocation {self.seen}")
+
+
+class FailingStep:
+    """One step of two layers, taken again and again from the same start."""
+
+    def __init__(self) -> None:
+        self.memory = FailingAllocation()
+        self.trained = Training(
+            config_of("full", "fp32", 0.0, **{"model.num_layers": 2}), self.memory
+        )
+
+    def take(self, failing: int = 0) -> tuple[bool, int, list[torch.Tensor]]:
+        """Whether it was lost, how many allocations there were, and the weights; then all is as before."""
+        step = self.trained.step
+        self.memory.seen, self.memory.failing = 0, failing
+        try:
+            step.forward_backward(batch(length=10, seed=self.trained.ranks.rank))
+            lost = step.apply().lost
+        except StepHalfApplied:
+            step.forget()
+            lost = True
+        self.memory.failing = 0
+        weights = local_values(step.model)
+        self.trained.snapshot.restore()
+        return lost, self.memory.seen, weights
+
+    def take_the_first(self) -> tuple[bool, int, list[torch.Tensor]]:
+        """The same, without what steps before have left in the optimizer's state."""
+        for optimizer in self.trained.step.optimizers:
+            optimizer.state.clear()
+        return self.take()
+
+
+def fail_at_allocations(stride: int, shard: int) -> tuple[int, list[str]]:
+    """How many steps were lost, and those after which memory was kept, or the next step had other bits."""
+    run = FailingStep()
+    rank, ranks = run.trained.ranks.rank, run.trained.ranks.size
+    lost, wrong = 0, []
+    values = (("none", "every_2", "operations", "all"), (False, True), (False, True))
+    for checkpoint, reshard, recompute in product(*values):
+        choice = {CHECKPOINT: checkpoint, RESHARD: reshard, RECOMPUTE_LOSS: recompute}
+        run.trained.step.switch(choice)
+        run.take()  # the first step with these collectives
+        allocations = run.take()[1]
+        _, _, expected = run.take_the_first()
+        before = run.memory.in_use()
+        for allocation in range(1 + shard % stride, allocations + 1, stride):
+            here = allocation // stride % ranks == rank
+            lost += run.take(allocation if here else 0)[0]
+            kept = run.memory.in_use() - before
+            again, _, weights = run.take_the_first()
+            if kept or again or not same_bits(weights, expected):
+                wrong.append(f"{choice}, allocation {allocation}: {kept} bytes kept")
+    return lost, wrong[:9]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_stays_of_a_step_that_runs_out_of_memory(
+    ranks: int, stride: int, shard: int
+) -> None:
+    """With each exact choice, at every allocation: of operations, and of what FSDP resizes."""
+    for lost, wrong in run_ranks(fail_at_allocations, ranks, stride, shard, timeout=900):
+        assert wrong == []
+        assert lost > 16 * 200 // stride

@@ -187,6 +187,8 @@ def reset(model: nn.Module) -> None:
             root.reset_iter_state()
         elif has_run:
             _reset_by_hand(root)
+        if has_run:
+            _free_gathered(root)
         _check_sharded(root)  # type: ignore[arg-type]
     _drop_gradients(model)
 
@@ -226,6 +228,17 @@ def _reset_by_hand(root: FSDPModule) -> None:
             group._to_sharded()
     root_state._state_ctx.iter_forward_root = None
     root_state._state_ctx.post_backward_final_callback_queued = False
+
+
+def _free_gathered(root: FSDPModule) -> None:
+    """Free what a gathering that failed had allocated: FSDP takes its parameters for sharded already.
+
+    Private (checked on torch 2.13); without it, the bytes stay until the parameters are gathered again.
+    """
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for group in _parameter_groups(state):
+            for parameter in group.fsdp_params:
+                parameter.free_unsharded_param()
 
 
 def _check_sharded(model: nn.Module) -> None:

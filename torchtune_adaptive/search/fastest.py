@@ -24,7 +24,6 @@ from torchtune_adaptive.settings.knobs import (
     CHECKPOINT,
     KNOBS_BY_KEY,
     MICRO_BATCH,
-    RECOMPUTE_LOSS,
     Choice,
     choices,
     may_be_changed,
@@ -116,11 +115,6 @@ def possible_choices(run: SearchContext) -> list[Choice]:
     found = {meaning(own): own}
     for choice in others:
         changed = {key for key, value in choice.items() if value != own[key]}
-        # After a trial of these that runs out of memory in backward, torch 2.13 may keep what it had kept.
-        if choice[CHECKPOINT] == "operations" != own[CHECKPOINT]:
-            continue
-        if choice.get(RECOMPUTE_LOSS, False) > own.get(RECOMPUTE_LOSS, False):
-            continue
         if all(key in switches or key == MICRO_BATCH for key in changed):
             found.setdefault(meaning(choice), choice)
     return list(found.values())

@@ -61,3 +61,14 @@ def scale(
 def divide(number: float, tokens: float) -> float:
     """``number / tokens`` as torchtune's recipes round it: in float32, through the reciprocal."""
     return float(torch.tensor(max(tokens, 1), dtype=torch.float32).reciprocal() * number)
+
+
+def drop_unfinished(device: torch.device) -> None:
+    """Make autograd let go of what a backward pass that failed had yet to do.
+
+    Its engine keeps the nodes that were ready, and through them the graph and its tensors, until it is used
+    again. So it is used: on an empty tensor, which needs no memory.
+    """
+    with torch.enable_grad():
+        empty = torch.empty(0, device=device, requires_grad=True)
+        torch.autograd.grad(empty.view(-1), empty, empty.detach())

@@ -527,6 +527,7 @@ class TrainStep:
         """Drop everything that the step has made on this rank."""
         self._loss = self._metrics = self._graph = None
         self._activations = self.options.activations()
+        gradients.drop_unfinished(self.device)
         with self.memory.running():
             for model in self._models:
                 fsdp.reset(model)
