@@ -226,7 +226,8 @@ class TestWhatIsPrinted:
     def test_the_answer_comes_first(self) -> None:
         lines = as_text(headline(self.plan, a_prediction())).splitlines()
         assert lines[:4] == [
-            "batch_size 2: FITS, peak 19 of 73.7 GiB. Largest micro-batch that fits: 13; a search picks 8 (power",
+            "batch_size 2: FITS, peak 19 of 73.7 GiB. Largest micro-batch that fits: 13; a search picks 8 "
+            "(power",
             "  of two).",
             "8B on 8 x h100-80gb, rows of 2048 tokens (assumed: give --seq-len or "
             "tokenizer.max_seq_len)",
