@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, RED, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
 """Colors that people with color vision deficiencies can tell apart (Okabe and Ito)."""
 GRAY = "#777777"
+COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, "#56B4E9", "#F0E442", "#332288", GRAY)
+"""For more series than that; no two are alike."""
 
 
 def new_figure(width: float, height: float) -> Figure | None:
@@ -56,6 +58,17 @@ def legend_below(figure: Figure) -> None:
         ncols=min(4, len(handles)),
         frameon=False,
         fontsize="small",
+    )
+
+
+def legend_beside(axes: Any, stacked: bool = False) -> None:
+    """The legend of one of several axes, to the right of it; of a stack in the order in which it is seen."""
+    axes.legend(
+        loc="center left",
+        bbox_to_anchor=(1.01, 0.5),
+        frameon=False,
+        fontsize="small",
+        reverse=stacked,
     )
 
 

@@ -22,7 +22,10 @@ from torchtune_adaptive.memory_model.gpus import GPUS, gpu
 from torchtune_adaptive.memory_model.peak import Peak
 from torchtune_adaptive.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.plan.command import _config, add_arguments, plan_command
+from torchtune_adaptive.plan.compare import OnDevice
 from torchtune_adaptive.plan.document import as_markdown, as_text
+from torchtune_adaptive.plan.fastest import Candidate
+from torchtune_adaptive.plan.fastest_report import Fastest
 from torchtune_adaptive.plan.limits import LengthLimits
 from torchtune_adaptive.plan.plot import draw
 from torchtune_adaptive.plan.predict import Prediction
@@ -34,8 +37,11 @@ from torchtune_adaptive.plan.report import (
     headline,
 )
 from torchtune_adaptive.plan.request import plan_request
+from torchtune_adaptive.plan.speed_report import job
 from torchtune_adaptive.plan.what_if import what_ifs
 from torchtune_adaptive.registry import find_config, load_config, with_overrides
+from torchtune_adaptive.settings.knobs import Change
+from torchtune_adaptive.time_model.speed import Speed
 
 PROGRAM = """
 import os, sys, torch
@@ -219,13 +225,15 @@ class TestWhatIsPrinted:
 
     def test_the_answer_comes_first(self) -> None:
         lines = as_text(headline(self.plan, a_prediction())).splitlines()
-        assert lines[:2] == [
+        assert lines[:4] == [
             "batch_size 2: FITS, peak 19 of 73.7 GiB. Largest micro-batch that fits: 13; a search picks 8 "
-            "(power of two).",
+            "(power",
+            "  of two).",
             "8B on 8 x h100-80gb, rows of 2048 tokens (assumed: give --seq-len or "
             "tokenizer.max_seq_len)",
+            "",
         ]
-        table = [line.split() for line in lines[3:8]]
+        table = [line.split() for line in lines[4:9]]
         assert table[0][2:] == ["batch_size", "2", "batch_size", "8", "batch_size", "13"]
         assert table[1] == ["activations", *["10", "GiB"] * 3]
         assert table[3] == ["held", "by", "the", "allocator", *["19", "GiB"] * 3]
@@ -252,7 +260,7 @@ class TestWhatIsPrinted:
             by_length=LengthLimits({1024: 20}, 5120, 8192),
         )
         lines = as_text(details(report)).splitlines()
-        assert lines[0].startswith("Parameters do not divide evenly") and "is 12." in lines[0]
+        assert lines[0].startswith("Parameters do not divide evenly") and "is 12." in lines[1]
         gains = lines.index("What if: gains, largest first:")
         assert lines[gains + 2].split() == ["larger", "13", "->", "40", "+0", "B", "19", "GiB"]
         assert lines[gains + 3] == "      c=3"
@@ -267,10 +275,49 @@ class TestWhatIsPrinted:
         assert as_dict(report)["configured"]["operation"] == "aten.mm"
         assert as_dict(report)["what_ifs"][2]["override"] == "c=3"
 
+    def test_no_line_is_wider_than_a_terminal(self) -> None:
+        override = shlex.join(["model=lora_llama", *["model.modules=[q, v, output]"] * 9])
+        speed = Speed(1234.5, 1234567.8, 0.33, {"gemm": 1.0}, 0.2, 0.25)
+        found = a_prediction(
+            configured=replace(a_prediction().configured, reserved=int(73.6 * (1 << 30))),
+            speed=speed,
+        )
+        devices = [replace(self.plan.device, name=name) for name in GPUS]
+        change = Change("loss._component_", "torchtune.long.Name", "torch.long.Other", "rounding")
+        fits = Candidate(self.plan.query().cfg, (change,) * 9, 1.0, 2e6, 1 << 30, True)
+        candidates = [fits, replace(fits, changes=(), tokens_per_second_per_gpu=1e6)]
+        report = a_report(
+            replace(self.plan, name="a/long/path/to/the/config/of/a/run.yaml", ranks=4096),
+            *(
+                WhatIfResult(
+                    f"{gain} and everything else that a name can say " * 3, answer, "", override
+                )
+                for gain, answer in (("less", found), ("more", replace(found, largest=10**6)))
+            ),
+            WhatIfResult(
+                "other", None, "It cannot be traced, for a reason that is long. " * 4, "d=4"
+            ),
+            found=found,
+            last_rank=found,
+            by_length=LengthLimits({1 << 20: 10**6}, 1 << 20, 1 << 20),
+            job=job("123.4M", "1234.5"),
+            fastest=Fastest(self.plan, candidates, "rounding"),
+            compared=[
+                OnDevice(one, found.configured, 10**6, speed, "DOES NOT FIT") for one in devices
+            ],
+        )
+        blocks = [*headline(report.plan, found, report.job), *details(report)]
+        lines = as_text(blocks).splitlines()
+        assert max(map(len, lines)) <= 100, max(lines, key=len)
+        assert any("everything else" in line for line in lines)
+        first = next(at for at, line in enumerate(lines) if "model=lora_llama" in line)
+        typed = lines[first : first + 1 + override.count("modules") // 3]
+        assert shlex.split("\n".join(typed))[:3] == shlex.split(override)[:3]
+
     def test_a_headline_that_was_wrong_is_corrected(self) -> None:
         found = a_prediction(largest=9, traced_directly=True)
-        first, *_ = as_text(details(a_report(self.plan, found=found))).splitlines()
-        assert first.startswith("Correction") and "fits: 9" in first
+        first = as_text(details(a_report(self.plan, found=found)))
+        assert first.startswith("Correction") and "fits: 9" in " ".join(first.split())
 
     def test_markdown(self) -> None:
         text = as_markdown(headline(self.plan, a_prediction()))

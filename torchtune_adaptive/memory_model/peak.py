@@ -159,18 +159,19 @@ def timeline(
     size: dict[int, int] = {}
     interval = max(1, len(step.events) // points)
     line: list[tuple[str, dict[str, int]]] = []
-    highest = -1
+    highest, phase = -1, ""
     for index, (block, nbytes, _) in enumerate(step.events):
         label = step.labels[block]
         if nbytes >= 0:
             size[block] = nbytes
+            phase = label.phase  # of a release, the label only says where its block was allocated
         parts[label.category] += nbytes if nbytes >= 0 else -size[block]
         total = sum(parts.values())
         if index // interval >= len(line):
-            line.append((label.phase, dict(parts)))
+            line.append((phase, dict(parts)))
             highest = total
         elif total > highest:
-            line[-1], highest = (label.phase, dict(parts)), total
+            line[-1], highest = (line[-1][0], dict(parts)), total
     return line
 
 

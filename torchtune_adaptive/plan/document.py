@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from textwrap import wrap
 
 from torchtune_adaptive.text import table
+
+WIDTH = 100
+"""Columns of a terminal that text is wrapped to."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +46,66 @@ Block = Paragraph | Listing | Table
 
 
 def as_text(blocks: Iterable[Block]) -> str:
-    """Plain text, with an empty line after each block."""
+    """Plain text of at most ``WIDTH`` columns, with an empty line after each block."""
     return "".join(f"{line}\n" for block in blocks for line in (*_text_lines(block), ""))
 
 
 def _text_lines(block: Block) -> list[str]:
     if isinstance(block, Paragraph):
-        return list(block.lines)
+        return [line for text in block.lines for line in _wrapped(text)]
     if isinstance(block, Listing):
-        return [f"{block.title}:", *(f"  {item}" for item in block.items)]
-    header, *rows = table(block.header, block.rows, block.right)
-    commands = block.commands or [""] * len(rows)
-    lines = [f"{block.title}:"] if block.title else []
+        items = (line for item in block.items for line in _wrapped(item, "  ", "    "))
+        return [f"{block.title}:", *items]
+    lines = _wrapped(f"{block.title}:") if block.title else []
+    narrow = _narrow(block)
+    header, *rows = table(block.header, [row for _, row in narrow], block.right)
     lines.append(header)
-    for row, command in zip(rows, commands, strict=True):
-        lines += [row, f"      {command}"] if command else [row]
+    for number, row in enumerate(rows):
+        lines.append(row)
+        of = narrow[number][0]
+        if block.commands and (number + 1 == len(rows) or narrow[number + 1][0] != of):
+            lines += _command(block.commands[of])
     return lines
+
+
+def _wrapped(text: str, first: str = "", others: str = "  ") -> list[str]:
+    return wrap(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _narrow(block: Table) -> list[tuple[int, Sequence[str]]]:
+    """The rows of a table, each with its number; where the table is too wide, a row whose first cell is long
+    continues below."""
+    numbered = list(enumerate(block.rows))
+    longest = max((len(row[0]) for row in block.rows), default=0)
+    too_wide = max(map(len, table(block.header, block.rows, block.right))) - WIDTH
+    if too_wide <= 0:
+        return numbered
+    found: list[tuple[int, Sequence[str]]] = []
+    for number, (cell, *others) in numbered:
+        width = max(20, longest - too_wide)
+        lines = wrap(cell, width, subsequent_indent="  ", break_on_hyphens=False) or [""]
+        found.append((number, (lines[0], *others)))
+        found += [(number, (line, *("" for _ in others))) for line in lines[1:]]
+    return found
+
+
+def _command(command: str) -> list[str]:
+    """What to type, so that it can be pasted from several lines as well."""
+    if not command:
+        return []
+    lines = [""]
+    for word in map(shlex.quote, shlex.split(command)):
+        if lines[-1] and len(lines[-1]) + len(word) + 9 > WIDTH:
+            lines.append("")
+        lines[-1] += f"{' ' if lines[-1] else ''}{word}"
+    return [f"      {line}" for line in (*(f"{one} \\" for one in lines[:-1]), lines[-1])]
 
 
 def as_markdown(blocks: Iterable[Block]) -> str:

@@ -6,11 +6,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchtune_adaptive.memory_model.gpus import GIB
 from torchtune_adaptive.plan.document import Block, Listing, Paragraph, Table
 from torchtune_adaptive.plan.fastest import Candidate, chosen
 from torchtune_adaptive.plan.request import PlanRequest
 from torchtune_adaptive.plan.what_if import overrides
+from torchtune_adaptive.plots import (
+    BLUE,
+    GRAY,
+    GREEN,
+    ORANGE,
+    legend_beside,
+    memory_unit,
+    tidy,
+    whole_numbers,
+)
 from torchtune_adaptive.text import bytes_of, human_bytes
 
 _MOST_LISTED = 12
@@ -137,26 +146,32 @@ def _as_dict(fastest: Fastest, one: Candidate) -> dict[str, Any]:
 
 def draw_fastest(axes: Any, fastest: Fastest) -> None:
     """Speed against memory: the candidates that were traced, the frontier, and the choice."""
+    usable = fastest.plan.device.usable_bytes
+    unit, bytes_each = memory_unit(usable)
     seen = sorted(
-        (one.reserved / GIB, one.tokens_per_second_per_gpu, one)
+        (one.reserved / bytes_each, one.tokens_per_second_per_gpu, one)
         for one in fastest.candidates
         if one.reserved is not None
     )
-    axes.scatter([x for x, _, _ in seen], [y for _, y, _ in seen], color="grey", label="candidates")
+    axes.scatter([x for x, _, _ in seen], [y for _, y, _ in seen], color=GRAY, label="candidates")
     frontier: list[tuple[float, float]] = []
     for x, y, _ in seen:
         if not frontier or y > frontier[-1][1]:
             frontier.append((x, y))
-    axes.plot(*zip(*frontier, strict=True), drawstyle="steps-post", label="frontier")
+    axes.plot(*zip(*frontier, strict=True), drawstyle="steps-post", color=BLUE, label="frontier")
     for name, one, color in (
-        ("as it is", fastest.own, "tab:blue"),
-        ("choice", fastest.choice, "red"),
+        ("as it is", fastest.own, ORANGE),
+        ("choice", fastest.choice, GREEN),
     ):
         if one is not None and one.reserved is not None:
-            at = one.reserved / GIB, one.tokens_per_second_per_gpu
-            axes.scatter(*at, color=color, zorder=3, label=name)
-    axes.axvline(
-        fastest.plan.device.usable_bytes / GIB, color="black", linestyle="--", label="usable memory"
+            at = one.reserved / bytes_each, one.tokens_per_second_per_gpu
+            axes.scatter(*at, color=color, s=60, zorder=3, label=name)
+    axes.axvline(usable / bytes_each, color=GRAY, linestyle="--", label="usable memory")
+    axes.set(
+        title="Speed and memory of the candidates that were traced",
+        xlabel=f"peak held by the allocator ({unit})",
+        ylabel="predicted tokens/s per GPU",
     )
-    axes.set(xlabel="peak reserved, GiB", ylabel="tokens/s per GPU, predicted")
-    axes.legend(fontsize="small")
+    whole_numbers(axes.yaxis)
+    tidy(axes)
+    legend_beside(axes)

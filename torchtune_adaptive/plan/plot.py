@@ -6,11 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.memory_model.gpus import GIB
 from torchtune_adaptive.plan.fastest_report import draw_fastest
 from torchtune_adaptive.plan.predict import Prediction
 from torchtune_adaptive.plan.report import PlanReport
-from torchtune_adaptive.plots import new_figure
+from torchtune_adaptive.plots import (
+    COLORS,
+    GRAY,
+    legend_beside,
+    memory_unit,
+    new_figure,
+    save,
+    tidy,
+    whole_numbers,
+)
+
+_WHAT_IFS = 5
+"""Those that gain most are drawn; more could not be told apart."""
+_NARROW = 0.04
+"""A smaller share of a step's operations is too narrow for the name of its phase."""
 
 
 def draw(report: PlanReport, path: Path) -> None:
@@ -25,35 +38,69 @@ def draw(report: PlanReport, path: Path) -> None:
             "--plot", str(path), "needs matplotlib", "Install torchtune-adaptive[plot]"
         )
     sizes, step, *more = figure.subplots(3 if report.fastest else 2, 1)
+    plan = report.plan
+    figure.suptitle(
+        f"{plan.name} on {plan.ranks} x {plan.device.name}, rows of {plan.length} tokens"
+    )
     _draw_sizes(sizes, report)
     _draw_step(step, report.found)
     if report.fastest is not None:
         draw_fastest(more[0], report.fastest)
-    figure.savefig(path)
+    save(figure, path)
 
 
 def _draw_sizes(axes: Any, report: PlanReport) -> None:
-    named = [("as configured", report.found)]
-    named += [(one.name, one.answer) for one in report.outcomes if one.answer]
-    for name, one in named:
+    usable = report.plan.device.usable_bytes
+    unit, bytes_each = memory_unit(usable)
+    what_ifs = [(one.name, one.answer) for one in report.outcomes if one.answer]
+    what_ifs.sort(key=lambda one: (-one[1].largest, one[1].configured.reserved))
+    named = [("as configured", report.found), *what_ifs[:_WHAT_IFS]]
+    for (name, one), color in zip(named, COLORS, strict=False):
         rows, _, reserved = zip(*one.curve, strict=True)
-        axes.plot(rows, [n / GIB for n in reserved], marker=".", label=name)
-    usable = report.plan.device.usable_bytes / GIB
-    axes.axhline(usable, color="black", linestyle="--", label="usable memory")
-    axes.set(xlabel="micro-batch", ylabel="peak reserved, GiB", ylim=(0, 1.5 * usable))
-    axes.legend(fontsize="small")
+        axes.plot(rows, [n / bytes_each for n in reserved], marker=".", color=color, label=name)
+    axes.axhline(usable / bytes_each, color=GRAY, linestyle="--", label="usable memory")
+    shown = f": the {_WHAT_IFS} what-ifs that gain most" if len(what_ifs) > _WHAT_IFS else ""
+    axes.set(
+        title=f"Peak memory by micro-batch{shown}",
+        xlabel="micro-batch (rows)",
+        ylabel=f"held by the allocator ({unit})",
+        ylim=(0, 1.25 * usable / bytes_each),
+        xlim=(0, 1.05 * max(_in_sight(one, 1.25 * usable) for _, one in named)),
+    )
+    whole_numbers(axes.xaxis)
+    tidy(axes)
+    legend_beside(axes)
+
+
+def _in_sight(one: Prediction, top: float) -> int:
+    """The first number of rows whose peak is above the top, or the last that was predicted."""
+    above = (rows for rows, _, reserved in one.curve if reserved > top)
+    return next(above, one.curve[-1][0])
 
 
 def _draw_step(axes: Any, found: Prediction) -> None:
     categories = sorted({category for _, parts in found.timeline for category in parts})
-    stacks = [[parts.get(name, 0) / GIB for _, parts in found.timeline] for name in categories]
-    axes.stackplot(range(len(found.timeline)), *stacks, labels=categories, linewidth=0)
-    current = ""
-    for at, (phase, _) in enumerate(found.timeline):
-        if phase != current:
-            axes.axvline(at, color="grey", linewidth=0.5)
-            axes.text(at, axes.get_ylim()[1], f" {phase}", va="top", fontsize="x-small")
-            current = phase
-    axes.set(xlabel=f"one step at batch_size {found.rows}, by operation", ylabel="in tensors, GiB")
-    axes.set_xticks([])
-    axes.legend(fontsize="small", loc="lower right")
+    most = max(sum(parts.values()) for _, parts in found.timeline)
+    unit, bytes_each = memory_unit(most)
+    stacks = [
+        [parts.get(name, 0) / bytes_each for _, parts in found.timeline] for name in categories
+    ]
+    end = len(found.timeline)
+    axes.stackplot(range(end), *stacks, labels=categories, colors=COLORS, linewidth=0)
+    top = 1.12 * most / bytes_each
+    phases = [phase for phase, _ in found.timeline]
+    begins = [at for at in range(end) if at == 0 or phases[at] != phases[at - 1]]
+    for begin, stop in zip(begins, [*begins[1:], end], strict=True):
+        axes.axvline(begin, color=GRAY, linewidth=0.5)
+        if stop - begin >= _NARROW * end * len(phases[begin]) / 4:
+            axes.text(begin, top, f" {phases[begin]}", va="top", fontsize="x-small")
+    axes.set(
+        title=f"Memory over one step at batch_size {found.rows}",
+        xlabel="operations, in the order in which they run",
+        ylabel=f"in tensors ({unit})",
+        xlim=(0, max(1, end - 1)),
+        ylim=(0, top),
+        xticks=[],
+    )
+    tidy(axes)
+    legend_beside(axes, stacked=True)

@@ -1,7 +1,7 @@
 """What the server imports that tracing processes are forked from, without the messages of other packages.
 
 Everything here is waited for before the first trace. torchtune imports Hugging Face's ``datasets``, and with
-it pandas and pyarrow, only to load data. A trace has none, so that import is put off until data are loaded.
+it pandas and pyarrow, only to load data. A trace has none, so it is put off until data are loaded.
 """
 
 import logging
