@@ -93,6 +93,7 @@ WAYS = {
     "FSDP on 2 ranks": ("fsdp", 2, {}),
     "FSDP on 4 ranks": ("fsdp", 4, {}),
     "HSDP on 2 x 2 ranks": ("hsdp", 4, {}),
+    "HSDP, reducing in float16": ("hsdp", 4, {"compute_in": torch.float16}),
     "DDP on 2 ranks": ("ddp", 2, {}),
     "DDP on 4 ranks": ("ddp", 4, {}),
     "DDP, measuring noise": ("ddp", 2, {"measure_noise": True}),
