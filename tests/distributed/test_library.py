@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -93,6 +94,7 @@ WAYS = {
     "FSDP on 2 ranks": ("fsdp", 2, {}),
     "FSDP on 4 ranks": ("fsdp", 4, {}),
     "HSDP on 2 x 2 ranks": ("hsdp", 4, {}),
+    "HSDP, reducing in float16": ("hsdp", 4, {"compute_in": torch.float16}),
     "DDP on 2 ranks": ("ddp", 2, {}),
     "DDP on 4 ranks": ("ddp", 4, {}),
     "DDP, measuring noise": ("ddp", 2, {"measure_noise": True}),
@@ -142,6 +144,39 @@ def test_memory_runs_out_before_and_after_the_launch_of_each_collective(
     for count in counts:
         assert count["retried"] == count["tried"] == 2 * launches
         assert count["wrong"] == 0
+
+
+def evaluate_between_steps(way: str) -> list[Any]:
+    """As loops do before, between and after steps; then fail. Gives losses, and what a search finds."""
+    run, memory = failing(way)
+
+    def evaluate() -> float:
+        run.model.eval()
+        with torch.no_grad():
+            loss, weight = run.forward(collate(rows_of(4)))
+        run.model.train()
+        return float(loss) / weight
+
+    seen: list[Any] = []
+    for number in range(8):
+        seen.append(evaluate())
+        here = number >= 4 and run.step.ranks.rank == number % run.step.ranks.size
+        with memory.fail_at(25 * (number - 3)) if here else nullcontext():
+            outcome = run.step(rows_of(4), collate, 4)
+        assert bool(outcome.retried) == (number >= 4)
+        run.step._runner.begin(Split(4, 1, run.step.ranks.size))
+        assert run.step.train_step._collectives.recording == (number == 0)
+        seen.append(outcome.loss)
+    return seen
+
+
+@pytest.mark.parametrize("way", ["fsdp", "hsdp"])
+def test_evaluation_between_steps_does_not_disturb_them(way: str) -> None:
+    [seen, *others] = run_ranks(evaluate_between_steps, 4, way)
+    assert others == [seen] * 3
+    assert seen[::2] == pytest.approx(
+        seen[1::2], rel=1e-5
+    )  # before each step, the loss that it reports
 
 
 def search_and_train(way: str, compiled: str | None) -> list[Any]:

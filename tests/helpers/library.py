@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.faults import FailingMemory
@@ -20,7 +20,9 @@ WIDTH = 4
 Row = tuple[torch.Tensor, torch.Tensor]
 
 
-def tiny_model(way: str, layers: int = 2, width: int = WIDTH) -> nn.Module:
+def tiny_model(
+    way: str, layers: int = 2, width: int = WIDTH, compute_in: torch.dtype | None = None
+) -> nn.Module:
     """The same on every rank, then spread in a way: ``alone``, ``fsdp``, ``hsdp`` or ``ddp``."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(
@@ -32,9 +34,9 @@ def tiny_model(way: str, layers: int = 2, width: int = WIDTH) -> nn.Module:
         ranks = dist.get_world_size()
         shape = {"fsdp": (ranks,), "hsdp": (2, ranks // 2)}[way]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        for layer in model.children():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        policy = MixedPrecisionPolicy(param_dtype=compute_in, reduce_dtype=compute_in)
+        for part in (*model.children(), model):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -59,9 +61,10 @@ class Trained:
         layers: int = 2,
         width: int = WIDTH,
         compiled: str | None = None,
+        compute_in: torch.dtype | None = None,
         **settings: Any,
     ) -> None:
-        self.model = tiny_model(way, layers, width)
+        self.model = tiny_model(way, layers, width, compute_in)
         if compiled:
             self.model.compile(backend=compiled)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -69,7 +72,7 @@ class Trained:
 
     def forward(self, batch: Row) -> tuple[torch.Tensor, int]:
         inputs, targets = batch
-        return F.mse_loss(self.model(inputs), targets, reduction="sum"), targets.numel()
+        return F.mse_loss(self.model(inputs).float(), targets, reduction="sum"), targets.numel()
 
 
 def failing(way: str, **settings: Any) -> tuple[Trained, FailingMemory]:

@@ -69,6 +69,9 @@ class Collectives:
         self._count: dict[str, int] = {}
         self._phase = ""
         self._open = _Open()
+        self._in_step = False
+        self.disturbed = False
+        """Whether the models have run between steps since the last reset; see ``step.train_step``."""
         for model in models:
             fsdp.watch_collectives(model, self._watch, reducing)
 
@@ -81,7 +84,12 @@ class Collectives:
         """Forget the sequences: from the next pass on, they are others."""
         self._sequences.clear()
 
+    def end_step(self) -> None:
+        """What is launched from now on belongs to no pass, as when the caller evaluates the model."""
+        self._in_step = False
+
     def begin_pass(self, kind: str = "training") -> None:
+        self._in_step = True
         self._sequence = self._sequences.setdefault(kind, _Sequence())
         self._pass, self._count = {}, {}
         self._open = _Open()
@@ -148,6 +156,9 @@ class Collectives:
         launch: Callable[[], Any],
         descriptions: tuple[Callable[[], fsdp.Collective], ...],
     ) -> Any:
+        if not self._in_step:
+            self.disturbed = True
+            return launch()
         self._close()
         known = self._sequence.recorded
         if self.recording:
@@ -202,6 +213,7 @@ class NoCollectives:
     """Does nothing in place of ``Collectives``, where a step is not to survive running out of memory."""
 
     recording = False
+    disturbed = False
 
     def __init__(self, models: Iterable[nn.Module], reducing: fsdp.Reducing | None = None) -> None:
         if reducing is not None:
@@ -209,6 +221,8 @@ class NoCollectives:
                 fsdp.watch_collectives(model, fsdp.launch_only, reducing)
 
     def record_again(self) -> None: ...
+
+    def end_step(self) -> None: ...
 
     def begin_pass(self, kind: str = "training") -> None: ...
 

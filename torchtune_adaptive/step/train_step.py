@@ -198,6 +198,7 @@ class TrainStep:
         self._result: StepOutcome | None = None  # where the optimizer steps in backward
         if self._small is not None:
             self._small.begin()
+        self._collectives.end_step()
 
     def switch(self, choice: Choice) -> None:
         """Use these values of the memory knobs from the next step on; on all ranks alike."""
@@ -209,6 +210,9 @@ class TrainStep:
 
     def forward_backward(self, batch: Batch) -> None:
         """Add one micro-batch to the step."""
+        if self._collectives.disturbed and self._loss is None:
+            # FSDP would take a forward pass that had no backward for a part of this step, and gather more.
+            self._reset_models()
         self._collectives.begin_pass()
         self._do("forward", self._forward, batch)
         if self.options.optimizer_in_backward:
@@ -528,10 +532,14 @@ class TrainStep:
         self._loss = self._metrics = self._graph = None
         self._activations = self.options.activations()
         gradients.drop_unfinished(self.device)
+        self._reset_models()
+        self.memory.release()
+
+    def _reset_models(self) -> None:
+        self._collectives.disturbed = False
         with self.memory.running():
             for model in self._models:
                 fsdp.reset(model)
-        self.memory.release()
 
     def _lose(self) -> StepOutcome:
         failures = self.ranks.gather(self._failed_in)
