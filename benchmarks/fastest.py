@@ -98,7 +98,9 @@ def measure(model: str) -> list[dict[str, Any]]:
         for one in found:
             step.switch(one["choice"])
             one["seconds"][number % 2] += [take(one["choice"]) for _ in range(STEPS)]
-        print(f"{model}: round {number + 1} of {2 * ROUNDS}, {time.strftime('%H:%M:%S')}", flush=True)
+        print(
+            f"{model}: round {number + 1} of {2 * ROUNDS}, {time.strftime('%H:%M:%S')}", flush=True
+        )
     return found
 
 

@@ -206,6 +206,8 @@ def host_seconds_to_repeat(
     """What the host does to repeat operations, launches included."""
     launches, before = 0.0, 0
     for one in operations:
+        if one.kind in (RECORD, WAIT, HOST_WAIT):
+            continue
         launches += bool(one.repeats) + _launches_to_repeat(one, before, choosing)
         before = one.repeats
     return launches * speeds.launch
