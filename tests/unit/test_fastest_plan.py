@@ -28,7 +28,7 @@ from torchtune_adaptive.plan.request import PlanRequest, plan_request
 from torchtune_adaptive.plan.speed_report import Job, job
 from torchtune_adaptive.plan.workers import processes
 from torchtune_adaptive.registry import load_config, with_overrides
-from torchtune_adaptive.settings.knobs import choices
+from torchtune_adaptive.settings.knobs import CHECKPOINT, CHUNKED, LOSS, MICRO_BATCH, WHOLE, choices
 
 LIMITS = 48
 MAY_CHANGE = ("adaptive_batching.checkpoint", "batch_size")
@@ -68,6 +68,22 @@ def test_the_choice_equals_brute_force_at_every_limit() -> None:
         assert best is None or best[0] == min(fitting)[0]
     assert len({best for _, best, _ in found}) > 6  # limits matter
     assert sum(traced for *_, traced in found) < len(found) * len(every) / 2  # and pruning helps
+
+
+def estimates_and_traces(query: Query) -> list[tuple[Any, float, float]]:
+    candidates = choices(OmegaConf.create(query.cfg), 1, "rounding", switches_only=True)  # type: ignore[arg-type]
+    steps = Steps(query, query.traces(), candidates[0], many_sizes=False)
+    some = {MICRO_BATCH: (4,), CHECKPOINT: ("none", "operations")}
+    alike = [one for one in candidates if all(one[key] in some[key] for key in some)]
+    return [(one, steps.estimated_seconds(one), steps.traced(one).seconds) for one in alike]
+
+
+def test_estimates_are_close_to_what_traces_give() -> None:
+    with processes() as run:
+        found = run(estimates_and_traces, tiny_plan().query()).result(timeout=100)
+    assert {one[LOSS] for one, *_ in found} == {WHOLE, CHUNKED}
+    for choice, estimated, traced in found:
+        assert estimated == pytest.approx(traced, rel=0.02), choice
 
 
 def candidate(seconds: float, reserved: int | None, changed: int = 0, **cfg: Any) -> Candidate:

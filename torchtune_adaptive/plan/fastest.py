@@ -45,7 +45,7 @@ from torchtune_adaptive.time_model.operations import (
     StepOperations,
     at_rows,
 )
-from torchtune_adaptive.time_model.replay import step_time
+from torchtune_adaptive.time_model.replay import host_seconds_to_repeat, step_time
 from torchtune_adaptive.time_model.roofline import seconds as seconds_of
 from torchtune_adaptive.trace.traces import ROWS_TRACED, Traces
 
@@ -237,12 +237,16 @@ class Steps:
     def estimated_seconds(self, choice: Choice) -> float:
         """What a step should take."""
         size = self._size(choice)
-        step, lean = self._base(size)
+        # Only a loss in chunks can be repeated, so what is not repeated depends on the loss.
+        step, lean = self._base(size, *self._changed(choice, LOSS))
         found = lean - self._rows // size * self._not_repeated(step, choice)
-        for key in (RESHARD, LOSS):
-            if key in choice and choice[key] != self._own[key]:
-                found += self._base(size, key, choice[key])[1] - lean
+        if change := self._changed(choice, RESHARD):
+            found += self._base(size, *change)[1] - self._base(size)[1]
         return found * (_OFFLOADING_COSTS if choice.get(OFFLOADING) else 1.0)
+
+    def _changed(self, choice: Choice, key: str) -> tuple[Any, ...]:
+        """The knob and its value, if it is not the config's own."""
+        return (key, choice[key]) if choice.get(key) != self._own.get(key) else ()
 
     def _base(self, size: int, *change: Any) -> tuple[StepOperations, float]:
         """The step that repeats all it can, with at most one other knob changed; and its seconds."""
@@ -280,11 +284,17 @@ class Steps:
         pace = self.query.pace
         assert pace is not None
         last = step.micro_batches[-1]
-        return (pace.correction or 1.0) * sum(
+        saved = sum(
             seconds_of(one, pace.speeds, self.query.ranks, pace.compiled)
             for one in last
             if one.repeats and not _repeats(one, choice)
         )
+        if pace.speeds.is_host:  # elsewhere the device is busy meanwhile
+            saved += host_seconds_to_repeat(last, pace.speeds, False)
+            repeated = (one for one in last if not one.repeats or _repeats(one, choice))
+            by_operation = choice[CHECKPOINT] == "operations"
+            saved -= host_seconds_to_repeat(repeated, pace.speeds, by_operation)
+        return (pace.correction or 1.0) * saved
 
     def estimated_peak(self, choice: Choice, traced: Iterable[_Traced]) -> float | None:
         """The peak, if it lies between two that are known: of a step that keeps more layers' activations and

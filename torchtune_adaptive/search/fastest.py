@@ -60,8 +60,7 @@ def find_fastest(
         f"({worst.source})."
     )
     predicted: dict[str, float] = {}
-    leanest = max(allowed, key=lambda one: sum(needs_as_much(other, one) for other in allowed))
-    with _Trials(run, worst, leanest) as trials:
+    with _Trials(run, worst, leanest_of(allowed)) as trials:
         if known is not None and known in allowed and trials.fits(known):
             log.info("The configuration that this run had chosen still fits.")
             timed, chosen = [Timing(known)], known
@@ -120,6 +119,15 @@ def possible_choices(run: SearchContext) -> list[Choice]:
     return list(found.values())
 
 
+def leanest_of(all_choices: Sequence[Choice]) -> list[Choice]:
+    """Those that may need the least memory: no other certainly needs no more than them."""
+    return [
+        one
+        for one in all_choices
+        if not any(other != one and needs_as_much(one, other) for other in all_choices)
+    ]
+
+
 def _choose(
     run: SearchContext, trials: _Trials, own: Choice, ranked: Sequence[Choice]
 ) -> tuple[list[Timing[Choice]], Choice]:
@@ -161,8 +169,8 @@ class _Trials:
 
     run: SearchContext
     worst: WorstCase
-    leanest: Choice
-    """What needs the least memory."""
+    leanest: Sequence[Choice]
+    """What may need the least memory."""
     tried: dict[str, SizeTrial] = field(default_factory=dict)
     """The trial of each choice, by what it is."""
     tokens: int = 0
@@ -173,15 +181,17 @@ class _Trials:
         self._probe: Probe = probe_of(
             run,
             lambda size: self.worst.batch(size, run.data.collate),
-            lambda size: run.configured.rows // size,
+            # Also of the first steps, which have one row: so these need no more than what they stand for.
+            lambda size: _split_of(run, run.step.options.switches.choice).accumulation,
         )
         self._probe.__enter__()
-        run.step.switch(self.leanest)
-        first = self._probe.prime()
-        if not first.fits:
-            self._probe.__exit__()
-            raise nothing_fits(first, self.worst)
-        return self
+        for choice in self.leanest:
+            run.step.switch(choice)
+            first = self._probe.prime()
+            if first.fits:
+                return self
+        self._probe.__exit__()
+        raise nothing_fits(first, self.worst)
 
     def __exit__(self, *error: Any) -> None:
         self._probe.__exit__(*error)

@@ -22,6 +22,14 @@ KERNEL = 2.5e-6
 LAUNCH = 6e-6
 """Seconds in which the host launches an operation in eager mode, dispatcher and autograd included."""
 
+REPEATING = 110
+"""Launches' worth of the host's time before a layer or a chunk of the loss is repeated: hooks pack and unpack
+all that it had saved, and the random numbers of then are brought back. 1.0 to 1.7 ms where a launch takes
+9 us (``docs/results/fastest.md``)."""
+
+CHOOSING = 3.5
+"""The same for each operation of a layer that is checkpointed by operation: in Python, in both passes."""
+
 SYNCHRONISE = 1e-6
 """Seconds in which the host records an event or makes a stream wait for one."""
 
@@ -60,6 +68,8 @@ class Speeds:
     kernel: float = KERNEL
     assumed: str = ""
     """What no measurement is known for."""
+    is_host: bool = False
+    """The host is the device, so nothing is launched ahead."""
 
     def peak(self, dtype: str) -> float | None:
         return self.single if dtype in ("float32", "float64") else self.half
@@ -167,13 +177,14 @@ SPEEDS = {
 }
 
 SIMULATED = Speeds(
-    *("simulated device", 1e11, 1e11, 4e10, 1, 1.0, (0.8, 0.8)),
+    *("simulated device", 1e11, 1e11, 2e10, 1, 1.0, (0.8, 0.8)),
     links=2e9,
     network=1e9,
     host=4e10,
-    launch=0.0,  # the host is the device
-    kernel=4e-6,
-    assumed="the speed is that of one nominal CPU core (100 GFLOP/s, 40 GB/s)",
+    launch=9e-6,
+    kernel=0.0,
+    is_host=True,
+    assumed="the speed is that of one nominal CPU core (100 GFLOP/s, 20 GB/s)",
 )
 
 

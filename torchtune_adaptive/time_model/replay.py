@@ -62,6 +62,8 @@ class _Clock:
     waits: defaultdict[str, float] = field(default_factory=_zeros)
     busy: defaultdict[str, float] = field(default_factory=_zeros)
     recomputing: float = 0.0
+    repeating: int = 0
+    """The layer that is being repeated, as in ``Operation.repeats``."""
 
     def now(self) -> float:
         return max([self.host, *self.streams.values()])
@@ -82,7 +84,7 @@ def step_time(
     parts = [step.micro_batches[min(n, len(step.micro_batches) - 1)] for n in range(micro_batches)]
     few = parts[:3]  # what a further micro-batch takes is the difference of three to two
     clock = _Clock()
-    cost = _Costs(speeds, ranks, compiled)
+    cost = _Costs(speeds, ranks, compiled, chooses_operations(parts[-1]))
     _play([*few, step.update], clock, cost)  # so that the step that counts begins as most do
     time = _played([*few, step.update], clock, cost)
     if further := micro_batches - len(few):
@@ -111,9 +113,10 @@ def _model_flops(parts: Iterable[Sequence[Operation]]) -> float:
 class _Costs(dict[Operation, float]):
     """Seconds by operation: layers repeat themselves, so most have been computed before."""
 
-    def __init__(self, speeds: Speeds, ranks: int, compiled: bool) -> None:
+    def __init__(self, speeds: Speeds, ranks: int, compiled: bool, choosing: bool) -> None:
         super().__init__()
         self.speeds, self.ranks, self.compiled = speeds, ranks, compiled
+        self.choosing = choosing
 
     def __missing__(self, operation: Operation) -> float:
         self[operation] = seconds(operation, self.speeds, self.ranks, self.compiled)
@@ -170,13 +173,50 @@ def _run(clock: _Clock, one: Operation, cost: _Costs) -> None:
     took = cost[one]
     if not (cost.compiled and one.joins):
         clock.host += cost.speeds.launch
+    if not cost.compiled:
+        clock.host += cost.speeds.launch * _launches_to_repeat(one, clock.repeating, cost.choosing)
+    clock.repeating = one.repeats
     start = max(clock.streams[one.stream], clock.host)
     if one.stream == _MAIN:
         clock.waits[LAUNCHES] += start - clock.streams[_MAIN]
         clock.busy[one.kind] += took
         clock.recomputing += took if one.repeats else 0.0
     clock.streams[one.stream] = start + took
+    if cost.speeds.is_host:
+        clock.host = start + took
     clock.last[one.stream] = one.kind
+
+
+def _launches_to_repeat(one: Operation, before: int, choosing: bool) -> float:
+    """What the host does for an operation that is repeated, besides launching it.
+
+    Args:
+        one: the operation.
+        before: what the operation before it repeats.
+        choosing: whether layers are checkpointed by operation.
+    """
+    first = devices.REPEATING if one.repeats and one.repeats != before else 0.0
+    both_passes = 2 * devices.CHOOSING if choosing and one.repeats > 0 else 0.0
+    return first + both_passes
+
+
+def host_seconds_to_repeat(
+    operations: Iterable[Operation], speeds: Speeds, choosing: bool
+) -> float:
+    """What the host does to repeat operations, launches included."""
+    launches, before = 0.0, 0
+    for one in operations:
+        if one.kind in (RECORD, WAIT, HOST_WAIT):
+            continue
+        launches += bool(one.repeats) + _launches_to_repeat(one, before, choosing)
+        before = one.repeats
+    return launches * speeds.launch
+
+
+def chooses_operations(part: Iterable[Operation]) -> bool:
+    """Whether layers are checkpointed by operation: matrix products are what is not repeated then."""
+    kinds = {one.kind for one in part if one.repeats > 0}
+    return bool(kinds) and GEMM not in kinds
 
 
 NAMES = {

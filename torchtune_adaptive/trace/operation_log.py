@@ -199,7 +199,9 @@ class OperationLog:
         phase = self._phase()
         repeats = 0
         if phase == "backward":
-            repeats = self._layer() or (ELSEWHERE if torch.is_grad_enabled() else 0)
+            begins = signature.name == "ones_like"  # the gradient of the loss: it repeats nothing
+            elsewhere = ELSEWHERE if torch.is_grad_enabled() and not begins else 0
+            repeats = self._layer() or elsewhere
         operation = Operation(
             *(signature.kind, signature.name, phase, _stream(), dtype, flops, nbytes, nbytes),
             shape=shape,
