@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -30,6 +30,7 @@ from torchtune_adaptive.settings.knobs import (
     CHECKPOINT,
     LOSS,
     MICRO_BATCH,
+    OFFLOADING,
     RECOMPUTE_LOSS,
     Choice,
     choices,
@@ -104,11 +105,13 @@ def measure(model: str) -> list[dict[str, Any]]:
     return found
 
 
-def predictions(cfg: DictConfig, length: int) -> dict[str, float]:
+def predictions(
+    cfg: DictConfig, length: int, device: str = "simulated device", capacity: int = 1 << 36
+) -> dict[str, float]:
     """Predicted seconds by configuration, as a run asks for them."""
-    ranking = BackgroundRanking(cfg, AdaptiveSettings.from_config(cfg), 1, "simulated device")
+    ranking = BackgroundRanking(cfg, AdaptiveSettings.from_config(cfg), 1, device)
     try:
-        found = ranking.ranked(length, 1 << 36)
+        found = ranking.ranked(length, capacity)
     finally:
         ranking.close()
     assert found is not None, "no prediction"
@@ -116,8 +119,8 @@ def predictions(cfg: DictConfig, length: int) -> dict[str, float]:
 
 
 def name_of(choice: Choice) -> str:
-    keys = (CHECKPOINT, RECOMPUTE_LOSS, MICRO_BATCH, LOSS)
-    return ", ".join(str(choice[key]).rpartition(".")[2] for key in keys)
+    keys = (CHECKPOINT, RECOMPUTE_LOSS, MICRO_BATCH, LOSS, OFFLOADING)
+    return ", ".join(str(choice[key]).rpartition(".")[2] for key in keys if key in choice)
 
 
 def regrets(table: list[dict[str, Any]], own: Choice, predicted: dict[str, float]) -> Any:
@@ -168,27 +171,33 @@ def regrets(table: list[dict[str, Any]], own: Choice, predicted: dict[str, float
     return lost
 
 
-def report(measured: dict[str, list[dict[str, Any]]]) -> None:
+def report(models: Iterable[tuple[str, list[dict[str, Any]], Choice, dict[str, float]]]) -> None:
+    """Print the table for models, each with its measurements, its own configuration, and the predictions."""
     total: dict[str, list[float]] = {}
-    for model, table in measured.items():
-        cfg = config_of(model)
-        predicted = predictions(cfg, MODELS[model][1])
+    for model, table, own, predicted in models:
         both = [[min(half) for half in one["seconds"]] for one in table]
         print(
             f"\n{model}: {len(table)} configurations, {LIMITS} limits; the halves of the measurements "
-            f"differ by {median(abs(a / b - 1) for a, b in both):.1%} (median)"
+            f"differ by {median(abs(a / b - 1) for a, b in both):.1%} (median)",
+            flush=True,
         )
-        for rule, lost in regrets(table, configured_choice(cfg, 1), predicted).items():
+        for rule, lost in regrets(table, own, predicted).items():
             total.setdefault(rule, []).extend(lost)
     print("\n| rule | limits | mean loss | worst loss |\n|---|---|---|---|")
     for rule, lost in total.items():
-        print(f"| {rule} | {len(lost)} | {mean(lost):.1%} | {max(lost):.1%} |")
+        if lost:
+            print(f"| {rule} | {len(lost)} | {mean(lost):.1%} | {max(lost):.1%} |")
 
 
 def main() -> None:
     what, path = sys.argv[1], Path(sys.argv[2])
     if what == "report":
-        report(json.loads(path.read_text()))
+        found = json.loads(path.read_text())
+        configs = ((model, table, config_of(model)) for model, table in found.items())
+        report(
+            (model, table, configured_choice(cfg, 1), predictions(cfg, MODELS[model][1]))
+            for model, table, cfg in configs
+        )
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -67,6 +67,12 @@ PIECES = (
         Piece(f"Predictions, Llama {model}", f"benchmarks/gpu_plan.py --only {model}")
         for model in ("1B", "3B", "8B")
     ),
+    *(
+        Piece(
+            f"The fastest configuration, Llama {model}", f"benchmarks/gpu_fastest.py --only {model}"
+        )
+        for model in ("1B", "3B")
+    ),
     Piece("Token budget", "benchmarks/token_budget.py --device cuda --steps 4"),
 )
 

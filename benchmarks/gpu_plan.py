@@ -115,15 +115,11 @@ def config_of(case: Case, device: str) -> DictConfig:
     return merged
 
 
-def measure(case: Case, device_name: str, memory_limit: int, limit: int, largest: int) -> Measured:
-    """In its own process: a small step, the largest that should fit, then one row more and more."""
-    cfg = config_of(case, device_name)
-    dist.init_process_group("fake", rank=0, world_size=case.ranks, store=FakeStore())
-    device = torch.device(device_name)
-    memory = device_memory(device, memory_limit)
-    environment = Environment(
-        device, training.get_dtype(cfg.dtype, torch.device("cpu")), 0, case.ranks
-    )
+def build_step(cfg: DictConfig, ranks: int, memory: DeviceMemory) -> TrainStep:
+    """A step of torchtune's model in its real shape, with zeros for weights, as one of several ranks."""
+    device = torch.device(cfg.device)
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    environment = Environment(device, training.get_dtype(cfg.dtype, torch.device("cpu")), 0, ranks)
     kind = recipe_kind(kind_of(cfg), cfg, environment)
     model = kind.model_without_weights()
     fill(model, device)
@@ -134,17 +130,23 @@ def measure(case: Case, device_name: str, memory_limit: int, limit: int, largest
     initialize_ropes(model, environment)
     optimizers = build_optimizers(cfg, environment, model, None)
     objective = kind.objective(model, ())
-    step = TrainStep(
+    return TrainStep(
         model=model,
         objective=objective,
         optimizers=optimizers.steppers,
         device=device,
         memory=memory,
-        ranks=FakeRanks(0, case.ranks),  # type: ignore[arg-type]
+        ranks=FakeRanks(0, ranks),  # type: ignore[arg-type]
         options=StepOptions(
             survive=False, switches=build_switches(cfg, environment, model, objective)
         ),
     )
+
+
+def measure(case: Case, device_name: str, memory_limit: int, limit: int, largest: int) -> Measured:
+    """In its own process: a small step, the largest that should fit, then one row more and more."""
+    memory = device_memory(torch.device(device_name), memory_limit)
+    step = build_step(config_of(case, device_name), case.ranks, memory)
 
     def take(rows: int, length: int) -> None:
         tokens = torch.zeros((rows, length), dtype=torch.int64)
@@ -207,10 +209,10 @@ def predict_all(
         ]
 
 
-def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
+def in_a_process(work: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
-        return pool.apply_async(work, arguments).get(timeout=300)
+        return pool.apply_async(work, arguments).get(timeout=timeout)
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
                     folder=tmp_path)  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert re.search(r"batch_size 1: DOES NOT FIT, peak 15\.\d MiB of 973 KiB", done.stdout)
-    assert "Not even one sample of 512 tokens fits." in done.stdout
+    assert "Not even one row of 512 tokens fits." in done.stdout
 
 
 @pytest.mark.parametrize(
