@@ -124,6 +124,8 @@ def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
         (["llama3_1/8B_full", "--gpu", "a100"], "ambiguous. Use one of a100-40gb, a100-80gb"),
         (["tiny/full", "tiny/lora"], "'tiny/full' is not an override"),
         (["tiny/full", "--seq-len", "1"], "Use 2 tokens or more"),
+        (["tiny/full", "--gpu", "h100"], "'cpu' is a simulated device"),
+        (["tiny/full", "--compare", "a100-80gb"], "Set device=cuda, or name no GPU"),
         (["tiny/full", "--method", "lora"], "is for --hf"),
         (["tiny/full", "~nothing"], "removes what the config does not have"),
         (["--hf", "/nowhere"], "cannot be read"),

@@ -190,6 +190,13 @@ def device_for(
     """
     memory = memory or settings.memory_limit
     if cfg.device == "cpu":
+        if gpu_name is not None:
+            raise ConfigError(
+                "device",
+                "cpu",
+                f"is a simulated device, and the plan is asked for {gpu_name!r}",
+                "Set device=cuda, or name no GPU",
+            )
         return _simulated_device(settings, memory), ()
     kind = gpu(DEFAULT if gpu_name in (None, HERE) else gpu_name)
     if gpu_name != HERE:
