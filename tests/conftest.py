@@ -8,13 +8,10 @@ one that does not run at all without it is marked ``exhaustive``.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Generator, Iterable
 
 import pytest
-
-from tests.helpers.ranks import PATIENCE
 
 STRIDE = 29  # a prime, so that samples do not keep step with the layers of a model
 LEFT_OUT = pytest.StashKey[list[pytest.Item]]()
@@ -31,11 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help=f"which sample the quick tier takes; {STRIDE} successive numbers visit every operation",
     )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--exhaustive"):
-        os.environ[PATIENCE] = "3"
 
 
 @pytest.fixture(scope="session")

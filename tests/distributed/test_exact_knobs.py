@@ -237,7 +237,7 @@ def test_nothing_stays_of_a_step_that_runs_out_of_memory(
     ranks: int, exhaustive: bool, shard: int
 ) -> None:
     """With each exact choice, at a sample of allocations: of operations, and of what FSDP resizes."""
-    stride = 13 if exhaustive else 149
+    stride = 7 if exhaustive else 149
     for lost, wrong in run_ranks(fail_at_allocations, ranks, stride, shard, timeout=900):
         assert wrong == []
         assert lost > 16 * 200 // stride

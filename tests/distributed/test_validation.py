@@ -164,7 +164,7 @@ FAILURES = [
 def test_one_rank_at_every_operation_of_validation(
     settings: dict[str, Any], recording: bool, exhaustive: bool, shard: int
 ) -> None:
-    stride = 7 if exhaustive else 41
+    stride = 3 if exhaustive else 41
     for failed in run_ranks(fail_in_validation, 2, stride, shard, recording, settings, timeout=300):
         assert failed >= 150 // stride
 

@@ -46,14 +46,6 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.helpers.preload"])
 
 
-PATIENCE = "TESTS_PATIENCE"
-"""The variable that multiplies every limit: in the exhaustive tier, lanes share the cores for long."""
-
-
-def _patient(timeout: float) -> float:
-    return timeout * float(os.environ.get(PATIENCE, "1"))
-
-
 def run_ranks(
     function: Callable[..., Any],
     ranks: int,
@@ -72,7 +64,6 @@ def run_ranks(
     Raises:
         AssertionError: a rank raised, died, or was not done in time.
     """
-    timeout = _patient(timeout)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
@@ -125,7 +116,6 @@ def watch_ranks(
     Raises:
         AssertionError: one that should exit did not in time.
     """
-    timeout = _patient(timeout)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         processes = []
