@@ -144,3 +144,17 @@ def test_an_8_bit_optimizer_in_backward_is_traced() -> None:
     [(_, *_, more)] = run_ranks(traced, 1, plain, timeout=60, join=False)
     assert later[0] == later[1] < first  # which creates the state
     assert less < more
+
+
+def backward_passes_of_log_softmax(cfg: DictConfig) -> int:
+    step = Tracer(cfg, ranks=1).take_step(2, 64)
+    return sum("_log_softmax_backward" in label.operation for label in step.labels.values())
+
+
+def test_the_divergence_from_a_teacher_is_traced_with_its_backward_pass() -> None:
+    """It asks whether there is any label: without one, it would be a constant."""
+    cfg = OmegaConf.merge(a_config("kd", True, 1, 512), {"device": "cuda"})
+    without = OmegaConf.merge(a_config("lora", True, 1, 512), {"device": "cuda"})
+    [more] = run_ranks(backward_passes_of_log_softmax, 1, cfg, timeout=60, join=False)
+    [fewer] = run_ranks(backward_passes_of_log_softmax, 1, without, timeout=60, join=False)
+    assert more == 2 * fewer > 0

@@ -29,7 +29,14 @@ _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _RECORD_STREAM = _aten.record_stream.default
 _SCALAR = _aten._local_scalar_dense.default
+_EQUALS = _aten.eq.Scalar
 _PIN = _aten._pin_memory.default
+_PROFILING = frozenset(
+    (
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    )
+)
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer state"
@@ -164,13 +171,16 @@ class Watch(TorchDispatchMode):
             return NotImplemented  # a sharded or quantised tensor: its plain parts come next
         if func is _PIN:
             return args[0]  # host memory is not traced
+        if func in _PROFILING:  # FSDP names its parts for profilers
+            with torch._C._DisableTorchDispatch():
+                return func(*args)
         if func is _RECORD_STREAM:
             return None  # would delay the release until another stream is done
         recorder = self._recorder
         if func is _SCALAR:
             if recorder.log is not None and not self._pausing:
                 recorder.log.read_by_host(args[0])
-            return _any_value(args[0].dtype)
+            return _any_value(args[0])
         if self._pausing or not recorder.listening:
             return self._results(func, args, kwargs)
         in_place = (
@@ -183,6 +193,8 @@ class Watch(TorchDispatchMode):
             result = self.replaced[func](*args, **kwargs)
         else:
             result = self._results(func, args, kwargs)
+        if func is _EQUALS and args[1] == 0:
+            result.whether_zero = True
         if in_place:
             recorder.hand_over(args[0].untyped_storage(), result.untyped_storage())
         if allocates(func):
@@ -197,10 +209,13 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def _any_value(dtype: torch.dtype) -> bool | float:
-    """A value for what is read from fake tensors: there are labels, and this is the optimizer's step 1. The
-    totals of all ranks, the only float64 numbers, are 0: anything else would mean that a rank failed."""
-    return True if dtype is torch.bool else 0.0 if dtype is torch.float64 else 1
+def _any_value(tensor: torch.Tensor) -> bool | float:
+    """A value for what is read from fake tensors: there are labels, so their number is not 0, and this is the
+    optimizer's step 1. The totals of all ranks, the only float64 numbers, are 0: anything else would mean
+    that a rank failed."""
+    if tensor.dtype is torch.bool:
+        return not hasattr(tensor, "whether_zero")
+    return 0.0 if tensor.dtype is torch.float64 else 1
 
 
 def _is_accumulation(summands: tuple[Any, ...], recorder: Recorder) -> bool:
