@@ -97,6 +97,24 @@ def test_gradients_flow_as_before() -> None:
     assert gradients(known=True) == gradients(known=False)
 
 
+def test_parameters_on_meta_are_split_as_before() -> None:
+    """As they are sharded: each is another tensor."""
+
+    def chunks(known: bool) -> list[Any]:
+        weights = [torch.nn.Parameter(torch.empty(6, 4, device="meta")) for _ in range(3)]
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            results = (
+                KnownResults(mode) if known else lambda func, args, named: func(*args, **named)
+            )
+            with Through(results):
+                made = [part for weight in weights for part in weight.detach().chunk(2)]
+                made += [weight.new_zeros(2, 2) for weight in weights]
+        assert shared(made) == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6], [7], [8]]
+        return [facts(tensor) for tensor in made]
+
+    assert chunks(known=True) == chunks(known=False)
+
+
 def test_a_repetition_does_not_call_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     dispatch = FakeTensorMode.dispatch

@@ -4,6 +4,7 @@ Everything here is waited for before the first trace. torchtune imports Hugging 
 it pandas and pyarrow, only to load data. A trace has none, so it is put off until data are loaded.
 """
 
+import gc
 import logging
 import sys
 import warnings
@@ -44,6 +45,9 @@ def _imported_when_called(module: str, function: str) -> Callable[..., Any]:
 logging.disable(logging.WARNING)
 warnings.simplefilter("ignore")
 
+gc.disable()  # collections while modules are imported take a fifth of the time, and find nothing
 with _importing_later(_NEEDED):
     import torchtune_adaptive.plan.limits
     import torchtune_adaptive.trace.self_check  # noqa: F401
+gc.freeze()
+gc.enable()

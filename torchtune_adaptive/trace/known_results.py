@@ -22,6 +22,7 @@ _PLAIN = frozenset(
         *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     )
 )
+_ON_META = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class _Made(NamedTuple):
@@ -98,6 +99,8 @@ class KnownResults:
         """Add what decides the result to ``facts``; False if these arguments are not regular."""
         for value in values:
             kind = type(value)
+            if kind in _ON_META and value.is_meta:  # a parameter before it is sharded
+                value, kind = self._mode.from_tensor(value), FakeTensor
             if kind is FakeTensor:
                 if value.constant is not None or value.fake_mode is not self._mode:
                     return False
@@ -142,7 +145,7 @@ def _is_regular(func: Any) -> bool:
     """Whether only the kinds of its arguments decide what results, and they stay as they are."""
     return (
         isinstance(func, torch._ops.OpOverload)
-        and func.namespace == "aten"
+        and func.namespace in ("aten", "fsdp")
         and not _DEPENDS_ON_VALUES & set(func.tags)
         and torch.Tag.inplace_view not in func.tags
         and func._schema.name not in _CHANGES_ITS_ARGUMENT

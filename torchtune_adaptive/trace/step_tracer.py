@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from torchtune_adaptive.device.memory import DeviceMemory, Usage, plain_tensors
 from torchtune_adaptive.memory_model.steps import RecordedStep
@@ -174,6 +175,12 @@ class StepTracer:
         return traced._replace(operations=log.finish()) if log is not None else traced
 
     @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Tensors are fake, and nothing is recorded."""
+        with self._fake, self._watch, self._watch.paused():
+            yield
+
+    @contextmanager
     def tracing(self) -> Iterator[None]:
         """Tensors are fake, and what is allocated on the device is recorded."""
         with ExitStack() as undo:
@@ -229,6 +236,8 @@ class StepTracer:
                 (F, "scaled_dot_product_attention", attention),
                 (torch.accelerator, "current_stream", fake_device.current_stream),
             ]
+        if hasattr(_sharding_prop, _FOR_STRIDED):  # in torch 2.13; not every version has it
+            replacements.append((_sharding_prop, _FOR_STRIDED, _once_for_each_schema()))
         return replacements
 
     def _label_streams(self, step: RecordedStep) -> None:
@@ -259,6 +268,27 @@ class StepTracer:
             for category, stream in found
             if isinstance(stream, fake_device.FakeStream)
         }
+
+
+_FOR_STRIDED = "_propagate_use_strided_shard_flag"
+
+
+def _once_for_each_schema() -> Callable[[Any, Any], None]:
+    """What torch does with placements that are strided, in linear time: it looks for them in all tensors of a
+    list (of an optimizer, say) once for each of these tensors, which takes as long as a layer."""
+    correct = getattr(_sharding_prop, _FOR_STRIDED)
+    without: list[Any] = [None]
+
+    def propagate(strategy: Any, schema: Any) -> None:
+        if schema is without[0]:
+            return
+        placements = (one for spec in schema.args_spec for one in spec.placements)
+        if any(isinstance(one, _StridedShard) for one in placements):
+            correct(strategy, schema)
+        else:
+            without[0] = schema  # for which it does nothing
+
+    return propagate
 
 
 def _state(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:

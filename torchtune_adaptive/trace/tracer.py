@@ -64,8 +64,8 @@ class Tracer(StepTracer):
 
         kind = recipe_kind(kind_of(cfg), cfg, environment)
         self._rows = kind.rows()
-        model = kind.model_without_weights(self._fake)
-        frozen = kind.frozen_without_weights(self._fake)
+        model = kind.model_without_weights(self.unrecorded())
+        frozen = kind.frozen_without_weights(self.unrecorded())
         models = (model, *frozen)
         with self.tracing():
             for each in models:
