@@ -1,11 +1,11 @@
 """How much speed the choice of the fastest configuration loses against trying everything, on a CPU.
 
-    python benchmarks/fastest.py measure table.json    # minutes: CPU time and peak of every configuration
+    python benchmarks/fastest.py measure table.json    # 40 minutes: CPU time and peak of each configuration
     python benchmarks/fastest.py report table.json     # the table for docs/results/fastest.md
 
-Two small models are trained at a fixed global batch with every configuration that `rounding` allows. Under
-each of many memory limits, rules choose one of those that fit, and lose what the best is faster. Trials
-see one half of the measurements, and regret is computed from the other half.
+Small models are trained at a fixed global batch with every configuration that `rounding` allows. Under each
+of many memory limits, rules choose one of those that fit, and lose what the best is faster. Trials see one
+half of the measurements, as many steps as in a run, and regret is computed from the other half.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from torchtune_adaptive.batching.fastest import fastest
 from torchtune_adaptive.device.simulated import SimulatedMemory
 from torchtune_adaptive.plan.ranking import BackgroundRanking
 from torchtune_adaptive.registry import load_config
@@ -42,8 +44,9 @@ ROWS = 8
 TRIALS = 3
 LIMITS = 48
 """For each model."""
-ROUNDS, STEPS = 2, 2
-"""In each half of the measurements; the shortest step counts: other processes only make steps longer."""
+WARM_UP, ROUNDS, STEPS = 2, 6, 2
+"""In each half of the measurements 12 steps count, as many as a run times of what it chooses; and their
+median, as in a run: on a shared machine, single steps are also shorter than most."""
 MODELS = {
     "6 layers of 256, vocabulary 4096": (
         {"vocab_size": 4096, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "embed_dim": 256}
@@ -54,6 +57,11 @@ MODELS = {
         {"vocab_size": 8192, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 128}
         | {"intermediate_dim": 352},
         64,
+    ),
+    "8 layers of 192, vocabulary 2048": (
+        {"vocab_size": 2048, "num_layers": 8, "num_heads": 6, "num_kv_heads": 6, "embed_dim": 192}
+        | {"intermediate_dim": 512},
+        96,
     ),
 }
 
@@ -95,13 +103,14 @@ def measure(model: str) -> list[dict[str, Any]]:
         take(choice)
         found.append({"choice": choice, "peak": memory.usage().peak_bytes, "seconds": [[], []]})
     memory.limit = None  # nothing is counted any more, which takes time
-    for number in range(2 * ROUNDS):  # in turns: a machine may become slower while it is measured
+    rounds = WARM_UP + 2 * ROUNDS
+    for number in range(rounds):  # in turns: a machine may become slower while it is measured
         for one in found:
             step.switch(one["choice"])
-            one["seconds"][number % 2] += [take(one["choice"]) for _ in range(STEPS)]
-        print(
-            f"{model}: round {number + 1} of {2 * ROUNDS}, {time.strftime('%H:%M:%S')}", flush=True
-        )
+            seconds = [take(one["choice"]) for _ in range(STEPS)]
+            if number >= WARM_UP:
+                one["seconds"][number % 2] += seconds
+        print(f"{model}: round {number + 1} of {rounds}, {time.strftime('%H:%M:%S')}", flush=True)
     return found
 
 
@@ -125,8 +134,8 @@ def name_of(choice: Choice) -> str:
 
 def regrets(table: list[dict[str, Any]], own: Choice, predicted: dict[str, float]) -> Any:
     """The share of the best speed that each rule loses, limit by limit."""
-    tried = {name_of(one["choice"]): min(one["seconds"][0]) for one in table}
-    true = {name_of(one["choice"]): min(one["seconds"][1]) for one in table}
+    timed = {name_of(one["choice"]): one["seconds"][0] for one in table}
+    true = {name_of(one["choice"]): median(one["seconds"][1]) for one in table}
     peaks = {name_of(one["choice"]): one["peak"] for one in table}
     by_name = {name_of(one["choice"]): one["choice"] for one in table}
     repeated = {"none": 0.0, "operations": 0.02, "every_4": 0.25, "every_3": 1 / 3}
@@ -139,20 +148,32 @@ def regrets(table: list[dict[str, Any]], own: Choice, predicted: dict[str, float
     def shipped_but(name: str) -> bool:
         return {**by_name[name], MICRO_BATCH: 0} == {**own, MICRO_BATCH: 0}
 
-    def best_of(names: list[str]) -> str:
-        return min(names, key=tried.__getitem__)
+    def best_of_all(names: list[str]) -> str:
+        return min(names, key=lambda name: median(timed[name]))
 
-    def ours(fit: list[str]) -> str:
-        first = sorted(fit, key=predicted.__getitem__)[:TRIALS]
-        return best_of([name_of(own), *first] if name_of(own) in fit else first)
+    def best_in_trials(fit: list[str], ranked: list[str]) -> str:
+        """As a run chooses."""
+        mine = name_of(own) if name_of(own) in fit else None
+        first = [name for name in ranked if name != mine][:TRIALS]
+        steps = {name: iter(timed[name]) for name in fit}
+        best, _ = fastest(
+            [mine, *first] if mine else first,
+            lambda name, number: list(islice(steps[name], number)),
+            mine,
+            predicted.get,
+        )
+        assert best is not None
+        return best.way
 
     rules: dict[str, Callable[[list[str]], str | None]] = {
-        "trying everything": best_of,  # what is lost to the noise of the measurements
-        f"ours, {TRIALS} timed trials": ours,
+        "trying everything": best_of_all,  # what is lost to the noise of the measurements
+        f"ours, {TRIALS} timed trials": lambda fit: best_in_trials(
+            fit, sorted(fit, key=predicted.__getitem__)
+        ),
         "ours, first prediction only": lambda fit: min(fit, key=predicted.__getitem__),
         "fewest FLOPs": lambda fit: min(fit, key=flops),
-        f"fewest FLOPs, {TRIALS} timed trials": lambda fit: best_of(
-            sorted(fit, key=flops)[:TRIALS]
+        f"fewest FLOPs, {TRIALS} timed trials": lambda fit: best_in_trials(
+            fit, sorted(fit, key=flops)
         ),
         "largest batch": lambda fit: max(
             filter(shipped_but, fit), key=lambda name: by_name[name][MICRO_BATCH], default=None
@@ -175,7 +196,7 @@ def report(models: Iterable[tuple[str, list[dict[str, Any]], Choice, dict[str, f
     """Print the table for models, each with its measurements, its own configuration, and the predictions."""
     total: dict[str, list[float]] = {}
     for model, table, own, predicted in models:
-        both = [[min(half) for half in one["seconds"]] for one in table]
+        both = [[median(half) for half in one["seconds"]] for one in table]
         print(
             f"\n{model}: {len(table)} configurations, {LIMITS} limits; the halves of the measurements "
             f"differ by {median(abs(a / b - 1) for a, b in both):.1%} (median)",

@@ -64,3 +64,24 @@ def test_a_way_that_runs_out_of_memory_while_it_is_timed_is_out() -> None:
 def test_equal_ways_leave_the_config_as_it_is() -> None:
     best, _ = fastest(["a", "own", "b"], lambda way, steps: [1.0] * steps, "own")
     assert best is not None and best.way == "own"
+
+
+def test_predictions_help_where_steps_vary() -> None:
+    seconds = {"own": 1.3, "a": 1.0, "b": 1.03, "c": 1.06}
+
+    def mean_loss(predicted: object) -> float:
+        chosen = [
+            fastest(list(seconds), noisy(seconds, 0.3, seed), "own", predicted)[0]  # type: ignore[arg-type]
+            for seed in range(200)
+        ]
+        return sum(seconds[one.way] - 1 for one in chosen if one is not None) / len(chosen)
+
+    # Predictions are all too short by the same factor, which says nothing.
+    assert mean_loss(lambda way: seconds[way] / 2) < 0.7 * mean_loss(lambda way: None)
+
+
+def test_predictions_do_not_count_where_steps_do_not_vary() -> None:
+    seconds = {"own": 1.3, "a": 1.0, "b": 1.01}
+    wrong = {"own": 1.3, "a": 1.1, "b": 1.0}
+    best, _ = fastest(list(seconds), noisy(seconds, 0.002, 0), "own", wrong.get)  # type: ignore[arg-type]
+    assert best is not None and best.way == "a"

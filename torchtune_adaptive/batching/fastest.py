@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 from typing import Generic, TypeVar
 
 Way = TypeVar("Way")
 
-FIRST_ROUND = 2
-"""Timed steps of each way in the first round; twice as many in each that follows."""
+ROUND = 4
+"""Timed steps of each way that is left, in each round."""
+PREDICTION_ERROR = 0.03
+"""Of the ratio of two predictions, on average (``docs/results/fastest.md``)."""
 
 
 def fitting(
@@ -46,6 +48,8 @@ class Timing(Generic[Way]):
     """A way, and the seconds of its steps."""
 
     way: Way
+    predicted: float | None = None
+    """Seconds of a step."""
     steps: list[float] = field(default_factory=list)
     failed: bool = False
     """A step that was to be timed ran out of memory."""
@@ -57,9 +61,12 @@ class Timing(Generic[Way]):
 
 
 def fastest(
-    ways: Sequence[Way], time: Callable[[Way, int], Sequence[float] | None], own: Way | None
+    ways: Sequence[Way],
+    time: Callable[[Way, int], Sequence[float] | None],
+    own: Way | None,
+    predicted: Callable[[Way], float | None] = lambda way: None,
 ) -> tuple[Timing[Way] | None, list[Timing[Way]]]:
-    """Time the ways by successive halving: after each round the slower half goes, the others get more steps.
+    """Time the ways by successive halving: after each round the slower half goes.
 
     The user's own way stays to the end, so the result is never slower than that, as measured side by side.
 
@@ -67,27 +74,47 @@ def fastest(
         ways: what may be used.
         time: takes so many steps; their seconds, or None if one ran out of memory.
         own: of the ways, the one that is used if no other is faster.
+        predicted: seconds of a step, if there is a prediction.
 
     Returns:
         The fastest, and all of them.
     """
-    timings = [Timing(way) for way in ways]
-    running, steps = list(timings), FIRST_ROUND
+    timings = [Timing(way, predicted(way)) for way in ways]
+    running = list(timings)
     while running:
         for timing in running:
-            seconds = time(timing.way, steps)
+            seconds = time(timing.way, ROUND)
             timing.failed = timing.failed or seconds is None
             timing.steps += seconds or ()
-        # Stable: among equals, the one that should be faster stays.
-        running = sorted((one for one in running if not one.failed), key=lambda one: one.seconds)
+        running = _ranked([one for one in running if not one.failed])
         others = [one for one in running if one.way != own]
         if len(others) <= 1:
             break
         gone = others[(len(others) + 1) // 2 :]
         running = [one for one in timings if one in running and one not in gone]
-        steps *= 2
     best = running[0] if running else None
     mine = next((one for one in running if one.way == own), None)
     if best is not None and mine is not None and mine.seconds <= best.seconds:
         best = mine
     return best, timings
+
+
+def _ranked(timings: Sequence[Timing[Way]]) -> list[Timing[Way]]:
+    """Timings in the order of what is known of them, the fastest first; among equals, the one that should be.
+
+    A prediction counts as a measurement of as many steps as it takes to know their time as well as it is
+    predicted. Where steps hardly vary, that is almost none.
+    """
+    predictions = [one.predicted for one in timings if one.predicted is not None]
+    if not timings or len(predictions) < len(timings):
+        return sorted(timings, key=lambda one: one.seconds)
+    varies = mean((step / one.seconds - 1) ** 2 for one in timings for step in one.steps)
+    weight = varies / PREDICTION_ERROR**2
+    scale = median(one.seconds / each for one, each in zip(timings, predictions, strict=True))
+
+    def estimate(one: Timing[Way]) -> float:
+        assert one.predicted is not None
+        measured = len(one.steps)
+        return (measured * one.seconds + weight * scale * one.predicted) / (measured + weight)
+
+    return sorted(timings, key=estimate)

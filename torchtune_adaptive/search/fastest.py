@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,6 @@ def find_fastest(
         f"Choosing the fastest of {len(allowed)} configurations that fit rows of {worst.length} tokens "
         f"({worst.source})."
     )
-    predicted: dict[str, float] = {}
     with _Trials(run, worst, leanest_of(allowed)) as trials:
         if known is not None and known in allowed and trials.fits(known):
             log.info("The configuration that this run had chosen still fits.")
@@ -68,9 +67,8 @@ def find_fastest(
             ranked = _ranked(run, worst.length, rank)
             predicted = {str(choice): seconds for choice, seconds in ranked or ()}
             order = [choice for choice, _ in ranked or ()] or sorted(allowed, key=rough_cost)
-            timed, chosen = _choose(
-                run, trials, own, [one for one in order if one in allowed and one != own]
-            )
+            others = [one for one in order if one in allowed and one != own]
+            timed, chosen = _choose(run, trials, own, others, predicted)
     run.step.switch(chosen)
     return FastestReport(
         cfg=run.cfg,
@@ -78,9 +76,7 @@ def find_fastest(
         own=own,
         chosen=chosen,
         split=_split_of(run, chosen),
-        timed=[
-            TimedChoice(each.way, predicted.get(str(each.way)), tuple(each.steps)) for each in timed
-        ],
+        timed=[TimedChoice(each.way, each.predicted, tuple(each.steps)) for each in timed],
         tried=trials.tried,
         tokens=trials.tokens,
         row_length=worst.length,
@@ -129,7 +125,11 @@ def leanest_of(all_choices: Sequence[Choice]) -> list[Choice]:
 
 
 def _choose(
-    run: SearchContext, trials: _Trials, own: Choice, ranked: Sequence[Choice]
+    run: SearchContext,
+    trials: _Trials,
+    own: Choice,
+    ranked: Sequence[Choice],
+    predicted: Mapping[str, float],
 ) -> tuple[list[Timing[Choice]], Choice]:
     """Time the first that fit, and the config's own."""
     own_fits = trials.fits(own)
@@ -137,7 +137,12 @@ def _choose(
         log.info("The config's own values do not fit.")
     others = fitting(ranked, trials.fits, needs_as_much, run.settings.speed_trials)
     ways = [own, *others] if own_fits else others
-    best, timings = fastest(ways, trials.time, own if own_fits else None)
+    best, timings = fastest(
+        ways,
+        trials.time,
+        own if own_fits else None,
+        lambda choice: predicted.get(str(choice)),
+    )
     if best is None:
         raise _nothing_fits(run, trials)
     return timings, best.way
