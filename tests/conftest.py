@@ -8,12 +8,15 @@ one that does not run at all without it is marked ``exhaustive``.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterable
 
 import pytest
 
 STRIDE = 29  # a prime, so that samples do not keep step with the layers of a model
+TEMPORARY = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 LEFT_OUT = pytest.StashKey[list[pytest.Item]]()
 SAMPLED = pytest.StashKey[list[pytest.Item]]()
 
@@ -28,6 +31,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help=f"which sample the quick tier takes; {STRIDE} successive numbers visit every operation",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Temporary files of processes go with the tests: torchrun, for one, leaves a folder for its logs."""
+    folder = tempfile.TemporaryDirectory(prefix="tests_", ignore_cleanup_errors=True)
+    config.stash[TEMPORARY] = folder
+    os.environ["TMPDIR"] = folder.name  # this process has chosen its own already
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[TEMPORARY].cleanup()
 
 
 @pytest.fixture(scope="session")
