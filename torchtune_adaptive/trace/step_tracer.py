@@ -273,18 +273,18 @@ class StepTracer:
 _FOR_STRIDED = "_propagate_use_strided_shard_flag"
 
 
-def _once_for_each_schema() -> Callable[[Any, Any], None]:
+def _once_for_each_schema() -> Callable[..., None]:
     """What torch does with placements that are strided, in linear time: it looks for them in all tensors of a
     list (of an optimizer, say) once for each of these tensors, which takes as long as a layer."""
     correct = getattr(_sharding_prop, _FOR_STRIDED)
     without: list[Any] = [None]
 
-    def propagate(strategy: Any, schema: Any) -> None:
+    def propagate(strategy: Any, schema: Any, *others: Any) -> None:
         if schema is without[0]:
             return
         placements = (one for spec in schema.args_spec for one in spec.placements)
         if any(isinstance(one, _StridedShard) for one in placements):
-            correct(strategy, schema)
+            correct(strategy, schema, *others)
         else:
             without[0] = schema  # for which it does nothing
 
