@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
 import logging
@@ -34,12 +35,15 @@ def recipe(run: Callable[[DictConfig], None]) -> Callable[[], None]:
 
     Like torchtune's ``config.parse``, but ``--config`` also takes the names of our configs, the values of
     overrides may contain ``=``, ``--quiet`` leaves only warnings and errors, and what ends the run is said
-    last and once: in one line where we raise it on purpose, else with its traceback.
+    last and once: in one line where we raise it on purpose, else with its traceback. A crash in native code
+    prints where each thread was.
     """
     parse_and_run = config.parse(run)
 
     @functools.wraps(run)
     def main() -> None:
+        if sys.__stderr__ is not None and not faulthandler.is_enabled():
+            faulthandler.enable(sys.__stderr__)
         try:
             sys.argv[1:] = _arguments(sys.argv[1:])
             parse_and_run()

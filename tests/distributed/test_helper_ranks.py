@@ -20,6 +20,10 @@ def die() -> None:
     os._exit(3)
 
 
+def crash() -> None:
+    os.abort()
+
+
 def raise_an_error() -> None:
     raise ValueError("of this rank")
 
@@ -41,8 +45,10 @@ def test_a_rank_that_should_exit_and_hangs_fails_with_where_it_was() -> None:
 def test_a_rank_that_raises_or_dies_fails_at_once() -> None:
     with pytest.raises(AssertionError, match=r"(?s)rank 0: .*ValueError: of this rank"):
         run_ranks(raise_an_error, 1, join=False)
-    with pytest.raises(AssertionError, match="rank 0: the process died without an error"):
+    with pytest.raises(AssertionError, match="rank 0: the process died, exit code 3"):
         run_ranks(die, 1, join=False)
+    with pytest.raises(AssertionError, match=r"(?s)exit code -6.*Fatal Python error.* in crash"):
+        run_ranks(crash, 1, join=False)
 
 
 def test_ranks_start_with_one_thread_and_what_they_need_imported() -> None:

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def run_ranks(
             processes.append(process)
             pipes.append(receiver)
         try:
-            return _collect(pipes, Path(folder), timeout)
+            return _collect(processes, pipes, Path(folder), timeout)
         finally:
             for process in processes:
                 process.kill()
@@ -144,7 +145,9 @@ def watch_ranks(
     return [Ended(code, text) for code, text in zip(exit_codes, said, strict=True)]
 
 
-def _collect(pipes: list[Connection], folder: Path, timeout: float) -> list[Any]:
+def _collect(
+    processes: list[ForkServerProcess], pipes: list[Connection], folder: Path, timeout: float
+) -> list[Any]:
     end = time.monotonic() + timeout
     results: dict[int, Any] = {}
     problems: list[str] = []
@@ -159,7 +162,8 @@ def _collect(pipes: list[Connection], folder: Path, timeout: float) -> list[Any]
             try:
                 kind, value = pipe.recv()  # type: ignore[union-attr]
             except EOFError:
-                kind, value = "error", "the process died without an error"
+                processes[rank].join(timeout=5)
+                kind, value = "error", f"the process died, exit code {processes[rank].exitcode}"
             results[rank] = value
             if kind == "error":
                 problems.append(f"rank {rank}: {value}")
@@ -169,7 +173,7 @@ def _collect(pipes: list[Connection], folder: Path, timeout: float) -> list[Any]
 
 
 def _stacks(folder: Path) -> str:
-    """Where each rank was just before the time was up."""
+    """Where each rank was when it crashed, or just before the time was up."""
     return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("stack_*")))
 
 
@@ -205,6 +209,7 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Se
     torch.set_num_threads(1)
     gc.freeze()  # what was imported stays; collections then take no time
     with open(Path(setting.folder) / f"stack_{setting.rank}", "w") as stack:
+        faulthandler.enable(file=stack)
         # Just before the time is up, so that the parent finds it when it gives up.
         faulthandler.dump_traceback_later(setting.timeout * 0.97, file=stack)
         try:
@@ -216,4 +221,5 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Se
                 dist.destroy_process_group()
         finally:
             faulthandler.cancel_dump_traceback_later()
+            faulthandler.disable()
     return result

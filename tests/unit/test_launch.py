@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +166,15 @@ def start(cwd: Path, *arguments: str, pythonpath: str = "") -> subprocess.Comple
         timeout=60,
         check=False,
     )
+
+
+def test_a_crash_in_native_code_says_where(tmp_path: Path) -> None:
+    program = (
+        "import os; from torchtune_adaptive.launch import recipe; recipe(lambda _: os.abort())()"
+    )
+    ended = start(tmp_path, "-c", program, "--config", "tiny/full")
+    assert ended.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in ended.stderr and "launch.py" in ended.stderr
 
 
 @pytest.mark.parametrize("name", ["torch/__init__.py", "datasets.py"])
