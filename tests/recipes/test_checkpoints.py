@@ -51,6 +51,24 @@ def train(kind: str, folder: Path, ranks: int = 1, **changes: Any) -> list[dict[
     return records
 
 
+Undisturbed = Callable[..., tuple[Path, list[dict[str, float]]]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """What runs save and log that nothing disturbs: each is made once, for all tests that compare with it."""
+    made: dict[str, tuple[Path, list[dict[str, float]]]] = {}
+
+    def run(kind: str, ranks: int, **changes: Any) -> tuple[Path, list[dict[str, float]]]:
+        key = repr((kind, ranks, changes))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            made[key] = folder, train(kind, folder, ranks, **changes)
+        return made[key]
+
+    return run
+
+
 def refused(kind: str, folder: Path, ranks: int = 1, **changes: Any) -> str:
     """What a run ends with that cannot start, or cannot go on."""
     with pytest.raises(AssertionError, match="CheckpointError: ") as raised:
@@ -176,11 +194,16 @@ def run_killed_at(kind: str, cfg: DictConfig, method: str, number: int) -> None:
     ],
 )
 def test_a_run_that_is_killed_while_it_saves_resumes_exactly(
-    kind: str, changes: dict[str, Any], method: str, number: int, tmp_path: Path
+    kind: str,
+    changes: dict[str, Any],
+    method: str,
+    number: int,
+    undisturbed: Undisturbed,
+    tmp_path: Path,
 ) -> None:
     """On two ranks; all but the last save asynchronously."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    expected = train(kind, whole, 2, **changes)
+    whole, expected = undisturbed(kind, 2, **changes)
+    killed = tmp_path / "killed"
     cfg = tiny_config(kind, killed, **changes)
     ended, _ = watch_ranks(
         run_killed_at, 2, kind, cfg, method, number, until_exit_of=[0], timeout=60, join=False
@@ -193,25 +216,6 @@ def test_a_run_that_is_killed_while_it_saves_resumes_exactly(
         assert resumed and same(resumed, expected[-len(resumed) :])
     assert same_weights(whole, killed, last)
     assert not (killed / ".saving").exists()
-
-
-def killed_at_a_random_moment(seed: int, folder: Path) -> None:
-    """A run that saves after every step, killed at some moment and resumed until it is done."""
-    changes = {"save_every_n_steps": 1, "max_steps_per_epoch": 20, "epochs": 2}
-    whole, killed = folder / "whole", folder / "killed"
-    expected = train("full", whole, **changes)
-    moment = random.Random(seed)
-    for _ in range(3):
-        delay = moment.uniform(0.0, 0.4)
-        cfg = tiny_config("full", killed, **changes, **RESUME)
-        watch_ranks(run_and_die, 1, cfg, delay, until_exit_of=[0], timeout=60, join=False)
-        CheckpointFolder(killed).newest("full", lambda _: True)  # completes what was sealed
-        if (killed / "epoch_1").exists():
-            break  # too late: it was done
-    else:
-        resumed = train("full", killed, **changes, **RESUME)
-        assert same(resumed, expected[len(expected) - len(resumed) :])
-    assert same_weights(whole, killed, "epoch_1")
 
 
 def run_and_die(cfg: DictConfig, delay: float) -> None:
@@ -229,8 +233,25 @@ def run_and_die(cfg: DictConfig, delay: float) -> None:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 20))]
 )
-def test_a_run_that_is_killed_at_random_moments(seed: int, tmp_path: Path) -> None:
-    killed_at_a_random_moment(seed, tmp_path)
+def test_a_run_that_is_killed_at_random_moments(
+    seed: int, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """It saves after every step, and is resumed until it is done."""
+    changes = {"save_every_n_steps": 1, "max_steps_per_epoch": 20, "epochs": 2}
+    whole, expected = undisturbed("full", 1, **changes)
+    killed = tmp_path / "killed"
+    moment = random.Random(seed)
+    for _ in range(3):
+        delay = moment.uniform(0.0, 0.4)
+        cfg = tiny_config("full", killed, **changes, **RESUME)
+        watch_ranks(run_and_die, 1, cfg, delay, until_exit_of=[0], timeout=60, join=False)
+        CheckpointFolder(killed).newest("full", lambda _: True)  # completes what was sealed
+        if (killed / "epoch_1").exists():
+            break  # too late: it was done
+    else:
+        resumed = train("full", killed, **changes, **RESUME)
+        assert same(resumed, expected[len(expected) - len(resumed) :])
+    assert same_weights(whole, killed, "epoch_1")
 
 
 # --- what is resumed from ---------------------------------------------------------------------------
