@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -62,7 +61,7 @@ def fail_in_steps(
         step._runner.begin(Split(2, 1, ranks.size))
         if recording:
             forget_the_sequence(step)
-        with memory.fail_at(operation if ranks.rank == victim else 0):
+        with memory.fail_at(operation if ranks.rank == victim else None):
             outcome = step(rows, collate, 2)
         counts["tried"] += 1
         counts["retried"] += outcome.retried
@@ -161,7 +160,7 @@ def evaluate_between_steps(way: str) -> list[Any]:
     for number in range(8):
         seen.append(evaluate())
         here = number >= 4 and run.step.ranks.rank == number % run.step.ranks.size
-        with memory.fail_at(25 * (number - 3)) if here else nullcontext():
+        with memory.fail_at(25 * (number - 3) if here else None):
             outcome = run.step(rows_of(4), collate, 4)
         assert bool(outcome.retried) == (number >= 4)
         run.step._runner.begin(Split(4, 1, run.step.ranks.size))

@@ -150,7 +150,7 @@ def lose_and_retake(accumulation: int) -> list[NoiseSums | None]:
         sums.append(take(step, batches).noise)
     for part in (0.3, 0.6, 0.9):
         victim = ranks.rank == ranks.size - 1
-        with memory.fail_at(int(part * count.seen) if victim else 0):
+        with memory.fail_at(int(part * count.seen) if victim else None):
             assert take(step, batches).lost
         sums.append(take(step, batches).noise)
     return sums

@@ -137,7 +137,7 @@ def fail_in_trials(
         for operation in range(1 + shard % stride, operations + 1, stride):
             victim = operation // stride % run.ranks.size
             here = everyone or run.ranks.rank == victim
-            with run.memory.fail_at(operation if here else 0) as fault:
+            with run.memory.fail_at(operation if here else None) as fault:
                 trial = probe.trial(1)
             counts["tried"] += 1
             counts["failed"] += trial.reports[victim].failed_in is not None
@@ -203,7 +203,7 @@ def fail_while_recording(stride: int, shard: int, settings: dict[str, Any]) -> d
         victim = operation // stride % run.ranks.size
         run.new_step()
         with run.probe() as probe:
-            with run.memory.fail_at(operation if run.ranks.rank == victim else 0) as fault:
+            with run.memory.fail_at(operation if run.ranks.rank == victim else None) as fault:
                 trial = probe.prime()
             counts["tried"] += 1
             counts["failed"] += trial.reports[victim].failed_in is not None

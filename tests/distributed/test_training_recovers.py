@@ -31,10 +31,7 @@ def fail_everywhere(stride: int, shard: int, settings: dict[str, Any]) -> dict[s
     counts = {"tried": 0, "redone": 0, "wrong": 0}
     for operation in range(1 + shard % stride, operations + 1, stride):
         victim = operation // stride % training.ranks.size
-        if victim == training.ranks.rank:
-            with training.memory.fail_at(operation):
-                trained = training.run(Recovery(2, (1, 2), calm_steps=None))
-        else:
+        with training.memory.fail_at(operation if victim == training.ranks.rank else None):
             trained = training.run(Recovery(2, (1, 2), calm_steps=None))
         expected = smaller if trained.redone else unharmed
         counts["tried"] += 1
@@ -85,9 +82,8 @@ def relieve_everywhere(stride: int, shard: int, settings: dict[str, Any]) -> dic
     counts = {"tried": 0, "redone": 0, "wrong": 0, "smaller": 0}
     for operation in range(1 + shard % stride, operations + 1, stride):
         victim = operation // stride % training.ranks.size
-        training.memory.arm(operation if victim == training.ranks.rank else 0)
-        trained = training.run(Recovery(2, (1, 2), None, reliefs=1))
-        training.memory.fault = None
+        with training.memory.fail_at(operation if victim == training.ranks.rank else None):
+            trained = training.run(Recovery(2, (1, 2), None, reliefs=1))
         # In the norm of the gradients, activations are not the peak, and micro-batches shrink.
         shrunk = trained.sizes != unharmed.sizes
         expected = smaller if shrunk else unharmed
@@ -182,7 +178,7 @@ def soak(steps: int, faults: float) -> dict[str, Any]:
             resident.append(psutil.Process().memory_info().rss)
         if fate.random() < faults and recovery.size > 1:
             operation, victim = fate.randrange(1, operations), fate.randrange(training.ranks.size)
-            training.memory.arm(operation if victim == training.ranks.rank else 0)
+            training.memory.arm(operation if victim == training.ranks.rank else None)
 
     recovery = Recovery(4, (1, 2, 3, 4), calm_steps=2)
     trained = training.run(recovery, arm)
