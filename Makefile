@@ -60,7 +60,7 @@ TIER := --shard $(SHARD)
 LANES = @$(MAKE) --no-print-directory -j 3 --output-sync=target test-unit test-ranks test-recipes
 
 test: $(READY)
-	@echo "Running lint, types and unit tests, tests of ranks, and whole runs in parallel: about 8 minutes."
+	@echo "Running lint, types and unit tests, tests of ranks, and whole runs in parallel: about 10 minutes."
 	$(LANES)
 
 test-unit: check
