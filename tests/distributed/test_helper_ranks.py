@@ -49,6 +49,8 @@ def test_a_rank_that_raises_or_dies_fails_at_once() -> None:
         run_ranks(die, 1, join=False)
     with pytest.raises(AssertionError, match=r"(?s)exit code -6.*Fatal Python error.* in crash"):
         run_ranks(crash, 1, join=False)
+    (ended,) = watch_ranks(crash, 1, until_exit_of=[0], join=False)
+    assert ended.exit_code == -6 and "in crash" in ended.said
 
 
 def test_ranks_start_with_one_thread_and_what_they_need_imported() -> None:

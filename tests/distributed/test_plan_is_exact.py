@@ -107,10 +107,11 @@ def test_predicted_peaks_are_measured_peaks(ranks: int, exhaustive: bool, shard:
     if not exhaustive:  # another third in each shard
         random.Random(shard).shuffle(configs)
         configs = configs[::3]
-    for some in (configs[at : at + 5] for at in range(0, len(configs), 5)):
-        measurements = run_ranks(measured, ranks, some, sizes, timeout=100)[0]
-        [predictions] = run_ranks(predicted, 1, some, sizes, ranks, 0, timeout=100, join=False)
-        for cfg, prediction, measurement in zip(some, predictions, measurements, strict=True):
+    for at in range(0, len(configs), 5):
+        portion = configs[at : at + 5]
+        measurements = run_ranks(measured, ranks, portion, sizes)[0]
+        [predictions] = run_ranks(predicted, 1, portion, sizes, ranks, 0, join=False)
+        for cfg, prediction, measurement in zip(portion, predictions, measurements, strict=True):
             assert prediction == measurement, cfg  # to the byte
 
 

@@ -136,11 +136,11 @@ def watch_ranks(
             for process in processes:
                 process.kill()
                 process.join()
-        said = [(Path(folder) / f"said_{rank}").read_text() for rank in range(ranks)]
-        stacks = _stacks(Path(folder))
+        said = [_said(Path(folder), rank) for rank in range(ranks)]
+    everything = "\n".join(said)
     for rank in until_exit_of:
         assert exit_codes[rank] is not None, (
-            f"rank {rank} is still running after {timeout:g} s: {said[rank]}\n{stacks}"
+            f"rank {rank} is still running after {timeout:g} s: {everything}"
         )
     return [Ended(code, text) for code, text in zip(exit_codes, said, strict=True)]
 
@@ -170,6 +170,12 @@ def _collect(
     if problems:
         raise AssertionError("\n".join([*problems, _stacks(folder)]))
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _said(folder: Path, rank: int) -> str:
+    """The output of a rank and, if it crashed or the time was up, where it was."""
+    paths = (folder / f"said_{rank}", folder / f"stack_{rank}")
+    return "".join(path.read_text() for path in paths if path.exists())
 
 
 def _stacks(folder: Path) -> str:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from tests.helpers import recipes
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, tiny_config
-from tests.recipes.test_checkpoints import RESUME, same, same_weights, train
+from tests.helpers.runs import RESUME, same, same_weights, train
 from tests.recipes.test_launch import BIN
 from torchtune_adaptive.errors import Stopped
 from torchtune_adaptive.step.train_step import StepOutcome, TrainStep
