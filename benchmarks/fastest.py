@@ -23,22 +23,14 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from torchtune_adaptive.batching.fastest import fastest
-from torchtune_adaptive.device.simulated import SimulatedMemory
-from torchtune_adaptive.plan.ranking import BackgroundRanking
-from torchtune_adaptive.registry import load_config
-from torchtune_adaptive.settings.adaptive import AdaptiveSettings
-from torchtune_adaptive.settings.knobs import (
-    CHECKPOINT,
-    LOSS,
-    MICRO_BATCH,
-    OFFLOADING,
-    RECOMPUTE_LOSS,
-    Choice,
-    choices,
-    configured_choice,
-)
-from torchtune_adaptive.trace.self_check import _real_kind, _real_step
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.search.timings import fastest
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, LOSS, OFFLOADING, RECOMPUTE_LOSS, Choice
+from torchtune_adaptive.recipe.plan.ranking import BackgroundRanking
+from torchtune_adaptive.recipe.registry import load_config
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.knob_table import MICRO_BATCH, choices, configured_choice
+from torchtune_adaptive.recipe.tracing.self_check import _real_kind, _real_step
 
 ROWS = 8
 TRIALS = 3

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torchtune_adaptive.durable import atomically
+from torchtune_adaptive.common.durable import atomically
 
 LIMIT = 520.0
 ROOT = Path(__file__).parent.parent

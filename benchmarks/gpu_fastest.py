@@ -20,10 +20,11 @@ from fastest import LIMITS, predictions, report
 from gpu_plan import CHECKPOINTED, FULL_1B, FULL_3B, GIB, Case, build_step, config_of, in_a_process
 from omegaconf import DictConfig
 
-from torchtune_adaptive.device import device_memory
-from torchtune_adaptive.device.memory import DeviceMemory, is_out_of_memory
-from torchtune_adaptive.settings.knobs import MICRO_BATCH, Choice, choices, configured_choice
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.core.device.memory import DeviceMemory, is_out_of_memory
+from torchtune_adaptive.core.device.select import device_memory
+from torchtune_adaptive.core.step.knobs import Choice
+from torchtune_adaptive.core.step.train_step import TrainStep
+from torchtune_adaptive.recipe.settings.knob_table import MICRO_BATCH, choices, configured_choice
 
 ROUNDS, STEPS = 4, 2
 """Of the measurements; every second round is one half of them."""

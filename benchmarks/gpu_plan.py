@@ -27,25 +27,25 @@ from omegaconf import DictConfig, OmegaConf
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune import training
 
-from torchtune_adaptive.device import device_memory
-from torchtune_adaptive.device.memory import DeviceMemory, is_out_of_memory
-from torchtune_adaptive.kinds.recipe_kind import recipe_kind
-from torchtune_adaptive.plan.pace import pace_for
-from torchtune_adaptive.plan.predict import Prediction, Query, predict
-from torchtune_adaptive.plan.request import PlanRequest, plan_request
-from torchtune_adaptive.plan.workers import processes
-from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.settings.adaptive import amount_of_memory
-from torchtune_adaptive.settings.kinds import kind_of
-from torchtune_adaptive.setup.environment import Environment
-from torchtune_adaptive.setup.model import (
+from torchtune_adaptive.common.amounts import amount_of_memory
+from torchtune_adaptive.core.device.memory import DeviceMemory, is_out_of_memory
+from torchtune_adaptive.core.device.select import device_memory
+from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
+from torchtune_adaptive.planner.trace.step_tracer import FakeRanks
+from torchtune_adaptive.planner.trace.weights import fill
+from torchtune_adaptive.planner.workers import processes
+from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
+from torchtune_adaptive.recipe.plan.pace import pace_for
+from torchtune_adaptive.recipe.plan.predict import Prediction, Query, predict
+from torchtune_adaptive.recipe.plan.request import PlanRequest, plan_request
+from torchtune_adaptive.recipe.registry import find_config
+from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.setup.model import (
     initialize_ropes,
 )
-from torchtune_adaptive.setup.optimizer import build_optimizers
-from torchtune_adaptive.setup.switches import build_switches
-from torchtune_adaptive.step.train_step import StepOptions, TrainStep
-from torchtune_adaptive.trace.step_tracer import FakeRanks
-from torchtune_adaptive.trace.weights import fill
+from torchtune_adaptive.recipe.setup.model_switches import build_switches
+from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
 
 GIB = 1 << 30
 SMALL = 2

@@ -24,14 +24,15 @@ from torchtune.models import llama2, llama3_1, llama3_2
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from torchtune_adaptive.batching.strategies import STRATEGIES, candidates, search
-from torchtune_adaptive.device import device_memory
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.search.probe import Probe
-from torchtune_adaptive.search.trial import SizeTrial, trial_line
-from torchtune_adaptive.settings.adaptive import AdaptiveSettings
-from torchtune_adaptive.step.objective import NextTokenPrediction
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.core.device.select import device_memory
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.search.probe import Probe
+from torchtune_adaptive.core.search.strategies import STRATEGIES, find_largest
+from torchtune_adaptive.core.search.trial import SizeTrial, trial_line
+from torchtune_adaptive.core.sizes.candidates import candidates
+from torchtune_adaptive.core.step.objective import NextTokenPrediction
+from torchtune_adaptive.core.step.train_step import TrainStep
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 
 LORA: dict[str, Any] = {
     "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
@@ -106,7 +107,7 @@ def measure(name: str, asked: argparse.Namespace) -> None:
                 print(f"  {trial_line(outcome)}", flush=True)
                 return outcome
 
-            result = search(strategy, sizes, trial)
+            result = find_largest(strategy, sizes, trial)
         print(
             f"{strategy}: {result.size} rows in {len(result.trials)} trials, "
             f"{time.perf_counter() - started:.1f} s",

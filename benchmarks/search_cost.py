@@ -23,15 +23,16 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
-from torchtune_adaptive.batching.strategies import STRATEGIES, candidates, search
-from torchtune_adaptive.data.dataset import load_data
-from torchtune_adaptive.data.row_lengths import RowLengths
-from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.run import Run
-from torchtune_adaptive.search.probe import Probe
-from torchtune_adaptive.search.trial import SizeTrial
-from torchtune_adaptive.search.worst_case import worst_case
-from torchtune_adaptive.setup.optimizer import build_optimizers
+from torchtune_adaptive.core.search.probe import Probe
+from torchtune_adaptive.core.search.strategies import STRATEGIES, find_largest
+from torchtune_adaptive.core.search.trial import SizeTrial
+from torchtune_adaptive.core.sizes.candidates import candidates
+from torchtune_adaptive.recipe.data.dataset import load_data
+from torchtune_adaptive.recipe.data.row_lengths import RowLengths
+from torchtune_adaptive.recipe.registry import find_config
+from torchtune_adaptive.recipe.run import Run
+from torchtune_adaptive.recipe.search.worst_case import worst_case
+from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
 
 Trial = Callable[[int], SizeTrial]
 
@@ -80,7 +81,7 @@ def compare(cfg: DictConfig, rounding: str) -> None:
     worst = worst_case(data, None, ranks, RowLengths(data.dataset, cfg, ranks, cache=False))
     sizes = candidates(rounding, len(data.dataset), 0)
     ways: dict[str, Callable[[Trial], int | None]] = {
-        name: lambda trial, name=name: search(name, sizes, trial).size for name in STRATEGIES
+        name: lambda trial, name=name: find_largest(name, sizes, trial).size for name in STRATEGIES
     }
     ways["RFC 2199, 0..100000"] = rfc_2199
     ways["halving from 512"] = repeated_halving

@@ -20,11 +20,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.plan.workers import processes
-from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.time_model.devices import SPEEDS, with_power
-from torchtune_adaptive.time_model.operations import StepOperations, packed_up, unpacked
-from torchtune_adaptive.time_model.speed import Pace, Speed, speed
+from torchtune_adaptive.planner.speed.devices import SPEEDS, with_power
+from torchtune_adaptive.planner.speed.operations import StepOperations, packed_up, unpacked
+from torchtune_adaptive.planner.speed.speed import Pace, Speed, predicted_speed
+from torchtune_adaptive.planner.workers import processes
+from torchtune_adaptive.recipe.registry import find_config
 
 WHOLE_LOSS = {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}
 CHUNKED = {"loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}}
@@ -182,7 +182,7 @@ def config_of(anchor: Anchor) -> dict[str, Any]:
 
 def traced(cfg: dict[str, Any], ranks: int, rows: int, length: int) -> dict[str, Any]:
     """The operations of a step; in a process of its own."""
-    from torchtune_adaptive.trace.tracer import Tracer
+    from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
     tracer = Tracer(OmegaConf.create(cfg), ranks)  # type: ignore[arg-type]
     tracer.take_step(2, length // 2)
@@ -213,7 +213,7 @@ def all_steps(folder: Path | None) -> list[StepOperations]:
 
 def result(anchor: Anchor, step: StepOperations) -> Result:
     pace = Pace(DEVICES[anchor.device], anchor.ranks, anchor.compiled, anchor.quantised, "bfloat16")
-    return Result(anchor, speed(step, anchor.rows, anchor.length, 1, pace))
+    return Result(anchor, predicted_speed(step, anchor.rows, anchor.length, 1, pace))
 
 
 def ranks(values: Sequence[float]) -> list[int]:

@@ -47,16 +47,16 @@ from torchtune.models.llama3_2 import llama3_2_1b
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
-from torchtune_adaptive.batching.strategies import search
-from torchtune_adaptive.data.micro_batches import ByTokens
-from torchtune_adaptive.device import device_memory
-from torchtune_adaptive.device.simulated import SimulatedMemory
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.search.probe import Probe
-from torchtune_adaptive.search.token_budget import find_budget, lengths_to_measure
-from torchtune_adaptive.settings.adaptive import amount_of_memory
-from torchtune_adaptive.step.objective import NextTokenPrediction
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.common.amounts import amount_of_memory
+from torchtune_adaptive.core.device.select import device_memory
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.search.probe import Probe
+from torchtune_adaptive.core.search.strategies import find_largest
+from torchtune_adaptive.core.sizes.micro_batches import ByTokens
+from torchtune_adaptive.core.step.objective import NextTokenPrediction
+from torchtune_adaptive.core.step.train_step import TrainStep
+from torchtune_adaptive.recipe.search.token_budget import find_budget, lengths_to_measure
 
 ROWS, ROWS_IN_STEP = 2048, 128
 SMALL_VOCABULARY = 512
@@ -129,7 +129,7 @@ class Bench:
     def largest(self, batch: Callable[[int], dict[str, Any]]) -> int:
         with self.probe(batch) as probe:
             probe.prime()
-            size = search("extrapolate", range(1, ROWS_IN_STEP + 1), probe.trial).size
+            size = find_largest("extrapolate", range(1, ROWS_IN_STEP + 1), probe.trial).size
         assert size is not None, "not even one row fits; give it more memory (--limit)"
         return size
 

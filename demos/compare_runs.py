@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from torchtune_adaptive import plots
+from torchtune_adaptive.common import plots
 
 LINE = re.compile(r"Step (\d+) \| (.*)")
 

@@ -12,8 +12,8 @@ from typing import Any
 from adaptive_full_finetune_distributed import AdaptiveFullFinetuneRecipeDistributed
 from omegaconf import DictConfig
 
-from torchtune_adaptive import launch
-from torchtune_adaptive.device.simulated import SimulatedMemory
+from torchtune_adaptive.core import SimulatedMemory
+from torchtune_adaptive.recipe import launch
 
 MOVES_IN, LEAVES = 20, 45
 

@@ -5,7 +5,7 @@
 """
 
 # ruff: noqa: E402
-from torchtune_adaptive.versions import require_supported_versions
+from torchtune_adaptive.recipe import require_supported_versions
 
 require_supported_versions()  # before the imports below, which fail less clearly
 
@@ -13,8 +13,7 @@ import sys
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive import launch
-from torchtune_adaptive.recipe import AdaptiveRecipe
+from torchtune_adaptive.recipe import AdaptiveRecipe, launch
 
 
 class AdaptiveLoRADPORecipeDistributed(AdaptiveRecipe):

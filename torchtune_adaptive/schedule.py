@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.batching.noise import GrowthController
-from torchtune_adaptive.batching.scaling import LrScaling
+from torchtune_adaptive.core import GrowthController, LrScaling
 
 IncreaseFunction = Callable[[int, int], int]
 """``f(epoch, current_batch_size) -> increment`` of the micro-batch, called at the start of each epoch."""

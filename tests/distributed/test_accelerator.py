@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.accelerator import Card
 from tests.helpers.models import adamw, batch, local_values, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.agreement import Ranks
 
 GIB = 1 << 30
 LARGE, SMALL = 32, 4

@@ -12,12 +12,12 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from torchtune_adaptive import ending
+from torchtune_adaptive.common import ending
 
 REASON = "ConfigError: headroom: 2 is not valid"
 RANK = """
 import os, sys, time
-from torchtune_adaptive import ending
+from torchtune_adaptive.common import ending
 rank = int(os.environ["RANK"])
 ending.MOMENT = 1.5
 def fail(on=(0, 1, 2), reason="ConfigError: headroom: 2 is not valid"):
@@ -52,7 +52,7 @@ def report_of(program: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture(autouse=True)
 def sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(ending.__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(ending.__file__).parents[2]))
 
 
 @pytest.mark.parametrize(

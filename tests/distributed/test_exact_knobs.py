@@ -14,23 +14,17 @@ from torchtune import config, training
 
 from tests.helpers.models import adamw, batch, local_values, same_bits
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.device.simulated import SimulatedMemory
-from torchtune_adaptive.kinds.recipe_kind import recipe_kind
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.settings.kinds import kind_of
-from torchtune_adaptive.settings.knobs import (
-    CHECKPOINT,
-    RECOMPUTE_LOSS,
-    RESHARD,
-    SHARDED_LAYERS,
-    Choice,
-    choices,
-)
-from torchtune_adaptive.setup.environment import Environment
-from torchtune_adaptive.setup.switches import build_switches
-from torchtune_adaptive.step.snapshot import Snapshot
-from torchtune_adaptive.step.train_step import StepHalfApplied, StepOptions, TrainStep
-from torchtune_adaptive.trace.self_check import SMALL_RUN
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, RECOMPUTE_LOSS, RESHARD, Choice
+from torchtune_adaptive.core.step.snapshot import Snapshot
+from torchtune_adaptive.core.step.train_step import StepHalfApplied, StepOptions, TrainStep
+from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
+from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.knob_table import SHARDED_LAYERS, choices
+from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.setup.model_switches import build_switches
+from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN
 
 SIZE = {"vocab_size": 16, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 8}
 SIZE |= {"intermediate_dim": 12, "max_seq_len": 32}

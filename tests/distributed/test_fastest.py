@@ -18,17 +18,18 @@ from torchtune.data import padded_collate_sft
 
 from tests.distributed.test_exact_knobs import Training, config_of, differs
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.data.dataset import Data
-from torchtune_adaptive.data.loader import SampleOrder
-from torchtune_adaptive.device.simulated import SimulatedMemory
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.ranks.watchdog import Watchdog
-from torchtune_adaptive.search.context import SearchContext
-from torchtune_adaptive.search.fastest import _Trials, find_fastest, possible_choices
-from torchtune_adaptive.search.fastest_report import FastestReport
-from torchtune_adaptive.settings.adaptive import AdaptiveSettings
-from torchtune_adaptive.settings.knobs import CHECKPOINT, MICRO_BATCH, Choice, changes
+from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.ranks.watchdog import Watchdog
+from torchtune_adaptive.core.sizes.loader import SampleOrder
+from torchtune_adaptive.core.sizes.split import Split
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, Choice
+from torchtune_adaptive.recipe.data.dataset import Data
+from torchtune_adaptive.recipe.search.context import SearchContext
+from torchtune_adaptive.recipe.search.fastest_report import FastestReport
+from torchtune_adaptive.recipe.search.fastest_search import _Trials, find_fastest, possible_choices
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.knob_table import MICRO_BATCH, changes
 
 ROWS = 4
 LENGTH = 24

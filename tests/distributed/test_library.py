@@ -18,9 +18,9 @@ from tests.helpers.library import Trained, collate, failing, rows_of, tiny_model
 from tests.helpers.models import local_values, same_bits
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive import AdaptiveStep, UsageError, find_batch_size, steps_of
-from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.ranks.collectives import Collectives
-from torchtune_adaptive.step.snapshot import Snapshot
+from torchtune_adaptive.core.ranks.collectives import Collectives
+from torchtune_adaptive.core.sizes.split import Split
+from torchtune_adaptive.core.step.snapshot import Snapshot
 
 COUNTS = ("tried", "retried", "wrong")
 

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.models import adamw, batch, tiny_llama, train_step
 from tests.helpers.ranks import Ended, watch_ranks
-from torchtune_adaptive.device.simulated import SimulatedMemory
-from torchtune_adaptive.errors import RankLost
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.ranks.watchdog import EXIT_CODE, Watchdog
-from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.common.errors import RankLost
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE, Watchdog
+from torchtune_adaptive.core.search.probe import Probe
 
 LIMIT = 2.0
 VICTIM = 1

@@ -17,13 +17,14 @@ from torchtune import training
 
 from tests.helpers.models import batch, local_values, same_bits, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.batching.strategies import STRATEGIES, candidates, search
-from torchtune_adaptive.device.memory import plain_tensors
-from torchtune_adaptive.device.simulated import SimulatedMemory
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.search.probe import Probe
-from torchtune_adaptive.search.trial import RankReport, SizeTrial
-from torchtune_adaptive.step.train_step import TrainStep
+from torchtune_adaptive.core.device.memory import plain_tensors
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.search.probe import Probe
+from torchtune_adaptive.core.search.strategies import STRATEGIES, find_largest
+from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
+from torchtune_adaptive.core.sizes.candidates import candidates
+from torchtune_adaptive.core.step.train_step import TrainStep
 
 LIMIT = 250_000
 
@@ -70,7 +71,7 @@ def find(
     )
     with probe:
         assert probe.prime().fits
-        result = search(strategy, candidates("none", 60, 60), probe.trial)
+        result = find_largest(strategy, candidates("none", 60, 60), probe.trial)
     return result.size, sum(not trial.fits for trial in result.trials)
 
 
@@ -200,7 +201,7 @@ def find_with_ranks_of_different_size() -> Any:
     )
     with probe:
         probe.prime()
-        return search("extrapolate", candidates("none", 60, 60), probe.trial)
+        return find_largest("extrapolate", candidates("none", 60, 60), probe.trial)
 
 
 def test_the_smallest_rank_decides_and_is_named() -> None:

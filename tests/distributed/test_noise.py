@@ -13,9 +13,9 @@ from torchtune import training
 from tests.helpers.faults import FailingMemory
 from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.batching.noise import NoiseScale, NoiseSums
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.step.train_step import StepOutcome, TrainStep
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.sizes.noise import NoiseScale, NoiseSums
+from torchtune_adaptive.core.step.train_step import StepOutcome, TrainStep
 
 Batch = dict[str, Any]
 

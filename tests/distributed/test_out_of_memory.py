@@ -22,13 +22,13 @@ from tests.helpers.models import (
     train_step,
 )
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.kinds.lora_dpo import without_adapters
-from torchtune_adaptive.kinds.preference import Preference
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.search.probe import Probe
-from torchtune_adaptive.search.trial import SizeTrial
-from torchtune_adaptive.step.objective import Objective
-from torchtune_adaptive.step.snapshot import Snapshot
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.search.probe import Probe
+from torchtune_adaptive.core.search.trial import SizeTrial
+from torchtune_adaptive.core.step.objective import Objective
+from torchtune_adaptive.core.step.snapshot import Snapshot
+from torchtune_adaptive.recipe.kinds.lora_dpo import without_adapters
+from torchtune_adaptive.recipe.kinds.preference import Preference
 
 
 def second_model(name: str, model: nn.Module, kind_of_model: dict[str, Any]) -> Objective:

@@ -9,9 +9,9 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.memory_model.steps import Bilinear
-from torchtune_adaptive.trace.self_check import SMALL_RUN, measured_peaks, traced_peaks
-from torchtune_adaptive.trace.tracer import Tracer
+from torchtune_adaptive.planner.memory.recorded_step import Bilinear
+from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, measured_peaks, traced_peaks
+from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
 CORNERS = [(2, 64), (3, 64), (2, 128), (3, 128)]
 HELD_OUT = (5, 256)

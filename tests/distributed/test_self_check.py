@@ -8,11 +8,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.errors import NoPrediction
-from torchtune_adaptive.memory_model.steps import Bilinear
-from torchtune_adaptive.trace import recorder
-from torchtune_adaptive.trace.self_check import SMALL_RUN, check_method
-from torchtune_adaptive.trace.tracer import Tracer
+from torchtune_adaptive.common.errors import NoPrediction
+from torchtune_adaptive.planner.memory.recorded_step import Bilinear
+from torchtune_adaptive.planner.trace import recorder
+from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, check_method
+from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
 
 def check(fault: str, cache: bool | str) -> str:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.helpers.models import adamw, batch, local_values, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.staging import init_staging_group
-from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.agreement import Ranks
 
 
 def train(staged: bool) -> tuple[list[list[float]], int]:

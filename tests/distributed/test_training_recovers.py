@@ -16,9 +16,9 @@ from tests.helpers.faults import OutOfMemoryAt
 from tests.helpers.loops import Sizes, Training
 from tests.helpers.models import same_bits
 from tests.helpers.ranks import run_ranks, watch_ranks
-from torchtune_adaptive.batching.recovery import Recovery
-from torchtune_adaptive.errors import OutOfMemoryElsewhere, TrainingOutOfMemory
-from torchtune_adaptive.ranks.watchdog import EXIT_CODE, Watchdog
+from torchtune_adaptive.common.errors import OutOfMemoryElsewhere, TrainingOutOfMemory
+from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE, Watchdog
+from torchtune_adaptive.core.sizes.recovery import Recovery
 
 
 def fail_everywhere(stride: int, shard: int, settings: dict[str, Any]) -> dict[str, int]:

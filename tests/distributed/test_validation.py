@@ -13,11 +13,11 @@ from torchtune.data import padded_collate_sft
 from tests.helpers.faults import FailingMemory
 from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.data.dataset import Data
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.ranks.watchdog import Watchdog
-from torchtune_adaptive.train.events import Events
-from torchtune_adaptive.train.validation import Validation
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.watchdog import Watchdog
+from torchtune_adaptive.recipe.data.dataset import Data
+from torchtune_adaptive.recipe.train.events import Events
+from torchtune_adaptive.recipe.train.validation import Validation
 
 LENGTHS = (3, 9, 5, 2, 7)
 

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.ranks import run_ranks, watch_ranks
-from torchtune_adaptive.ranks import store as store_module
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.ranks.watchdog import Watchdog
+from torchtune_adaptive.core.ranks import store as store_module
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.watchdog import Watchdog
 
 LIMIT = 2.0
 LIFETIMES = 20
@@ -152,7 +152,7 @@ def test_the_host_of_the_store_leaves_last() -> None:
 ENDS_WHILE_A_THREAD_WAITS = """
 import os, sys, time
 import torch.distributed as dist
-from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.agreement import Ranks
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, is_master=False)

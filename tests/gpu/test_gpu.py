@@ -13,13 +13,14 @@ from torchtune.models.llama2 import llama2
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.helpers.models import local_values, same_bits
-from torchtune_adaptive.batching.strategies import STRATEGIES, candidates, search
-from torchtune_adaptive.device import device_memory
-from torchtune_adaptive.device.memory import is_out_of_memory
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.search.probe import Probe
-from torchtune_adaptive.step.objective import NextTokenPrediction
-from torchtune_adaptive.step.train_step import StepOptions, TrainStep
+from torchtune_adaptive.core.device.memory import is_out_of_memory
+from torchtune_adaptive.core.device.select import device_memory
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.search.probe import Probe
+from torchtune_adaptive.core.search.strategies import STRATEGIES, find_largest
+from torchtune_adaptive.core.sizes.candidates import candidates
+from torchtune_adaptive.core.step.objective import NextTokenPrediction
+from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,7 +74,7 @@ def test_all_strategies_find_one_size_under_a_real_cap(step: TrainStep) -> None:
     for strategy in STRATEGIES:
         with probe_of(step) as probe:
             assert probe.prime().fits
-            result = search(strategy, candidates("power_of_two", 1024, 0), probe.trial)
+            result = find_largest(strategy, candidates("power_of_two", 1024, 0), probe.trial)
         found.add(result.size)
         for trial in result.trials:
             assert trial.deciding.peak_bytes <= LIMIT

@@ -12,10 +12,10 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 from tests.helpers.models import adamw, batch, local_values, tiny_llama
 from tests.helpers.ranks import run_ranks
 from tests.helpers.staging import init_staging_group
-from torchtune_adaptive.device import device_memory
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.step.objective import NextTokenPrediction
-from torchtune_adaptive.step.train_step import StepOptions, TrainStep
+from torchtune_adaptive.core.device.select import device_memory
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.step.objective import NextTokenPrediction
+from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from torchtune_adaptive.device.accelerator import AcceleratorMemory
-from torchtune_adaptive.device.simulated import SimulatedMemory
-from torchtune_adaptive.memory_model.allocator import Allocator, Block, OutOfMemory
+from torchtune_adaptive.core.device.accelerator import AcceleratorMemory
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.planner.memory.allocator import Allocator, Block, OutOfMemory
 
 SCALE = 4096  # a tiny model's tensors, as large as blocks that an allocator notices
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtune_adaptive.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
 
 
 class OutOfMemoryAt(TorchDispatchMode):

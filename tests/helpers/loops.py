@@ -23,29 +23,29 @@ from tests.helpers.models import (
     tiny_llama,
     train_step,
 )
-from torchtune_adaptive.batching.recovery import Recovery
-from torchtune_adaptive.batching.split import Split, epochs_of
-from torchtune_adaptive.checkpoints.folder import last_saved
-from torchtune_adaptive.checkpoints.progress import Progress
-from torchtune_adaptive.data.loader import EpochRows, Loader, SampleOrder
-from torchtune_adaptive.data.micro_batches import ByRows, MicroBatch
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.ranks.watchdog import Watchdog
-from torchtune_adaptive.setup.environment import Environment
-from torchtune_adaptive.setup.optimizer import Optimizers
-from torchtune_adaptive.step.objective import NextTokenPrediction
-from torchtune_adaptive.step.snapshot import Snapshot
-from torchtune_adaptive.step.switches import Switches
-from torchtune_adaptive.train import loop as loop_module
-from torchtune_adaptive.train import metrics as metrics_module
-from torchtune_adaptive.train.adaptation import Adaptation
-from torchtune_adaptive.train.events import Events
-from torchtune_adaptive.train.growth import Growth
-from torchtune_adaptive.train.learning_rate import LearningRate
-from torchtune_adaptive.train.loop import TrainingLoop, how_to_resume
-from torchtune_adaptive.train.metrics import Logging, Metrics
-from torchtune_adaptive.train.retry import StepRunner
-from torchtune_adaptive.train.stop import StopSignals
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.watchdog import Watchdog
+from torchtune_adaptive.core.sizes.loader import EpochRows, Loader, SampleOrder
+from torchtune_adaptive.core.sizes.micro_batches import ByRows, MicroBatch
+from torchtune_adaptive.core.sizes.recovery import Recovery
+from torchtune_adaptive.core.sizes.split import Split, epochs_of
+from torchtune_adaptive.core.step.objective import NextTokenPrediction
+from torchtune_adaptive.core.step.retry import StepRunner
+from torchtune_adaptive.core.step.snapshot import Snapshot
+from torchtune_adaptive.core.step.switches import Switches
+from torchtune_adaptive.recipe.checkpoints.folder import last_saved
+from torchtune_adaptive.recipe.checkpoints.progress import Progress
+from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.setup.optimizer import Optimizers
+from torchtune_adaptive.recipe.train import loop as loop_module
+from torchtune_adaptive.recipe.train import metrics as metrics_module
+from torchtune_adaptive.recipe.train.adaptation import Adaptation
+from torchtune_adaptive.recipe.train.events import Events
+from torchtune_adaptive.recipe.train.growth import Growth
+from torchtune_adaptive.recipe.train.learning_rate import LearningRate
+from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_resume
+from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
+from torchtune_adaptive.recipe.train.stop import StopSignals
 
 loop_module.tqdm = MagicMock()  # type: ignore[attr-defined]
 metrics_module.History = MagicMock()  # type: ignore[misc]  # or each of thousands of runs would draw a plot

@@ -15,17 +15,17 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss, ForwardKLWithChunked
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.training.quantization import Int8DynActInt4WeightQATQuantizer
 
-from torchtune_adaptive.device.memory import DeviceMemory
-from torchtune_adaptive.device.simulated import SimulatedMemory
-from torchtune_adaptive.kinds.kd import Distillation
-from torchtune_adaptive.kinds.quantisation import quantised as fake_quantised
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.settings.knobs import CHUNKED
-from torchtune_adaptive.setup.environment import Environment
-from torchtune_adaptive.setup.switches import build_switches
-from torchtune_adaptive.step.objective import NextTokenPrediction, Objective
-from torchtune_adaptive.step.switches import Switches
-from torchtune_adaptive.step.train_step import StepOptions, TrainStep
+from torchtune_adaptive.core.device.memory import DeviceMemory
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.step.knobs import CHUNKED
+from torchtune_adaptive.core.step.objective import NextTokenPrediction, Objective
+from torchtune_adaptive.core.step.switches import Switches
+from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
+from torchtune_adaptive.recipe.kinds.kd import Distillation
+from torchtune_adaptive.recipe.kinds.quantisation import quantised as fake_quantised
+from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.setup.model_switches import build_switches
 
 VOCABULARY = 16
 

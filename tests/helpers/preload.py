@@ -18,10 +18,10 @@ MODULES = (
     "torchdata.stateful_dataloader",
     "torchtune.datasets",
     "torchtune.recipe_interfaces",
-    "torchtune_adaptive.launch",
-    "torchtune_adaptive.run",
-    "torchtune_adaptive.trace.tracer",
-    "torchtune_adaptive.versions",
+    "torchtune_adaptive.recipe.launch",
+    "torchtune_adaptive.recipe.run",
+    "torchtune_adaptive.recipe.tracing.tracer",
+    "torchtune_adaptive.recipe.versions",
 )
 
 with warnings.catch_warnings():

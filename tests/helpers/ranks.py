@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.agreement import Ranks
 
 
 class Alone(Ranks):

@@ -15,9 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from torchtune import training
 
-from torchtune_adaptive import record
-from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.settings.kinds import KINDS
+from torchtune_adaptive.recipe import record
+from torchtune_adaptive.recipe.registry import find_config
+from torchtune_adaptive.recipe.settings.kinds import KINDS
 
 RECORDS: list[dict[str, float]] = []
 """What the recipe of this process has logged, step by step."""

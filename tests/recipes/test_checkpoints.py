@@ -17,9 +17,9 @@ from omegaconf import DictConfig
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
 from tests.helpers.runs import ASYNCHRONOUS, RESUME, SHORT, train
-from torchtune_adaptive import durable
-from torchtune_adaptive.checkpoints import asynchronous
-from torchtune_adaptive.checkpoints.folder import CheckpointFolder
+from torchtune_adaptive.common import durable
+from torchtune_adaptive.recipe.checkpoints import asynchronous
+from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
 
 
 def refused(kind: str, folder: Path, ranks: int = 1, **changes: Any) -> str:

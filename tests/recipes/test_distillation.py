@@ -13,7 +13,7 @@ from torchtune import training
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, saved_weights, tiny_config
-from torchtune_adaptive import tiny
+from torchtune_adaptive.recipe import tiny
 
 SMALL: dict[str, Any] = {
     "batch_size": 2,

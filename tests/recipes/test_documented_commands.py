@@ -18,10 +18,10 @@ from torchtune._recipe_registry import get_all_recipes
 
 from tests.recipes.test_launch import BIN, QUICK
 from tests.unit.test_hugging_face import PUBLISHED, written
-from torchtune_adaptive.plan import command as plan_command
-from torchtune_adaptive.registry import RECIPES, load_config
-from torchtune_adaptive.settings.checks import check
-from torchtune_adaptive.settings.kinds import kind_of
+from torchtune_adaptive.cli import plan_command
+from torchtune_adaptive.recipe.registry import RECIPES, load_config
+from torchtune_adaptive.recipe.settings.checks import check
+from torchtune_adaptive.recipe.settings.kinds import kind_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]

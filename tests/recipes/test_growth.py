@@ -17,11 +17,11 @@ from torchtune.data import padded_collate_sft
 from tests.helpers import recipes
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, saved_weights, tiny_config
-from torchtune_adaptive.errors import BatchIncreaseError, ConfigError
-from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.settings.checks import check
-from torchtune_adaptive.settings.kinds import KINDS
-from torchtune_adaptive.train.growth import batch_increase
+from torchtune_adaptive.common.errors import BatchIncreaseError, ConfigError
+from torchtune_adaptive.recipe.registry import find_config
+from torchtune_adaptive.recipe.settings.checks import check
+from torchtune_adaptive.recipe.settings.kinds import KINDS
+from torchtune_adaptive.recipe.train.growth import batch_increase
 
 ROWS: list[list[int]] = []
 """Of each micro-batch that this process has collated: a number for each row, the same in every run."""

@@ -20,8 +20,8 @@ from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, tiny_config
 from tests.helpers.runs import ASYNCHRONOUS, RESUME, SHORT, same, same_weights, train
 from tests.recipes.test_growth import WITHIN_EPOCHS
-from torchtune_adaptive.checkpoints.checkpoints import Checkpoints
-from torchtune_adaptive.checkpoints.folder import CheckpointFolder
+from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
+from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", SHORT),

@@ -15,10 +15,10 @@ from torchtune._cli.tune import main as tune_main
 from torchtune.training import FullModelHFCheckpointer
 
 from tests.helpers.ranks import watch_ranks
-from torchtune_adaptive.cli import _run
-from torchtune_adaptive.cli import main as tune_adaptive_main
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.registry import RECIPES
+from torchtune_adaptive.cli.command_line import _run
+from torchtune_adaptive.cli.command_line import main as tune_adaptive_main
+from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.recipe.registry import RECIPES
 
 BIN = Path(sys.executable).parent
 QUICK = ["max_steps_per_epoch=2", "epochs=1", "adaptive_batching.cache=False"]

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, saved_weights, tiny_config
-from torchtune_adaptive import tiny
+from torchtune_adaptive.recipe import tiny
 
 CLIPPED = {"clip_grad_norm": 0.5}
 FULL: dict[str, dict[str, Any]] = {

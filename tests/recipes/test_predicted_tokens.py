@@ -12,7 +12,7 @@ from torchtune.data import padded_collate_sft
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
-from torchtune_adaptive.errors import NothingToLearn
+from torchtune_adaptive.common.errors import NothingToLearn
 
 TEXT = {
     # Every token is trained on, the first included, and rows are short.

@@ -95,7 +95,7 @@ def test_a_batch_of_pairs_grows(tmp_path: Path) -> None:
         "batch_size": 2,
         "epochs": 2,
         "max_steps_per_epoch": 2,
-        "batch_increase_function": "torchtune_adaptive.tiny.two_more_rows",
+        "batch_increase_function": "torchtune_adaptive.recipe.tiny.two_more_rows",
         "adaptive_batching.memory_limit": "40MiB",
     }
     cfg = tiny_config("lora_dpo", tmp_path, **changes)

@@ -11,7 +11,7 @@ from torchtune.training.quantization import Int8DynActInt4WeightQATQuantizer
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, saved_weights, tiny_config
-from torchtune_adaptive.upstream import fake_quantisation_for_lora
+from torchtune_adaptive.recipe.upstream import fake_quantisation_for_lora
 
 KINDS = ("qat", "qat_lora")
 SMALL: dict[str, Any] = {"batch_size": 2, "max_steps_per_epoch": 3, "epochs": 1}

@@ -14,8 +14,8 @@ from torchtune.data import padded_collate_sft
 
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, run_recipe_at, tiny_config
-from torchtune_adaptive.errors import TrainingOutOfMemory
-from torchtune_adaptive.ranks.watchdog import EXIT_CODE
+from torchtune_adaptive.common.errors import TrainingOutOfMemory
+from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE
 
 LONG_ENOUGH = {"batch_size": 8, "max_steps_per_epoch": None, "clip_grad_norm": 1.0}
 

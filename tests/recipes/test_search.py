@@ -15,9 +15,10 @@ import torch
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, saved_weights, tiny_config
-from torchtune_adaptive.errors import NothingFits
-from torchtune_adaptive.plan import background, workers
-from torchtune_adaptive.plan.calibration import Calibration, Calibrations
+from torchtune_adaptive.common.errors import NothingFits
+from torchtune_adaptive.planner import workers
+from torchtune_adaptive.recipe.plan import background
+from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
 
 SEARCH = {
     "use_maximum_batch_size": True,
@@ -207,7 +208,7 @@ def planner_that_ends(cfg: Any, ranks: int) -> Any:
 
 
 def planner_of_another_torch(cfg: Any, ranks: int) -> Any:
-    from torchtune_adaptive.trace import recorder
+    from torchtune_adaptive.planner.trace import recorder
 
     recorder.Recorder.knows = lambda *_: False
     return background._Planner(cfg, ranks)

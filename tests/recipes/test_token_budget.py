@@ -14,8 +14,8 @@ from torchtune.modules import TransformerDecoder
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, run_recipe_at, tiny_config
-from torchtune_adaptive.search import token_budget
-from torchtune_adaptive.step.snapshot import Snapshot
+from torchtune_adaptive.core.step.snapshot import Snapshot
+from torchtune_adaptive.recipe.search import token_budget
 
 PLAIN = {"batch_size": 16, "max_steps_per_epoch": 10, "clip_grad_norm": 1.0, "epochs": 1}
 BUDGET = {

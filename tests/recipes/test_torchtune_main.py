@@ -13,7 +13,7 @@ from torchtune.modules import loss
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, tiny_config
 from tests.recipes.test_validation import VALIDATES, losses, validation_losses
-from torchtune_adaptive.upstream import labels_are_shifted
+from torchtune_adaptive.recipe.upstream import labels_are_shifted
 
 pytestmark = pytest.mark.skipif(
     not hasattr(loss, "LinearCrossEntropyLoss"), reason="needs torchtune's main branch"

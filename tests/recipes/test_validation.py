@@ -12,9 +12,9 @@ import torch
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, saved_weights, tiny_config
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.settings.checks import check
-from torchtune_adaptive.settings.kinds import KINDS
+from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.recipe.settings.checks import check
+from torchtune_adaptive.recipe.settings.kinds import KINDS
 
 Records = list[dict[str, float]]
 DATA = {

@@ -17,16 +17,16 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 from tests.helpers.ranks import Alone, run_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
 from tests.helpers.torchvision import use_torchvision
-from torchtune_adaptive.data.dataset import Data, load_data
-from torchtune_adaptive.data.images import RowSize, images_of
-from torchtune_adaptive.data.row_lengths import RowLengths
-from torchtune_adaptive.data.rows import TOKEN_ROWS
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.search.worst_case import WorstCase, worst_case
-from torchtune_adaptive.setup.model import parameters_by_name
-from torchtune_adaptive.step.objective import NextTokenPrediction
-from torchtune_adaptive.trace.self_check import measured_peaks, traced_peaks
-from torchtune_adaptive.trace.tracer import Tracer
+from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.core.step.objective import NextTokenPrediction
+from torchtune_adaptive.recipe.data.dataset import Data, load_data
+from torchtune_adaptive.recipe.data.images import RowSize, images_of
+from torchtune_adaptive.recipe.data.row_lengths import RowLengths
+from torchtune_adaptive.recipe.data.rows import TOKEN_ROWS
+from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
+from torchtune_adaptive.recipe.setup.model import parameters_by_name
+from torchtune_adaptive.recipe.tracing.self_check import measured_peaks, traced_peaks
+from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
 use_torchvision()  # here, because ranks import this module, too
 

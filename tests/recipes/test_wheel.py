@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from tests.recipes.test_launch import QUICK, launch, losses
 from torchtune_adaptive import __version__
-from torchtune_adaptive.registry import our_configs
+from torchtune_adaptive.recipe.registry import our_configs
 
 ROOT = Path(__file__).parents[2]
 

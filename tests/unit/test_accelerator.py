@@ -18,16 +18,16 @@ from tests.helpers.accelerator import Card
 from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
 from tests.helpers.ranks import Alone
 from tests.unit.test_memory import OUT_OF_MEMORY, SOMETHING_ELSE
-from torchtune_adaptive.batching.recovery import Recovery
-from torchtune_adaptive.device import device_memory
-from torchtune_adaptive.device.accelerator import AcceleratorMemory
-from torchtune_adaptive.device.host import bound_by_host_memory, check_host_memory
-from torchtune_adaptive.errors import TrainingOutOfMemory
-from torchtune_adaptive.search.probe import Probe
-from torchtune_adaptive.setup import offloading as offloading_module
-from torchtune_adaptive.setup.environment import Environment
-from torchtune_adaptive.step.train_step import StepOutcome, TrainStep
-from torchtune_adaptive.train.metrics import Logging, Metrics
+from torchtune_adaptive.common.errors import TrainingOutOfMemory
+from torchtune_adaptive.core.device.accelerator import AcceleratorMemory
+from torchtune_adaptive.core.device.select import device_memory
+from torchtune_adaptive.core.search.probe import Probe
+from torchtune_adaptive.core.sizes.recovery import Recovery
+from torchtune_adaptive.core.step.train_step import StepOutcome, TrainStep
+from torchtune_adaptive.recipe.setup import offloading as offloading_module
+from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.setup.host_memory import bound_by_host_memory, check_host_memory
+from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from torchtune_adaptive.memory_model.allocator import KIB, MIB, Allocator, OutOfMemory
+from torchtune_adaptive.planner.memory.allocator import KIB, MIB, Allocator, OutOfMemory
 
 BOTH = pytest.mark.parametrize("expandable", [False, True])
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.batching.strategies import Status, candidates
-from torchtune_adaptive.search.batch_size import possible_sizes, what_limits
-from torchtune_adaptive.search.sizes import SizeSearch, found_sizes
-from torchtune_adaptive.search.trial import RankReport, SizeTrial
-from torchtune_adaptive.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.core.search.size_search import SizeSearch, found_sizes
+from torchtune_adaptive.core.search.strategies import Status
+from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
+from torchtune_adaptive.core.sizes.candidates import candidates
+from torchtune_adaptive.core.sizes.split import Split
+from torchtune_adaptive.recipe.search.batch_size import possible_sizes, what_limits
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 
 ABOUT = {"model": "a"}
 SIZES = candidates("power_of_two", 64, 64)

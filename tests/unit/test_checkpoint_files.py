@@ -14,17 +14,17 @@ from omegaconf import OmegaConf
 
 from tests.helpers.killing import KillAt, in_child
 from tests.helpers.ranks import Alone
-from torchtune_adaptive import durable
-from torchtune_adaptive.checkpoints.folder import (
+from torchtune_adaptive.common import durable
+from torchtune_adaptive.common.durable import MANIFEST
+from torchtune_adaptive.common.errors import CheckpointError
+from torchtune_adaptive.recipe.checkpoints.folder import (
     STATE,
     CheckpointFolder,
     last_saved,
     require_output_folder,
 )
-from torchtune_adaptive.checkpoints.resume_from import Source, named_source, newest_source
-from torchtune_adaptive.durable import MANIFEST
-from torchtune_adaptive.errors import CheckpointError
-from torchtune_adaptive.settings.kinds import KINDS
+from torchtune_adaptive.recipe.checkpoints.resume_from import Source, named_source, newest_source
+from torchtune_adaptive.recipe.settings.kinds import KINDS
 
 WEIGHTS = "model-00001-of-00001.safetensors"
 

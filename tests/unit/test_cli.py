@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from torchtune_adaptive import __version__
-from torchtune_adaptive.cache import cached_files, user_cache
-from torchtune_adaptive.cli import _run
-from torchtune_adaptive.registry import torchtune_recipes
+from torchtune_adaptive.cli.command_line import _run
+from torchtune_adaptive.common.cache import cached_files, user_cache
+from torchtune_adaptive.recipe.registry import torchtune_recipes
 
 QUICK = (
     ["--version"],
@@ -29,7 +29,7 @@ def test_quick_commands_do_not_import_torch() -> None:
     """Neither do plans whose traces are remembered, in this process: it only asks others."""
     program = (
         "import sys\n"
-        "from torchtune_adaptive.cli import _run\n"
+        "from torchtune_adaptive.cli.command_line import _run\n"
         f"for command in {QUICK!r}:\n"
         "    try:\n"
         "        _run(['tune-adaptive', *command])\n"

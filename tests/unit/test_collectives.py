@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchtune_adaptive.ranks.collectives import _Open
+from torchtune_adaptive.core.ranks.collectives import _Open
 
 
 class Group:

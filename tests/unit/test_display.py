@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchtune_adaptive.train import display
-from torchtune_adaptive.train.display import EpochDisplay
+from torchtune_adaptive.recipe.train import display
+from torchtune_adaptive.recipe.train.display import EpochDisplay
 
 
 class Terminal(io.StringIO):

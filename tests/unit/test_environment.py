@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.ranks.signs import LONGEST_SILENCE
-from torchtune_adaptive.settings import checks
-from torchtune_adaptive.setup import environment
-from torchtune_adaptive.setup.environment import gloo_interface, start_environment
+from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.core.ranks.signs import LONGEST_SILENCE
+from torchtune_adaptive.recipe.settings import checks
+from torchtune_adaptive.recipe.setup import environment
+from torchtune_adaptive.recipe.setup.environment import gloo_interface, start_environment
 
 INTERFACES = ["lo", "docker0", "eth0", "eth1", "ib0"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.train.events import EVENTS_NAME, Events
+from torchtune_adaptive.core.sizes.split import Split
+from torchtune_adaptive.recipe.train.events import EVENTS_NAME, Events
 
 
 @pytest.fixture

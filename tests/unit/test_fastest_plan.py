@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.plan.document import as_text
-from torchtune_adaptive.plan.fastest import (
+from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
+from torchtune_adaptive.cli.document import as_text
+from torchtune_adaptive.cli.speed_report import Job, job
+from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, CHUNKED, LOSS
+from torchtune_adaptive.planner.workers import processes
+from torchtune_adaptive.recipe.plan.candidates import (
     Candidate,
     Steps,
     chosen,
@@ -22,13 +26,10 @@ from torchtune_adaptive.plan.fastest import (
     rank_candidates,
     traced_until_one_fits,
 )
-from torchtune_adaptive.plan.fastest_report import Fastest, fastest_as_dict, fastest_blocks
-from torchtune_adaptive.plan.predict import Query, predict
-from torchtune_adaptive.plan.request import PlanRequest, plan_request
-from torchtune_adaptive.plan.speed_report import Job, job
-from torchtune_adaptive.plan.workers import processes
-from torchtune_adaptive.registry import load_config, with_overrides
-from torchtune_adaptive.settings.knobs import CHECKPOINT, CHUNKED, LOSS, MICRO_BATCH, WHOLE, choices
+from torchtune_adaptive.recipe.plan.predict import Query, predict
+from torchtune_adaptive.recipe.plan.request import PlanRequest, plan_request
+from torchtune_adaptive.recipe.registry import load_config, with_overrides
+from torchtune_adaptive.recipe.settings.knob_table import MICRO_BATCH, WHOLE, choices
 
 LIMITS = 48
 MAY_CHANGE = ("adaptive_batching.checkpoint", "batch_size")

@@ -9,18 +9,18 @@ from typing import Any, ClassVar
 
 import pytest
 
-from torchtune_adaptive.memory_model.allocator import MIB
-from torchtune_adaptive.memory_model.peak import DeviceLimits, StartUp, largest, peak, timeline
-from torchtune_adaptive.memory_model.steps import (
+from torchtune_adaptive.planner.memory.allocator import MIB
+from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp, largest, peak, timeline
+from torchtune_adaptive.planner.memory.recorded_step import (
     Bilinear,
     Label,
     MemoryEvent,
     NotRegular,
     RecordedStep,
 )
-from torchtune_adaptive.plan.limits import largest_adapter_rank, length_limits
-from torchtune_adaptive.plan.predict import Prediction, Query, predict
-from torchtune_adaptive.trace.traces import NotRemembered
+from torchtune_adaptive.recipe.plan.limits import largest_adapter_rank, length_limits
+from torchtune_adaptive.recipe.plan.predict import Prediction, Query, predict
+from torchtune_adaptive.recipe.tracing.traces import NotRemembered
 
 SIMULATED = DeviceLimits("simulated device", 1000, caching=False)
 NOTHING = RecordedStep([], {})
@@ -138,7 +138,7 @@ def ask(
 def query(
     tracer: FakeTracer, monkeypatch: pytest.MonkeyPatch, cache: bool | str = False, **config: Any
 ) -> Query:
-    from torchtune_adaptive.trace import tracer as tracer_module
+    from torchtune_adaptive.recipe.tracing import tracer as tracer_module
 
     monkeypatch.setattr(tracer_module, "Tracer", lambda cfg, ranks, rank: tracer)
     return Query(
@@ -229,7 +229,7 @@ def test_the_longest_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_highest_rank_of_adapters(
     limit: int, highest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchtune_adaptive.trace import tracer as tracer_module
+    from torchtune_adaptive.recipe.tracing import tracer as tracer_module
 
     def tracer(cfg: Any, ranks: int, rank: int) -> FakeTracer:
         return FakeTracer(lambda rows, n: (cfg.model.lora_rank * rows * 3, 10))

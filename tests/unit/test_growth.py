@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.ranks import Alone, run_ranks
-from torchtune_adaptive.batching.split import Epochs, Split, resumed_start
-from torchtune_adaptive.errors import BatchIncreaseError
-from torchtune_adaptive.ranks.agreement import Ranks
+from torchtune_adaptive.common.errors import BatchIncreaseError
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.sizes.split import Epochs, Split, resumed_start
+from torchtune_adaptive.recipe.setup.optimizer import Optimizers
+from torchtune_adaptive.recipe.train.growth import Growth
+from torchtune_adaptive.recipe.train.learning_rate import LearningRate
 from torchtune_adaptive.schedule import Geometric, Moment
-from torchtune_adaptive.setup.optimizer import Optimizers
-from torchtune_adaptive.train.growth import Growth
-from torchtune_adaptive.train.learning_rate import LearningRate
 
 
 def rfc(epoch: int, current_batch_size: int) -> int:

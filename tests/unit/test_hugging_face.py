@@ -11,10 +11,10 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.plan.hugging_face import METHODS, config_for
-from torchtune_adaptive.plan.request import plan_request
-from torchtune_adaptive.settings.kinds import kind_of
+from torchtune_adaptive.cli.hugging_face import METHODS, config_for
+from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.recipe.plan.request import plan_request
+from torchtune_adaptive.recipe.settings.kinds import kind_of
 
 
 def about(

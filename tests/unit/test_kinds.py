@@ -14,13 +14,13 @@ from torchtune.rlhf.loss import DPOLoss
 
 from tests.helpers.models import adamw, batch, tiny_llama, train_step
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.data.dataset import Data
-from torchtune_adaptive.errors import NothingToLearn
-from torchtune_adaptive.kinds.preference import Pairs, Preference
-from torchtune_adaptive.kinds.recipe_kind import RecipeKind
-from torchtune_adaptive.registry import find_config, our_configs
-from torchtune_adaptive.settings.kinds import KINDS, kind_of
-from torchtune_adaptive.train.learnable import require_something_to_learn
+from torchtune_adaptive.common.errors import NothingToLearn
+from torchtune_adaptive.recipe.data.dataset import Data
+from torchtune_adaptive.recipe.kinds.preference import Pairs, Preference
+from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
+from torchtune_adaptive.recipe.registry import find_config, our_configs
+from torchtune_adaptive.recipe.settings.kinds import KINDS, kind_of
+from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -28,7 +28,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_has_a_module_a_short_recipe_and_a_tiny_config(name: str) -> None:
     kind = KINDS[name]
-    assert issubclass(import_module(f"torchtune_adaptive.kinds.{name}").TheKind, RecipeKind)
+    assert issubclass(import_module(f"torchtune_adaptive.recipe.kinds.{name}").TheKind, RecipeKind)
     recipe = (RECIPES / f"{kind.recipe}.py").read_text()
     assert f'kind = "{name}"' in recipe and len(recipe.splitlines()) < 100
     assert f"tiny/{name}" in our_configs()

@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.settings.adaptive import AdaptiveSettings
-from torchtune_adaptive.settings.checks import check
-from torchtune_adaptive.settings.kinds import KINDS, kind_of
-from torchtune_adaptive.settings.knobs import (
+from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, LOSS
+from torchtune_adaptive.recipe.registry import find_config
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.checks import check
+from torchtune_adaptive.recipe.settings.kinds import KINDS, kind_of
+from torchtune_adaptive.recipe.settings.knob_table import (
     ACCUMULATION,
-    CHECKPOINT,
     KNOBS,
-    LOSS,
     MICRO_BATCH,
     WHOLE,
     changes,

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtune_adaptive.trace.known_results import KnownResults
+from torchtune_adaptive.planner.trace.known_results import KnownResults
 
 
 class Through(TorchDispatchMode):

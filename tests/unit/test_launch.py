@@ -14,10 +14,11 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from torchtune_adaptive import cli, launch
-from torchtune_adaptive.cli import _run
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.registry import find_config
+from torchtune_adaptive.cli import command_line as cli
+from torchtune_adaptive.cli.command_line import _run
+from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.recipe import launch
+from torchtune_adaptive.recipe.registry import find_config
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -169,9 +170,7 @@ def start(cwd: Path, *arguments: str, pythonpath: str = "") -> subprocess.Comple
 
 
 def test_a_crash_in_native_code_says_where(tmp_path: Path) -> None:
-    program = (
-        "import os; from torchtune_adaptive.launch import recipe; recipe(lambda _: os.abort())()"
-    )
+    program = "import os; from torchtune_adaptive.recipe.launch import recipe; recipe(lambda _: os.abort())()"
     ended = start(tmp_path, "-c", program, "--config", "tiny/full")
     assert ended.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in ended.stderr and "launch.py" in ended.stderr
@@ -191,7 +190,9 @@ def test_a_file_that_hides_a_library_stops_the_run(name: str, tmp_path: Path) ->
 def test_a_copy_of_a_recipe_is_named(tmp_path: Path) -> None:
     name = "adaptive_full_finetune_distributed"
     copy = tmp_path / f"{name}.py"
-    copy.write_text("import torchtune_adaptive.shadowing as s; s.stop_if_shadowed(); print('ran')")
+    copy.write_text(
+        "import torchtune_adaptive.recipe.shadowing as s; s.stop_if_shadowed(); print('ran')"
+    )
     done = start(tmp_path, "-m", name)
     assert done.stdout == "ran\n"
     assert done.stderr == f"Using {copy} in place of the installed {name}.\n"

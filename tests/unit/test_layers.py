@@ -1,4 +1,4 @@
-"""The layers of the package: imports point one way, down, and the lowest layer needs no torch."""
+"""The packages: imports point one way, down, and come in by a package's interface."""
 
 from __future__ import annotations
 
@@ -9,120 +9,93 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import torchtune_adaptive
 
 PACKAGE = Path(torchtune_adaptive.__file__).parent
-RECIPES = PACKAGE.parent / "recipes"
-
-LAYERS = (
-    # No torch, not even indirectly.
-    {"settings", "batching", "memory_model", "time_model", "schedule"}
-    | {"errors", "ending", "page", "versions", "shadowing", "durable", "cache", "text", "plots"},
-    # What a step needs: the device's memory, and ranks that stay together.
-    {"device", "ranks", "registry", "tiny", "tiny_vision", "upstream"},
-    # One optimizer step, the rows that it takes, the objects that it is made of.
-    {"step", "data", "setup"},
-    # What kinds of recipe there are, and what they save.
-    {"kinds", "checkpoints"},
-    # Find what fits by trying, or without; train.
-    {"search", "plan", "trace", "train"},
-    # Entry points.
-    {"recipe", "run", "record", "launch", "cli", "library"},
-    {"__main__"},
-)
-# Otherwise the places of a layer do not know each other; those of the lowest do, but not in a circle.
-MAY_IMPORT_IN_ITS_LAYER = {
-    **dict.fromkeys(LAYERS[0], LAYERS[0]),
-    "registry": {"tiny", "tiny_vision"},
-    "tiny_vision": {"tiny"},
-    "setup": {"step"},
-    "search": {"plan"},
-    "plan": {"trace"},
-    "kinds": {"checkpoints"},
-    "recipe": {"run"},
-    "run": {"record"},
-    "cli": {"launch"},
+MAY_IMPORT = {
+    "common": set(),
+    "core": {"common"},
+    "planner": {"common", "core"},
+    "library": {"common", "core", "planner"},
+    "schedule": {"common", "core"},
+    "recipe": {"common", "core", "planner", "schedule"},
+    "cli": {"common", "core", "planner", "recipe"},
+    "__main__": {"cli"},
 }
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+    for path in PACKAGE.rglob("*.py")
+}
+WITHOUT_TORCH = ("common", "schedule", "core.sizes", "planner.memory", "planner.speed")
+FOREIGN = {"omegaconf", "yaml", "torchtune", "torchao", "torchtune_adaptive.recipe"}
 
 
-def imported(path: Path) -> Iterator[str]:
-    """The modules that a file imports, with the names that it takes from them."""
+def imported(path: Path) -> Iterator[tuple[str, str]]:
+    """The modules of ours that a file imports from, each with the name that it takes."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torchtune_adaptive"):
+            yield from ((str(node.module), alias.name) for alias in node.names)
 
 
-def places_imported(path: Path) -> set[str]:
-    """The folders and modules of the package, one level deep, that a file imports."""
-    ours = (name.split(".") for name in imported(path) if name.startswith("torchtune_adaptive."))
-    return {parts[1] for parts in ours}
-
-
-def files_of(place: str) -> list[Path]:
-    folder = PACKAGE / place
-    return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
-
-
-def test_every_file_is_in_a_layer() -> None:
-    found = {
-        path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")
+def loaded_by(program: str) -> set[str]:
+    program += "\nimport sys; print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    return {
+        *subprocess.run(
+            command, check=True, timeout=60, capture_output=True, text=True
+        ).stdout.split()
     }
-    assert found - {"__init__"} == set().union(*LAYERS)
 
 
-def test_imports_point_down() -> None:
-    for number, layer in enumerate(LAYERS):
-        lower = set().union(*LAYERS[:number])
-        for place in layer:
-            allowed = lower | {place} | MAY_IMPORT_IN_ITS_LAYER.get(place, set())
-            for path in files_of(place):
-                wrong = places_imported(path) - allowed - {"__version__"}
-                assert not wrong, f"{path.relative_to(PACKAGE)} must not import {sorted(wrong)}"
+def test_other_packages_come_in_by_their_interface() -> None:
+    assert {path.stem for path in PACKAGE.iterdir()} - {"__init__", "py", "__pycache__"} == {
+        *MAY_IMPORT
+    }
+    for name, path in MODULES.items():
+        package = name.split(".")[1]
+        for module, what in imported(path) if package != "__init__" else ():
+            other = f"{module}.{what}".split(".")[1]
+            if other in ("__version__", package):
+                continue
+            assert other in MAY_IMPORT[package], f"{name} must not import {other}"
+            known = (
+                sys.modules[module] if module in sys.modules else __import__(module, fromlist=["*"])
+            )
+            assert (
+                module == f"torchtune_adaptive.{other}" and what in known.__all__
+            ) or other == "schedule", (
+                f"{name} imports {what} from {module}, past the interface of {other}"
+            )
 
 
 def test_no_imports_in_a_circle() -> None:
-    modules = {
-        ".".join(("torchtune_adaptive", *path.relative_to(PACKAGE).with_suffix("").parts)): path
-        for path in PACKAGE.rglob("*.py")
-    }
     graph = {
-        module: {
-            m for name in imported(path) for m in (name, name.rpartition(".")[0]) if m in modules
+        name: {
+            each for pair in imported(path) for each in (pair[0], ".".join(pair)) if each in MODULES
         }
-        for module, path in modules.items()
+        for name, path in MODULES.items()
+        if path.name != "__init__.py"  # names are loaded when they are used
     }
     TopologicalSorter(graph).prepare()  # raises CycleError, which lists the modules
 
 
-def test_packages_hold_no_code_of_their_own() -> None:
-    """Or importing one module of a folder would import others; ``device`` has the one factory."""
-    for path in PACKAGE.glob("*/__init__.py"):
-        assert path.parent.name == "device" or not path.read_text().strip(), path
+@pytest.mark.parametrize(("package", "most"), [("core", 40), ("planner", 25), ("library", 10)])
+def test_interfaces_are_narrow_and_need_no_config(package: str, most: int) -> None:
+    names = __import__(f"torchtune_adaptive.{package}", fromlist=["*"]).__all__
+    assert len(names) <= most and f"{package}.{package}" not in names
+    program = f"from torchtune_adaptive.{package} import {', '.join(names)}"
+    assert not loaded_by(program) & FOREIGN
 
 
-def test_nothing_in_the_package_imports_a_recipe() -> None:
-    recipes = {path.stem for path in RECIPES.glob("*.py")}
-    for path in PACKAGE.rglob("*.py"):
-        assert not {name.split(".")[0] for name in imported(path)} & recipes
-
-
-def test_the_lowest_layer_needs_no_torch() -> None:
-    modules = [
-        ".".join(("torchtune_adaptive", *path.relative_to(PACKAGE).with_suffix("").parts))
-        for place in sorted(LAYERS[0])
-        for path in files_of(place)
-    ]
-    program = "import sys\n" + "".join(f"import {module}\n" for module in modules)
-    program += "assert 'torch' not in sys.modules, 'torch was imported'"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+def test_arithmetic_needs_no_torch() -> None:
+    paths = [name for name in MODULES if name.partition(".")[2].startswith(WITHOUT_TORCH)]
+    assert "torch" not in loaded_by("\n".join(f"import {name}" for name in paths))
 
 
 def test_accelerators_are_named_in_one_folder() -> None:
-    for path in [*PACKAGE.rglob("*.py"), *RECIPES.glob("*.py")]:
-        if path.parent.name == "device":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())) if path.parent.name != "device" else ():
             if isinstance(node, ast.Attribute) and node.attr in ("cuda", "xpu", "mps"):
                 raise AssertionError(f"{path.name}:{node.lineno} names an accelerator")

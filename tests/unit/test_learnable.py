@@ -14,10 +14,10 @@ from torch import nn
 from torchtune.data import padded_collate_sft
 
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.data.dataset import Data
-from torchtune_adaptive.errors import ConfigError, NothingToLearn
-from torchtune_adaptive.step.objective import NextTokenPrediction
-from torchtune_adaptive.train.learnable import MOST_SAMPLES, require_something_to_learn
+from torchtune_adaptive.common.errors import ConfigError, NothingToLearn
+from torchtune_adaptive.core.step.objective import NextTokenPrediction
+from torchtune_adaptive.recipe.data.dataset import Data
+from torchtune_adaptive.recipe.train.learnable import MOST_SAMPLES, require_something_to_learn
 
 LEARNABLE = {"tokens": [1, 2, 3], "labels": [-100, -100, 3]}
 MASKED = {"tokens": [1, 2, 3], "labels": [-100, -100, -100]}

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.data.row_lengths import RowLengths
+from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 
 
 class Rows(list[dict[str, list[int]]]):

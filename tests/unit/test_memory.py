@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.device.memory import Usage, is_out_of_memory, plain_tensors
-from torchtune_adaptive.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.device.memory import Usage, is_out_of_memory, plain_tensors
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
 
 NVML = "NVML_SUCCESS == r INTERNAL ASSERT FAILED at"
 OUT_OF_MEMORY = [

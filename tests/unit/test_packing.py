@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchtune_adaptive.batching.packing import COST_OF_A_MICRO_BATCH, Budget, pack, padding
+from torchtune_adaptive.core.sizes.packing import COST_OF_A_MICRO_BATCH, Budget, pack, padding
 
 SHAPES: dict[str, Callable[[random.Random], int]] = {
     "log-normal": lambda r: min(2048, max(1, int(r.lognormvariate(5, 1)))),

@@ -16,39 +16,39 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.data.row_lengths import RowLengths
-from torchtune_adaptive.errors import ConfigError, NoPrediction
-from torchtune_adaptive.memory_model.gpus import GPUS, gpu
-from torchtune_adaptive.memory_model.peak import Peak
-from torchtune_adaptive.plan.calibration import Calibration, Calibrations
-from torchtune_adaptive.plan.command import _config, add_arguments, plan_command
-from torchtune_adaptive.plan.compare import OnDevice
-from torchtune_adaptive.plan.document import as_markdown, as_text
-from torchtune_adaptive.plan.fastest import Candidate
-from torchtune_adaptive.plan.fastest_report import Fastest
-from torchtune_adaptive.plan.limits import LengthLimits
-from torchtune_adaptive.plan.plot import draw
-from torchtune_adaptive.plan.predict import Prediction
-from torchtune_adaptive.plan.report import (
+from torchtune_adaptive.cli.candidates_report import Fastest
+from torchtune_adaptive.cli.document import as_markdown, as_text
+from torchtune_adaptive.cli.plan_command import _config, add_arguments, plan_command
+from torchtune_adaptive.cli.plan_plot import draw
+from torchtune_adaptive.cli.plan_report import (
     PlanReport,
     WhatIfResult,
     as_dict,
     details,
     headline,
 )
-from torchtune_adaptive.plan.request import plan_request
-from torchtune_adaptive.plan.speed_report import job
-from torchtune_adaptive.plan.what_if import what_ifs
-from torchtune_adaptive.registry import find_config, load_config, with_overrides
-from torchtune_adaptive.settings.knobs import Change
-from torchtune_adaptive.time_model.speed import Speed
+from torchtune_adaptive.cli.speed_report import job
+from torchtune_adaptive.cli.what_if import what_ifs
+from torchtune_adaptive.common.errors import ConfigError, NoPrediction
+from torchtune_adaptive.planner.memory.gpus import GPUS, gpu
+from torchtune_adaptive.planner.memory.peak import Peak
+from torchtune_adaptive.planner.speed.speed import Speed
+from torchtune_adaptive.recipe.data.row_lengths import RowLengths
+from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
+from torchtune_adaptive.recipe.plan.candidates import Candidate
+from torchtune_adaptive.recipe.plan.compare import OnDevice
+from torchtune_adaptive.recipe.plan.limits import LengthLimits
+from torchtune_adaptive.recipe.plan.predict import Prediction
+from torchtune_adaptive.recipe.plan.request import plan_request
+from torchtune_adaptive.recipe.registry import find_config, load_config, with_overrides
+from torchtune_adaptive.recipe.settings.knob_table import Change
 
 PROGRAM = """
 import os, sys, torch
 import torchtune.config  # which sets variables, and which making the tiny model may import
 from torch import distributed
-from torchtune_adaptive.cli import main
-from torchtune_adaptive.versions import require_supported_versions
+from torchtune_adaptive.cli.command_line import main
+from torchtune_adaptive.recipe.versions import require_supported_versions
 
 if __name__ == "__main__":
     require_supported_versions()  # sets a variable for libraries, as each command does
@@ -504,12 +504,12 @@ def test_a_process_that_is_killed_has_status_2(tmp_path: Path) -> None:
     script = tmp_path / "killing.py"
     script.write_text(
         "import os, signal\n"
-        "from torchtune_adaptive.plan import command as planning\n"
+        "from torchtune_adaptive.cli import plan_command as planning\n"
         "def killed(*_):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "if __name__ == '__main__':\n"
         "    planning.predict = killed\n"
-        "    from torchtune_adaptive.cli import main\n"
+        "    from torchtune_adaptive.cli.command_line import main\n"
         "    main()\n"
     )
     command = [sys.executable, str(script), "plan", "--config", "tiny/full", "--no-what-ifs"]

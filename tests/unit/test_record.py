@@ -16,18 +16,18 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.test_report import report
-from torchtune_adaptive import page
-from torchtune_adaptive.batching.packing import Budget
-from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.data.micro_batches import ByTokens
-from torchtune_adaptive.errors import CheckpointError, RankLost
-from torchtune_adaptive.record import CONFIG_NAME, REPORT_NAME, Record
-from torchtune_adaptive.search.budget_report import BudgetReport, Throughput
-from torchtune_adaptive.search.trial import LengthTrial
-from torchtune_adaptive.settings.kinds import FOUND
-from torchtune_adaptive.train.events import EVENTS_NAME, Events
-from torchtune_adaptive.train.instruments import History, Point
-from torchtune_adaptive.train.metrics import Summary
+from torchtune_adaptive.common import page
+from torchtune_adaptive.common.errors import CheckpointError, RankLost
+from torchtune_adaptive.core.search.trial import LengthTrial
+from torchtune_adaptive.core.sizes.micro_batches import ByTokens
+from torchtune_adaptive.core.sizes.packing import Budget
+from torchtune_adaptive.core.sizes.split import Split
+from torchtune_adaptive.recipe.record import CONFIG_NAME, REPORT_NAME, Record
+from torchtune_adaptive.recipe.search.budget_report import BudgetReport, Throughput
+from torchtune_adaptive.recipe.settings.kinds import FOUND
+from torchtune_adaptive.recipe.train.events import EVENTS_NAME, Events
+from torchtune_adaptive.recipe.train.instruments import History, Point
+from torchtune_adaptive.recipe.train.metrics import Summary
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser")
 
@@ -207,8 +207,8 @@ def test_a_budget_on_record(used: bool, tmp_path: Path) -> None:
 def test_without_matplotlib_the_report_has_its_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtune_adaptive.search.report.new_figure", lambda *_: None)
-    monkeypatch.setattr("torchtune_adaptive.train.instruments.new_figure", lambda *_: None)
+    monkeypatch.setattr("torchtune_adaptive.recipe.search.size_report.new_figure", lambda *_: None)
+    monkeypatch.setattr("torchtune_adaptive.recipe.train.instruments.new_figure", lambda *_: None)
     one = record(tmp_path)
     one.decided(Split(4, 4, 2), 0, report())
     one.loop = trained_loop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtune_adaptive.batching.recovery import Recovery
+from torchtune_adaptive.core.sizes.recovery import Recovery
 
 POWERS = (1, 2, 4, 8, 16)
 

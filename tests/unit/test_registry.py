@@ -11,8 +11,8 @@ from torchtune._recipe_registry import get_all_recipes
 
 from tests.helpers.torchvision import use_torchvision
 from tests.unit.test_config import config as load
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.registry import (
+from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.recipe.registry import (
     CONFIGS,
     RECIPES,
     component,
@@ -22,7 +22,7 @@ from torchtune_adaptive.registry import (
     register,
     torchtune_configs,
 )
-from torchtune_adaptive.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.kinds import kind_of
 
 
 def test_a_name_a_path_and_torchtunes_names_are_found(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.batching.strategies import SearchResult, Status
-from torchtune_adaptive.data.images import RowSize
-from torchtune_adaptive.search.decide import _announce
-from torchtune_adaptive.search.report import JSON_NAME, PLOT_NAME, SearchReport
-from torchtune_adaptive.search.trial import RankReport, SizeTrial, trial_line
+from torchtune_adaptive.core.search.strategies import SearchResult, Status
+from torchtune_adaptive.core.search.trial import RankReport, SizeTrial, trial_line
+from torchtune_adaptive.core.sizes.split import Split
+from torchtune_adaptive.recipe.data.images import RowSize
+from torchtune_adaptive.recipe.search.decide import _announce
+from torchtune_adaptive.recipe.search.size_report import JSON_NAME, PLOT_NAME, SearchReport
 
 GIB = 1 << 30
 

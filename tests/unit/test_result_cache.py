@@ -17,22 +17,22 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import Alone
-from torchtune_adaptive import cache as caching
-from torchtune_adaptive import tiny
-from torchtune_adaptive.batching.strategies import SearchResult, Status, Strategy
-from torchtune_adaptive.cache import Cache, cache_folder
-from torchtune_adaptive.durable import atomically
-from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.search.sizes import SizeSearch, found_sizes
-from torchtune_adaptive.search.trial import RankReport, SizeTrial
-from torchtune_adaptive.settings.adaptive import (
+from torchtune_adaptive.common import cache as caching
+from torchtune_adaptive.common.cache import Cache, cache_folder
+from torchtune_adaptive.common.durable import atomically
+from torchtune_adaptive.core.search.size_search import SizeSearch, found_sizes
+from torchtune_adaptive.core.search.strategies import SearchResult, Status, Strategy
+from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
+from torchtune_adaptive.recipe import tiny
+from torchtune_adaptive.recipe.registry import find_config
+from torchtune_adaptive.recipe.settings.adaptive import (
     BLOCK,
     AdaptiveSettings,
     block_keys,
     top_level_keys,
 )
-from torchtune_adaptive.settings.fingerprint import search_facts, step_facts
-from torchtune_adaptive.settings.kinds import KNOWN_KEYS
+from torchtune_adaptive.recipe.settings.fingerprint import search_facts, step_facts
+from torchtune_adaptive.recipe.settings.kinds import KNOWN_KEYS
 
 FACTS = {"model": {"layers": 2}, "row_length": 128}
 
@@ -269,7 +269,7 @@ def test_what_was_written_longest_ago_goes(tmp_path: Path) -> None:
 _PUT_MANY = """
 import sys
 from pathlib import Path
-from torchtune_adaptive.cache import Cache
+from torchtune_adaptive.common.cache import Cache
 cache = Cache(Path(sys.argv[1]), "size", lambda size: True)
 for _ in range(200):
     cache.put({"a": 1}, int(sys.argv[2]))

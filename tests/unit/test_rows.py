@@ -15,13 +15,13 @@ from torch.utils.data import IterableDataset
 from torchtune.data import padded_collate_sft
 
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.data.dataset import Data, load_data
-from torchtune_adaptive.data.row_lengths import RowLengths
-from torchtune_adaptive.data.rows import TOKEN_ROWS
-from torchtune_adaptive.errors import ConfigError, EmptyTrial
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.search import worst_case as worst_case_module
-from torchtune_adaptive.search.worst_case import WorstCase, worst_case
+from torchtune_adaptive.common.errors import ConfigError, EmptyTrial
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.recipe.data.dataset import Data, load_data
+from torchtune_adaptive.recipe.data.row_lengths import RowLengths
+from torchtune_adaptive.recipe.data.rows import TOKEN_ROWS
+from torchtune_adaptive.recipe.search import worst_case as worst_case_module
+from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
 
 CFG = OmegaConf.create({"dataset": {"source": "a"}, "tokenizer": {"path": "b"}})
 

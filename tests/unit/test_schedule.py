@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from torchtune_adaptive.batching.scaling import beta2_at, lr_factor
-from torchtune_adaptive.batching.split import Epochs, split_rows
+from torchtune_adaptive.core.sizes.scaling import beta2_at, lr_factor
+from torchtune_adaptive.core.sizes.split import Epochs, split_rows
 from torchtune_adaptive.schedule import (
     Geometric,
     GradientNoise,

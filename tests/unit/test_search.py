@@ -8,13 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from torchtune_adaptive.batching.strategies import (
-    STRATEGIES,
-    SearchResult,
-    Status,
-    candidates,
-    search,
-)
+from torchtune_adaptive.core.search.strategies import STRATEGIES, SearchResult, Status, find_largest
+from torchtune_adaptive.core.sizes.candidates import candidates
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ def run(
         free = capacity - memory(size)
         return FakeTrial(size, free >= 0, max(free, 0))
 
-    return search(strategy, sizes, trial)
+    return find_largest(strategy, sizes, trial)
 
 
 def tried(result: SearchResult[FakeTrial]) -> list[int]:

@@ -13,8 +13,8 @@ from torch import nn
 from torchao.optim import AdamW8bit
 
 from tests.helpers.models import local_values, same_bits
-from torchtune_adaptive.device.memory import plain_tensors
-from torchtune_adaptive.step.snapshot import Snapshot
+from torchtune_adaptive.core.device.memory import plain_tensors
+from torchtune_adaptive.core.step.snapshot import Snapshot
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),

@@ -22,8 +22,8 @@ from tests.helpers.models import (
     tiny_llama,
     train_step,
 )
-from torchtune_adaptive.step.objective import NextTokenPrediction
-from torchtune_adaptive.step.train_step import StepHalfApplied
+from torchtune_adaptive.core.step.objective import NextTokenPrediction
+from torchtune_adaptive.core.step.train_step import StepHalfApplied
 
 
 class OneRank:

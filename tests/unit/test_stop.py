@@ -15,9 +15,9 @@ import torch
 from tests.helpers.killing import in_child
 from tests.helpers.models import adamw, tiny_llama, train_step
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.errors import AdaptiveBatchingError, Stopped
-from torchtune_adaptive.train import stop as stop_module
-from torchtune_adaptive.train.stop import StopSignals
+from torchtune_adaptive.common.errors import AdaptiveBatchingError, Stopped
+from torchtune_adaptive.recipe.train import stop as stop_module
+from torchtune_adaptive.recipe.train.stop import StopSignals
 
 
 class Process:

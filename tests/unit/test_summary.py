@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.data.micro_batches import Computed
-from torchtune_adaptive.device.memory import Usage
-from torchtune_adaptive.train.metrics import Logging, Metrics, Summary
+from torchtune_adaptive.core.device.memory import Usage
+from torchtune_adaptive.core.sizes.micro_batches import Computed
+from torchtune_adaptive.core.sizes.split import Split
+from torchtune_adaptive.recipe.train.metrics import Logging, Metrics, Summary
 
 GIB = 1 << 30
 

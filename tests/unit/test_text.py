@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtune_adaptive.text import bytes_of, counted, duration, human_bytes, table
+from torchtune_adaptive.common.text import bytes_of, counted, duration, human_bytes, table
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

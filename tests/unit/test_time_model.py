@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from torchtune_adaptive.memory_model.gpus import GPUS
-from torchtune_adaptive.time_model import devices
-from torchtune_adaptive.time_model.devices import SPEEDS, speeds_of_gpu, with_power
-from torchtune_adaptive.time_model.operations import (
+from torchtune_adaptive.planner.memory.gpus import GPUS
+from torchtune_adaptive.planner.speed import devices
+from torchtune_adaptive.planner.speed.devices import SPEEDS, speeds_of_gpu, with_power
+from torchtune_adaptive.planner.speed.operations import (
     ATTENTION,
     COLLECTIVE,
     COPY,
@@ -27,9 +27,9 @@ from torchtune_adaptive.time_model.operations import (
     packed_up,
     unpacked,
 )
-from torchtune_adaptive.time_model.replay import LAUNCHES, step_time
-from torchtune_adaptive.time_model.roofline import seconds
-from torchtune_adaptive.time_model.speed import Pace, speed
+from torchtune_adaptive.planner.speed.replay import LAUNCHES, step_time
+from torchtune_adaptive.planner.speed.roofline import seconds
+from torchtune_adaptive.planner.speed.speed import Pace, predicted_speed
 
 A100 = SPEEDS["a100-80gb"]
 FAST_HOST = replace(A100, launch=0.0, kernel=0.0)
@@ -185,7 +185,7 @@ def test_repetitions_are_time_but_not_model_flops() -> None:
     plain = StepOperations([[gemm(4096)] * 3], [])
     repeated = StepOperations([[*[gemm(4096)] * 3, gemm(4096, repeats=1)]], [])
     pace = Pace(A100, 1, compiled=False, quantised=False, dtype="bfloat16")
-    without, with_them = (speed(step, 2, 2048, 1, pace) for step in (plain, repeated))
+    without, with_them = (predicted_speed(step, 2, 2048, 1, pace) for step in (plain, repeated))
     assert without.tokens_per_second_per_gpu == pytest.approx(
         with_them.tokens_per_second_per_gpu * 4 / 3, rel=1e-3
     )
@@ -196,7 +196,9 @@ def test_repetitions_are_time_but_not_model_flops() -> None:
 def test_a_measurement_corrects_and_narrows_the_band() -> None:
     step = StepOperations([[gemm(4096)] * 3], [])
     pace = Pace(A100, 1, compiled=True, quantised=False, dtype="bfloat16")
-    plain, corrected = (speed(step, 2, 64, 1, p) for p in (pace, replace(pace, correction=1.25)))
+    plain, corrected = (
+        predicted_speed(step, 2, 64, 1, p) for p in (pace, replace(pace, correction=1.25))
+    )
     assert corrected.seconds == pytest.approx(1.25 * plain.seconds)
     assert corrected.band < plain.band < replace(pace, quantised=True).band
     assert plain.hours(plain.tokens_per_second_per_gpu * 7200, 2) == pytest.approx(1.0)

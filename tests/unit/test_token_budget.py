@@ -8,9 +8,9 @@ import pytest
 import torch
 from torchtune.data import padded_collate_sft
 
-from torchtune_adaptive.batching.packing import Budget
-from torchtune_adaptive.data.micro_batches import ByTokens, length_buckets
-from torchtune_adaptive.search.token_budget import fastest, is_slower, lengths_to_measure
+from torchtune_adaptive.core.sizes.micro_batches import ByTokens, length_buckets
+from torchtune_adaptive.core.sizes.packing import Budget
+from torchtune_adaptive.recipe.search.token_budget import fastest, is_slower, lengths_to_measure
 
 PADDING, IGNORED = 7, -100
 

@@ -10,9 +10,9 @@ from torch import nn
 from torchtune import config
 
 from tests.helpers.models import batch, tiny_llama
-from torchtune_adaptive.registry import find_config
-from torchtune_adaptive.step.objective import NextTokenPrediction
-from torchtune_adaptive.upstream import give_output_to_loss, labels_are_shifted
+from torchtune_adaptive.core.step.objective import NextTokenPrediction
+from torchtune_adaptive.recipe.registry import find_config
+from torchtune_adaptive.recipe.upstream import give_output_to_loss, labels_are_shifted
 
 
 class LinearLoss(nn.Module):

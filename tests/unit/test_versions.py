@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from torchtune_adaptive import versions
-from torchtune_adaptive.errors import UnsupportedVersion
+from torchtune_adaptive.common.errors import UnsupportedVersion
+from torchtune_adaptive.recipe import versions
 
 ROOT = Path(__file__).parents[2]
 GOOD = {"torch": "2.13.0+cpu", "torchtune": "0.6.1", "torchao": "0.15.0"}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchtune_adaptive.ranks.signs import LONGEST_SILENCE, Sign, lost_rank, opened, sealed
+from torchtune_adaptive.core.ranks.signs import LONGEST_SILENCE, Sign, lost_rank, opened, sealed
 
 OWN = Sign("trial of 8 rows", progress=50, patience=45.0)
 HEALTHY = Sign("trial of 8 rows", progress=50, patience=45.0, heard=99.0, moved=99.0)

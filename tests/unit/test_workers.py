@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from torchtune_adaptive.errors import ConfigError, NoPrediction
-from torchtune_adaptive.plan import workers
-from torchtune_adaptive.plan.workers import Worker
+from torchtune_adaptive.common.errors import ConfigError, NoPrediction
+from torchtune_adaptive.planner import workers
+from torchtune_adaptive.planner.workers import Worker
 
 VARIABLES = (
     "RANK",

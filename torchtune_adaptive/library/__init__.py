@@ -1,0 +1,18 @@
+"""The core and the planner for any training loop; ``torchtune_adaptive`` exports the same names.
+
+It may import ``common``, ``core`` and ``planner``. Begin with ``step.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchtune_adaptive.common.lazy import interface
+
+if TYPE_CHECKING:
+    from torchtune_adaptive.library.planning import Plan, plan_batch_size
+    from torchtune_adaptive.library.sampling import steps_of
+    from torchtune_adaptive.library.search import BatchSize, find_batch_size
+    from torchtune_adaptive.library.step import AdaptiveStep, Outcome
+
+__getattr__, __dir__, __all__ = interface(__name__)

@@ -17,23 +17,31 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from torchtune_adaptive.errors import AdaptiveBatchingError, NoPrediction, UsageError
-from torchtune_adaptive.library import checks
-from torchtune_adaptive.library.objective import SummedLoss
+from torchtune_adaptive.common import (
+    AdaptiveBatchingError,
+    NoPrediction,
+    UsageError,
+    amount_of_memory,
+)
+from torchtune_adaptive.core import StepOptions, TrainStep, wrapped_in
+from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.search import WorstCase
-from torchtune_adaptive.memory_model.gpus import gpu as gpu_named
-from torchtune_adaptive.memory_model.peak import DeviceLimits, StartUp
-from torchtune_adaptive.memory_model.planned import planned_gpu, simulated_device
-from torchtune_adaptive.memory_model.steps import RecordedStep
-from torchtune_adaptive.plan.workers import call_alone
-from torchtune_adaptive.ranks.ddp import wrapped_in
-from torchtune_adaptive.settings.adaptive import amount_of_memory
-from torchtune_adaptive.step.train_step import StepOptions, TrainStep
-from torchtune_adaptive.trace.recorder import ACTIVATIONS
-from torchtune_adaptive.trace.step_tracer import StepTracer
-from torchtune_adaptive.trace.sums_check import check_sums
-from torchtune_adaptive.trace.traces import ROWS_TRACED, TracedRun
-from torchtune_adaptive.trace.weights import fill
+from torchtune_adaptive.library.summed_loss import SummedLoss
+from torchtune_adaptive.planner import (
+    ACTIVATIONS,
+    ROWS_TRACED,
+    DeviceLimits,
+    RecordedStep,
+    StartUp,
+    StepTracer,
+    TracedRun,
+    call_alone,
+    check_sums,
+    fill,
+    planned_gpu,
+    simulated_device,
+)
+from torchtune_adaptive.planner import gpu as gpu_named
 
 _ANY_LENGTH = 1
 """Rows are as long as ``batch`` makes them."""

@@ -6,15 +6,19 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from torchtune_adaptive.batching.strategies import Rounding, Status, Strategy, candidates
-from torchtune_adaptive.cache import Cache
-from torchtune_adaptive.errors import NothingFits, UsageError
-from torchtune_adaptive.library import checks
+from torchtune_adaptive.common import Cache, NothingFits, UsageError
+from torchtune_adaptive.core import (
+    Probe,
+    Rounding,
+    SizeSearch,
+    SizeTrial,
+    Status,
+    StepOutcome,
+    Strategy,
+    candidates,
+)
+from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.step import AdaptiveStep
-from torchtune_adaptive.search.probe import Probe
-from torchtune_adaptive.search.sizes import SizeSearch
-from torchtune_adaptive.search.trial import SizeTrial
-from torchtune_adaptive.step.train_step import StepOutcome
 
 log = logging.getLogger(__name__)
 

@@ -12,19 +12,23 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from torchtune_adaptive.batching.noise import NoiseSums
-from torchtune_adaptive.batching.recovery import Recovery
-from torchtune_adaptive.batching.split import Split
-from torchtune_adaptive.data.micro_batches import ByRows, Computed, MicroBatch
-from torchtune_adaptive.device import device_memory
-from torchtune_adaptive.errors import UsageError
-from torchtune_adaptive.library import checks
-from torchtune_adaptive.library.objective import SummedLoss
-from torchtune_adaptive.ranks.agreement import Ranks
-from torchtune_adaptive.settings.adaptive import amount_of_memory
-from torchtune_adaptive.step.loss_scale import LossScale
-from torchtune_adaptive.step.train_step import StepOptions, TrainStep
-from torchtune_adaptive.train.retry import StepRunner
+from torchtune_adaptive.common import UsageError, amount_of_memory
+from torchtune_adaptive.core import (
+    ByRows,
+    Computed,
+    LossScale,
+    MicroBatch,
+    NoiseSums,
+    Ranks,
+    Recovery,
+    Split,
+    StepOptions,
+    StepRunner,
+    TrainStep,
+    device_memory,
+)
+from torchtune_adaptive.library import usage as checks
+from torchtune_adaptive.library.summed_loss import SummedLoss
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,16 @@
+"""The command line, ``tune-adaptive``.
+
+It may import every other package. Begin with ``command_line.py``, which has the verbs; ``plan_command.py`` is
+the largest of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchtune_adaptive.common.lazy import interface
+
+if TYPE_CHECKING:
+    from torchtune_adaptive.cli.command_line import main
+
+__getattr__, __dir__, __all__ = interface(__name__)

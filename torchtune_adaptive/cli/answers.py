@@ -1,0 +1,91 @@
+"""Answers to queries: from remembered traces where they are enough, by tracing where they are not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from torchtune_adaptive.planner import processes, traced
+from torchtune_adaptive.recipe import NotRemembered, PassedCheck, Query
+
+
+class Answers:
+    """Answers queries in other processes. Use as a context.
+
+    Remembered traces need no torch, so the processes that read them start at once. Those that import torch,
+    which takes seconds, are only started if something has to be traced.
+
+    Args:
+        cache: the run's setting: where traces are kept.
+    """
+
+    def __init__(self, cache: bool | str) -> None:
+        self._cache = cache
+        self._undo = ExitStack()
+        self._lock = threading.Lock()  # answers arrive in threads of the pools
+        self._quick: Executor | None = None
+        self._trace: Callable[..., Future[Any]] | None = None
+        self._checked: Future[None] | None = None
+
+    def __enter__(self) -> Answers:
+        # What was traced before the self-check had passed is not to be relied on.
+        if self._cache is not False and PassedCheck(self._cache).is_known():
+            at_once = min(os.cpu_count() or 1, 2)
+            self._quick = ProcessPoolExecutor(at_once, multiprocessing.get_context("fork"))
+            self._undo.callback(self._quick.shutdown, cancel_futures=True)
+        else:
+            self._start_tracing()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def ask(self, work: Callable[..., Any], query: Query, *arguments: Any) -> Future[Any]:
+        """The result of ``work(query, *arguments)``, once it is there."""
+        if self._quick is None:
+            return self._start_tracing()(work, query, *arguments)
+        answer: Future[Any] = Future()
+
+        def take(done: Future[Any]) -> None:
+            if done.cancelled():
+                answer.cancel()
+            elif isinstance(error := done.exception(), NotRemembered):
+                self._start_tracing()(work, query, *arguments).add_done_callback(take)
+            elif error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(done.result())
+
+        remembered = replace(query, may_trace=False)
+        self._quick.submit(traced, work, remembered, *arguments).add_done_callback(take)
+        return answer
+
+    def checked(self) -> None:
+        """Wait for the self-check, if something is traced.
+
+        Raises:
+            NoPrediction: it failed.
+        """
+        with self._lock:
+            checked = self._checked
+        if checked is not None:
+            checked.result()
+
+    def _start_tracing(self) -> Callable[..., Future[Any]]:
+        with self._lock:
+            if self._trace is None:
+                self._trace = self._undo.enter_context(processes())
+                self._checked = self._trace(_check_method, self._cache)
+            return self._trace
+
+
+def _check_method(cache: bool | str) -> None:
+    from torchtune_adaptive.recipe import check_method
+
+    check_method(cache)

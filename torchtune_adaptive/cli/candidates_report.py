@@ -1,0 +1,177 @@
+"""What ``plan --fastest`` reports: the choice, what it changes, and the other candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torchtune_adaptive.cli.document import Block, Listing, Paragraph, Table
+from torchtune_adaptive.cli.what_if import overrides
+from torchtune_adaptive.common import (
+    BLUE,
+    GRAY,
+    GREEN,
+    ORANGE,
+    bytes_of,
+    human_bytes,
+    legend_beside,
+    memory_unit,
+    tidy,
+    whole_numbers,
+)
+from torchtune_adaptive.recipe import Candidate, PlanRequest, chosen
+
+_MOST_LISTED = 12
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """The candidates, from the fastest."""
+
+    plan: PlanRequest
+    candidates: Sequence[Candidate]
+    may_change: str | tuple[str, ...]
+
+    @property
+    def choice(self) -> Candidate | None:
+        return chosen(self.candidates)
+
+    @property
+    def own(self) -> Candidate:
+        return next(one for one in self.candidates if not one.changes)
+
+    def overrides(self) -> list[str]:
+        """What turns the config into the choice."""
+        if self.choice is None:
+            return []
+        return overrides(self.plan.query().cfg, self.choice.cfg)
+
+
+def fastest_blocks(fastest: Fastest) -> list[Block]:
+    """The choice first, then the candidates."""
+    blocks: list[Block] = [Paragraph([_answer(fastest)], important=True)]
+    choice = fastest.choice
+    if choice is not None and choice.changes:
+        blocks.append(Listing("Changes", [str(change) for change in choice.changes]))
+        blocks.append(Listing("To use it, add", fastest.overrides()))
+    blocks.append(_table(fastest))
+    return blocks
+
+
+def _answer(fastest: Fastest) -> str:
+    choice, own, usable = fastest.choice, fastest.own, fastest.plan.device.usable_bytes
+    if choice is None:
+        return f"No candidate was found to fit into {human_bytes(usable)}."
+    if not choice.changes:
+        return "The config is the fastest candidate that fits as it is."
+    gain = choice.tokens_per_second_per_gpu / own.tokens_per_second_per_gpu - 1
+    reserved = bytes_of(choice.reserved or 0, usable)
+    than = f"{gain:+.0%} over the config as it is" + ("" if own.fits else ", which does not fit")
+    return (
+        f"Fastest that fits: {choice.tokens_per_second_per_gpu:,.0f} tokens/s per GPU ({than}), "
+        f"peak {reserved}."
+    )
+
+
+def _table(fastest: Fastest) -> Table:
+    rows = [
+        (_name(one), f"{one.tokens_per_second_per_gpu:,.0f}", _memory(one))
+        for one in _listed(fastest)
+    ]
+    left = len(fastest.candidates) - len(rows)
+    title = "Candidates by predicted speed" + (f" ({left} others are not listed)" if left else "")
+    return Table(title, ("changes", "tokens/s per GPU", "peak"), rows, {1, 2})
+
+
+def _listed(fastest: Fastest) -> list[Candidate]:
+    """The fastest, and those that were traced."""
+    shown = [
+        one
+        for place, one in enumerate(fastest.candidates)
+        if place < _MOST_LISTED or one.reserved is not None
+    ]
+    return shown
+
+
+def _name(one: Candidate) -> str:
+    """The changes in few words: the last part of each key, and the new value."""
+    if not one.changes:
+        return "the config as it is"
+    return ", ".join(f"{_short(change.key)}={_value(change.new)}" for change in one.changes)
+
+
+def _short(key: str) -> str:
+    *_, block, name = ("", *key.split("."))
+    name = block if name == "_component_" else name
+    return {
+        "fsdp_reshard_after_forward": "reshard",
+        "enable_activation_offloading": "offload",
+        "custom_sharded_layers": "sharded",
+    }.get(name, name)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return "+".join(map(str, value))
+    return str(value).rpartition(".")[2] if isinstance(value, str) else str(value)
+
+
+def _memory(one: Candidate) -> str:
+    if one.reserved is None:
+        return "not traced"
+    return f"{human_bytes(one.reserved)}{'' if one.fits else ', does not fit'}"
+
+
+def fastest_as_dict(fastest: Fastest) -> dict[str, Any]:
+    """Everything, for JSON; configs as the overrides that make them."""
+    return {
+        "may_change": fastest.may_change,
+        "overrides": fastest.overrides(),
+        "choice": _as_dict(fastest, fastest.choice) if fastest.choice else None,
+        "candidates": [_as_dict(fastest, one) for one in fastest.candidates],
+    }
+
+
+def _as_dict(fastest: Fastest, one: Candidate) -> dict[str, Any]:
+    return {
+        "changes": [asdict(change) for change in one.changes],
+        "overrides": overrides(fastest.plan.query().cfg, one.cfg),
+        "seconds": one.seconds,
+        "tokens_per_second_per_gpu": one.tokens_per_second_per_gpu,
+        "reserved": one.reserved,
+        "fits": one.fits,
+    }
+
+
+def draw_fastest(axes: Any, fastest: Fastest) -> None:
+    """Speed against memory: the candidates that were traced, the frontier, and the choice."""
+    usable = fastest.plan.device.usable_bytes
+    unit, bytes_each = memory_unit(usable)
+    seen = sorted(
+        (one.reserved / bytes_each, one.tokens_per_second_per_gpu, one)
+        for one in fastest.candidates
+        if one.reserved is not None
+    )
+    axes.scatter([x for x, _, _ in seen], [y for _, y, _ in seen], color=GRAY, label="candidates")
+    frontier: list[tuple[float, float]] = []
+    for x, y, _ in seen:
+        if not frontier or y > frontier[-1][1]:
+            frontier.append((x, y))
+    axes.plot(*zip(*frontier, strict=True), drawstyle="steps-post", color=BLUE, label="frontier")
+    for name, one, color in (
+        ("as it is", fastest.own, ORANGE),
+        ("choice", fastest.choice, GREEN),
+    ):
+        if one is not None and one.reserved is not None:
+            at = one.reserved / bytes_each, one.tokens_per_second_per_gpu
+            axes.scatter(*at, color=color, s=60, zorder=3, label=name)
+    axes.axvline(usable / bytes_each, color=GRAY, linestyle="--", label="usable memory")
+    axes.set(
+        title="Speed and memory of the candidates that were traced",
+        xlabel=f"peak held by the allocator ({unit})",
+        ylabel="predicted tokens/s per GPU",
+    )
+    whole_numbers(axes.yaxis)
+    tidy(axes)
+    legend_beside(axes)

@@ -1,0 +1,257 @@
+"""``tune-adaptive``: torchtune's command line with our recipes and configs, and commands of our own.
+
+Only the module of the command that is called is imported: torchtune's take seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive import __version__
+from torchtune_adaptive.common import (
+    AdaptiveBatchingError,
+    ConfigError,
+    cached_files,
+    human_bytes,
+    table,
+    user_cache,
+)
+from torchtune_adaptive.recipe import (
+    BLOCK,
+    RECIPES,
+    find_config,
+    load_config,
+    our_recipe_for,
+    register,
+    require_supported_versions,
+    torchtune_recipes,
+    with_overrides,
+)
+
+PROGRAM = "tune-adaptive"
+_FASTEST = "use_fastest_configuration"
+_FOUND = "batch_size_search.json"  # as in search/report.py, which needs torch
+_FOUND_FASTEST = "fastest_configuration.json"  # as in search/fastest_report.py
+_HELP = {
+    "find": "Find the largest micro-batch that fits, or, with use_fastest_configuration=True, the "
+    "fastest configuration, and print the overrides that use it.",
+    "plan": "Predict peak memory and the largest micro-batch, without a GPU, weights or data.",
+    "cache": "Show or clear what is cached from run to run.",
+    "run": "Run a recipe; for several GPUs this takes all torchrun arguments.",
+    "ls": "List all recipes and their configs.",
+    "cat": "Print a config.",
+    "cp": "Copy a recipe or a config to a local path.",
+    "validate": "Check a config as a run does.",
+    "download": "Download a model from the Hugging Face Hub or Kaggle.",
+}
+_TORCHTUNES = {
+    "run": "Run",
+    "cat": "Cat",
+    "cp": "Copy",
+    "validate": "Validate",
+    "download": "Download",
+}
+"""torchtune's classes for its commands, each in a module of the command's name."""
+
+
+def main() -> None:
+    """The console script."""
+    require_supported_versions()  # before torchtune is imported, which fails less clearly
+    try:
+        _run(sys.argv)
+    except AdaptiveBatchingError as error:
+        print(f"{PROGRAM}: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
+    except Exception as error:
+        if type(error).__name__ != "ChildFailedError":  # by name, since torch may not be imported
+            raise
+        print(error, file=sys.stderr)  # torchrun's report, which ends with the reason
+        sys.exit(1)
+
+
+def _run(argv: list[str]) -> None:
+    command = argv[1] if len(argv) > 1 else ""
+    register()
+    parser, commands = _parsers(command)
+    if command in _HELP and len(argv) == 2 and command != "ls":
+        commands[command].print_help(sys.stderr)
+        sys.exit(2)
+    if not {"-h", "--help"} & set(argv[2:]):
+        if command == "plan":  # options and overrides in any order, which subcommands cannot have
+            arguments = commands["plan"].parse_intermixed_args(argv[2:])
+            return arguments.func(arguments)
+        if command == "find":
+            return _find(argv)
+        if command == "validate":
+            _validate_ours(argv)
+    arguments = parser.parse_args(argv[1:])
+    arguments.func(arguments)
+
+
+def _parsers(command: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The program's parser, and those of its commands; only that of ``command`` has its arguments."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="torchtune's command line, plus recipes that find their own batch size.",
+        epilog="`find`, `plan` and `cache` are ours; the other commands are torchtune's.",
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    parser.set_defaults(func=lambda _: parser.print_help())
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, text in _HELP.items():
+        if name == command and name in _TORCHTUNES:
+            _add_torchtunes(name, commands)
+        else:
+            added = commands.add_parser(name, help=text, description=text)
+            if name == command:
+                _ADD_OURS[name](added)
+    return parser, dict(commands.choices)
+
+
+def _add_torchtunes(name: str, commands: Any) -> None:
+    """Add one of torchtune's commands, whose help shows this program's name instead of torchtune's."""
+    module = importlib.import_module(f"torchtune._cli.{name}")
+    getattr(module, _TORCHTUNES[name]).create(commands)
+    added = commands.choices[name]
+    texts = [(added, attribute) for attribute in ("prog", "usage", "description", "epilog")]
+    for owner, attribute in [*texts, *((action, "help") for action in added._actions)]:
+        if text := getattr(owner, attribute):
+            setattr(owner, attribute, re.sub(r"\btune (?=[a-z])", f"{PROGRAM} ", text))
+
+
+def _add_ls(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(func=lambda _: _ls())
+
+
+def _ls() -> None:
+    rows = [
+        (recipe.name if number == 0 else "", config.name)
+        for recipe in torchtune_recipes()
+        for number, config in enumerate(recipe.configs)
+    ]
+    for recipe, config in [("RECIPE", "CONFIG"), *rows]:
+        print(f"{recipe:<40} {config}")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    from torchtune_adaptive.cli.plan_command import add_arguments
+
+    add_arguments(parser)
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["show", "clear"], help="what to do")
+    parser.set_defaults(func=lambda arguments: _cache(arguments.action))
+
+
+def _cache(action: str) -> None:
+    base = user_cache()
+    if base is None:
+        raise AdaptiveBatchingError("there is no cache: this user has no home. Set XDG_CACHE_HOME")
+    entries = cached_files(base)
+    rows = [
+        (kind.replace("_", " "), str(len(files)), human_bytes(sum(f.stat().st_size for f in files)))
+        for kind, files in entries.items()
+    ]
+    if action == "clear":
+        for path in (path for files in entries.values() for path in files):
+            path.unlink(missing_ok=True)
+    print(f"{'Removed from' if action == 'clear' else 'Cached in'} {base}:")
+    print("\n".join(table(("", "files", "size"), rows, right={1, 2})))
+
+
+def _add_find(parser: argparse.ArgumentParser) -> None:
+    parser.usage = f"{PROGRAM} find [TORCHRUN-OPTIONS] <recipe> --config <config> [RECIPE-OPTIONS]"
+    parser.epilog = "Takes what `run` takes. Only the overrides are printed on stdout."
+
+
+_ADD_OURS = {"ls": _add_ls, "plan": _add_plan, "cache": _add_cache, "find": _add_find}
+
+
+def _find(argv: list[str]) -> None:
+    """Run the recipe up to where it has found its batch size, and print only the overrides on stdout."""
+    _require_recipe_that_searches(argv[2:])
+    cfg = _config_of(argv[2:])
+    fastest = bool(cfg.get(_FASTEST, False))
+    report = Path(str(cfg.get("output_dir"))) / (_FOUND_FASTEST if fastest else _FOUND)
+    before = _written(report)
+    # torchtune tells launched from single runs by counting sys.argv, so that is what is rewritten.
+    argv[1:2] = ["run"]
+    argv += () if fastest else ("use_maximum_batch_size=True",)
+    argv.append(f"{BLOCK}.search_only=True")
+    with _stdout_to_stderr():
+        try:
+            _run(argv)
+        except SystemExit as end:  # of a recipe in this process
+            if end.code:
+                raise
+    if _written(report) != before:
+        print(json.loads(report.read_text())["overrides"])
+
+
+def _config_of(arguments: list[str]) -> DictConfig:
+    """The config of a run with these arguments."""
+    name, overrides = "", []
+    for number, argument in enumerate(arguments):
+        option, _, value = argument.partition("=")
+        if option == "--config":
+            name = value or (arguments[number + 1] if number + 1 < len(arguments) else "")
+        elif not argument.startswith("-") and (value or argument.startswith("~")):
+            overrides.append(argument)
+    if not name:
+        raise ConfigError("--config", None, "is missing", "Give a config name or a YAML file")
+    return with_overrides(load_config(name), overrides)
+
+
+def _written(path: Path) -> int | None:
+    return path.stat().st_mtime_ns if path.is_file() else None
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Let this process and those that it starts write to stderr what they would write to stdout."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _require_recipe_that_searches(arguments: list[str]) -> None:
+    """Refuse torchtune's recipes, which would ignore what asks for a search, and train."""
+    if any(argument in RECIPES or argument.endswith(".py") for argument in arguments):
+        return
+    recipe = arguments[arguments.index("--config") - 1] if "--config" in arguments[1:] else None
+    ours = recipe and our_recipe_for(recipe)
+    raise ConfigError(
+        "recipe",
+        recipe,
+        "does not search for a batch size",
+        f"Use {ours}" if ours else f"Use one of {', '.join(RECIPES)}, or a file with your own",
+    )
+
+
+def _validate_ours(argv: list[str]) -> None:
+    """Check a config as a run does; torchtune checks the components."""
+    from torchtune_adaptive.recipe import batch_increase, check, kind_of
+
+    if len(argv) != 3:
+        return  # torchtune's parser says what is wrong
+    cfg = load_config(argv[2])
+    batch_increase(cfg, check(cfg, kind_of(cfg)))
+    argv[2] = str(find_config(argv[2]))

@@ -1,0 +1,151 @@
+"""A config for a model that Hugging Face's ``config.json`` describes, built by torchtune's builders.
+
+Only what decides memory is taken over: the shapes of the weights and the longest rows. How positions are
+scaled does not change memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.common import ConfigError
+
+Method = Literal["full", "lora", "qlora"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+_SHAPE = {
+    "vocab_size": "vocab_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "embed_dim": "hidden_size",
+    "intermediate_dim": "intermediate_size",
+    "max_seq_len": "max_position_embeddings",
+}
+"""Arguments of torchtune's builders, and their names in ``config.json``."""
+
+ADAPTERS = {
+    "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
+    "apply_lora_to_mlp": True,
+    "lora_rank": 8,
+    "lora_alpha": 16,
+}
+"""What torchtune's own LoRA configs train."""
+
+
+def config_for(folder: Path, method: Method) -> DictConfig:
+    """The config that finetunes the model of a folder, as torchtune's own configs would.
+
+    Args:
+        folder: has the ``config.json``; weights are not read.
+        method: what is trained.
+
+    Raises:
+        ConfigError: there is no such file, or torchtune has no builder for the model.
+    """
+    about = _read(folder / "config.json")
+    package, name, arguments = _model(about, str(folder))
+    model: dict[str, Any] = {"_component_": f"torchtune.models.{package}.{name}", **arguments}
+    if method != "full":
+        model |= {"_component_": f"torchtune.models.{package}.lora_{name}", **ADAPTERS}
+        model |= {"quantize_base": method == "qlora"}
+    return OmegaConf.create(
+        {
+            "output_dir": "/tmp/torchtune_adaptive/plan",
+            "model": model,
+            "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": None},
+            "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer"},
+            "dataset": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset"},
+            "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger"},
+            "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-5, "fused": True},
+            "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+            "batch_size": 2,
+            "gradient_accumulation_steps": 1,
+            "epochs": 1,
+            "max_steps_per_epoch": None,
+            "clip_grad_norm": None,
+            "seed": None,
+            "shuffle": True,
+            "resume_from_checkpoint": False,
+            "device": "cuda",
+            "dtype": "bf16",
+            "enable_activation_checkpointing": True,
+        }
+    )
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        about = json.loads(path.read_text())
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+        raise ConfigError("--hf", str(path), reason, "Give the folder of a model") from None
+    except ValueError as error:
+        raise ConfigError(
+            "--hf", str(path), f"is not JSON ({error})", "Download it again"
+        ) from None
+    if not isinstance(about, dict):
+        raise ConfigError("--hf", str(path), "is not a JSON object", "Download it again")
+    return about
+
+
+def _model(about: Mapping[str, Any], folder: str) -> tuple[str, str, dict[str, Any]]:
+    """torchtune's package and builder, and the builder's arguments."""
+    (architecture, *_) = about.get("architectures") or ["no architecture"]
+    missing = [key for key in _SHAPE.values() if not isinstance(about.get(key), int)]
+    if architecture in _BUILDERS and missing:
+        raise ConfigError(
+            "--hf", folder, f"has no {', '.join(missing)} in its config.json", "Download it again"
+        )
+    if architecture not in _BUILDERS:
+        raise ConfigError(
+            "--hf",
+            architecture,
+            "is not an architecture that can be planned from config.json",
+            f"Use one of {', '.join(_BUILDERS)}, or a torchtune config",
+        )
+    heads = about["num_attention_heads"]
+    arguments = {ours: about[theirs] for ours, theirs in _SHAPE.items()}
+    arguments["num_kv_heads"] = about.get("num_key_value_heads") or heads
+    tied = about.get("tie_word_embeddings", _TIED_UNLESS_SAID.get(architecture, False))
+    package, name = _BUILDERS[architecture]
+    if architecture == "LlamaForCausalLM" and (tied or about.get("rope_scaling")):
+        package = name = "llama3_2" if tied else "llama3_1"
+    own_head_dim = package in ("gemma", "gemma2")
+    head_dim = about.get("head_dim") or about["hidden_size"] // heads
+    if own_head_dim:
+        arguments["head_dim"] = head_dim
+    if package == "gemma2":
+        arguments["query_pre_attn_scalar"] = about.get("query_pre_attn_scalar")
+    if package == "qwen2":
+        arguments["tie_word_embeddings"] = tied
+    refused = {
+        f"head_dim {head_dim}": not own_head_dim and head_dim * heads != about["hidden_size"],
+        "tied embeddings": tied and package not in _MAY_BE_TIED,
+        "attention_bias": about.get("attention_bias", False),
+        "mlp_bias": about.get("mlp_bias", False),
+    }
+    for what, found in refused.items():
+        if found:
+            remedy = "Use a torchtune config of a similar model"
+            reason = f"has {what}, which torchtune's {package} builder has not"
+            raise ConfigError("--hf", folder, reason, remedy)
+    return package, name, arguments
+
+
+_BUILDERS = {
+    "LlamaForCausalLM": ("llama2", "llama2"),
+    "MistralForCausalLM": ("mistral", "mistral"),
+    "Qwen2ForCausalLM": ("qwen2", "qwen2"),
+    "GemmaForCausalLM": ("gemma", "gemma"),
+    "Gemma2ForCausalLM": ("gemma2", "gemma2"),
+    "Phi3ForCausalLM": ("phi3", "phi3"),
+}
+"""torchtune's package and builder by architecture; Llama's newer ones are told apart below."""
+
+_TIED_UNLESS_SAID = {"GemmaForCausalLM": True, "Gemma2ForCausalLM": True}
+_MAY_BE_TIED = ("llama3_2", "qwen2", "gemma", "gemma2")

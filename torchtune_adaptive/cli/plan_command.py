@@ -1,0 +1,309 @@
+"""``tune-adaptive plan``: prints a prediction, and ends with an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor, Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.cli.answers import Answers
+from torchtune_adaptive.cli.candidates_report import Fastest
+from torchtune_adaptive.cli.document import Block, as_markdown, as_text
+from torchtune_adaptive.cli.hugging_face import METHODS, config_for
+from torchtune_adaptive.cli.plan_plot import draw
+from torchtune_adaptive.cli.plan_progress import Progress
+from torchtune_adaptive.cli.plan_report import (
+    PlanReport,
+    WhatIfResult,
+    as_dict,
+    details,
+    headline,
+)
+from torchtune_adaptive.cli.speed_report import Job, job
+from torchtune_adaptive.cli.what_if import what_ifs
+from torchtune_adaptive.common import (
+    AdaptiveBatchingError,
+    ConfigError,
+    NoPrediction,
+    amount_of_memory,
+    human_bytes,
+    table,
+)
+from torchtune_adaptive.planner import DEFAULT, GPUS
+from torchtune_adaptive.recipe import (
+    HERE,
+    KNOBS_BY_KEY,
+    OnDevice,
+    PlanRequest,
+    Prediction,
+    Query,
+    compare,
+    confirm,
+    is_recipe,
+    kind_of,
+    largest_adapter_rank,
+    load_config,
+    merged,
+    on_devices,
+    other_builds,
+    plan_request,
+    predict,
+    rank_candidates,
+    with_overrides,
+)
+
+HELP = "Predict peak memory and the largest micro-batch, without a GPU, weights or data."
+EXIT_STATUS = {"FITS": 0, "DOES NOT FIT": 1, "UNCERTAIN": 2}
+NO_ANSWER = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``plan`` takes; parse it with ``parse_intermixed_args``, so that overrides may stand anywhere."""
+    add = parser.add_argument
+    add("--config", help="a config name or a YAML file")
+    add(
+        "--hf",
+        type=Path,
+        metavar="DIR",
+        help="instead of a config: a folder with the config.json of a Hugging Face model (Llama, Mistral, "
+        "Qwen2, Gemma, Phi-3)",
+    )
+    add("--method", choices=METHODS, help="what is trained of a --hf model (default: full)")
+    add(
+        *("--nproc", "--nproc_per_node"),
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of GPUs (default: 1)",
+    )
+    device = parser.add_mutually_exclusive_group()
+    device.add_argument(
+        "--gpu",
+        help=f"GPU to plan for (see --list-gpus; the beginning of a name is enough), or `{HERE}` for this "
+        f"machine's GPU as measured by an earlier search (default: {DEFAULT})",
+    )
+    device.add_argument(
+        "--memory",
+        help="capacity of one process, e.g. 76GiB (instead of --gpu); not what a card is sold as",
+    )
+    add(
+        "--seq-len", type=int, metavar="N", help="tokens in a row: the length of the longest sample"
+    )
+    add("--tokens", metavar="N", help="tokens to train on, e.g. 52M, for hours and cost")
+    add(
+        "--price",
+        metavar="P",
+        help="price of one GPU for an hour; with --compare one for all, or one for each",
+    )
+    add("--compare", metavar="GPU,GPU", help="also predict for these GPUs")
+    add(
+        "--fastest",
+        action="store_true",
+        help="find the fastest configuration of the same training at the same global batch, by knobs that "
+        "trade memory for speed (instead of the comparison with alternative settings)",
+    )
+    add(
+        "--may-change",
+        metavar="WHAT",
+        help="what --fastest may change: exact, rounding, or keys (default: adaptive_batching.may_change)",
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--markdown", action="store_true", help="print Markdown")
+    add("--plot", type=Path, metavar="FILE", help="save a plot of peak memory (.png, .svg, .pdf)")
+    add(
+        "--no-what-ifs",
+        action="store_true",
+        help="skip the comparison with alternative settings (much faster)",
+    )
+    add("--list-gpus", action="store_true", help="list known GPUs and exit")
+    add(
+        "words",
+        nargs="*",
+        metavar="[RECIPE] CONFIG [KEY=VALUE ...]",
+        help="a config name or a YAML file, and config overrides, e.g. batch_size=8; a recipe's name, which "
+        "`run` needs, may stand before it",
+    )
+    parser.set_defaults(func=lambda arguments: sys.exit(plan_command(arguments)))
+
+
+def plan_command(arguments: argparse.Namespace) -> int:
+    """Print a prediction; returns the exit status: 0 fits, 1 does not fit, 2 no prediction."""
+    if arguments.list_gpus:
+        print("\n".join(_gpu_table()))
+        return 0
+    try:
+        return _plan(arguments)
+    except AdaptiveBatchingError as error:
+        kind, reason = type(error).__name__, str(error)
+    except BrokenExecutor:
+        kind, reason = (
+            "NoPrediction",
+            "a process that traced was killed, perhaps because this machine has too little memory for it "
+            "(each takes half a GiB).",
+        )
+    if arguments.json:
+        print(json.dumps({"verdict": None, "error": {"type": kind, "message": reason}}, indent=1))
+    print(f"tune-adaptive plan: error: {reason}", file=sys.stderr)
+    return NO_ANSWER
+
+
+def _gpu_table() -> list[str]:
+    rows = [
+        (
+            one.name,
+            *map(human_bytes, (one.total, one.capacity(1), one.capacity(8))),
+            "reported" if one.is_reported else "estimated",
+        )
+        for one in GPUS.values()
+    ]
+    header = ("GPU", "total", "capacity on 1 GPU", "on several", "the total is")
+    return table(header, rows, right={1, 2, 3})
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    memory = amount_of_memory("--memory", arguments.memory) if arguments.memory else None
+    if arguments.nproc < 1:
+        raise ConfigError("--nproc", arguments.nproc, "is not a number of GPUs", "Use 1 or more")
+    if arguments.seq_len is not None and arguments.seq_len < 2:
+        raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
+    name, cfg = _config(arguments)
+    plan = plan_request(cfg, arguments.nproc, arguments.gpu, memory, arguments.seq_len, name)
+    report = _predict(plan, job(arguments.tokens, arguments.price), arguments)
+    if arguments.json:
+        print(json.dumps(as_dict(report), indent=1))
+    else:
+        print(_rendered(details(report), arguments), end="")
+    if arguments.plot is not None:
+        draw(report, arguments.plot)
+    return EXIT_STATUS[report.verdict]
+
+
+def _rendered(blocks: Sequence[Block], arguments: argparse.Namespace) -> str:
+    return as_markdown(blocks) if arguments.markdown else as_text(blocks)
+
+
+def _config(arguments: argparse.Namespace) -> tuple[str, DictConfig]:
+    """The name of the config, and the config with its overrides."""
+    overrides = [word for word in arguments.words if "=" in word or word.startswith("~")]
+    names = [word for word in arguments.words if word not in overrides]
+    if names and is_recipe(names[0]):
+        del names[0]  # which recipe it is for can be seen from the config
+    if arguments.config:
+        names.append(arguments.config)
+    if len(names) > 1 - bool(arguments.hf):
+        raise ConfigError("KEY=VALUE", names[0], "is not an override", "Write key=value")
+    if arguments.hf:
+        cfg = config_for(arguments.hf, arguments.method or "full")
+        return arguments.hf.resolve().name, with_overrides(cfg, overrides)
+    if arguments.method:
+        raise ConfigError(
+            "--method", arguments.method, "is for --hf", "Use a config of that method"
+        )
+    if not names:
+        raise AdaptiveBatchingError(
+            "no config is given. Give a config name such as llama3_1/8B_full, a YAML file, or --hf"
+        )
+    return names[0], with_overrides(load_config(names[0]), overrides)
+
+
+def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> PlanReport:
+    """Predict everything at once; the headline is printed as soon as it is known."""
+    in_detail = arguments.plot is not None
+    fastest = arguments.fastest or arguments.may_change is not None
+    if fastest and plan.pace is None:
+        raise NoPrediction(f"--fastest: {plan.assumptions[-1]}.")
+    alternatives = [] if arguments.no_what_ifs or fastest else list(what_ifs(plan))
+    devices = on_devices(plan, arguments.compare) if arguments.compare else []
+    lora = kind_of(plan.cfg).adapters
+    with (
+        Progress(2 - fastest + len(alternatives) + (lora and bool(alternatives))) as progress,
+        Answers(plan.settings.cache) as answers,
+    ):
+
+        def ask(work: Callable[..., Any], query: Query, *others: Any) -> Future[Any]:
+            if work is rank_candidates:
+                progress.expect_more(1)
+            answer = answers.ask(work, query, *others)
+            progress.follow(answer)
+            return answer
+
+        query = plan.query(in_detail=in_detail)
+        configured = ask(predict, query)
+        ranked = _ask_for_candidates(plan, arguments.may_change, ask) if fastest else None
+        others = [ask(predict, replace(one.query, in_detail=in_detail)) for one in alternatives]
+        try:
+            found: Prediction = configured.result()
+        finally:
+            answers.checked()  # if it failed, that explains any other failure
+        if not arguments.json:
+            progress.print(_rendered(headline(plan, found, job), arguments))
+        # Asked last: they use the traces of those above.
+        confirmed: Future[Any] | None = None
+        if not fastest:
+            confirmed = ask(confirm, query, _other_lengths(plan) if alternatives else ())
+        last = by_rank = None
+        if found.uneven:
+            progress.expect_more(1)
+            last = ask(predict, plan.query(rank=plan.ranks - 1))
+        compared: Future[list[OnDevice]] | None = None
+        if devices:
+            progress.expect_more(1)
+            compared = ask(compare, plan.query(), devices)
+        if alternatives and lora:
+            by_rank = ask(largest_adapter_rank, query)
+        prediction, by_length = confirmed.result() if confirmed else (found, None)
+        return PlanReport(
+            plan,
+            prediction,
+            first_answer=found,
+            last_rank=last.result() if last else None,
+            outcomes=[
+                _outcome(one.name, one.override, other)
+                for one, other in zip(alternatives, others, strict=True)
+            ],
+            by_length=by_length,
+            adapter_rank=by_rank.result() if by_rank else None,
+            job=job,
+            compared=compared.result() if compared else (),
+            fastest=ranked(prediction) if ranked else None,
+        )
+
+
+def _ask_for_candidates(
+    plan: PlanRequest, may_change: str | None, ask: Callable[..., Future[Any]]
+) -> Callable[[Prediction], Fastest]:
+    """Start ranking the candidates, one process for each model that has to be built."""
+    allowed: Any = may_change or plan.settings.may_change
+    if isinstance(allowed, str) and allowed not in ("exact", "rounding"):
+        allowed = tuple(key.strip() for key in allowed.split(","))
+    for key in allowed if isinstance(allowed, tuple) else ():
+        if key not in KNOBS_BY_KEY:
+            remedy = f"Use exact, rounding, or some of {', '.join(KNOBS_BY_KEY)}"
+            raise ConfigError("--may-change", key, "is not a knob that may be chosen", remedy)
+    builds = [plan, *(replace(plan, cfg=c) for c in other_builds(plan.cfg, plan.ranks, allowed))]
+    asked = [ask(rank_candidates, one.query(), allowed) for one in builds]
+
+    def ranked(prediction: Prediction) -> Fastest:
+        found = [one.result() for one in asked]
+        return Fastest(plan, merged(plan.cfg, found, prediction, plan.device.usable_bytes), allowed)
+
+    return ranked
+
+
+def _other_lengths(plan: PlanRequest) -> tuple[int, ...]:
+    return (plan.length // 2, 2 * plan.length, 4 * plan.length)
+
+
+def _outcome(name: str, override: str, done: Future[Prediction]) -> WhatIfResult:
+    try:
+        return WhatIfResult(name, done.result(), override=override)
+    except AdaptiveBatchingError as error:
+        return WhatIfResult(name, None, str(error), override)

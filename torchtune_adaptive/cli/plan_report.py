@@ -1,0 +1,267 @@
+"""What the plan command reports: as blocks of text, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
+from torchtune_adaptive.cli.document import Block, Listing, Paragraph, Table
+from torchtune_adaptive.cli.speed_report import (
+    Job,
+    compare_table,
+    speed_as_dict,
+    speed_blocks,
+)
+from torchtune_adaptive.common import bytes_of, human_bytes
+from torchtune_adaptive.planner import MIB, Peak
+from torchtune_adaptive.recipe import TOKENS, LengthLimits, OnDevice, PlanRequest, Prediction
+
+_WHERE = {
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "optimizer step": "optimizer",
+}
+_NO_JOB = Job()
+_SAME = 0.01
+"""A what-if that saves a smaller share of the peak than this, and no row, gains nothing."""
+
+
+@dataclass(frozen=True)
+class WhatIfResult:
+    """The prediction for a what-if, or why there is none."""
+
+    name: str
+    answer: Prediction | None
+    reason: str = ""
+    override: str = ""
+    """What to type for it."""
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Everything the plan command reports."""
+
+    plan: PlanRequest
+    found: Prediction
+    """For the config as it is, its largest size verified by a trace of its own."""
+    first_answer: Prediction
+    """The same before that, as the headline has it."""
+    last_rank: Prediction | None
+    """The prediction for the last rank, if its share of the parameters differs from the first rank's."""
+    outcomes: Sequence[WhatIfResult]
+    by_length: LengthLimits | None = None
+    """How rows of other lengths fit, if it was asked."""
+    adapter_rank: int | None = None
+    """The highest power of two for the adapters' rank that fits at the configured batch size, if asked."""
+    job: Job = _NO_JOB
+    compared: Sequence[OnDevice] = ()
+    """The same config on other devices."""
+    fastest: Fastest | None = None
+    """The candidates for the fastest configuration, if asked."""
+
+    @property
+    def verdict(self) -> str:
+        """For the configured batch size, on the rank where it is worse."""
+        answers = [self.found, *([self.last_rank] if self.last_rank else [])]
+        verdicts = {one.configured.verdict(self.plan.device) for one in answers}
+        return next(v for v in ("DOES NOT FIT", "UNCERTAIN", "FITS") if v in verdicts)
+
+
+def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[Block]:
+    """The prediction for the config as it is: the answer first, then memory and time in detail."""
+    devices = f"{plan.ranks}{' x' * (plan.ranks > 1)} {plan.device.name}"
+    about = f"{plan.name} on {devices}, rows of {found.length} tokens ({plan.length_source})"
+    answer = f"{_verdict_text(plan, found)} {_largest_text(found)}"
+    blocks: list[Block] = [Paragraph([answer, *_cautions(plan, found), about], important=True)]
+    blocks.append(_memory_table(found))
+    if found.speed is not None:
+        blocks += speed_blocks(found.speed, found.rows, found.ranks, job)
+    if found.traced_directly:
+        blocks.append(
+            Paragraph(
+                [
+                    "Memory did not scale as expected for this config, so every size was traced "
+                    "separately (slower, equally reliable)."
+                ]
+            )
+        )
+    if plan.assumptions:
+        blocks.append(Listing("Assumptions", plan.assumptions))
+    return blocks
+
+
+def _verdict_text(plan: PlanRequest, found: Prediction) -> str:
+    takes = f"peak {bytes_of(found.configured.reserved, plan.device.usable_bytes)}"
+    return f"batch_size {found.rows}: {found.configured.verdict(plan.device)}, {takes}."
+
+
+def _largest_text(found: Prediction) -> str:
+    if not found.largest:
+        return f"Not even one row of {found.length} tokens fits."
+    text = f"Largest micro-batch that fits: {found.largest}"
+    if found.picked is None or found.picked.rows == found.largest:
+        return f"{text}."
+    rounding = found.rounding.replace("_", " ")
+    return f"{text}; a search picks {found.picked.rows} ({rounding})."
+
+
+def _cautions(plan: PlanRequest, found: Prediction) -> list[str]:
+    """Sizes whose peak is so near the usable memory that the prediction's error decides."""
+    near = {peak.rows: peak for peak in (found.configured, found.picked, found.at_largest) if peak}
+    uncertain = [rows for rows, peak in near.items() if peak.verdict(plan.device) == "UNCERTAIN"]
+    if not uncertain:
+        return []
+    sizes = " and ".join(map(str, sorted(uncertain)))
+    return [
+        f"Caution: at batch_size {sizes} the usable memory is within the prediction's error "
+        f"({plan.device.band:.1%}); only a trial on the device can tell."
+    ]
+
+
+def _memory_table(found: Prediction) -> Table:
+    """The parts of the peak at the configured batch size and at those of interest."""
+    of_interest = (found.configured, found.picked, found.at_largest)
+    peaks = list({peak.rows: peak for peak in of_interest if peak}.values())
+    parts = sorted({part for peak in peaks for part in peak.parts})
+    parts.sort(key=lambda part: -peaks[0].parts.get(part, 0))
+    rows = [
+        (part, *(human_bytes(peak.parts.get(part, 0)) for peak in peaks))
+        for part in parts
+        if any(peak.parts.get(part, 0) >= MIB for peak in peaks)
+    ]
+    rows.append(("in tensors", *(human_bytes(peak.allocated) for peak in peaks)))
+    if any(peak.reserved != peak.allocated for peak in peaks):
+        rows.append(("held by the allocator", *(human_bytes(peak.reserved) for peak in peaks)))
+    rows.append(("reached in", *(_WHERE.get(peak.phase, peak.phase) for peak in peaks)))
+    header = ("peak memory", *(f"batch_size {peak.rows}" for peak in peaks))
+    return Table("", header, rows, right=range(1, len(header)))
+
+
+def details(report: PlanReport) -> list[Block]:
+    """What follows the headline: corrections, the last rank, the limits, the what-ifs."""
+    blocks: list[Block] = []
+    if report.found.traced_directly and not report.first_answer.traced_directly:
+        correction = f"{_verdict_text(report.plan, report.found)} {_largest_text(report.found)}"
+        blocks.append(
+            Paragraph([f"Correction, from a trace of every size. {correction}"], important=True)
+        )
+    if report.last_rank is not None:
+        peak = report.last_rank.configured
+        blocks.append(
+            Paragraph(
+                [
+                    "Parameters do not divide evenly across ranks; the numbers above are for the first "
+                    f"rank. The last rank's peak is {human_bytes(peak.reserved)} reserved "
+                    f"({human_bytes(peak.allocated)} allocated); its largest micro-batch is "
+                    f"{report.last_rank.largest}."
+                ]
+            )
+        )
+    if report.fastest is not None:
+        blocks += fastest_blocks(report.fastest)
+    if report.compared:
+        blocks.append(compare_table(report.compared, report.plan.ranks, report.job))
+    if report.outcomes:
+        blocks += [_limits_table(report), *_what_ifs(report)]
+    return blocks
+
+
+def _limits_table(report: PlanReport) -> Table:
+    found, at = report.found, f"at batch_size {report.found.rows}"
+    rows = [("rows in a micro-batch", str(found.rows), str(found.largest or "none"))]
+    lengths = report.by_length
+    if lengths is not None and lengths.longest is not None:
+        most = str(lengths.longest or "none")
+        if lengths.bound is not None and lengths.longest + TOKENS > lengths.bound:
+            most = f"{lengths.bound}, the most that the model takes"
+        rows.append((f"tokens in a row, {at}", str(found.length), most))
+    if report.adapter_rank is not None:
+        now = str(report.plan.cfg.model.lora_rank)
+        rows.append((f"adapter rank, {at}", now, str(report.adapter_rank or "none")))
+    for length, largest in sorted(lengths.largest.items() if lengths else ()):
+        rows.append((f"rows of {length} tokens", "", str(largest or "none")))
+    return Table("What limits you", ("", "now", "at most"), rows, right={1})
+
+
+def _what_ifs(report: PlanReport) -> list[Block]:
+    """The alternatives, those that gain most first; those that gain nothing apart."""
+    now = report.found
+    predicted = [(one, one.answer) for one in report.outcomes if one.answer is not None]
+    predicted.sort(key=lambda pair: (-pair[1].largest, pair[1].configured.reserved))
+    gains = [pair for pair in predicted if _gains(now, pair[1])]
+    others = [pair for pair in predicted if not _gains(now, pair[1])]
+    blocks: list[Block] = [
+        _what_if_table(title, now, chosen)
+        for title, chosen in (("What if: gains, largest first", gains), ("No gain", others))
+        if chosen
+    ]
+    if failed := [f"{one.name}: {one.reason}" for one in report.outcomes if one.reason]:
+        blocks.append(Listing("No prediction", failed))
+    return blocks
+
+
+def _gains(now: Prediction, other: Prediction) -> bool:
+    if _is_faster(now, other):
+        return True  # at whatever cost in memory
+    if other.largest != now.largest:
+        return other.largest > now.largest
+    return other.configured.reserved < now.configured.reserved * (1 - _SAME)
+
+
+def _is_faster(now: Prediction, other: Prediction) -> bool:
+    if now.speed is None or other.speed is None or other.rows != now.rows:
+        return False
+    gain = other.speed.tokens_per_second_per_gpu / now.speed.tokens_per_second_per_gpu
+    return other.ranks == now.ranks and gain > 1 + _SAME
+
+
+def _what_if_table(
+    title: str, now: Prediction, chosen: Sequence[tuple[WhatIfResult, Prediction]]
+) -> Table:
+    rows = [
+        (
+            one.name,
+            f"{now.largest or 'none'} -> {answer.largest or 'none'}",
+            _change(now.configured, answer.configured),
+            human_bytes(answer.configured.reserved),
+            *([_speed_cell(answer)] if now.speed else []),
+        )
+        for one, answer in chosen
+    ]
+    header = ["", "largest micro-batch", "peak changes by", f"to, at batch_size {now.rows}"]
+    if now.speed:
+        header[1] = "largest"
+        header.append("tokens/s per GPU")
+    return Table(title, header, rows, range(1, len(header)), [one.override for one, _ in chosen])
+
+
+def _speed_cell(found: Prediction) -> str:
+    return f"{found.speed.tokens_per_second_per_gpu:,.0f}" if found.speed else "unknown"
+
+
+def _change(now: Peak, other: Peak) -> str:
+    """``-3.1 GiB``."""
+    difference = other.reserved - now.reserved
+    return f"{'-' if difference < 0 else '+'}{human_bytes(abs(difference))}"
+
+
+def as_dict(report: PlanReport) -> dict[str, Any]:
+    """Everything, for JSON."""
+    return {
+        "verdict": report.verdict,
+        "config": report.plan.name,
+        "device": asdict(report.plan.device),
+        "assumptions": list(report.plan.assumptions),
+        "row_length_source": report.plan.length_source,
+        **asdict(report.found),
+        **speed_as_dict(report.found.speed, report.plan.ranks, report.job),
+        "last_rank": asdict(report.last_rank) if report.last_rank else None,
+        "lengths": report.by_length.largest if report.by_length else {},
+        "longest_length": report.by_length.longest if report.by_length else None,
+        "largest_adapter_rank": report.adapter_rank,
+        "compared": [asdict(one) for one in report.compared],
+        "fastest": fastest_as_dict(report.fastest) if report.fastest else None,
+        "what_ifs": [asdict(outcome) for outcome in report.outcomes],
+    }

@@ -1,0 +1,149 @@
+"""What a plan reports about speed: tokens per second, where the time goes, hours and cost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtune_adaptive.cli.document import Block, Paragraph, Table
+from torchtune_adaptive.common import ConfigError, human_bytes
+from torchtune_adaptive.planner import NAMES, Speed
+from torchtune_adaptive.recipe import OnDevice
+
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_SMALL = 0.005
+"""A smaller share of a step's time is not listed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """How much is to be trained, and what a GPU costs."""
+
+    tokens: float | None = None
+    prices: tuple[float, ...] = ()
+    """Of one GPU for an hour: one for all devices, or one for each that is compared."""
+
+    def price(self, device: int = 0) -> float | None:
+        return self.prices[min(device, len(self.prices) - 1)] if self.prices else None
+
+    def cost(self, speed: Speed, ranks: int, device: int = 0) -> tuple[float | None, float | None]:
+        """Hours, and what they cost; None for what is not asked or not known."""
+        if self.tokens is None:
+            return None, None
+        hours = speed.hours(self.tokens, ranks)
+        price = self.price(device)
+        return hours, price * hours * ranks if price is not None else None
+
+
+def job(tokens: str | None, price: str | None) -> Job:
+    """What ``--tokens 52M --price 2.5`` means.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    number = None
+    if tokens is not None:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", tokens.upper().replace(",", ""))
+        if not found:
+            raise ConfigError("--tokens", tokens, "is not a number of tokens", "Write 52M or 1.5B")
+        number = float(found[1]) * _UNITS[found[2]]
+    try:
+        prices = tuple(float(one.strip("$")) for one in price.split(",")) if price else ()
+    except ValueError:
+        remedy = "Write the price of one GPU for an hour, e.g. 2.5"
+        raise ConfigError("--price", price, "is not a price", remedy) from None
+    return Job(number, prices)
+
+
+def speed_blocks(speed: Speed, rows: int, ranks: int, job: Job) -> list[Block]:
+    """The speed of a config, and where the time goes."""
+    each = speed.tokens_per_second_per_gpu
+    in_all = f", {each * ranks:,.0f} in all" if ranks > 1 else ""
+    lines = [
+        f"Speed at batch_size {rows}: {each:,.0f} tokens/s per GPU (+- {speed.band:.0%}){in_all}, "
+        f"MFU {speed.mfu:.0%}; a step takes {human_seconds(speed.seconds)}.",
+        *_cost_lines(speed, ranks, job),
+    ]
+    shares = sorted(speed.parts.items(), key=lambda part: -part[1])
+    rows_ = [
+        (NAMES.get(kind, kind), f"{share:.1%}", human_seconds(share * speed.seconds))
+        for kind, share in shares
+        if share >= _SMALL
+    ]
+    if speed.recomputing >= _SMALL:
+        again = speed.recomputing
+        rows_.append(
+            ("of this, computed again", f"{again:.1%}", human_seconds(again * speed.seconds))
+        )
+    return [
+        Paragraph(lines, important=True),
+        Table("", ("time of a step", "share", ""), rows_, right={1, 2}),
+    ]
+
+
+def _cost_lines(speed: Speed, ranks: int, job: Job) -> list[str]:
+    hours, cost = job.cost(speed, ranks)
+    if hours is None:
+        return []
+    text = f"{human_tokens(job.tokens or 0)} tokens take {hours:.3g} hours"
+    if ranks > 1:
+        text += f", {hours * ranks:.3g} GPU hours"
+    if cost is not None:
+        text += f", and cost {cost:,.2f} (at {job.price():.2f} for a GPU hour)"
+    return [f"{text}; padding counts."]
+
+
+def compare_table(devices: Sequence[OnDevice], ranks: int, job: Job) -> Table:
+    """The config on several devices."""
+    header = ["device", "verdict", "peak", "largest", "tokens/s per GPU", "MFU"]
+    if job.tokens is not None:
+        header += ["hours", *(["cost"] if job.prices else [])]
+    rows = []
+    for number, one in enumerate(devices):
+        row = [
+            one.device.name,
+            one.verdict,
+            human_bytes(one.peak.reserved),
+            str(one.largest or "none"),
+        ]
+        if one.speed is None:
+            row += ["unknown", ""] + [""] * (len(header) - 6)
+        else:
+            band = f"{one.speed.tokens_per_second_per_gpu:,.0f} +- {one.speed.band:.0%}"
+            row += [band, f"{one.speed.mfu:.0%}"]
+            row += [
+                f"{value:,.3g}" for value in job.cost(one.speed, ranks, number) if value is not None
+            ]
+        rows.append(row)
+    return Table(
+        f"On other devices, {ranks} each" if ranks > 1 else "On other devices",
+        header,
+        rows,
+        set(range(2, len(header))),
+    )
+
+
+def speed_as_dict(speed: Speed | None, ranks: int, job: Job) -> dict[str, Any]:
+    """What JSON says at top level."""
+    if speed is None:
+        return {"tokens_per_second_per_gpu": None}
+    hours, cost = job.cost(speed, ranks)
+    return {
+        "tokens_per_second_per_gpu": speed.tokens_per_second_per_gpu,
+        "mfu": speed.mfu,
+        "hours": hours,
+        "cost": cost,
+    }
+
+
+def human_seconds(seconds: float) -> str:
+    """``5.31 s``, ``12.3 ms``."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def human_tokens(tokens: float) -> str:
+    """``52M``."""
+    unit = next(u for u in reversed(_UNITS) if tokens >= _UNITS[u] or not u)
+    return f"{tokens / _UNITS[unit]:.4g}{unit}"

@@ -1,0 +1,146 @@
+"""The alternatives that a plan is compared with: the same run with one thing changed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.cli.hugging_face import ADAPTERS
+from torchtune_adaptive.recipe import PlanRequest, Query, kind_of
+
+_CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
+_WHOLE = "torch.nn.CrossEntropyLoss"
+_EIGHT_BIT = "torchao.optim.AdamW8bit"
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """An alternative: its name, what to predict for it, and what to type for it."""
+
+    name: str
+    query: Query
+    override: str
+
+
+def what_ifs(plan: PlanRequest) -> Iterator[WhatIf]:
+    """The alternatives that apply to this config."""
+    for name, changed in _changed_configs(plan.cfg):
+        override = shlex.join(overrides(_plain(plan.cfg), _plain(changed)))
+        yield WhatIf(name, replace(plan, cfg=changed).query(), override)
+    for ranks in (plan.ranks // 2, plan.ranks * 2):
+        if ranks:
+            name = f"{ranks} rank{'s'[: ranks > 1]}"
+            yield WhatIf(name, plan.query(ranks=ranks), f"--nproc_per_node {ranks}")
+    if plan.device.caching and not plan.device.expandable:
+        device = replace(plan.device, expandable=True)
+        override = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+        yield WhatIf("expandable segments", plan.query(device=device), override)
+
+
+def _changed_configs(cfg: DictConfig) -> Iterator[tuple[str, DictConfig]]:
+    for name, changes in _changes(cfg):
+        changed = OmegaConf.merge(cfg, OmegaConf.create(changes))
+        assert isinstance(changed, DictConfig)
+        yield name, changed
+    for name, parts in _other_parts(cfg):
+        changed = cfg.copy()
+        for key, part in parts.items():
+            changed[key] = part
+        yield name, changed
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(cfg)
+    return plain
+
+
+def overrides(before: Mapping[str, Any], after: Mapping[str, Any], block: str = "") -> list[str]:
+    """What turns one config into another on the command line: ``key=value``, and ``~key`` to remove a key."""
+    found = [f"~{block}{key}" for key in before if key not in after]
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(value, Mapping):
+            inner = old if isinstance(old, Mapping) else {}
+            found += overrides(inner, value, f"{block}{key}.")
+        elif key not in before or value != old:
+            found.append(f"{block}{key}={_as_yaml(value)}")
+    return found
+
+
+def _as_yaml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_as_yaml, value))}]"
+    return "null" if value is None else str(value)
+
+
+def _changes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    kind = kind_of(cfg)
+    full = not kind.adapters
+    checkpointing = "enable_activation_checkpointing"
+    offloading = "enable_activation_offloading"
+    if cfg.get(checkpointing, False):
+        yield "no activation checkpointing", {checkpointing: False, offloading: False}
+    else:
+        selective = {"ac_mode": None} if full else {}
+        yield "activation checkpointing", {checkpointing: True, **selective}
+    if not cfg.get(offloading, False) and cfg.device != "cpu":
+        yield "activations offloaded", {checkpointing: True, offloading: True}
+    if kind.frozen or kind.sample == "pair":
+        pass  # another loss would be another recipe, or would not go with the other model's
+    elif cfg.loss._component_ == _CHUNKED:
+        yield "loss not in chunks", {"loss": {"_component_": _WHOLE}}
+    else:
+        yield "loss in chunks", {"loss": {"_component_": _CHUNKED}}
+    if not full:
+        return
+    reshard = not cfg.get("fsdp_reshard_after_forward", True)
+    name = "parameters freed after forward" if reshard else "parameters kept after forward"
+    yield name, {"fsdp_reshard_after_forward": reshard}
+    if not cfg.get("optimizer_in_bwd", False):
+        in_backward = {"gradient_accumulation_steps": 1, "clip_grad_norm": None}
+        yield "optimizer in backward", {"optimizer_in_bwd": True, **in_backward}
+    if cfg.optimizer._component_ == "torch.optim.AdamW":
+        fused = not cfg.optimizer.get("fused", False)
+        name = "fused optimizer" if fused else "optimizer not fused"
+        yield name, {"optimizer": {"fused": fused}}
+
+
+def _other_parts(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Replacements for whole blocks: an optimizer with a smaller state; adapters, or quantised weights under
+    them, if torchtune has the model with them."""
+    module, _, name = cfg.model._component_.rpartition(".")
+    given = {key: value for key, value in cfg.model.items() if key != "_component_"}
+    if kind_of(cfg).adapters:
+        quantised = cfg.model.get("quantize_base") or cfg.get("quantizer")
+        if name.startswith("lora_") and not quantised:
+            yield "QLoRA", {"model": {**cfg.model, "quantize_base": True}}
+        return
+    if "8bit" not in cfg.optimizer._component_ and not cfg.get("optimizer_in_bwd", False):
+        not_in_torchao = ("fused", "foreach")
+        kept = {key: value for key, value in cfg.optimizer.items() if key not in not_in_torchao}
+        yield "8-bit optimizer (torchao)", {"optimizer": {**kept, "_component_": _EIGHT_BIT}}
+    not_for_adapters = {key: None for key in ("optimizer_in_bwd", "ac_mode") if cfg.get(key)}
+    if _exists(adapted := f"{module}.lora_{name}"):
+        model = {"_component_": adapted, **given, **ADAPTERS}
+        yield "LoRA (rank 8)", {"model": model, **not_for_adapters}
+        if not cfg.get("quantizer"):
+            yield "QLoRA (rank 8)", {"model": {**model, "quantize_base": True}, **not_for_adapters}
+
+
+def _exists(component: str) -> bool:
+    """Whether a module's file mentions a name; importing the module would import torch."""
+    path, _, name = component.rpartition(".")
+    package, *parts = path.split(".")
+    spec = PathFinder.find_spec(package)
+    if spec is None or spec.origin is None:
+        return False
+    folder = Path(spec.origin).parent.joinpath(*parts)
+    files = (folder / "__init__.py", folder.with_suffix(".py"))
+    return any(f.is_file() and re.search(rf"\b{name}\b", f.read_text()) for f in files)

@@ -1,0 +1,66 @@
+"""What every other package may use: errors, text, files, figures. It imports none of them.
+
+Begin with ``errors.py``: everything that we raise on purpose.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchtune_adaptive.common.lazy import interface
+
+if TYPE_CHECKING:
+    from torchtune_adaptive.common.amounts import AMOUNTS_OF_MEMORY, amount_of_memory, parse_memory
+    from torchtune_adaptive.common.cache import (
+        Cache,
+        cache_folder,
+        cached_files,
+        libraries,
+        package_fingerprint,
+        user_cache,
+    )
+    from torchtune_adaptive.common.durable import Damaged, Manifest, atomically
+    from torchtune_adaptive.common.ending import another_rank_has_failed, end, explain
+    from torchtune_adaptive.common.errors import (
+        AdaptiveBatchingError,
+        BatchIncreaseError,
+        CheckpointError,
+        ConfigError,
+        EmptyTrial,
+        NoPrediction,
+        NothingFits,
+        NothingToLearn,
+        OutOfMemoryElsewhere,
+        RankLost,
+        Stopped,
+        TrainingOutOfMemory,
+        UnsupportedVersion,
+        UsageError,
+    )
+    from torchtune_adaptive.common.lazy import interface
+    from torchtune_adaptive.common.plots import (
+        BLUE,
+        COLORS,
+        GRAY,
+        GREEN,
+        ORANGE,
+        RED,
+        as_svg,
+        legend_below,
+        legend_beside,
+        memory_unit,
+        new_figure,
+        save,
+        tidy,
+        whole_numbers,
+    )
+    from torchtune_adaptive.common.text import (
+        bytes_of,
+        counted,
+        duration,
+        human_bytes,
+        not_essential,
+        table,
+    )
+
+__getattr__, __dir__, __all__ = interface(__name__)

@@ -1,0 +1,103 @@
+"""Memory behind a caching allocator: CUDA, and others as far as ``torch.accelerator`` goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from torchtune_adaptive.core.device.memory import DeviceMemory, Usage
+
+
+class AcceleratorMemory(DeviceMemory):
+    """Memory behind a caching allocator: CUDA, and others as far as ``torch.accelerator`` goes.
+
+    Args:
+        device: the device; without an index, the current one of its type.
+        limit: bytes that this process may use, or None for what the user's own memory fraction allows.
+    """
+
+    def __init__(self, device: torch.device, limit: int | None) -> None:
+        if device.index is None:  # the allocator's functions want an index
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        self._device = device
+        self._retries_before = 0
+        module = torch.get_device_module(device)
+        self.name = (
+            module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
+        )
+        self._total = torch.accelerator.get_memory_info(device)[1]
+        # A real cap, not arithmetic: the allocator itself refuses to pass it, and frees its cache first.
+        self._set_fraction = getattr(module, "set_per_process_memory_fraction", None)
+        get_fraction = getattr(module, "get_per_process_memory_fraction", None)
+        # Set by the user in PYTORCH_ALLOC_CONF, or in code: never exceeded, and put back after a cap.
+        self._own_fraction = float(get_fraction(device)) if get_fraction is not None else 1.0
+        self._limit = limit
+        if limit is not None:
+            self._cap(limit)
+
+    def capacity(self) -> int:
+        free, _ = torch.accelerator.get_memory_info(self._device)
+        capacity = free + torch.accelerator.memory_reserved(self._device)
+        capacity = min(capacity, int(self._own_fraction * self._total))
+        return min(capacity, self._limit) if self._limit is not None else capacity
+
+    @contextmanager
+    def capped(self, limit: int) -> Iterator[None]:
+        self._cap(limit)
+        try:
+            yield
+        finally:
+            self._cap(self._limit)
+
+    def _cap(self, limit: int | None) -> None:
+        if self._set_fraction is not None:
+            share = 1.0 if limit is None else limit / self._total
+            self._set_fraction(min(share, self._own_fraction), self._device)
+
+    def watch(self) -> None:
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        self._retries_before = self.retries()
+
+    def usage(self) -> Usage:
+        return Usage(
+            peak_bytes=torch.accelerator.max_memory_reserved(self._device),
+            peak_allocated_bytes=torch.accelerator.max_memory_allocated(self._device),
+            retries=self.retries() - self._retries_before,
+        )
+
+    def retries(self) -> int:
+        return torch.accelerator.memory_stats(self._device).get("num_alloc_retries", 0)
+
+    def in_use(self) -> int:
+        return torch.accelerator.memory_allocated(self._device)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self._device)
+
+    def release(self) -> None:
+        super().release()
+        # Emptying a cache waits for the device and keeps the interpreter's lock meanwhile, so that the
+        # watchdog cannot be heard. Waiting for the device beforehand does not.
+        self.synchronize()
+        torch.accelerator.empty_cache()
+        _empty_host_cache()
+
+    def record_history(self, enabled: bool) -> None:
+        # Private, and the only way; torchtune's recipes use it as well.
+        if self._device.type == "cuda":
+            torch.cuda.memory._record_memory_history(enabled="all" if enabled else None)
+
+
+def _empty_host_cache() -> None:
+    """Give back pinned host memory, as offloaded activations leave it, which is cached like the device's.
+
+    Public since torch 2.13; before, there was only ``torch._C._host_emptyCache``, in builds for CUDA. Checked
+    on torch 2.13 (both names); in the sources, on 2.11.
+    """
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(
+        torch._C, "_host_emptyCache", None
+    )
+    if empty is not None:
+        empty()

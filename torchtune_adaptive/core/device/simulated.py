@@ -1,0 +1,180 @@
+"""The CPU as a device with a limit on its memory, which makes demo and tests possible without a GPU.
+
+Every tensor that a step creates is counted, and the operation that passes the limit raises
+``torch.OutOfMemoryError``, as a device would. The count is exact and repeatable.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchtune_adaptive.core.device.memory import DeviceMemory, Usage, plain_tensors
+
+
+class SimulatedMemory(DeviceMemory):
+    """The CPU as a device with a limit: live tensor bytes, counted one by one.
+
+    Nothing is counted until there is a limit, and then only what happens in ``running``: what the host
+    does between steps (loading, collating, saving) happens outside a device's memory.
+    """
+
+    name = "simulated device"
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._in_use = 0
+        self._peak = 0
+
+    def capacity(self) -> int:
+        if self.limit is not None:
+            return self.limit
+        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return self._in_use + psutil.virtual_memory().available // neighbours
+
+    @contextmanager
+    def capped(self, limit: int) -> Iterator[None]:
+        before, self.limit = self.limit, limit
+        try:
+            yield
+        finally:
+            self.limit = before
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        if self.limit is None:
+            yield
+            return
+        # Compiled regions run eager: within one, single operations could not be seen.
+        with (
+            torch.compiler.set_stance("force_eager"),
+            _follow_resizing(self),
+            _CountNewTensors(self),
+        ):
+            yield
+
+    def watch(self) -> None:
+        self._peak = self._in_use
+
+    def usage(self) -> Usage:
+        return Usage(self._peak, self._peak, self.retries())
+
+    def retries(self) -> int:
+        return 0  # there is no cache to give back
+
+    @property
+    def measured(self) -> bool:
+        return self.limit is not None
+
+    def in_use(self) -> int:
+        return self._in_use
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            for plain in plain_tensors(tensor):
+                self.count(plain.untyped_storage())
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Count ``storage`` at its present size from now on, until nothing refers to it."""
+        key, nbytes = id(storage), storage.nbytes()
+        if key in self._live:
+            reference, counted = self._live[key]
+        else:
+            reference, counted = weakref.ref(storage, lambda _: self._forget(key)), 0
+        self._live[key] = (reference, nbytes)
+        self._in_use += nbytes - counted
+        self._peak = max(self._peak, self._in_use)
+
+    def check(self, extra: int = 0) -> None:
+        """Raise as a device would if more is in use, with ``extra`` bytes on top, than there is."""
+        needed = self._in_use + extra
+        if self.limit is not None and needed > self.limit:
+            raise torch.OutOfMemoryError(
+                f"simulated device out of memory: {needed:,} bytes needed at once, "
+                f"capacity {self.limit:,}"
+            )
+
+    def _forget(self, key: int) -> None:
+        self._in_use -= self._live.pop(key)[1]
+
+
+class _CountNewTensors(TorchDispatchMode):
+    """Counts the storages that operations create, and raises when there are too many bytes of them."""
+
+    def __init__(self, memory: SimulatedMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if FakeTensor in types:
+            return func(*args, **kwargs)  # a sharded tensor's shape is being worked out: no memory
+        if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # a sharded or quantised tensor: count the plain ones inside it
+        if func.namespace == "c10d":
+            return _communicate_through_copies(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if allocates(func):
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+                    self._memory.count(tensor.untyped_storage())
+            self._memory.check()
+        return result
+
+
+@functools.cache
+def allocates(func: torch._ops.OpOverload) -> bool:
+    """Whether an operation gives new tensors, not views of its inputs or the inputs themselves."""
+    return any(returned.alias_info is None for returned in func._schema.returns)
+
+
+def _communicate_through_copies(func, args, kwargs):  # type: ignore[no-untyped-def]
+    """Run a collective on copies that are not counted.
+
+    Gloo's threads let go of the tensors that they worked on a moment after the collective is over, which
+    would make the count depend on timing.
+    """
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append((tensor, tensor.clone()))
+        return copies[-1][1]
+
+    staged_args, staged_kwargs = tree_map_only(torch.Tensor, copy, (args, kwargs))
+    *_, work = result = func(*staged_args, **staged_kwargs)
+    dist.Work.unbox(work).wait()
+    for tensor, copied in copies:
+        tensor.copy_(copied)
+    return result
+
+
+@contextmanager
+def _follow_resizing(memory: SimulatedMemory) -> Iterator[None]:
+    """Count what FSDP frees and allocates by resizing storages, which no dispatch mode sees.
+
+    ``torch.UntypedStorage.resize_`` is replaced while the context lasts. Checked on torch 2.11 to 2.15.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def counted_resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        memory.check(extra=nbytes - storage.nbytes())
+        resize(storage, nbytes)
+        memory.count(storage)
+        return storage
+
+    torch.UntypedStorage.resize_ = counted_resize  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

@@ -1,0 +1,242 @@
+"""Keep the ranks together when one of them runs out of memory.
+
+FSDP runs every forward and backward as a sequence of collectives. A rank that stops in the middle leaves the
+others waiting in the next one until the process group times out. So it does not stop:
+
+- Once (twice, to check that it repeats) the sequence is *recorded*, and while it is, all ranks agree
+  before each collective, so that nobody enters one that another rank will miss.
+- From then on, a rank that runs out of memory drops its graph and launches *the rest of the recorded
+  sequence* with scratch buffers. Nobody waits, nobody asks, and a healthy step pays nothing. The others
+  learn that the step is lost from the all-reduce that ends it anyway (see ``step.train_step``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtune_adaptive.core.ranks import fsdp
+from torchtune_adaptive.core.ranks.agreement import Ranks
+
+_ALIGNMENT = 512  # bytes; allocators align the start of a buffer like this
+
+
+class AnotherRankFailed(Exception):
+    """Raised where a rank would enter a collective that another rank will not enter."""
+
+
+@dataclass
+class _Sequence:
+    """The collectives of one kind of pass, by phase, and how often in a row they have been these."""
+
+    recorded: dict[str, list[fsdp.Collective]] = field(default_factory=dict)
+    equal_passes: int = 0
+
+
+class Collectives:
+    """The collectives of a pass, e.g. one forward and backward: recorded, then completed where a rank fails.
+
+    A pass is a sequence of named *phases*; between them the ranks may do something else together. Passes of
+    different kinds have different sequences, each recorded by itself.
+
+    Args:
+        models: the models that run in a pass.
+        ranks: the ranks of the run.
+        device: where the models run.
+        launched: called after each launch: there is no finer sign of progress.
+        reducing: sees the gradients that FSDP reduces, but not the scratch buffers of ``finish``.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        ranks: Ranks,
+        device: torch.device,
+        launched: Callable[[], None] = lambda: None,
+        reducing: fsdp.Reducing | None = None,
+    ) -> None:
+        self._ranks = ranks
+        self._device = device
+        self._launched = launched
+        self._sequences: dict[str, _Sequence] = {}
+        self._sequence = _Sequence()
+        self._pass: dict[str, list[fsdp.Collective]] = {}
+        self._count: dict[str, int] = {}
+        self._phase = ""
+        self._open = _Open()
+        self._in_step = False
+        self.disturbed = False
+        """Whether the models have run between steps since the last reset; see ``step.train_step``."""
+        for model in models:
+            fsdp.watch_collectives(model, self._watch, reducing)
+
+    @property
+    def recording(self) -> bool:
+        """Whether the sequence is not certain yet: a failure must be announced before the next collective."""
+        return self._ranks.size > 1 and self._sequence.equal_passes < 2
+
+    def record_again(self) -> None:
+        """Forget the sequences: from the next pass on, they are others."""
+        self._sequences.clear()
+
+    def end_step(self) -> None:
+        """What is launched from now on belongs to no pass, as when the caller evaluates the model."""
+        self._in_step = False
+
+    def begin_pass(self, kind: str = "training") -> None:
+        self._in_step = True
+        self._sequence = self._sequences.setdefault(kind, _Sequence())
+        self._pass, self._count = {}, {}
+        self._open = _Open()
+
+    def begin_phase(self, phase: str) -> None:
+        self._close()
+        self._phase = phase
+        self._pass[phase], self._count[phase] = [], 0
+
+    def end_pass(self) -> bool:
+        """End a pass without failure on this rank; whether the other ranks completed it, too."""
+        self._close()
+        if self.failed_elsewhere():
+            return False
+        sequence = self._sequence
+        if not self.recording:
+            expected = {phase: len(collectives) for phase, collectives in sequence.recorded.items()}
+            # Not a constant sequence after all: record it again, in agreement.
+            if self._count != expected:
+                sequence.equal_passes = 0
+        elif self._pass == sequence.recorded:
+            sequence.equal_passes += 1
+        else:
+            sequence.recorded, sequence.equal_passes = self._pass, 1
+        return True
+
+    def failed_elsewhere(self) -> bool:
+        """While recording: whether another rank has announced a failure, so that continuing would hang."""
+        return self.recording and self._ranks.any(False)
+
+    def finish(self, phase: str) -> bool:
+        """After a failure on this rank: launch what the others wait for; whether they know of it then.
+
+        The data is worthless, and every rank discards it. By now the memory of the failed step has been
+        freed, which is more than the scratch buffer takes.
+
+        While recording, the others wait for what they have agreed to launch, and learn of the failure where
+        they would agree next. Afterwards they go through the rest of the recorded phase.
+        """
+        known = self._pass if self.recording else self._sequence.recorded
+        launched = self._count.get(phase, 0) + self._open.launched()
+        self._open = _Open()
+        rest = known.get(phase, [])[launched:]
+        self._count[phase] = launched + len(rest)
+        self._launch_on_scratch(rest)
+        if self.recording:
+            self._ranks.any(True)
+        return self.recording
+
+    def _launch_on_scratch(self, rest: Sequence[fsdp.Collective]) -> None:
+        if not rest:
+            return
+        input_at = max(_aligned(collective.output_bytes) for collective in rest)
+        size = input_at + max(collective.input_bytes for collective in rest)
+        scratch = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        for collective in rest:
+            output = scratch[: collective.output_bytes].view(collective.dtype)
+            input = scratch[input_at : input_at + collective.input_bytes].view(collective.dtype)
+            collective.launch(output, input)
+            self._launched()
+
+    def _watch(
+        self,
+        launch: Callable[[], Any],
+        descriptions: tuple[Callable[[], fsdp.Collective], ...],
+    ) -> Any:
+        if not self._in_step:
+            self.disturbed = True
+            return launch()
+        self._close()
+        known = self._sequence.recorded
+        if self.recording:
+            if self.failed_elsewhere():
+                raise AnotherRankFailed
+            self._pass[self._phase] += [describe() for describe in descriptions]
+            known = self._pass
+        at = self._count[self._phase]
+        following = known.get(self._phase, [])[at : at + len(descriptions)]
+        self._open = _Open(len(descriptions), [collective.group for collective in following])
+        self._launched()
+        result = launch()
+        self._open.returned = True
+        return result
+
+    def _close(self) -> None:
+        """FSDP has gone on, so it has launched what it was launching."""
+        if self._open.size:
+            self._count[self._phase] += self._open.size
+            self._open = _Open()
+
+
+class _Open:
+    """A collective that FSDP is launching, and those that it launches right after it without asking.
+
+    A failure may come before or after each launch. The groups tell: they count what they launch.
+
+    Args:
+        size: how many these are.
+        groups: those that launch them; fewer where a pass is longer than the recorded one.
+    """
+
+    def __init__(self, size: int = 0, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        self.size = size
+        self.returned = False
+        """Whether the first launch has returned."""
+        self._before = [(group, fsdp.launches_of(group)) for group in groups]
+
+    def launched(self) -> int:
+        """How many of them have been launched."""
+        unknown = self.size - len(self._before)
+        return unknown + sum(self._was_launched(at) for at in range(len(self._before)))
+
+    def _was_launched(self, at: int) -> bool:
+        group, before = self._before[at]
+        if before is None:  # The best guess: what raises in a launch does so where it waits.
+            return at == 0 or self.returned
+        return fsdp.launches_of(group) != before
+
+
+class NoCollectives:
+    """Does nothing in place of ``Collectives``, where a step is not to survive running out of memory."""
+
+    recording = False
+    disturbed = False
+
+    def __init__(self, models: Iterable[nn.Module], reducing: fsdp.Reducing | None = None) -> None:
+        if reducing is not None:
+            for model in models:
+                fsdp.watch_collectives(model, fsdp.launch_only, reducing)
+
+    def record_again(self) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def begin_pass(self, kind: str = "training") -> None: ...
+
+    def begin_phase(self, phase: str) -> None: ...
+
+    def end_pass(self) -> bool:
+        return True
+
+    def failed_elsewhere(self) -> bool:
+        return False
+
+    def finish(self, phase: str) -> bool:
+        return False
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

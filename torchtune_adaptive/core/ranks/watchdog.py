@@ -1,0 +1,236 @@
+"""Detects a rank that died or hangs, reports it and its phase, and stops long before the process group would.
+
+Each rank has a thread that publishes what its main thread is doing, and reads what the others publish. Two
+things make a rank lost: it sends no sign of life for ``limit`` seconds (killed, stopped, its machine
+gone), or it stays where it is while the others are past that point and wait for it (a hang), for longer
+than the phase allows. Then every other rank reports it and exits, whatever its main thread is waiting in;
+the launcher sees the exit and ends the run.
+
+Nothing here touches the device or delays a step: the main thread writes a few attributes, no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from torchtune_adaptive.common import RankLost, explain
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.signs import DONE, Sign, lost_rank, opened, sealed
+from torchtune_adaptive.core.ranks.store import open_store
+
+log = logging.getLogger(__name__)
+EXIT_CODE = 70
+"""Tells our exit from a signal's or Python's own ("internal software error" of sysexits.h)."""
+_BEATS_PER_LIMIT = 20
+_SLOWEST_BEAT = 2.0  # seconds between two signs of life, whatever the limit
+_SILENT_BEATS = 3  # after a collective broke, a rank that misses this many is the one that broke it
+
+# What collectives say when a peer is gone. Anything else is this rank's own error.
+_LOST_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "remote process exited",
+)
+
+
+class Watchdog:
+    """Watches over the ranks of a run. Use as a context around everything that ranks do together.
+
+    Args:
+        ranks: the ranks to watch; with one rank there is nothing to do.
+        limit: seconds without any sign of life after which a rank is lost.
+        on_duty: if not, it does nothing.
+    """
+
+    def __init__(self, ranks: Ranks, limit: float, on_duty: bool = True) -> None:
+        self._ranks = ranks
+        self._on_duty = on_duty and ranks.size > 1
+        self._limit = limit
+        self._phase = "starting"
+        self._progress = 0
+        self._patience: float | None = limit
+        self._stopped = ""
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._store: dist.TCPStore | None = None
+        self._key = b""
+        self._beats = 0
+        self._raw: dict[int, bytes] = {}
+        self._others: dict[int, Sign] = {}
+        self._warned = False
+
+    # --- called by the main thread ------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Count one more operation that every rank performs."""
+        self._progress += 1
+
+    def enter(self, phase: str, patience: float | None) -> None:
+        """The main thread is in ``phase`` from now on; every rank must enter the same phases.
+
+        A rank that stands still in it for more than ``patience`` seconds, while others wait for it, hangs.
+        With ``patience=None`` it may take any time, and keep the thread from publishing meanwhile.
+        """
+        self._phase, self._patience = phase, patience
+        self._progress += 1
+        if patience is None and self._store is not None:
+            self._publish()  # now: there may be no other chance
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Watchdog:
+        if self._on_duty:
+            self._store = open_store(self._ranks, timedelta(seconds=self._limit))
+            self._key = self._ranks.from_rank_zero(secrets.token_bytes(16))
+            self._publish()
+            self._ranks.any(False)  # from here on, every rank's sign exists
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if self._thread is None:
+            return
+        broken: RuntimeError | None = None
+        if error is None:
+            try:
+                self._ranks.any(False)  # nobody stops watching while another rank still works
+            except RuntimeError as last:
+                error = broken = last
+        lost = RankLost(self._who_is_missing()) if _is_lost_peer(error) else None
+        ending = lost or error
+        self._stopped = DONE if ending is None else f"{type(ending).__name__}: {ending}"
+        self._close(self._thread)
+        if lost is not None:
+            raise lost from error
+        if broken is not None:
+            raise broken
+
+    def _close(self, thread: threading.Thread) -> None:
+        """End the thread and the store, in this order, and before the interpreter ends.
+
+        A thread that still needs the interpreter when that ends makes the process abort.
+        """
+        self._closing.set()
+        thread.join(timeout=self._limit)
+        store, self._store = self._store, None
+        assert store is not None
+        with suppress(Exception):  # nobody may be left
+            store.set(_left(self._ranks.rank), "")
+            # The host leaves last: the others still need it for their last calls, and to read why it ends.
+            if self._ranks.rank == 0:
+                patience = self._limit if self._stopped == DONE else 2 * self._beat
+                others = [_left(rank) for rank in range(1, self._ranks.size)]
+                store.wait(others, timedelta(seconds=patience))
+
+    # --- the thread -----------------------------------------------------------------------------------
+
+    @property
+    def _beat(self) -> float:
+        return min(self._limit / _BEATS_PER_LIMIT, _SLOWEST_BEAT)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(self._beat):
+            try:
+                self._exchange_signs()
+            except Exception as error:
+                if not self._closing.wait(_SLOWEST_BEAT):  # or this rank is ending anyway
+                    self._stop(f"rank 0, which hosts the signs of life, does not answer ({error})")
+                return
+            verdict = lost_rank(self._own(), self._others, time.monotonic(), self._limit)
+            # If all ranks end for the same reason, each reports it better itself: give this one a moment.
+            if verdict is not None and not self._closing.wait(_SLOWEST_BEAT):
+                self._stop(verdict)
+        self._publish()  # its last sign
+
+    def _exchange_signs(self) -> None:
+        store = self._store
+        assert store is not None
+        self._beats += 1
+        store.set(_sign(self._ranks.rank), sealed(self._own(), self._ranks.rank, self._key))
+        others = [rank for rank in range(self._ranks.size) if rank != self._ranks.rank]
+        values = store.multi_get([_sign(rank) for rank in others])
+        for rank, raw in zip(others, values, strict=True):
+            if raw != self._raw.get(rank):
+                self._raw[rank] = raw
+                self._read(rank, raw)
+
+    def _read(self, rank: int, raw: bytes) -> None:
+        sign = opened(raw, rank, self._key, time.monotonic())
+        if sign is None:
+            if not self._warned:
+                log.warning(
+                    f"The key-value store of the watchdog holds a value for rank {rank} that no rank of this "
+                    "run has written; ignoring it, and any other like it. Another process can connect to "
+                    "the store's port: check who reaches this machine."
+                )
+            self._warned = True
+            return
+        before = self._others.get(rank)
+        if before is not None and before.progress == sign.progress:
+            sign = replace(sign, moved=before.moved)
+        self._others[rank] = sign
+
+    def _publish(self) -> None:
+        """This rank's sign, now; whether it arrives is for the thread to notice."""
+        with suppress(Exception):
+            assert self._store is not None
+            self._store.set(
+                _sign(self._ranks.rank), sealed(self._own(), self._ranks.rank, self._key)
+            )
+
+    def _own(self) -> Sign:
+        return Sign(self._phase, self._progress, self._patience, self._stopped, self._beats)
+
+    def _who_is_missing(self) -> str:
+        """Called when a collective broke: who has missed a few beats?"""
+        print(
+            f"rank {self._ranks.rank}: lost contact in the phase '{self._phase}'; "
+            "identifying the missing rank",
+            file=sys.stderr,
+            flush=True,
+        )
+        silence = _SILENT_BEATS * self._beat
+        self._closing.wait(silence + self._beat)  # the thread keeps listening meanwhile
+        now = time.monotonic()
+        missing = [
+            f"rank {rank} ({sign.stopped or 'silent'}; its last sign came from the phase '{sign.phase}')"
+            for rank, sign in sorted(self._others.items())
+            if sign.stopped or now - sign.heard > silence
+        ]
+        return (
+            f"lost {', '.join(missing) or 'contact with another rank'} "
+            f"while this rank was in the phase '{self._phase}'"
+        )
+
+    def _stop(self, why: str) -> None:
+        explain(
+            f"{why}. Stopping: this rank would otherwise wait forever. (If that rank was merely slow, raise "
+            "adaptive_batching.rank_timeout or, for a hang in training, step_timeout.)"
+        )
+        # The main thread may be waiting inside a collective, where no exception can reach it.
+        os._exit(EXIT_CODE)
+
+
+def _is_lost_peer(error: BaseException | None) -> bool:
+    return isinstance(error, RuntimeError) and any(t in str(error) for t in _LOST_PEER_TEXTS)
+
+
+def _sign(rank: int) -> str:
+    return f"sign of life of rank {rank}"
+
+
+def _left(rank: int) -> str:
+    return f"rank {rank} has left"

@@ -1,0 +1,110 @@
+"""A search for the largest micro-batch: what is remembered, what is predicted, and trials."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torchtune_adaptive.common import Cache, cache_folder
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.search.probe import Probe
+from torchtune_adaptive.core.search.strategies import SearchResult, Status, Strategy, find_largest
+from torchtune_adaptive.core.search.trial import SizeTrial, trial_line
+
+log = logging.getLogger(__name__)
+
+PROOFS = (Status.NEXT_DOES_NOT_FIT, Status.CEILING)
+"""How a search ends that has shown its size to be the largest."""
+
+
+@dataclass
+class SizeSearch:
+    """One search: tries each size at most once, in the order that cache, prediction and strategy suggest."""
+
+    probe: Probe
+    first: SizeTrial
+    """The trial of one row that came before the search."""
+    sizes: tuple[int, ...]
+    """That may be found, ascending."""
+    strategy: Strategy | Literal["predict"]
+    ranks: Ranks
+    cache: Cache[int]
+    """The sizes that earlier searches found."""
+    predicted: Callable[[SizeTrial | None], int] = lambda after: 0
+    """The largest size that should fit, corrected by a trial; 0 where there is no prediction."""
+    tried: dict[int, SizeTrial] = field(default_factory=dict)
+
+    def result(self, about: dict[str, Any], known: int | None) -> SearchResult[SizeTrial]:
+        """Search, or confirm what an earlier search found, and correct the cache.
+
+        Args:
+            about: everything that the result depends on.
+            known: what an earlier part of this run has found.
+        """
+        # From rank 0, or ranks with different caches would diverge.
+        remembered = known or self.ranks.from_rank_zero(self.cache.get(about))
+        found: SearchResult[SizeTrial] | None = None
+        if remembered is not None and remembered in self.sizes:
+            found = self._confirm(remembered)
+        if found is None and self.strategy == "predict":
+            found = self._by_prediction()
+        if found is None:
+            strategy = "extrapolate" if self.strategy == "predict" else self.strategy
+            found = find_largest(strategy, self.sizes, self._trial)
+        if self.ranks.rank == 0 and found.size is not None and found.status in PROOFS:
+            self.cache.put(about, found.size)
+        return SearchResult(found.size, found.status, tuple(self.tried.values()))
+
+    def _trial(self, size: int) -> SizeTrial:
+        if size not in self.tried:
+            self.tried[size] = self.probe.trial(size)
+            log.info(trial_line(self.tried[size]))
+        return self.tried[size]
+
+    def _confirm(self, size: int) -> SearchResult[SizeTrial] | None:
+        """The size that was found before, if it is still the largest."""
+        log.info(f"A previous identical run found {size}; verifying with one trial.")
+        trial = self._trial(size)
+        if not trial.fits:
+            log.info("It no longer fits; searching again.")
+            return None
+        larger = [other for other in self.sizes if other > size]
+        if larger and self._has_room_for(larger[0], trial) and self._trial(larger[0]).fits:
+            # Whatever was short of memory then, e.g. because of another process, is not any more.
+            log.info("More fits now; searching again.")
+            return None
+        return SearchResult(size, Status.REMEMBERED, ())
+
+    def _has_room_for(self, size: int, trial: SizeTrial) -> bool:
+        """Whether the line through the peaks of one row and of a trial leaves room for a larger size."""
+        peak, one = trial.deciding.peak_bytes, self.first.deciding.peak_bytes
+        each_row = (peak - one) / (trial.size - 1) if trial.size > 1 else peak
+        return peak + each_row * (size - trial.size) <= trial.deciding.usable_bytes
+
+    def _by_prediction(self) -> SearchResult[SizeTrial] | None:
+        """Try what is predicted, and again as long as trials correct the prediction upwards."""
+        last: SizeTrial | None = None
+        while (at := bisect_right(self.sizes, self.predicted(last)) - 1) >= 0:
+            if last is not None and self.sizes[at] <= last.size:
+                break
+            trial = self._trial(self.sizes[at])
+            if not trial.fits:
+                break
+            last = trial
+        if last is not None:
+            return SearchResult(last.size, Status.PREDICTED, ())
+        if self.tried:
+            log.info(
+                "It does not fit: the prediction was too high. Falling back to a normal search."
+            )
+        return None
+
+
+def found_sizes(cache: bool | str) -> Cache[int]:
+    """The sizes that searches found, kept where the setting says."""
+    return Cache(
+        cache_folder(cache, "batch_sizes"), "batch size", lambda n: type(n) is int and n >= 1
+    )

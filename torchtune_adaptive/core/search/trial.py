@@ -1,0 +1,139 @@
+"""The record of a trial: what one rank saw, what all ranks saw."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torchtune_adaptive.common import bytes_of, human_bytes
+from torchtune_adaptive.core.device.memory import Usage
+
+
+def trial_line(trial: SizeTrial) -> str:
+    """One line for a trial, as soon as it is over."""
+    decided, speed = trial.deciding, trial.tokens_per_second
+    return (
+        f"micro-batch {trial.size}: {decided.trouble or 'fits'}, peak "
+        f"{bytes_of(decided.peak_bytes, decided.usable_bytes)} (rank {trial.deciding_rank}), "
+        f"{trial.seconds:.1f} s" + (f", {speed:,.0f} tokens/s per rank" if speed else "")
+    )
+
+
+TRIAL_COLUMNS = (
+    "rows",
+    "verdict",
+    "peak",
+    "usable",
+    "tightest rank",
+    "tokens/s per rank",
+    "seconds",
+)
+
+
+def trial_cells(trial: SizeTrial) -> tuple[str, ...]:
+    """A trial in a table with these columns."""
+    decided, speed = trial.deciding, trial.tokens_per_second
+    return (
+        str(trial.size),
+        decided.trouble or "fits",
+        human_bytes(decided.peak_bytes),
+        human_bytes(decided.usable_bytes),
+        str(trial.deciding_rank),
+        f"{speed:,.0f}" if speed else "",
+        f"{trial.seconds:.1f}",
+    )
+
+
+@dataclass(frozen=True)
+class LengthTrial:
+    """A trial, and the length of its rows."""
+
+    length: int
+    trial: SizeTrial
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The outcome of a trial on one rank."""
+
+    failed_in: str | None
+    """The phase in which this rank ran out of memory."""
+    peak_bytes: int
+    peak_allocated_bytes: int
+    retries: int
+    usable_bytes: int
+    """Usable memory: the capacity of this rank, less the headroom."""
+    step_seconds: float = 0.0
+    """The time that the step took, without what is around it."""
+
+    @property
+    def free_bytes(self) -> int:
+        return self.usable_bytes - self.peak_bytes
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the size does not fit on this rank."""
+        if self.failed_in is not None:
+            return f"out of memory in {self.failed_in}"
+        if self.retries:
+            return f"{self.retries} allocation retries"
+        return None
+
+
+@dataclass(frozen=True)
+class SizeTrial:
+    """The outcome of trying one size, on all ranks."""
+
+    size: int
+    seconds: float
+    reports: tuple[RankReport, ...]
+    tokens: int = 0
+    """In the step of each rank, all in rows of the same length; 0 where speed is not measured."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of each rank; None if the size does not fit, or speed was not measured."""
+        seconds = max(report.step_seconds for report in self.reports)
+        return self.tokens / seconds if self.fits and self.tokens and seconds else None
+
+    @property
+    def fits(self) -> bool:
+        return all(report.trouble is None for report in self.reports)
+
+    @property
+    def only_retried(self) -> bool:
+        """Whether the step was done on all ranks, but some allocator had to retry."""
+        return not self.fits and all(report.failed_in is None for report in self.reports)
+
+    @property
+    def deciding_rank(self) -> int:
+        """The rank that had trouble, or else the one with the least memory left."""
+        ranks = range(len(self.reports))
+        return min(
+            ranks, key=lambda r: (self.reports[r].trouble is None, self.reports[r].free_bytes)
+        )
+
+    @property
+    def deciding(self) -> RankReport:
+        return self.reports[self.deciding_rank]
+
+    @property
+    def free_bytes(self) -> int:
+        return self.deciding.free_bytes
+
+    @property
+    def usage(self) -> Usage:
+        """The most that any rank used."""
+        return Usage(
+            max(report.peak_bytes for report in self.reports),
+            max(report.peak_allocated_bytes for report in self.reports),
+            sum(report.retries for report in self.reports),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "fits": self.fits,
+            "deciding_rank": self.deciding_rank,
+            "tokens_per_second": self.tokens_per_second,
+        }

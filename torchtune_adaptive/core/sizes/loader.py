@@ -1,0 +1,170 @@
+"""Which samples come when, and the loader that brings them.
+
+The order of an epoch's samples is a function of the epoch and nothing else. How many of them are taken
+at a time is decided where they are taken, so a micro-batch can change its size without losing or
+repeating a sample. The order is torchtune's own: that of its distributed sampler, which deals the samples
+out to the ranks one by one and repeats the first few if they do not divide.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, tee
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from torchtune_adaptive.core.sizes.micro_batches import MicroBatch, MicroBatches, Portion
+
+
+class SampleOrder:
+    """The order in which the samples of an epoch are used.
+
+    Args:
+        samples: how many samples the dataset has.
+        ranks: the data-parallel ranks that share them.
+        shuffle: another order in each epoch, or always the dataset's.
+        seed: of the shuffling.
+    """
+
+    def __init__(self, samples: int, ranks: int, shuffle: bool, seed: int = 0) -> None:
+        self._samples = samples
+        self._ranks = ranks
+        self._shuffle = shuffle
+        self._seed = seed
+
+    @property
+    def rows_per_rank(self) -> int:
+        """How many samples each rank has in an epoch."""
+        return -(-self._samples // self._ranks)
+
+    def epoch(self, epoch: int) -> list[int]:
+        """The samples of an epoch, in order; rank ``r`` of ``n`` uses those at ``r``, ``r + n``, ..."""
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            order = torch.randperm(self._samples, generator=generator).tolist()
+        else:
+            order = list(range(self._samples))
+        missing = self.rows_per_rank * self._ranks - self._samples
+        while missing > 0:  # more than once only where there are fewer samples than ranks
+            order += order[:missing]
+            missing = self.rows_per_rank * self._ranks - len(order)
+        return order
+
+
+class Loader:
+    """Loads one rank's samples, in portions of any size.
+
+    Args:
+        dataset: by index.
+        collate: makes a batch of rows.
+        order: of the samples.
+        rank: whose samples to bring, and of how many ranks.
+        micro_batches: how a step is divided.
+        workers: processes that fetch and collate ahead.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        collate: Callable[[list[Any]], dict[str, Any]],
+        order: SampleOrder,
+        rank: int,
+        ranks: int,
+        micro_batches: MicroBatches,
+        workers: int = 0,
+    ) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.order = order
+        self.micro_batches = micro_batches
+        self._rank = rank
+        self._ranks = ranks
+        self._workers = workers
+
+    def epoch(self, epoch: int, used: int = 0) -> EpochRows:
+        """This rank's samples of an epoch, of which the first ``used`` rows have been used."""
+        return EpochRows(self, self.order.epoch(epoch), used)
+
+    def portions(self, step: list[int], size: int) -> list[Portion]:
+        """This rank's micro-batches of a step.
+
+        Args:
+            step: the samples of the step, over all ranks.
+            size: of a micro-batch; see ``MicroBatches``.
+        """
+        return self.micro_batches.portions(step, size, self._rank, self._ranks)
+
+    def bring(self, steps: Iterable[list[Portion]]) -> Iterator[MicroBatch]:
+        """Load the samples of each portion as one micro-batch."""
+        # Twice: once to fetch, ahead if there are workers, and once to say what has come.
+        fetched, brought = tee(portion for portions in steps for portion in portions)
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=_SampleIds(fetched),
+            collate_fn=self.collate,
+            generator=torch.Generator(),  # or each loader would draw from the run's own
+            num_workers=self._workers,
+            worker_init_fn=leave_signals_to_the_run if self._workers else None,
+        )
+        for portion, batch in zip(brought, loader, strict=True):
+            self.micro_batches.finish(portion, batch)
+            sample_ids = () if portion.weightless else tuple(portion.sample_ids)
+            yield MicroBatch(sample_ids, batch)
+
+    @property
+    def ranks(self) -> int:
+        return self._ranks
+
+
+def leave_signals_to_the_run(_: int) -> None:
+    """Workers get the signals of their group, too, and the run needs them until it has saved a checkpoint."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+class _SampleIds(Sampler[list[int]]):
+    def __init__(self, portions: Iterator[Portion]) -> None:
+        self._portions = portions
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (portion.sample_ids for portion in self._portions)
+
+
+class EpochRows:
+    """One rank's samples of an epoch, a step at a time.
+
+    A step has the same rows until ``advance`` is called, in whatever micro-batches it is asked for, so a
+    retry in smaller ones loses and repeats nothing.
+    """
+
+    def __init__(self, loader: Loader, sample_ids: list[int], used: int = 0) -> None:
+        self._loader = loader
+        self._sample_ids = sample_ids  # of all ranks
+        self.used = used
+        """Rows, on each rank."""
+        self._running: tuple[int, int, int] | None = None
+        """For what step, of how many rows and in what portions, micro-batches are being loaded."""
+
+    def step(self, rows: int, size: int) -> Iterator[MicroBatch]:
+        """The next ``rows`` samples on each rank, in portions of ``size``; the last may be smaller."""
+        if self._running != (self.used, rows, size):
+            self._micro_batches = self._loader.bring(self._steps(self.used, rows, size))
+        self._running = (self.used + rows, rows, size)
+        return islice(self._micro_batches, len(self._portions(self.used, rows, size)))
+
+    def advance(self, rows: int) -> None:
+        """The step is done."""
+        self.used += rows
+
+    def _steps(self, used: int, rows: int, size: int) -> Iterator[list[Portion]]:
+        """The portions of each full step; rows that do not fill one are left out."""
+        while (used + rows) * self._loader.ranks <= len(self._sample_ids):
+            yield self._portions(used, rows, size)
+            used += rows
+
+    def _portions(self, used: int, rows: int, size: int) -> list[Portion]:
+        ranks = self._loader.ranks
+        return self._loader.portions(self._sample_ids[used * ranks : (used + rows) * ranks], size)

@@ -1,0 +1,198 @@
+"""How the rows of a step become micro-batches: a number of rows each, or as many as a token budget allows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from torchtune_adaptive.core.sizes.candidates import Rounding, candidates
+from torchtune_adaptive.core.sizes.packing import Budget, pack
+from torchtune_adaptive.core.sizes.split import Split
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank puts through one forward and backward."""
+
+    sample_ids: tuple[int, ...]
+    batch: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The samples of one micro-batch."""
+
+    sample_ids: list[int]
+    weightless: bool = False
+    """Whether it only runs so that this rank takes part in the collectives; nothing is learnt from it."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A micro-batch that has been computed: its samples, and the shape that they were padded to."""
+
+    sample_ids: tuple[int, ...]
+    rows: int
+    length: int
+    tokens: int
+    """Padding included."""
+
+
+class MicroBatches(ABC):
+    """Divides each rank's share of a step into micro-batches.
+
+    Their *size* is a number, of which smaller means less memory. What it counts depends on the way of
+    dividing, and nobody else needs to know.
+    """
+
+    unit: ClassVar[str]
+    """What the size counts."""
+
+    @abstractmethod
+    def full_size(self, split: Split) -> int:
+        """The size to use as long as memory suffices."""
+
+    @abstractmethod
+    def smaller_sizes(self, split: Split) -> Sequence[int]:
+        """The sizes to choose from when memory runs out."""
+
+    @abstractmethod
+    def portions(self, step: list[int], size: int, rank: int, ranks: int) -> list[Portion]:
+        """A rank's micro-batches of a step, given the samples of all ranks."""
+
+    @abstractmethod
+    def change(self, before: int, after: int, split: Split) -> dict[str, tuple[int, int]]:
+        """What a change of the size means to the user: names of quantities, each before and after."""
+
+    def finish(self, portion: Portion, batch: dict[str, Any]) -> None:  # noqa: B027 - nothing to do
+        """Change a collated batch in place: pad it, or take its weight away."""
+
+    def computed(self, micro_batch: MicroBatch) -> Computed:
+        """What is kept of a micro-batch."""
+        samples, tokens = micro_batch.sample_ids, micro_batch.batch["tokens"]
+        return Computed(samples, len(samples), tokens.shape[-1], tokens.numel())
+
+    def metrics(self, computed: Sequence[Computed]) -> dict[str, float]:
+        """What to log about a step."""
+        return {}
+
+    def state(self) -> list[list[int]] | None:
+        """What a checkpoint keeps: a token budget, an empty one that was given up, or None."""
+        return None
+
+
+class ByRows(MicroBatches):
+    """Micro-batches of a number of rows; the last of a step may have fewer.
+
+    Args:
+        rounding: which sizes are allowed; see ``strategies.candidates``.
+        instead_of_budget: whether a token budget was found, and given up for this.
+    """
+
+    unit = "rows"
+
+    def __init__(self, rounding: Rounding, instead_of_budget: bool = False) -> None:
+        self._rounding = rounding
+        self._instead_of_budget = instead_of_budget
+
+    def full_size(self, split: Split) -> int:
+        return split.micro_batch
+
+    def smaller_sizes(self, split: Split) -> Sequence[int]:
+        return candidates(self._rounding, split.micro_batch, split.rows)
+
+    def portions(self, step: list[int], size: int, rank: int, ranks: int) -> list[Portion]:
+        mine = step[rank::ranks]
+        return [Portion(mine[i : i + size]) for i in range(0, len(mine), size)]
+
+    def change(self, before: int, after: int, split: Split) -> dict[str, tuple[int, int]]:
+        return {
+            "micro_batch": (before, after),
+            "accumulation": (-(-split.rows // before), -(-split.rows // after)),
+        }
+
+    def state(self) -> list[list[int]] | None:
+        return [] if self._instead_of_budget else None
+
+
+class ByTokens(MicroBatches):
+    """Micro-batches of as many rows as a token budget allows at their length.
+
+    Args:
+        budget: of a micro-batch.
+        row_lengths: of every sample.
+        padding_id: what rows are padded with.
+        ignored: the label that is not trained on.
+        buckets: lengths that batches are padded to, ascending, so that a compiled model sees few shapes;
+            without any, batches are as long as their longest row.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self,
+        budget: Budget,
+        row_lengths: Sequence[int],
+        padding_id: int,
+        ignored: int,
+        buckets: Sequence[int] = (),
+    ) -> None:
+        self.budget = budget
+        self.row_lengths = row_lengths
+        self._lengths = [_rounded_up(buckets, length) for length in row_lengths]
+        self._padding_id = padding_id
+        self._ignored = ignored
+        self._buckets = buckets
+
+    def full_size(self, split: Split) -> int:
+        return self.budget.tokens
+
+    def smaller_sizes(self, split: Split) -> Sequence[int]:
+        """The whole budget, a half, and so on to single rows."""
+        most = max(rows for _, rows in self.budget.measured)
+        return [max(1, self.budget.tokens >> halvings) for halvings in range(most.bit_length())]
+
+    def portions(self, step: list[int], size: int, rank: int, ranks: int) -> list[Portion]:
+        budget = self.budget.shrunk(-(-self.budget.tokens // size))
+        lengths = [self._lengths[sample] for sample in step]
+        parts = pack(lengths, budget, ranks)[rank]
+        shortest = step[min(range(len(step)), key=lengths.__getitem__)]
+        return [
+            Portion([step[i] for i in part]) if part else Portion([shortest], weightless=True)
+            for part in parts
+        ]
+
+    def change(self, before: int, after: int, split: Split) -> dict[str, tuple[int, int]]:
+        return {"token_budget": (before, after)}
+
+    def finish(self, portion: Portion, batch: dict[str, Any]) -> None:
+        if portion.weightless:
+            batch["labels"] = torch.full_like(batch["labels"], self._ignored)
+        length = batch["tokens"].shape[-1]
+        missing = _rounded_up(self._buckets, length) - length
+        if missing > 0:
+            batch["tokens"] = F.pad(batch["tokens"], (0, missing), value=self._padding_id)
+            batch["labels"] = F.pad(batch["labels"], (0, missing), value=self._ignored)
+
+    def metrics(self, computed: Sequence[Computed]) -> dict[str, float]:
+        in_all = sum(each.rows * each.length for each in computed)
+        tokens = sum(self.row_lengths[sample] for each in computed for sample in each.sample_ids)
+        return {"padding_share": 1 - tokens / in_all}
+
+    def state(self) -> list[list[int]]:
+        return [list(each) for each in self.budget.measured]
+
+
+def length_buckets(longest: int, shortest: int, count: int = 8) -> list[int]:
+    """A few lengths from the shortest to the longest, each the same share longer than the one before."""
+    ratio = (longest / max(shortest, 1)) ** (1 / max(count - 1, 1))
+    return sorted({min(longest, -(-round(shortest * ratio**i) // 8) * 8) for i in range(count)})
+
+
+def _rounded_up(buckets: Sequence[int], length: int) -> int:
+    return next((bucket for bucket in buckets if bucket >= length), length)

@@ -1,0 +1,105 @@
+"""How rows are divided: a global batch into micro-batches, an epoch into steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchtune_adaptive.common import BatchIncreaseError, ConfigError
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a global batch is put together."""
+
+    micro_batch: int
+    accumulation: int
+    ranks: int
+    rows: int = 0
+    """On each rank; given where the last micro-batch is smaller than the others."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", self.rows or self.micro_batch * self.accumulation)
+
+    @property
+    def global_batch(self) -> int:
+        return self.rows * self.ranks
+
+    def text(self) -> str:
+        ranks = f"{self.ranks} rank{'s'[: self.ranks != 1]}"
+        return f"micro-batch {self.micro_batch} x accumulation {self.accumulation} x {ranks}"
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """How the samples of a run become positions in its base schedule.
+
+    The base schedule is that of the run whose batch never grows. Its steps are positions, and the run is
+    at one of them by the samples that it has used, however many steps it took to use them.
+    """
+
+    rows: int
+    """Rows per rank that an epoch may use."""
+    base_rows: int
+    """Rows per rank in a base step."""
+
+    @property
+    def base_steps(self) -> int:
+        """In an epoch."""
+        return self.rows // self.base_rows
+
+    def position(self, epoch: int, used: int) -> int:
+        """The number of base steps completed by a run that has used ``used`` rows of its epoch."""
+        return epoch * self.base_steps + min(used // self.base_rows, self.base_steps)
+
+    def progress(self, epoch: int, used: int) -> float:
+        return epoch + used / self.rows
+
+
+def split_rows(rows: int, largest: int, accumulation: int) -> tuple[int, int]:
+    """Micro-batch and accumulation for ``rows`` on each rank: no more micro-batches than are needed, as
+    equal as can be, and no fewer than configured, so that a growing batch widens its micro-batches first.
+    """
+    accumulation = max(accumulation, -(-rows // largest))
+    micro_batch = -(-rows // accumulation)
+    return micro_batch, -(-rows // micro_batch)
+
+
+def epochs_of(rows_per_rank: int, split: Split, max_steps: int | None) -> Epochs:
+    """The epochs of a run. A run without a step would save untrained weights as its result, and is refused.
+
+    Args:
+        rows_per_rank: that there are.
+        split: of the first step.
+        max_steps: of that size, in an epoch.
+    """
+    if rows_per_rank < split.rows:
+        raise ConfigError(
+            "batch_size",
+            split.micro_batch,
+            f"with gradient_accumulation_steps {split.accumulation} makes steps of "
+            f"{split.rows} rows per rank, and the data has {rows_per_rank}",
+            "Lower batch_size or gradient_accumulation_steps, or use more data",
+        )
+    if max_steps is not None:
+        rows_per_rank = min(rows_per_rank, max_steps * split.rows)
+    return Epochs(rows_per_rank, split.rows)
+
+
+def resumed_start(state: dict[str, Any], largest: int, ranks: int) -> Split:
+    """The batch that a saved run began with, divided for a number of ranks and a largest micro-batch."""
+    micro_batch, accumulation, saved_ranks = state["start"]
+    rows = share_equally(micro_batch * accumulation * saved_ranks, ranks)
+    return Split(*split_rows(rows, largest, accumulation), ranks, rows)
+
+
+def share_equally(global_batch: int, ranks: int) -> int:
+    rows, left = divmod(global_batch, ranks)
+    if left or not rows:
+        work = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+        nearest = sorted(sorted(work, key=lambda n: abs(n - ranks))[:6])
+        raise BatchIncreaseError(
+            f"The checkpoint's global batch is {global_batch} samples, which {ranks} ranks cannot share "
+            f"equally. Resume on a number of ranks that divides it: {', '.join(map(str, nearest))}."
+        )
+    return rows

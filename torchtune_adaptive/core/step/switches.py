@@ -1,0 +1,45 @@
+"""The memory knobs of a step, as switches: changed between two steps, without building anything anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchtune_adaptive.core.step.knobs import LOSS, RESHARD, Choice
+
+
+class Switches:
+    """The knobs that can be changed on a model that is built.
+
+    Args:
+        setters: what changes each knob, by its key.
+        choice: what they are set to.
+        layers: how many there are that can be checkpointed.
+    """
+
+    def __init__(
+        self,
+        setters: Mapping[str, Callable[[Any], None]] | None = None,
+        choice: Choice | None = None,
+        layers: int = 0,
+    ) -> None:
+        self._setters = setters or {}
+        self.choice: Choice = dict(choice or {})
+        self.layers = layers
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._setters
+
+    def set(self, choice: Choice) -> bool:
+        """Use these values; return whether FSDP's collectives are other ones from now on."""
+        changed = {
+            key: value
+            for key, value in choice.items()
+            if key in self._setters and value != self.choice.get(key)
+        }
+        for key, value in changed.items():
+            self._setters[key](value)
+        self.choice = {**self.choice, **choice}
+        # Parameters that are kept are not gathered again. A last projection that is sharded by itself is
+        # gathered for each chunk. What is computed again is computed with what backward gathers anyway.
+        return bool(changed.keys() & {RESHARD, LOSS})

@@ -1,0 +1,57 @@
+"""The rows of each step: a dataset's, dealt out to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.core import SampleOrder
+
+
+class Data(Protocol):
+    """A dataset by index, such as a list or a map-style ``torch.utils.data.Dataset``."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def steps_of(
+    data: Data,
+    rows: int,
+    *,
+    epoch: int = 0,
+    shuffle: bool = True,
+    seed: int = 0,
+    start: int = 0,
+) -> Iterator[list[Any]]:
+    """This rank's rows of each step of an epoch; every rank gets as many.
+
+    The order is that of ``torch.utils.data.DistributedSampler``. Rows that do not fill a step are left out.
+
+    Args:
+        data: the dataset.
+        rows: in a step, on each rank: one micro-batch, or a multiple of it to accumulate gradients.
+        epoch: which order the rows have.
+        shuffle: whether it is another one in each epoch, or always the dataset's.
+        seed: of the shuffling.
+        start: rows that each rank has used already, to continue in the middle of an epoch.
+    """
+    rank, ranks = 0, 1
+    if dist.is_initialized():
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+    order = SampleOrder(len(data), ranks, shuffle, seed)
+    if not 1 <= rows <= order.rows_per_rank:
+        raise UsageError(
+            f"rows: {rows} in a step on each rank, and the data has {order.rows_per_rank}. Lower it (the "
+            "ceiling of find_batch_size bounds what is found), or use more data."
+        )
+    return _steps(data, order.epoch(epoch)[rank::ranks], rows, start)
+
+
+def _steps(data: Data, mine: list[int], rows: int, start: int) -> Iterator[list[Any]]:
+    for first in range(start, len(mine) - rows + 1, rows):
+        yield [data[index] for index in mine[first : first + rows]]

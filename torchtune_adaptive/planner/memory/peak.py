@@ -1,0 +1,222 @@
+"""The peak of a step on a device, computed from the step's memory events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchtune_adaptive.planner.memory.allocator import Allocator, Block
+from torchtune_adaptive.planner.memory.recorded_step import Label, MemoryEvent, RecordedStep
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """The memory of a device, as a prediction needs to know it."""
+
+    name: str
+    usable_bytes: int
+    """Usable memory: what a peak may reach."""
+    caching: bool = True
+    """Whether tensors come from torch's caching allocator; a simulated device counts their bytes."""
+    expandable: bool = False
+    """Whether the allocator has expandable segments."""
+    workspaces: tuple[int, ...] = ()
+    """Bytes that libraries allocate once and keep."""
+    band: float = 0.0
+    """The error that a prediction may have, as a share of the peak."""
+    correction: float = 1.0
+    """Measured / predicted peak, where an earlier search measured it."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most memory that a step takes."""
+
+    rows: int
+    length: int
+    live: int
+    """Bytes of tensors."""
+    allocated: int
+    """Bytes of tensors as the allocator counts them, rounded up to blocks."""
+    reserved: int
+    """Bytes that the allocator holds: this is what runs out."""
+    parts: dict[str, int]
+    """Bytes of tensors at the peak, by category."""
+    phase: str
+    """Where in the step the peak is reached."""
+    operation: str
+    """The operation that reaches it."""
+
+    def verdict(self, device: DeviceLimits) -> str:
+        """Whether the peak is within the usable memory; uncertain if the difference is within the error."""
+        if self.reserved * (1 + device.band) <= device.usable_bytes:
+            return "FITS"
+        if self.reserved * (1 - device.band) > device.usable_bytes:
+            return "DOES NOT FIT"
+        return "UNCERTAIN"
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """What precedes the steps that are measured: parameters are allocated, and a first step creates the
+    optimizer's state."""
+
+    set_up: RecordedStep
+    first_step: RecordedStep
+
+    def held(self) -> dict[int, tuple[int, str]]:
+        """What is still allocated when the next step begins: bytes and category by block."""
+        labels = {**self.set_up.labels, **self.first_step.labels}
+        held: dict[int, tuple[int, str]] = {}
+        for block, nbytes, _ in (*self.set_up.events, *self.first_step.events):
+            if nbytes >= 0:
+                held[block] = (nbytes, labels[block].category)
+            else:
+                del held[block]
+        return held
+
+
+class Held(NamedTuple):
+    """The highest amounts that the allocator holds during a step."""
+
+    allocated: int
+    reserved: int
+
+
+def held(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> Held:
+    """What a step takes on a device, in a run whose earlier steps had the same size."""
+    if device.caching:
+        allocated, reserved = _replay(start_up, step, device)
+    else:
+        allocated = reserved = sum(_highest_moment(start_up, step, device).parts.values())
+    return Held(allocated, round(reserved * device.correction))
+
+
+def peak(
+    start_up: StartUp,
+    step: RecordedStep,
+    rows: int,
+    length: int,
+    device: DeviceLimits,
+    known: Held | None = None,
+) -> Peak:
+    """The same, and what it consists of; ``known`` is what ``held`` has found."""
+    moment = _highest_moment(start_up, step, device)
+    live = sum(moment.parts.values())
+    allocated, reserved = known or held(start_up, step, device)
+    return Peak(
+        rows=rows,
+        length=length,
+        live=live,
+        allocated=allocated,
+        reserved=reserved,
+        parts=dict(moment.parts),
+        phase=moment.label.phase,
+        operation=moment.label.operation,
+    )
+
+
+class _Moment(NamedTuple):
+    parts: Counter[str]
+    label: Label
+
+
+def _highest_moment(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> _Moment:
+    parts = _parts_before(start_up, device)
+    total = most = sum(parts.values())
+    at, size = -1, dict[int, int]()
+    for index, (block, nbytes, _) in enumerate(step.events):
+        if nbytes >= 0:
+            size[block] = nbytes
+            total += nbytes
+        else:
+            total -= size[block]
+        if total > most:
+            most, at = total, index
+    for block, nbytes, _ in step.events[: at + 1]:
+        parts[step.labels[block].category] += nbytes if nbytes >= 0 else -size[block]
+    nothing = Label("", "between steps", "")
+    label = step.labels[step.events[at].block] if at >= 0 else nothing
+    return _Moment(Counter({name: n for name, n in parts.items() if n}), label)
+
+
+def _parts_before(start_up: StartUp, device: DeviceLimits) -> Counter[str]:
+    parts: Counter[str] = Counter()
+    for nbytes, category in start_up.held().values():
+        parts[category] += nbytes
+    if device.workspaces:
+        parts["workspaces"] += sum(device.workspaces)
+    return parts
+
+
+def timeline(
+    start_up: StartUp, step: RecordedStep, device: DeviceLimits, points: int = 400
+) -> list[tuple[str, dict[str, int]]]:
+    """Phase and bytes by category over one step: the highest moment in each of ``points`` intervals."""
+    parts = _parts_before(start_up, device)
+    size: dict[int, int] = {}
+    interval = max(1, len(step.events) // points)
+    line: list[tuple[str, dict[str, int]]] = []
+    highest, phase = -1, ""
+    for index, (block, nbytes, _) in enumerate(step.events):
+        label = step.labels[block]
+        if nbytes >= 0:
+            size[block] = nbytes
+            phase = label.phase  # of a release, the label only says where its block was allocated
+        parts[label.category] += nbytes if nbytes >= 0 else -size[block]
+        total = sum(parts.values())
+        if index // interval >= len(line):
+            line.append((phase, dict(parts)))
+            highest = total
+        elif total > highest:
+            line[-1], highest = (line[-1][0], dict(parts)), total
+    return line
+
+
+def _replay(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> tuple[int, int]:
+    """Peaks of allocated and reserved memory once the allocator has seen a step of this size before."""
+    allocator = Allocator(expandable=device.expandable)
+    for nbytes in device.workspaces:
+        allocator.allocate(nbytes)
+    blocks: dict[int, Block] = {}
+    _play(allocator, start_up.set_up.events, blocks)
+    _play(allocator, start_up.first_step.events, blocks)
+    allocator.release()  # as between trials of a search
+    allocator.watch()
+    for _ in range(2):
+        _play(allocator, step.events, {})
+    return allocator.peak_allocated, allocator.peak_reserved
+
+
+def _play(allocator: Allocator, events: Iterable[MemoryEvent], blocks: dict[int, Block]) -> None:
+    for block, nbytes, stream in events:
+        if nbytes >= 0:
+            blocks[block] = allocator.allocate(nbytes, stream)
+        else:
+            allocator.free(blocks.pop(block))
+
+
+def largest(fits: Callable[[int], bool], guess: int) -> int:
+    """The largest number of rows that fits, given that more rows never take less memory; 0 if none does.
+
+    Args:
+        fits: whether a number of rows fits.
+        guess: where to start; the nearer to the answer, the fewer calls.
+    """
+    low, high = 0, 0
+    rows, stride = max(1, guess), 1
+    while not high or high - low > 1:
+        if fits(rows):
+            low = rows
+        else:
+            high = rows
+        if low and high:
+            rows = (low + high) // 2
+        elif high == 1:
+            return 0
+        else:
+            rows = max(1, rows + (-stride if high else stride))
+            stride *= 2
+    return low

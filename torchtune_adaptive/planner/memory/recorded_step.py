@@ -1,0 +1,137 @@
+"""The memory events of a step, and how those of any size follow from four traces.
+
+The sequence of allocations in a step does not depend on how many rows a micro-batch has or how long they
+are, and the size of each allocation is bilinear in the two: constant (parameters), per row, per token, or per
+both (activations). So four traces, of two numbers of rows and two lengths, give every other step. That they
+have the same structure is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torchtune_adaptive.planner.speed import operations
+from torchtune_adaptive.planner.speed.operations import StepOperations
+
+
+class MemoryEvent(NamedTuple):
+    """An allocation or, if ``nbytes`` is -1, the release of a block."""
+
+    block: int
+    nbytes: int
+    stream: int
+
+
+class Label(NamedTuple):
+    """What a block is for, and which operation allocated it."""
+
+    category: str
+    phase: str
+    operation: str
+
+
+class RecordedStep(NamedTuple):
+    """The events of one step in order, and the labels of the blocks that it allocates."""
+
+    events: list[MemoryEvent]
+    labels: dict[int, Label]
+    operations: StepOperations | None = None
+    """What it computes and moves, where that was noted."""
+
+    def renumbered(self) -> RecordedStep:
+        """The same step with blocks numbered from 1, to compare it with others.
+
+        Raises:
+            NotRegular: it leaves blocks behind, or releases some of an earlier step.
+        """
+        number: dict[int, int] = {}
+        events, left = [], 0
+        for block, nbytes, stream in self.events:
+            if nbytes >= 0:
+                number[block] = len(number) + 1
+            elif block not in number:
+                raise NotRegular("a step frees memory of the step before")
+            left += 1 if nbytes >= 0 else -1
+            events.append(MemoryEvent(number[block], nbytes, stream))
+        if left:
+            raise NotRegular(f"a step leaves {left} blocks behind")
+        return RecordedStep(events, {number[block]: label for block, label in self.labels.items()})
+
+
+def packed_up(step: RecordedStep) -> dict[str, Any]:
+    """A step for JSON. Few labels differ, so each is stored once."""
+    kinds = {label: number for number, label in enumerate(dict.fromkeys(step.labels.values()))}
+    return {
+        "events": [list(event) for event in step.events],
+        "kinds": [list(label) for label in kinds],
+        "labels": [[block, kinds[label]] for block, label in step.labels.items()],
+        "operations": operations.packed_up(step.operations) if step.operations else None,
+    }
+
+
+def unpacked(packed: Mapping[str, Any]) -> RecordedStep:
+    """The step that was packed up."""
+    kinds = [Label(*kind) for kind in packed["kinds"]]
+    events = [MemoryEvent(*event) for event in packed["events"]]
+    labels = {block: kinds[number] for block, number in packed["labels"]}
+    noted = packed["operations"]
+    return RecordedStep(events, labels, operations.unpacked(noted) if noted else None)
+
+
+class NotRegular(Exception):
+    """Steps do not repeat, or differ in more than the sizes of their allocations."""
+
+
+class Bilinear:
+    """Steps of any number of rows of any length, interpolated from traces.
+
+    Args:
+        corners: traces by rows and length: two numbers of rows, and one length or two.
+
+    Raises:
+        NotRegular: they do not have the same structure.
+    """
+
+    def __init__(self, corners: Mapping[tuple[int, int], RecordedStep]) -> None:
+        steps = {size: step.renumbered() for size, step in corners.items()}
+        self.rows = sorted({rows for rows, _ in steps})
+        self.lengths = sorted({length for _, length in steps})
+        first = steps[self.rows[0], self.lengths[0]]
+        for size, step in steps.items():
+            if len(step.events) != len(first.events) or any(
+                (a.block, a.nbytes < 0, a.stream) != (b.block, b.nbytes < 0, b.stream)
+                for a, b in zip(step.events, first.events, strict=True)
+            ):
+                raise NotRegular(f"steps of {size} have different allocations than smaller ones")
+        self._first = first
+        at = [[steps[rows, length].events for length in self.lengths] for rows in self.rows]
+        self._sizes = [
+            [[event.nbytes for event in events] for events in by_length] for by_length in at
+        ]
+
+    def step(self, rows: int, length: int) -> RecordedStep:
+        """The step of that size."""
+        low, high = self.rows[0], self.rows[-1]
+        by_length = [
+            _line(self._sizes[0][n], self._sizes[-1][n], low, high, rows)
+            for n in range(len(self.lengths))
+        ]
+        low, high = self.lengths[0], self.lengths[-1]
+        if low == high and length != low:
+            raise ValueError(f"traces of rows of {low} tokens say nothing about {length}")
+        sizes = _line(by_length[0], by_length[-1], low, high, length)
+        events = [
+            event if event[1] < 0 else MemoryEvent(event[0], max(0, round(nbytes)), event[2])
+            for event, nbytes in zip(self._first.events, sizes, strict=True)
+        ]
+        return RecordedStep(events, self._first.labels)
+
+
+def _line(
+    at_low: Sequence[float], at_high: Sequence[float], low: int, high: int, at: int
+) -> Sequence[float]:
+    if at == low or low == high:
+        return at_low
+    share = (at - low) / (high - low)
+    return [a + share * (b - a) for a, b in zip(at_low, at_high, strict=True)]

@@ -1,0 +1,230 @@
+"""How long a step takes: its operations, replayed over the device's streams.
+
+Each stream runs its operations in order, and waits for others where the traced step does. The host launches
+operations in order as well, ahead of the device, unless they are too short for that or it has to wait.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchtune_adaptive.planner.speed import devices
+from torchtune_adaptive.planner.speed.devices import Speeds
+from torchtune_adaptive.planner.speed.operations import (
+    ATTENTION,
+    COLLECTIVE,
+    COPY,
+    GEMM,
+    HOST_WAIT,
+    MEMORY,
+    RECORD,
+    WAIT,
+    Operation,
+    StepOperations,
+)
+from torchtune_adaptive.planner.speed.roofline import seconds
+
+LAUNCHES = "launches"
+"""The device waits for the host."""
+_MAIN = 0
+
+
+@dataclass
+class StepTime:
+    """How long a step takes, and what the main stream does meanwhile."""
+
+    seconds: float
+    parts: dict[str, float]
+    """Seconds by kind of operation, of waiting for collectives and copies, and for launches. They add up."""
+    recomputing: float
+    """Seconds of them in which the backward pass repeats the forward pass."""
+    model_flops: float
+    """FLOPs without those of repetitions."""
+
+
+def _zeros() -> defaultdict[Any, float]:
+    return defaultdict(float)
+
+
+@dataclass
+class _Clock:
+    """When the host and each stream are done with what they have been given."""
+
+    host: float = 0.0
+    streams: defaultdict[int, float] = field(default_factory=_zeros)
+    events: dict[int, tuple[float, str]] = field(default_factory=dict)
+    """When each happens, and the kind of the operation before it."""
+    last: dict[int, str] = field(default_factory=dict)
+    """The kind of the last operation of each stream."""
+    waits: defaultdict[str, float] = field(default_factory=_zeros)
+    busy: defaultdict[str, float] = field(default_factory=_zeros)
+    recomputing: float = 0.0
+    repeating: int = 0
+    """The layer that is being repeated, as in ``Operation.repeats``."""
+
+    def now(self) -> float:
+        return max([self.host, *self.streams.values()])
+
+
+def step_time(
+    step: StepOperations, speeds: Speeds, ranks: int, micro_batches: int, compiled: bool = False
+) -> StepTime:
+    """The time of one of many steps.
+
+    Args:
+        step: with one micro-batch, or the first two of more.
+        speeds: of the device.
+        ranks: how many there are.
+        micro_batches: how many the step has.
+        compiled: whether it is compiled.
+    """
+    parts = [step.micro_batches[min(n, len(step.micro_batches) - 1)] for n in range(micro_batches)]
+    few = parts[:3]  # what a further micro-batch takes is the difference of three to two
+    clock = _Clock()
+    cost = _Costs(speeds, ranks, compiled, chooses_operations(parts[-1]))
+    _play([*few, step.update], clock, cost)  # so that the step that counts begins as most do
+    time = _played([*few, step.update], clock, cost)
+    if further := micro_batches - len(few):
+        time = _extended(time, _played([*few[:-1], step.update], clock, cost), further)
+    return replace(time, model_flops=_model_flops([*parts, step.update]))
+
+
+def _extended(time: StepTime, one_less: StepTime, further: int) -> StepTime:
+    """The time with so many further micro-batches, each of which adds what the last one did."""
+
+    def extended(now: float, before: float) -> float:
+        return now + further * (now - before)
+
+    return StepTime(
+        extended(time.seconds, one_less.seconds),
+        {name: extended(part, one_less.parts.get(name, 0.0)) for name, part in time.parts.items()},
+        extended(time.recomputing, one_less.recomputing),
+        0.0,
+    )
+
+
+def _model_flops(parts: Iterable[Sequence[Operation]]) -> float:
+    return sum(one.flops for part in parts for one in part if not one.repeats)
+
+
+class _Costs(dict[Operation, float]):
+    """Seconds by operation: layers repeat themselves, so most have been computed before."""
+
+    def __init__(self, speeds: Speeds, ranks: int, compiled: bool, choosing: bool) -> None:
+        super().__init__()
+        self.speeds, self.ranks, self.compiled = speeds, ranks, compiled
+        self.choosing = choosing
+
+    def __missing__(self, operation: Operation) -> float:
+        self[operation] = seconds(operation, self.speeds, self.ranks, self.compiled)
+        return self[operation]
+
+
+def _played(parts: Sequence[Sequence[Operation]], clock: _Clock, cost: _Costs) -> StepTime:
+    clock.waits, clock.busy, clock.recomputing = _zeros(), _zeros(), 0.0
+    begun = clock.now()
+    _play(parts, clock, cost)
+    took = clock.now() - begun
+    spent: dict[str, float] = dict(clock.busy)
+    for kind, waited in clock.waits.items():
+        spent[kind] = spent.get(kind, 0.0) + waited
+    rest = took - sum(
+        spent.values()
+    )  # the main stream is done before another one, or before the host
+    spent[LAUNCHES] = spent.get(LAUNCHES, 0.0) + rest
+    return StepTime(took, spent, clock.recomputing, 0.0)
+
+
+def _play(parts: Sequence[Sequence[Operation]], clock: _Clock, cost: _Costs) -> None:
+    streams, events = clock.streams, clock.events
+    for part in parts:
+        for one in part:
+            stream = one.stream
+            if one.kind == RECORD:
+                events[one.event] = (
+                    max(streams[stream], clock.host),
+                    clock.last.get(stream, MEMORY),
+                )
+                clock.host += devices.SYNCHRONISE
+            elif one.kind == WAIT:
+                _wait(clock, stream, *events.get(one.event, (0.0, MEMORY)))
+                clock.host += devices.SYNCHRONISE
+            elif one.kind == HOST_WAIT:
+                until = events.get(one.event, (0.0, ""))[0] if one.event else streams[stream]
+                clock.host = max(clock.host, until)
+            else:
+                _run(clock, one, cost)
+
+
+def _wait(clock: _Clock, stream: int, until: float, kind: str) -> None:
+    waited = until - max(clock.streams[stream], clock.host)
+    if waited > 0:
+        if stream == _MAIN:
+            reason = kind if kind in (COLLECTIVE, COPY) else COLLECTIVE
+            clock.waits[LAUNCHES] += max(0.0, clock.host - clock.streams[stream])
+            clock.waits[reason] += waited
+        clock.streams[stream] = until
+
+
+def _run(clock: _Clock, one: Operation, cost: _Costs) -> None:
+    took = cost[one]
+    if not (cost.compiled and one.joins):
+        clock.host += cost.speeds.launch
+    if not cost.compiled:
+        clock.host += cost.speeds.launch * _launches_to_repeat(one, clock.repeating, cost.choosing)
+    clock.repeating = one.repeats
+    start = max(clock.streams[one.stream], clock.host)
+    if one.stream == _MAIN:
+        clock.waits[LAUNCHES] += start - clock.streams[_MAIN]
+        clock.busy[one.kind] += took
+        clock.recomputing += took if one.repeats else 0.0
+    clock.streams[one.stream] = start + took
+    if cost.speeds.is_host:
+        clock.host = start + took
+    clock.last[one.stream] = one.kind
+
+
+def _launches_to_repeat(one: Operation, before: int, choosing: bool) -> float:
+    """What the host does for an operation that is repeated, besides launching it.
+
+    Args:
+        one: the operation.
+        before: what the operation before it repeats.
+        choosing: whether layers are checkpointed by operation.
+    """
+    first = devices.REPEATING if one.repeats and one.repeats != before else 0.0
+    both_passes = 2 * devices.CHOOSING if choosing and one.repeats > 0 else 0.0
+    return first + both_passes
+
+
+def host_seconds_to_repeat(
+    operations: Iterable[Operation], speeds: Speeds, choosing: bool
+) -> float:
+    """What the host does to repeat operations, launches included."""
+    launches, before = 0.0, 0
+    for one in operations:
+        if one.kind in (RECORD, WAIT, HOST_WAIT):
+            continue
+        launches += bool(one.repeats) + _launches_to_repeat(one, before, choosing)
+        before = one.repeats
+    return launches * speeds.launch
+
+
+def chooses_operations(part: Iterable[Operation]) -> bool:
+    """Whether layers are checkpointed by operation: matrix products are what is not repeated then."""
+    kinds = {one.kind for one in part if one.repeats > 0}
+    return bool(kinds) and GEMM not in kinds
+
+
+NAMES = {
+    GEMM: "matrix products",
+    ATTENTION: "attention",
+    MEMORY: "memory-bound kernels",
+    COLLECTIVE: "communication that is not hidden",
+    COPY: "copies to and from the host",
+    LAUNCHES: "waiting for launches",
+}
+"""Of the parts of a step's time, for people."""

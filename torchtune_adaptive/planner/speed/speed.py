@@ -1,0 +1,86 @@
+"""The speed of a run: tokens per second, utilisation, hours and cost, and how sure that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtune_adaptive.planner.speed.devices import Speeds
+from torchtune_adaptive.planner.speed.operations import StepOperations
+from torchtune_adaptive.planner.speed.replay import StepTime, step_time
+
+EAGER_BAND, COMPILED_BAND, QUANTISED_BAND = 0.10, 0.15, 0.25
+MEASURED_BAND = 0.05
+"""The error of a prediction that a measurement on the same machine has corrected."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What decides how fast a run's steps are, apart from their operations."""
+
+    speeds: Speeds
+    ranks: int
+    compiled: bool
+    quantised: bool
+    dtype: str
+    """In which the model computes."""
+    correction: float | None = None
+    """Measured / predicted seconds, where a run on this machine measured it."""
+
+    @property
+    def band(self) -> float:
+        """The error that a predicted speed may have, as a share of it."""
+        if self.correction is not None:
+            return MEASURED_BAND
+        if self.quantised:
+            return QUANTISED_BAND
+        return COMPILED_BAND if self.compiled else EAGER_BAND
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a run trains."""
+
+    seconds: float
+    """Of one step."""
+    tokens_per_second_per_gpu: float
+    mfu: float
+    """Model FLOPs utilisation: of the peak of the data sheet, what is used for the forward and backward pass;
+    what the backward pass computes again does not count."""
+    parts: dict[str, float]
+    """Shares of the step's time, by what the device does (``replay.NAMES``)."""
+    recomputing: float
+    """Share of it in which the backward pass repeats the forward pass."""
+    band: float
+    """The error that it may have."""
+
+    def hours(self, tokens: float, ranks: int) -> float:
+        return tokens / (self.tokens_per_second_per_gpu * ranks) / 3600
+
+
+def predicted_speed(
+    step: StepOperations, rows: int, length: int, micro_batches: int, pace: Pace
+) -> Speed:
+    """The speed of a run whose steps are all like this one.
+
+    Args:
+        step: with one micro-batch, or the first two of more.
+        rows: in a micro-batch.
+        length: tokens in a row, padding included.
+        micro_batches: how many a step has.
+        pace: what it runs on.
+    """
+    time = step_time(step, pace.speeds, pace.ranks, micro_batches, pace.compiled)
+    return _of_time(time, rows * length * micro_batches, pace)
+
+
+def _of_time(time: StepTime, tokens: int, pace: Pace) -> Speed:
+    seconds = time.seconds * (pace.correction or 1.0)
+    peak = pace.speeds.peak(pace.dtype)
+    return Speed(
+        seconds=seconds,
+        tokens_per_second_per_gpu=tokens / seconds,
+        mfu=time.model_flops / (seconds * peak) if peak else 0.0,
+        parts={kind: spent / time.seconds for kind, spent in time.parts.items()},
+        recomputing=time.recomputing / time.seconds,
+        band=pace.band,
+    )

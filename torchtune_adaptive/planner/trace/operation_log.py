@@ -1,0 +1,347 @@
+"""What every operation of a traced step computes, reads and writes, and how streams wait for each other.
+
+The dispatch mode that records memory sees each operation anyway; here it is also noted for the time model. On
+a fake device, streams and events report what they do (``fake_device.listener``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from torchtune_adaptive.planner.speed.operations import (
+    ATTENTION,
+    COLLECTIVE,
+    COPY,
+    ELSEWHERE,
+    GEMM,
+    HOST_WAIT,
+    MEMORY,
+    Operation,
+    StepOperations,
+)
+from torchtune_adaptive.planner.trace import fake_device
+
+_ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
+_OTHER_NAMES = (
+    "detach",
+    "alias",
+    "lift_fresh",
+    "_unsafe_view",
+    "_reshape_alias",
+    "set_",
+    "is_pinned",
+)
+_WITHOUT_KERNEL = frozenset((*_ALLOCATIONS, *_OTHER_NAMES))
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
+"""Matrix products, and which argument is the left factor."""
+_LOOKUPS = frozenset(("embedding", "nll_loss_forward", "gather", "index", "index_select"))
+"""They read only the rows that are asked for."""
+_ONLY_WRITTEN = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_"))
+"""They do not read the tensor that they change."""
+_NOT_COMPILED = frozenset(("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "compiled"))
+"""Memory-bound kernels that a compiled layer does not contain."""
+_SMALL = 1 << 12
+"""Bytes on the host that are scalars and indices, not tensors to copy."""
+
+
+class _Signature(NamedTuple):
+    """What the schema of an operation says, looked up once."""
+
+    name: str
+    kind: str
+    writes: tuple[tuple[int, str, bool], ...]
+    """Arguments that are changed: position, name, whether they are read as well."""
+    causal: int | None
+    flops: Callable[..., int] | None
+
+
+class _Use(NamedTuple):
+    """The blocks that an operation reads and writes, with the bytes of each."""
+
+    reads: dict[int, int]
+    writes: dict[int, int]
+
+
+_Entry = tuple[Operation, _Use | None]
+
+
+class OperationLog:
+    """Collects the operations of a step.
+
+    Args:
+        device_type: of the device that is traced.
+        block_of: the number of the block that a storage lies in; 0 if it is not on the device.
+        phase: where in the step it is.
+        layer: the number of the layer whose forward pass is running, from 1; else 0. In the backward pass
+            that is a repetition. (So is whatever else has gradients enabled there; but functions with a
+            backward pass of their own disable them.)
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        block_of: Callable[[torch.UntypedStorage], int],
+        phase: Callable[[], str],
+        layer: Callable[[], int],
+    ) -> None:
+        self._device_type = device_type
+        self._block_of = block_of
+        self._phase = phase
+        self._layer = layer
+        self._parts: list[list[_Entry]] = [[]]
+        self._signatures: dict[Any, _Signature] = {}
+
+    def next_part(self) -> None:
+        """A micro-batch is over; what comes is the next one, or the update."""
+        self._parts.append([])
+
+    def finish(self) -> StepOperations:
+        """The step, with what a compiler would fuse."""
+        last_read: dict[int, int] = {}
+        operations = [entry for part in self._parts for entry in part]
+        for at, (_, use) in enumerate(operations):
+            if use is not None:
+                for block in use.reads:
+                    last_read[block] = at
+        parts, first = [], 0
+        for part in self._parts:
+            parts.append(_fused(part, first, last_read))
+            first += len(part)
+        self._parts = [[]]
+        return StepOperations(parts[:-1], parts[-1])
+
+    def synchronise(self, kind: str, stream: int, event: int) -> None:
+        """A stream records an event or waits for one, or the host waits."""
+        self._add(Operation(kind, "", self._phase(), stream, event=event))
+
+    def copied(self, nbytes: int) -> None:
+        """A tensor goes to the host or comes back, where no operation shows it."""
+        self._add(Operation(COPY, "offload", self._phase(), _stream(), nbytes=nbytes))
+
+    def compiled(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A compiled function reads and writes tensors in one kernel."""
+        nbytes = 2 * sum(map(_nbytes, tensors))
+        self._add(Operation(MEMORY, "compiled", self._phase(), _stream(), "", 0, nbytes, nbytes))
+
+    def read_by_host(self, tensor: torch.Tensor) -> None:
+        """The host reads a value, and so waits for the device."""
+        if tensor.device.type == self._device_type:
+            self.synchronise(HOST_WAIT, _stream(), 0)
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """An operation that has just run."""
+        signature = self._signatures.get(func)
+        if signature is None:
+            signature = self._signatures[func] = _signature(func)
+        if not signature.kind:
+            return
+        given, returned = _tensors((args, kwargs)), _tensors(result)
+        on_device = [t for t in (*given, *returned) if t.device.type == self._device_type]
+        if not on_device:
+            return
+        if signature.kind == COLLECTIVE:
+            self._note_sized(COLLECTIVE, signature.name, max(map(_nbytes, on_device)))
+            return
+        if signature.name == "all_gather_copy_in":  # of the output it writes only this rank's part
+            self._note_sized(MEMORY, signature.name, 2 * sum(map(_nbytes, _tensors(args[0]))))
+            return
+        if len(on_device) < len(given) + len(returned):
+            elsewhere = [t for t in (*given, *returned) if t.device.type != self._device_type]
+            if (size := max(map(_nbytes, elsewhere))) >= _SMALL:
+                self._note_sized(COPY, signature.name, size)
+            if (
+                returned
+                and returned[0].device.type != self._device_type
+                and not _async(args, kwargs)
+            ):
+                self.synchronise(HOST_WAIT, _stream(), 0)
+            if size >= _SMALL:
+                return
+        changed = [
+            (_tensors(kwargs.get(name, args[at] if at < len(args) else None)), read)
+            for at, name, read in signature.writes
+        ]
+        self._note_kernel(signature, args, kwargs, given, changed, returned, result)
+
+    def _note_sized(self, kind: str, name: str, nbytes: int) -> None:
+        where = (self._phase(), _stream())
+        self._add(Operation(kind, name, *where, nbytes=nbytes, fused_bytes=nbytes))
+
+    def _note_kernel(  # type: ignore[no-untyped-def]
+        self, signature: _Signature, args, kwargs, given, changed, returned, result
+    ) -> None:
+        only_written = {id(t) for tensors, read in changed if not read for t in tensors}
+        reads = self._by_block(t for t in given if id(t) not in only_written)
+        writes = self._by_block([t for tensors, _ in changed for t in tensors] or returned)
+        flops = 0.0
+        shape: tuple[float, ...] = ()
+        first = returned[0] if returned else given[0]
+        dtype = str(first.dtype)[6:]
+        if signature.name in _LOOKUPS:
+            written = sum(writes.values())
+            reads = {block: min(size, max(4 * written, 64)) for block, size in reads.items()}
+        elif signature.name in _PRODUCTS:
+            left, right = args[_PRODUCTS[signature.name] :][:2]
+            batch = left.shape[0] if left.dim() == 3 else 1
+            shape = (batch, left.shape[-2], right.shape[-1], left.shape[-1])
+            flops = 2.0 * batch * shape[1] * shape[2] * shape[3]
+        elif signature.kind == ATTENTION:
+            dtype = str(given[0].dtype)[6:]
+            flops = _attention_flops(signature, args, kwargs)
+        elif signature.flops is not None:
+            flops = float(signature.flops(*args, **kwargs, out_val=result))
+        nbytes = sum(reads.values()) + sum(writes.values())
+        phase = self._phase()
+        repeats = 0
+        if phase == "backward":
+            begins = signature.name == "ones_like"  # the gradient of the loss: it repeats nothing
+            elsewhere = ELSEWHERE if torch.is_grad_enabled() and not begins else 0
+            repeats = self._layer() or elsewhere
+        operation = Operation(
+            *(signature.kind, signature.name, phase, _stream(), dtype, flops, nbytes, nbytes),
+            shape=shape,
+            repeats=repeats,
+        )
+        self._parts[-1].append((operation, _Use(reads, writes)))
+
+    def _by_block(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+        """Bytes by block; views of one block that do not overlap count separately."""
+        sizes: dict[tuple[int, int], int] = {}
+        for tensor in tensors:
+            key = (self._block_of(tensor.untyped_storage()), int(tensor.storage_offset()))
+            sizes[key] = max(sizes.get(key, 0), _nbytes(tensor))
+        found: dict[int, int] = {}
+        for (block, _), size in sizes.items():
+            found[block] = found.get(block, 0) + size
+        return found
+
+    def _add(self, operation: Operation) -> None:
+        self._parts[-1].append((operation, None))
+
+
+def _stream() -> int:
+    return fake_device.current_stream().number
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Bytes that have to be moved for a tensor: expanded dimensions are read once."""
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.element_size()
+    size = tensor.element_size()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride:
+            size *= length
+    return size
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("non_blocking", len(args) > 2 and args[2] is True))
+
+
+def _signature(func: Any) -> _Signature:
+    """What is known of an operation before it runs."""
+    schema, name = func._schema, func._schema.name.split("::")[1]
+    writes = tuple(
+        (at, one.name, not (one.name == "out" or name in _ONLY_WRITTEN))
+        for at, one in enumerate(schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write
+    )
+    infos = [one.alias_info for one in schema.returns]
+    is_view = bool(infos) and all(info is not None and not info.is_write for info in infos)
+    flops = flop_registry.get(func._overloadpacket)
+    causal = next((at for at, one in enumerate(schema.arguments) if one.name == "is_causal"), None)
+    if func.namespace == "c10d":
+        kind = COLLECTIVE if schema.returns and name != "barrier" else ""
+    elif name in _WITHOUT_KERNEL or (is_view and not writes):
+        kind = ""
+    elif "scaled_dot_product" in name:
+        kind = ATTENTION
+    else:
+        kind = GEMM if name in _PRODUCTS or flops is not None else MEMORY
+    return _Signature(name, kind, writes, causal, flops)
+
+
+def _attention_flops(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Two products forward, five backward; the masked half of causal attention is skipped."""
+    backward = "backward" in signature.name
+    query, key = args[1:3] if backward else args[:2]
+    batch, heads, length, dim = query.shape
+    flops = (10.0 if backward else 4.0) * batch * heads * length * key.shape[2] * dim
+    at = signature.causal
+    causal = at is not None and kwargs.get("is_causal", args[at] if at < len(args) else False)
+    return flops / 2 if causal else flops
+
+
+def _fused(part: list[_Entry], first: int, last_read: dict[int, int]) -> list[Operation]:
+    """The operations with their bytes in a compiled step: runs of memory-bound ones become one kernel, which
+    reads what comes from outside and writes what is read after it.
+
+    Args:
+        part: the operations.
+        first: the number of the first of them in the step.
+        last_read: by block, the number of the last operation that reads it.
+    """
+    operations = [operation for operation, _ in part]
+    group: list[int] = []
+    for at, operation in enumerate(operations):
+        if _is_of_an_optimizer(operation):
+            continue  # of one in backward: its hooks run when the compiled backward of a layer is over
+        last = operations[group[-1]] if group else operation
+        if not _fusible(operation) or (last.stream, last.phase) != (
+            operation.stream,
+            operation.phase,
+        ):
+            _fuse(part, operations, group, first, last_read)
+            group = []
+        if _fusible(operation):
+            group.append(at)
+    _fuse(part, operations, group, first, last_read)
+    return operations
+
+
+def _is_of_an_optimizer(operation: Operation) -> bool:
+    return operation.name.startswith(("_foreach", "_fused"))
+
+
+def _fusible(operation: Operation) -> bool:
+    compiled = operation.phase in ("forward", "backward")
+    return operation.kind == MEMORY and compiled and operation.name not in _NOT_COMPILED
+
+
+def _fuse(
+    part: list[_Entry],
+    operations: list[Operation],
+    group: list[int],
+    first: int,
+    last_read: dict[int, int],
+) -> None:
+    """Make the operations of a group one kernel."""
+    if len(group) < 2:
+        return
+    end = first + group[-1]
+    others = set(range(group[0], group[-1])) - set(group)
+    read_between = {block for at in others if (use := part[at][1]) for block in use.reads}
+    made: set[int] = set()
+    seen: set[int] = set()
+    for at in group:
+        use = part[at][1]
+        if use is None:
+            continue
+        left = sum(size for block, size in use.reads.items() if block not in made | seen)
+        seen.update(use.reads)
+        for block, size in use.writes.items():
+            needed = last_read.get(block, end + 1) > end or block in read_between
+            left += size if needed and block not in made else 0
+            made.add(block)
+        operations[at] = operations[at]._replace(fused_bytes=left, joins=at != group[0])

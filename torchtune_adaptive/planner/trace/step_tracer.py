@@ -1,0 +1,294 @@
+"""Records the allocations of a training step, without a device, weights or data.
+
+The step is the one that trains: the same ``TrainStep``, the same model, sharding, checkpointing and
+optimizer. Its tensors are fake: they have shapes and storages, but no memory behind them. Every allocation
+and release is recorded, with what it is for and where in the step it happens.
+
+A tracer needs its own process (see ``fake_device``).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, _sharding_prop
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from torchtune_adaptive.core import Batch, DeviceMemory, TrainStep, Usage, plain_tensors
+from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
+from torchtune_adaptive.planner.trace import fake_device
+from torchtune_adaptive.planner.trace.kernels import attention
+from torchtune_adaptive.planner.trace.operation_log import OperationLog
+from torchtune_adaptive.planner.trace.recorder import (
+    GATHERED,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER,
+    STEPPING,
+    Recorder,
+    Watch,
+)
+
+
+class FakeMemory(DeviceMemory):
+    """The device's memory as ``TrainStep`` needs it: what the recorder has counted."""
+
+    name = "fake device"
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def capacity(self) -> int:
+        return 1 << 62
+
+    def capped(self, limit: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def watch(self) -> None:
+        self._recorder.peak = self._recorder.in_use
+
+    def usage(self) -> Usage:
+        return Usage(self._recorder.peak, self._recorder.peak, 0)
+
+    def retries(self) -> int:
+        return 0
+
+    def in_use(self) -> int:
+        return self._recorder.in_use
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        before, self._recorder.listening = self._recorder.listening, True
+        try:
+            yield
+        finally:
+            self._recorder.listening = before
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            for plain in plain_tensors(tensor):
+                if plain.device.type == self._recorder.device.type:
+                    self._recorder.see(plain.untyped_storage(), "")
+
+
+class FakeRanks:
+    """The ranks of a run, as far as a step that succeeds needs them."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.size = rank, ranks
+
+
+class StepTracer:
+    """One rank of a run on a fake device.
+
+    Whoever derives from it builds a model in ``tracing()`` and passes its step to ``begin``.
+
+    Args:
+        simulated: whether the device is the simulated one, whose memory is that of a CPU.
+        rank: which rank this is. If parameters do not divide evenly, the first has the largest share.
+        ranks: how many there are.
+    """
+
+    def __init__(self, simulated: bool, rank: int, ranks: int) -> None:
+        self.device = torch.device("cpu") if simulated else fake_device.device()
+        fake_device.init_fake_ranks(rank, ranks)
+        self.ranks = FakeRanks(rank, ranks)
+        self.recorder = Recorder(self.device)
+        self.memory = FakeMemory(self.recorder)
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._watch = Watch(self.recorder, self._fake)
+        self._within: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """What else to trace in."""
+        self._optimizer_state_is_there = False
+
+    def begin(self, step: TrainStep, models: Sequence[nn.Module]) -> None:
+        """Trace this step from now on.
+
+        Args:
+            step: with fake tensors, on the tracer's device.
+            models: that it runs.
+        """
+        self.step, self._models = step, tuple(models)
+        parameters = [p for model in models for p in model.parameters()]
+        sharded = [p for p in parameters if isinstance(p, DTensor)]
+        self.uneven = any(p.ndim and p.shape[0] % self.ranks.size for p in sharded)
+        """Whether ranks hold different shares of the parameters."""
+        self.recorder.phase = lambda: self.step.phase
+        self.set_up = self.recorder.take_events()
+
+    def trace(
+        self,
+        make_batch: Callable[[], Batch],
+        micro_batches: int,
+        layer: Callable[[], int] | None = None,
+    ) -> RecordedStep:
+        """One step.
+
+        Args:
+            make_batch: makes the micro-batch, on the host.
+            micro_batches: how many of them the step has.
+            layer: the number of the layer that runs, to note what operations compute and move as well.
+        """
+        recorder, step = self.recorder, self.step
+        log = None
+        if (
+            layer is not None and self._optimizer_state_is_there
+        ):  # the first step is not like the others
+            log = OperationLog(recorder.device.type, recorder.block_of, recorder.phase, layer)
+        recorder.log = fake_device.listener = log
+        gc.disable()  # or when reference cycles are freed would depend on earlier traces
+        try:
+            with self.tracing():
+                batch = make_batch()
+                recorder.peak = recorder.in_use
+                for _ in range(micro_batches):
+                    recorder.category = INPUTS
+                    step.forward_backward(batch)
+                    if log is not None:
+                        log.next_part()
+                parameters = list(step.model.parameters())
+                recorder.relabel((p.grad for p in parameters if p.grad is not None), GRADIENTS)
+                recorder.category = STEPPING
+                step.apply()
+                if not self._optimizer_state_is_there:
+                    recorder.relabel(_state(step.optimizers), OPTIMIZER)
+                    self._optimizer_state_is_there = True
+                del batch
+            gc.collect()
+            gc.freeze()  # what is left stays, so later collections can skip it
+        finally:
+            recorder.log = fake_device.listener = None
+            gc.enable()
+        traced = recorder.take_events()
+        self._label_streams(traced)
+        return traced._replace(operations=log.finish()) if log is not None else traced
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Tensors are fake, and nothing is recorded."""
+        with self._fake, self._watch, self._watch.paused():
+            yield
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Tensors are fake, and what is allocated on the device is recorded."""
+        with ExitStack() as undo:
+            for owner, name, replacement in self._replacements():
+                undo.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, replacement)
+            with self._fake, self._watch, self._within():
+                yield
+
+    def _replacements(self) -> list[tuple[Any, str, Any]]:
+        """What is replaced in torch while tracing: owner, name, replacement. Partly private (checked on torch
+        2.11, 2.13 and 2.15)."""
+        recorder, watch = self.recorder, self._watch
+        resize = torch.UntypedStorage.resize_
+        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def seen_resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+            resize(storage, nbytes)
+            if recorder.knows(storage):
+                recorder.see(storage, "resize_", GATHERED)
+            return storage
+
+        def unseen_propagation(propagator: ShardingPropagator, schema: Any) -> Any:
+            with watch.paused():  # computes shapes on tensors of the whole model's size
+                return propagate(propagator, schema)
+
+        def as_one_kernel(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+            """What an 8-bit optimizer compiles for each parameter: nothing in it takes memory."""
+
+            def run(*arguments: Any) -> Any:
+                if recorder.log is not None:
+                    tensors = (t for t in arguments if isinstance(t, torch.Tensor))
+                    recorder.log.compiled(part for t in tensors for part in plain_tensors(t))
+                with watch.paused():
+                    return function(*arguments)
+
+            return run
+
+        tensor = torch.tensor
+
+        def made_on_host(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+            """A tensor of Python numbers, as 8-bit optimizers have; torch would ask the device for it."""
+            return tensor(data, **options).to(device)
+
+        replacements = [
+            (torch, "tensor", made_on_host),
+            (torch, "compile", as_one_kernel),
+            (torch.UntypedStorage, "resize_", seen_resize),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen_propagation),
+        ]
+        if not recorder.simulated:
+            replacements += [
+                (F, "scaled_dot_product_attention", attention),
+                (torch.accelerator, "current_stream", fake_device.current_stream),
+            ]
+        if hasattr(_sharding_prop, _FOR_STRIDED):  # in torch 2.13; not every version has it
+            replacements.append((_sharding_prop, _FOR_STRIDED, _once_for_each_schema()))
+        return replacements
+
+    def _label_streams(self, step: RecordedStep) -> None:
+        """Label what FSDP allocates on its own streams by the stream."""
+        on_streams = self.stream_categories()
+        for block, _, stream in step.events:
+            if category := on_streams.get(stream):
+                step.labels[block] = step.labels[block]._replace(category=category)
+
+    def stream_categories(self) -> dict[int, str]:
+        """What FSDP allocates on its own streams. Private names (checked on torch 2.11, 2.13 and 2.15)."""
+        named = {
+            "all_gather_copy_in_stream": GATHERED,
+            "all_gather_stream": GATHERED,
+            "reduce_scatter_stream": GRADIENTS,
+            "all_reduce_stream": GRADIENTS,
+        }
+        contexts = [
+            model._get_fsdp_state()._comm_ctx
+            for model in self._models
+            if isinstance(model, FSDPModule)
+        ]
+        found = [
+            (named[name], getattr(streams, name, None)) for streams in contexts for name in named
+        ]
+        return {
+            stream.number: category
+            for category, stream in found
+            if isinstance(stream, fake_device.FakeStream)
+        }
+
+
+_FOR_STRIDED = "_propagate_use_strided_shard_flag"
+
+
+def _once_for_each_schema() -> Callable[..., None]:
+    """What torch does with placements that are strided, in linear time: it looks for them in all tensors of a
+    list (of an optimizer, say) once for each of these tensors, which takes as long as a layer."""
+    correct = getattr(_sharding_prop, _FOR_STRIDED)
+    without: list[Any] = [None]
+
+    def propagate(strategy: Any, schema: Any, *others: Any) -> None:
+        if schema is without[0]:
+            return
+        placements = (one for spec in schema.args_spec for one in spec.placements)
+        if any(isinstance(one, _StridedShard) for one in placements):
+            correct(strategy, schema, *others)
+        else:
+            without[0] = schema  # for which it does nothing
+
+    return propagate
+
+
+def _state(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return [value for state in states for value in state.values() if torch.is_tensor(value)]

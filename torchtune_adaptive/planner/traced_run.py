@@ -1,0 +1,141 @@
+"""The peaks of a run's steps at any size, computed from as few traces as possible."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Protocol
+
+from torchtune_adaptive.planner.memory.peak import (
+    DeviceLimits,
+    Held,
+    Peak,
+    StartUp,
+    held,
+    largest,
+    peak,
+    timeline,
+)
+from torchtune_adaptive.planner.memory.recorded_step import Bilinear, NotRegular, RecordedStep
+from torchtune_adaptive.planner.speed.operations import DifferentOperations, StepOperations, at_rows
+
+ROWS_TRACED = (2, 3)
+"""Not 1: with one row torch takes different code paths."""
+
+
+class Steps(Protocol):
+    """Steps of one run on one rank."""
+
+    def start_up(self, length: int) -> StartUp: ...
+
+    def step(self, rows: int, length: int) -> RecordedStep: ...
+
+
+class TracedRun:
+    """Peaks of one run.
+
+    Args:
+        traces: the traces of the run.
+        length: the row length of most queries.
+        any_length: whether there will be queries with other lengths.
+    """
+
+    def __init__(self, traces: Steps, length: int, any_length: bool = False) -> None:
+        self._traces = traces
+        self._beginning = traces.start_up(length)
+        self._structures: dict[int, Bilinear] = {}
+        self._every: Bilinear | None = None
+        self._known: dict[tuple[int, int, DeviceLimits, bool], Held] = {}
+        self.direct = False
+        """Whether steps are not bilinear, so that each size is traced separately."""
+        try:
+            if any_length:
+                self._every = self._of_every_length(length)
+            self._structure(length)
+        except NotRegular:
+            self.direct = True
+
+    @property
+    def any_length(self) -> bool:
+        """Whether steps of every length follow from the traces."""
+        return self._every is not None and not self.direct
+
+    def largest(self, length: int, device: DeviceLimits, ceiling: int | None = None) -> int:
+        """The largest micro-batch that fits, and is no larger than a ceiling."""
+        most = ceiling or sys.maxsize
+
+        def reserved(rows: int) -> int:
+            return self._held(rows, length, device).reserved
+
+        few, many = ROWS_TRACED[0], 4 * ROWS_TRACED[0]
+        low, high = reserved(few), reserved(many)
+        each = max(1, (high - low) // (many - few))
+        guess = min(most, many + (device.usable_bytes - high) // each)
+        if guess > many:  # memory is only piecewise linear: correct the slope at the far end
+            end = reserved(guess)
+            guess -= (end - device.usable_bytes) * (guess - many) // max(1, end - high)
+        return largest(lambda rows: rows <= most and reserved(rows) <= device.usable_bytes, guess)
+
+    def confirmed_largest(
+        self, length: int, device: DeviceLimits, ceiling: int | None = None
+    ) -> int:
+        """The same, verified by a trace of that very size."""
+        found = self.largest(length, device, ceiling)
+        if found < ROWS_TRACED[0] or self.direct:
+            return found
+        traced = self._traces.step(found, length).renumbered()
+        self.direct = traced.events != self._structure(length).step(found, length).events
+        return self.largest(length, device, ceiling) if self.direct else found
+
+    def peak(self, rows: int, length: int, device: DeviceLimits) -> Peak:
+        known = self._held(rows, length, device)
+        return peak(self._beginning, self._step(rows, length), rows, length, device, known)
+
+    def _held(self, rows: int, length: int, device: DeviceLimits) -> Held:
+        """Each size is replayed once: that takes a tenth of a second."""
+        size = (rows, length, device, self.direct)
+        if size not in self._known:
+            self._known[size] = held(self._beginning, self._step(rows, length), device)
+        return self._known[size]
+
+    def operations(self, rows: int, length: int) -> StepOperations:
+        """What a step computes and moves."""
+        if not self.direct and rows >= ROWS_TRACED[0]:
+            few, many = (self._noted(traced, length) for traced in ROWS_TRACED)
+            share = (rows - ROWS_TRACED[0]) / (ROWS_TRACED[1] - ROWS_TRACED[0])
+            with suppress(DifferentOperations):
+                return at_rows(few, many, share)
+        return self._noted(rows, length)
+
+    def _noted(self, rows: int, length: int) -> StepOperations:
+        operations = self._traces.step(rows, length).operations
+        assert operations is not None  # all but first steps have them
+        return operations
+
+    def timeline(
+        self, rows: int, length: int, device: DeviceLimits
+    ) -> list[tuple[str, dict[str, int]]]:
+        return timeline(self._beginning, self._step(rows, length), device)
+
+    def _step(self, rows: int, length: int) -> RecordedStep:
+        if self.direct or rows < ROWS_TRACED[0]:
+            return self._traces.step(rows, length)
+        return self._structure(length).step(rows, length)
+
+    def _structure(self, length: int) -> Bilinear:
+        if length not in self._structures:
+            self._structures[length] = self._every or self._of_lengths(length)
+        return self._structures[length]
+
+    def _of_lengths(self, *lengths: int) -> Bilinear:
+        return Bilinear({(r, n): self._traces.step(r, n) for r in ROWS_TRACED for n in lengths})
+
+    def _of_every_length(self, length: int) -> Bilinear | None:
+        """Steps of any length, if a third length matches the prediction from two; else None, and each length
+        needs its own traces: attention that keeps its weights, for example, is quadratic in the length."""
+        if length < 8:
+            return None
+        every = self._of_lengths(length // 2, length)
+        few, third = ROWS_TRACED[0], length // 4
+        traced = self._traces.step(few, third).renumbered()
+        return every if every.step(few, third).events == traced.events else None

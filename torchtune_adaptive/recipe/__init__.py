@@ -1,0 +1,52 @@
+"""What torchtune's recipes become: from a config to a trained model.
+
+It may import every package but the command line's. Begin with ``adaptive_recipe.py``, which is what all
+recipes have in common, and ``run.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchtune_adaptive.common.lazy import interface
+
+if TYPE_CHECKING:
+    from torchtune_adaptive.recipe import launch
+    from torchtune_adaptive.recipe.adaptive_recipe import AdaptiveRecipe
+    from torchtune_adaptive.recipe.plan.candidates import (
+        Candidate,
+        chosen,
+        merged,
+        other_builds,
+        rank_candidates,
+    )
+    from torchtune_adaptive.recipe.plan.compare import OnDevice, compare
+    from torchtune_adaptive.recipe.plan.limits import (
+        TOKENS,
+        LengthLimits,
+        confirm,
+        largest_adapter_rank,
+    )
+    from torchtune_adaptive.recipe.plan.predict import Prediction, Query, predict
+    from torchtune_adaptive.recipe.plan.request import HERE, PlanRequest, on_devices, plan_request
+    from torchtune_adaptive.recipe.registry import (
+        RECIPES,
+        find_config,
+        is_recipe,
+        load_config,
+        our_recipe_for,
+        register,
+        torchtune_recipes,
+        with_overrides,
+    )
+    from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+    from torchtune_adaptive.recipe.settings.checks import check
+    from torchtune_adaptive.recipe.settings.kinds import kind_of
+    from torchtune_adaptive.recipe.settings.knob_table import KNOBS_BY_KEY
+    from torchtune_adaptive.recipe.tracing.passed_check import PassedCheck
+    from torchtune_adaptive.recipe.tracing.self_check import check_method
+    from torchtune_adaptive.recipe.tracing.traces import NotRemembered
+    from torchtune_adaptive.recipe.train.growth import batch_increase
+    from torchtune_adaptive.recipe.versions import require_supported_versions
+
+__getattr__, __dir__, __all__ = interface(__name__)

@@ -1,0 +1,62 @@
+"""What a recipe is, whatever its kind: the same set-up, the same training, the same end."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from omegaconf import DictConfig
+from torchtune import training
+from torchtune.recipe_interfaces import FTRecipeInterface
+
+from torchtune_adaptive.recipe.run import Run
+from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
+from torchtune_adaptive.recipe.train.loop import TrainingLoop
+
+
+class AdaptiveRecipe(FTRecipeInterface):
+    """A recipe that finds its own batch size; a subclass says of which kind it is.
+
+    Args:
+        cfg: the config, including overrides from the command line.
+
+    Raises:
+        ConfigError: a setting that cannot work; nothing has been built yet.
+    """
+
+    kind: ClassVar[str]
+    """One of ``settings.kinds.KINDS``."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.run = Run(cfg, self.kind)
+        self._loop: TrainingLoop | None = None
+
+    def setup(self, cfg: DictConfig) -> None:
+        """Load the models and the optimizer, and find the batch size if that is asked for."""
+        run, kind = self.run, self.run.kind
+        run.watchdog.enter("loading the model", patience=None)
+        self._checkpoints = checkpoints = kind.checkpoints()
+        checkpoint = checkpoints.load()
+        model = kind.model(checkpoint)
+        frozen = kind.frozen(checkpoints.load_frozen())
+        state = checkpoint.get(training.OPT_KEY)
+        optimizers = build_optimizers(cfg, run.environment, model.module, state)
+        checkpoints.resume(model, optimizers, run.progress, checkpoint)
+        objective = kind.objective(model.module, frozen)
+        self._loop = run.prepare(model, optimizers, objective, checkpoints.save)
+
+    def train(self) -> None:
+        if self._loop is not None:
+            self._loop.run()
+
+    def cleanup(self) -> None:
+        self._checkpoints.close()
+        self.run.close()
+
+    @classmethod
+    def run_all(cls, cfg: DictConfig) -> None:
+        """What the recipe's main function does."""
+        recipe = cls(cfg)
+        with recipe.run:
+            recipe.setup(cfg)
+            recipe.train()
+        recipe.cleanup()

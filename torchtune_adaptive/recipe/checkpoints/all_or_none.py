@@ -1,0 +1,104 @@
+"""Reading and writing files on many ranks: if one of them cannot, none continues, and the reason is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchtune_adaptive.common import AdaptiveBatchingError, CheckpointError
+from torchtune_adaptive.core import Ranks
+
+T = TypeVar("T")
+
+LONGEST_SAVE = 24 * 3600.0
+"""Seconds that ranks wait for one that writes to a slow disk; a rank that dies is noticed at once."""
+
+
+class AllOrNone:
+    """What ranks do with files, so that an error on one of them ends all, in the same place.
+
+    Args:
+        ranks: which wait for each other as long as a save may take.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def decide(self, decide: Callable[[], T]) -> T:
+        """What rank 0 decides, on every rank; its error as well."""
+        decided: T | None = None
+        problem: Exception | None = None
+        if self.ranks.rank == 0:
+            try:
+                decided = decide()
+            except Exception as error:
+                problem = error
+        expected = isinstance(problem, (AdaptiveBatchingError, OSError))
+        said = str(problem) if expected else "Rank 0 failed, and says how."
+        failed, said, decided = self.ranks.from_rank_zero((problem is not None, said, decided))
+        if not failed:
+            return decided  # type: ignore[return-value]
+        if problem is not None and not expected:
+            raise problem
+        raise CheckpointError(said) from problem
+
+    def read(self, read: Callable[[], T], checkpointer: str = "checkpointer") -> T:
+        """What every rank reads for itself, with the checkpointer of that key."""
+        result: T | None = None
+        problem: Exception | None = None
+        try:
+            result = read()
+        except Exception as error:
+            problem = error
+        self.raise_if_any(problem, partial(_unreadable, checkpointer))
+        return result  # type: ignore[return-value]
+
+    def raise_if_any(self, problem: Exception | None, describe: Callable[[Exception], str]) -> None:
+        """Raise on all ranks if one of them has a problem.
+
+        Raises:
+            CheckpointError: with the description of the first.
+        """
+        said = self.ranks.gather(None if problem is None else describe(problem))
+        reasons = [one for one in said if one is not None]
+        if reasons:
+            raise CheckpointError(reasons[0]) from problem
+
+
+def read_file(path: str) -> Any:
+    """The tensors of a file, and what else may be in one without being a program.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({reason(error)}). Resume from another checkpoint."
+        ) from error
+
+
+def reason(error: BaseException) -> str:
+    """In one line, what went wrong."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error, _ = next(iter(error.failures.values()))  # of one rank
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0].rstrip('. ') if text else 'no message'}"
+
+
+def _unreadable(checkpointer: str, error: Exception) -> str:
+    if isinstance(error, AdaptiveBatchingError):
+        return str(error)
+    cause = f" ({reason(error.__cause__)})" if error.__cause__ is not None else ""
+    return (
+        f"The checkpoint to start from cannot be read: {reason(error)}{cause}. Look at "
+        f"{checkpointer}.checkpoint_dir and {checkpointer}.checkpoint_files, and download the files again if "
+        "they are damaged."
+    )

@@ -1,0 +1,170 @@
+"""Checkpoints that are written while training continues, in torch's distributed format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch.distributed.checkpoint import FileSystemWriter, async_save
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torchtune import training
+from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
+
+from torchtune_adaptive.common import CheckpointError
+from torchtune_adaptive.recipe.checkpoints.all_or_none import (
+    LONGEST_SAVE,
+    AllOrNone,
+    read_file,
+    reason,
+)
+from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
+from torchtune_adaptive.recipe.checkpoints.progress import Progress
+from torchtune_adaptive.recipe.setup.model import Model
+from torchtune_adaptive.recipe.setup.optimizer import Optimizers
+
+log = logging.getLogger(__name__)
+
+TRAINING_STATE = "training_state.pt"
+"""Beside torch's files, for which torchtune's format has no place."""
+_WRITERS = 4  # threads on each rank
+
+
+class AsynchronousCheckpoints:
+    """Writes a checkpoint in the background, one at a time, and loads one.
+
+    Args:
+        cfg: the config.
+        folder: where checkpoints are.
+        all_or_none: how ranks agree about what went wrong.
+    """
+
+    def __init__(self, cfg: DictConfig, folder: CheckpointFolder, all_or_none: AllOrNone) -> None:
+        self._cfg = cfg
+        self._folder = folder
+        self._all = all_or_none
+        # A save runs collectives in a thread; they must not meet those of training.
+        self._group: dist.ProcessGroup | None = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=LONGEST_SAVE)
+        )
+        self._running: Future[None] | None = None
+
+    def begin(
+        self,
+        model: Model,
+        optimizers: Optimizers,
+        progress: Progress,
+        name: str,
+        facts: dict[str, Any],
+        describe: Callable[[BaseException], str],
+    ) -> None:
+        """Copy everything, and begin to write it into the staged folder ``name``.
+
+        Args:
+            model: what is trained.
+            optimizers: what trains it.
+            progress: how far.
+            name: of the checkpoint.
+            facts: for its manifest.
+            describe: says that it could not be written, and why.
+        """
+        state = {
+            **progress.as_torchtune().state_dict(),
+            training.MODEL_KEY: model.module.state_dict(),
+            training.OPT_KEY: optimizers.saved.state_dict(),
+        }
+        running: Future[None] = Future()
+        self._running = running
+        written = async_save(
+            state,
+            storage_writer=FileSystemWriter(
+                self._folder.staging / name, thread_count=_WRITERS, sync_files=False
+            ),
+            process_group=self._group,
+        )
+        publish = partial(self._publish, name, facts, describe, running)
+        written.add_done_callback(publish)  # type: ignore[union-attr]
+
+    def _publish(
+        self,
+        name: str,
+        facts: dict[str, Any],
+        describe: Callable[[BaseException], str],
+        running: Future[None],
+        written: Future[Any],
+    ) -> None:
+        """In a thread. That rank 0 is done means that all are: it writes the metadata last."""
+        is_rank_zero = self._all.ranks.rank == 0
+        try:
+            written.result()
+            if is_rank_zero:
+                self._folder.publish(name, facts)
+                log.info(f"Saved the checkpoint {self._folder.path / name}.")
+        except BaseException as error:
+            log.error(f"The checkpoint {name} could not be written: {reason(error)}.")
+            if is_rank_zero:
+                self._folder.abandon(name)
+            running.set_exception(RuntimeError(describe(error)))
+        else:
+            running.set_result(None)
+
+    def finish(self) -> None:
+        """Wait for what is being written: before the next save, and thereby before the run ends."""
+        if self._running is None:
+            return
+        problem: Exception | None = None
+        try:
+            self._running.result()
+        except Exception as error:
+            problem = error
+        self._running = None
+        self._all.raise_if_any(problem, str)
+
+    def close(self) -> None:
+        """Leave the group of its own, at the end of a run."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def load(self, folder: Path, model: Model, optimizers: Optimizers) -> dict[str, Any]:
+        """Load a checkpoint into the model and the optimizer; the recipe's state."""
+        if optimizers.in_backward:
+            # Only what the optimizer holds already is loaded. The client sees to that for one optimizer, and
+            # forgets it for many, which would continue without their state.
+            for optimizer in optimizers.steppers:
+                _init_optim_state(optimizer)
+        client = CheckpointClient(self._cfg)
+        # The client makes its checkpointer on first use and has no setting for the folder to load from,
+        # nor for the group, hence the private attribute (torchtune 0.6.1).
+        client._dcp_checkpointer = _FromFolder(folder, self._group)
+
+        def read() -> dict[str, Any]:
+            try:
+                state = client.load_distributed_checkpoint(model.module, optimizers.saved)
+            except CheckpointException as error:  # which is no Exception
+                raise CheckpointError(f"{folder}: cannot be loaded ({reason(error)}).") from None
+            if (folder / TRAINING_STATE).exists():
+                state |= read_file(str(folder / TRAINING_STATE))
+            return state
+
+        return self._all.read(read)
+
+
+class _FromFolder(training.DistributedCheckpointer):
+    """torchtune's reader of asynchronous checkpoints, for one that has been chosen."""
+
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None) -> None:
+        super().__init__(str(folder), str(folder.parent), group)
+        self._folder = folder
+
+    def load_checkpoint(
+        self, state_dict: dict[str, Any] | None = None, checkpoint_path: str | None = None
+    ) -> dict[str, Any]:
+        return super().load_checkpoint(state_dict, checkpoint_path or str(self._folder))

@@ -1,0 +1,344 @@
+"""Loads what a run starts from, and saves checkpoints that are complete or do not exist.
+
+The files are torchtune's own, so torchtune reads what these recipes save and the other way round. Where the
+files are, and which checkpoint a run resumes from, is decided on rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torchtune import config, training
+from torchtune.modules.peft import (
+    get_adapter_state_dict,
+    get_lora_module_names,
+    get_merged_lora_ckpt,
+)
+from torchtune.training import OptimizerInBackwardWrapper
+
+from torchtune_adaptive.common import CheckpointError, ConfigError
+from torchtune_adaptive.core import Ranks
+from torchtune_adaptive.recipe.checkpoints.all_or_none import (
+    LONGEST_SAVE,
+    AllOrNone,
+    read_file,
+    reason,
+)
+from torchtune_adaptive.recipe.checkpoints.asynchronous import (
+    TRAINING_STATE,
+    AsynchronousCheckpoints,
+)
+from torchtune_adaptive.recipe.checkpoints.folder import STATE, CheckpointFolder
+from torchtune_adaptive.recipe.checkpoints.progress import Progress
+from torchtune_adaptive.recipe.checkpoints.resume_from import Source, named_source, newest_source
+from torchtune_adaptive.recipe.settings.kinds import Kind
+from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.setup.model import Model
+from torchtune_adaptive.recipe.setup.optimizer import Optimizers
+
+log = logging.getLogger(__name__)
+
+ID_KEY = "checkpoint_id"
+"""In the recipe state: which checkpoint it belongs to."""
+
+
+class Checkpoints(ABC):
+    """What a run starts from, and what it saves.
+
+    Args:
+        kind: of recipe.
+        cfg: the config.
+        environment: where the rank runs.
+
+    Raises:
+        CheckpointError: there is nothing that could be resumed from, or nowhere to save.
+    """
+
+    _adapters_only = False
+
+    def __init__(self, kind: Kind, cfg: DictConfig, environment: Environment) -> None:
+        self._kind = kind
+        self._cfg = cfg
+        self._environment = environment
+        self._all = AllOrNone(Ranks(LONGEST_SAVE))
+        self._output_dir = Path(cfg.checkpointer.output_dir)
+        self._folder = CheckpointFolder(self._output_dir, cfg.get("keep_last_n_checkpoints"))
+        self._require_optimizer_that_can_be_saved()
+        self._source = self._all.decide(self._choose_source)
+        self._checkpointer = self._all.read(self._build_checkpointer)
+
+    def load(self) -> dict[str, Any]:
+        """The weights to start from and, in a run that is resumed, the recipe's state."""
+        return self._all.read(self._load)
+
+    def load_frozen(self) -> list[dict[str, Any]]:
+        """The weights of the models that are not trained."""
+
+        def load(checkpointer: str) -> dict[str, Any]:
+            built = config.instantiate(self._cfg[checkpointer], should_load_recipe_state=False)
+            weights: dict[str, Any] = built.load_checkpoint()[training.MODEL_KEY]
+            return weights
+
+        keys = [each.checkpointer for each in self._kind.frozen]
+        return [self._all.read(partial(load, key), key) for key in keys]
+
+    def resume(
+        self,
+        model: Model,
+        optimizers: Optimizers,
+        progress: Progress,
+        checkpoint: dict[str, Any],
+    ) -> None:
+        """Continue where the checkpoint was saved, if the run is resumed."""
+        if self._source is not None:
+            progress.resume(checkpoint)
+
+    def save(self, model: Model, optimizers: Optimizers, progress: Progress, name: str) -> None:
+        """Save a checkpoint ``epoch_<name>``, and remove those that it supersedes.
+
+        Raises:
+            CheckpointError: on all ranks, if it could not be written; earlier ones are as they were.
+        """
+        started = time.perf_counter()
+        is_rank_zero = self._environment.is_rank_zero
+        log.info("Saving checkpoint. This may take some time. Retrieving full model state dict...")
+        weights = training.gather_cpu_state_dict(
+            model.module,
+            is_rank_zero,
+            device=self._environment.device,
+            adapter_weights_only=self._adapters_only,
+        )
+        facts = self._facts(progress)
+        state: dict[str, Any] = {}
+        if progress.is_unfinished:
+            state = {**progress.state_dict(), ID_KEY: facts["id"]}
+            state[training.OPT_KEY] = self._optimizer_state(model, optimizers)
+
+        def write() -> None:
+            staged = self._folder.begin(f"epoch_{name}")
+            self._checkpointer.save_checkpoint(
+                {**state, **self._parts(weights)},
+                epoch=name,
+                intermediate_checkpoint=progress.is_unfinished,
+                adapter_only=self._adapters_only,
+            )
+            # torchtune 0.6.1 keeps the state there, its main branch with the weights.
+            beside = self._folder.staging / "recipe_state"
+            if progress.is_unfinished and not (staged / STATE).exists():
+                (beside / STATE).rename(staged / STATE)
+            shutil.rmtree(beside, ignore_errors=True)
+            self._folder.publish(staged.name, facts)
+            seconds = time.perf_counter() - started
+            log.info(f"Saved the checkpoint {self._output_dir / staged.name} in {seconds:.2f} s.")
+
+        self._write(write, f"epoch_{name}")
+
+    def close(self) -> None:
+        """Leave the group in which the ranks wait for files, at the end of a run."""
+        self._all.ranks.close()
+
+    # --- what a run starts from -----------------------------------------------------------------------
+
+    def _choose_source(self) -> Source | None:
+        """On rank 0: the files to resume from, or None to start from the beginning."""
+        if not self._cfg.resume_from_checkpoint:
+            return None
+        source = named_source(self._cfg, self._kind)
+        if source is None:
+            source = newest_source(self._folder, self._kind, self._cfg.epochs)
+        return source
+
+    def _build_checkpointer(self) -> Any:
+        """torchtune's checkpointer: it reads the weights, and writes into the staging folder.
+
+        It is never asked to find recipe state and adapters: it would look for them in its output folder.
+        """
+        given = self._cfg.checkpointer
+        # Where the rank does not save, a folder that exists, since torchtune makes it.
+        saves = self._environment.is_rank_zero
+        changes: dict[str, Any] = {
+            "output_dir": str(self._folder.staging if saves else self._output_dir),
+            "should_load_recipe_state": False,
+        }
+        changes |= {
+            key: None for key in ("recipe_checkpoint", "adapter_checkpoint") if key in given
+        }
+        if self._source is not None and self._source.weights is not None:
+            changes["checkpoint_files"] = list(self._source.weights)
+        checkpointer = config.instantiate(given, **changes)
+        if saves:
+            with suppress(OSError):  # torchtune has made the folder; nothing is being saved yet
+                self._folder.staging.rmdir()
+        return checkpointer
+
+    def _load(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = self._checkpointer.load_checkpoint()
+        source = self._source
+        if source is None or source.distributed is not None:
+            return loaded
+        if source.adapters is not None:
+            loaded[training.ADAPTER_KEY] = read_file(source.adapters)
+        if source.state is not None:
+            state = read_file(source.state)
+            if not isinstance(state, dict):
+                raise CheckpointError(f"{source.state}: is not a recipe state. Name another file.")
+            source.require_same(state.pop(ID_KEY, None))
+            loaded.update(state)
+        return loaded
+
+    # --- what is saved --------------------------------------------------------------------------------
+
+    def _write(self, write: Callable[[], None], name: str) -> None:
+        """Write on rank 0, while the others wait."""
+        problem: Exception | None = None
+        if self._environment.is_rank_zero:
+            try:
+                write()
+            except Exception as error:
+                self._folder.abandon(name)
+                problem = error
+        self._all.raise_if_any(problem, partial(self._unwritable, name))
+
+    def _unwritable(self, name: str, error: BaseException) -> str:
+        try:
+            free = f", {shutil.disk_usage(self._output_dir).free / 1024**3:.1f} GiB free"
+        except OSError:
+            free = ""
+        newest = self._folder.newest_name()
+        return (
+            f"The checkpoint {name} could not be written to {self._output_dir}{free}: {reason(error)}. "
+            + (f"The last one is {newest}: " if newest else "There is none before it: ")
+            + "make room, or make the folder writable, and resume with resume_from_checkpoint=True."
+        )
+
+    def _facts(self, progress: Progress) -> dict[str, Any]:
+        trained = progress.training or {}
+        return {
+            "id": self._all.ranks.from_rank_zero(uuid.uuid4().hex),
+            "recipe": self._kind.name,
+            "resumable": progress.is_unfinished,
+            "epochs_run": progress.epochs_run,
+            "step": trained.get("global_step"),
+            "samples": trained.get("samples"),
+        }
+
+    def _optimizer_state(self, model: Model, optimizers: Optimizers) -> dict[str, Any]:
+        def full_state(optimizer: Any) -> dict[str, Any]:
+            return training.get_full_optimizer_state_dict(
+                model.module,
+                optimizer,
+                self._environment.is_rank_zero,
+                device=self._environment.device,
+            )
+
+        if isinstance(optimizers.saved, OptimizerInBackwardWrapper):
+            return {name: full_state(one) for name, one in optimizers.saved.optim_map.items()}
+        return full_state(optimizers.saved)
+
+    def _require_optimizer_that_can_be_saved(self) -> None:
+        cfg = self._cfg
+        optimizer = cfg.optimizer._component_
+        between_epochs = cfg.epochs > 1 or cfg.get("save_every_n_steps") is not None
+        if (
+            optimizer.startswith("torchao.optim.")
+            and self._environment.ranks > 1
+            and between_epochs
+        ):
+            raise ConfigError(  # or the first checkpoint would end the run
+                "optimizer",
+                optimizer,
+                "has quantised state, which torch cannot gather from several ranks for a checkpoint "
+                "between epochs",
+                "Use another optimizer, one rank, or epochs=1 without save_every_n_steps",
+            )
+
+    @abstractmethod
+    def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """What the checkpointer expects of the weights, on rank 0."""
+
+
+class FullCheckpoints(Checkpoints):
+    """Checkpoints of a model whose weights are all trained; asynchronous ones, too."""
+
+    def __init__(self, kind: Kind, cfg: DictConfig, environment: Environment) -> None:
+        super().__init__(kind, cfg, environment)
+        self._asynchronous: AsynchronousCheckpoints | None = None
+        resumes_distributed = self._source is not None and self._source.distributed is not None
+        if cfg.get("enable_async_checkpointing", False) or resumes_distributed:
+            self._asynchronous = AsynchronousCheckpoints(cfg, self._folder, self._all)
+        self._saves_asynchronously = cfg.get("enable_async_checkpointing", False)
+
+    def resume(
+        self,
+        model: Model,
+        optimizers: Optimizers,
+        progress: Progress,
+        checkpoint: dict[str, Any],
+    ) -> None:
+        if self._asynchronous is not None and self._source and self._source.distributed:
+            folder = Path(self._source.distributed)
+            checkpoint = self._asynchronous.load(folder, model, optimizers)
+        super().resume(model, optimizers, progress, checkpoint)
+
+    def save(self, model: Model, optimizers: Optimizers, progress: Progress, name: str) -> None:
+        if self._asynchronous is not None:
+            self._asynchronous.finish()
+            # The last one of a run, and one mid-epoch, must be there before the run ends.
+            if self._saves_asynchronously and progress.is_unfinished and name.isdecimal():
+                staged, facts = f"dist_epoch_{name}", self._facts(progress)
+                self._write(lambda: self._asynchronous_begins(staged, progress), staged)
+                describe = partial(self._unwritable, staged)
+                self._asynchronous.begin(model, optimizers, progress, staged, facts, describe)
+                return
+        super().save(model, optimizers, progress, name)
+
+    def close(self) -> None:
+        if self._asynchronous is not None:
+            self._asynchronous.close()
+        super().close()
+
+    def _asynchronous_begins(self, name: str, progress: Progress) -> None:
+        torch.save(progress.training_state(), self._folder.begin(name) / TRAINING_STATE)
+
+    def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
+        return {training.MODEL_KEY: weights}
+
+
+class LoRACheckpoints(Checkpoints):
+    """Checkpoints of adapters, and of the model that they are merged into."""
+
+    def __init__(self, kind: Kind, cfg: DictConfig, environment: Environment) -> None:
+        super().__init__(kind, cfg, environment)
+        self._adapters_only = cfg.get("save_adapter_weights_only", False)
+        self._adapter = {
+            "r": cfg.model.lora_rank,
+            "lora_alpha": cfg.model.lora_alpha,
+            "target_modules": get_lora_module_names(
+                list(cfg.model.lora_attn_modules),
+                cfg.model.apply_lora_to_mlp,
+                cfg.model.get("apply_lora_to_output", False),
+            ),
+            "peft_type": "LORA",
+        }
+
+    def _parts(self, weights: dict[str, Any]) -> dict[str, Any]:
+        parts = {
+            training.ADAPTER_KEY: get_adapter_state_dict(weights),
+            training.ADAPTER_CONFIG: dict(self._adapter),
+        }
+        if not self._adapters_only:
+            parts[training.MODEL_KEY] = get_merged_lora_ckpt(
+                weights, rank=self._adapter["r"], alpha=self._adapter["lora_alpha"]
+            )
+        return parts

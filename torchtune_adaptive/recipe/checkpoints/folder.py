@@ -1,0 +1,302 @@
+"""The checkpoints in an output folder: which is the newest complete one, and which make way for it.
+
+Each is a folder with torchtune's name (``epoch_0``; ``epoch_0_step_500`` mid-epoch; ``dist_epoch_0`` if
+it was saved asynchronously) that holds everything that belongs together, the recipe state included. It is
+written in ``.saving`` and published by one rename (see ``durable``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.common import CheckpointError, Damaged, Manifest, durable
+from torchtune_adaptive.core import Ranks
+
+STATE = "recipe_state.pt"
+"""The recipe state in a checkpoint's folder; torchtune's ``recipe_state/recipe_state.pt`` leads there."""
+TORCH_METADATA = ".metadata"
+"""What torch writes last into a distributed checkpoint."""
+
+_NAME = re.compile(r"(?P<distributed>dist_)?epoch_(?P<epoch>\d+)(_step_(?P<step>\d+))?")
+_STAGING = ".saving"
+_TRASH = ".trash"
+_FINISHED = "it is the end of a run"
+_STRIPPED = "its recipe state is missing: removed when a newer one was saved"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A published checkpoint, by its manifest.
+
+    Args:
+        folder: where it is.
+        manifest: what it holds; None if torchtune saved it, and nothing of it can be verified.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.manifest.facts if self.manifest is not None else {}
+
+    @property
+    def number(self) -> int:
+        """Checkpoints of an output folder are numbered in the order in which they were saved."""
+        return int(self.facts.get("number", 0))
+
+    @property
+    def is_distributed(self) -> bool:
+        return _parsed(self.name)["distributed"] is not None
+
+    @property
+    def is_mid_epoch(self) -> bool:
+        return _parsed(self.name)["step"] is not None
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether it is not the end of a run, and what resuming needs has not been removed since."""
+        if self.is_distributed:
+            return True
+        return bool(self.facts.get("resumable")) and (self.folder / STATE).exists()
+
+
+class CheckpointFolder:
+    """The output folder of a run, as far as checkpoints are concerned. For rank 0 only.
+
+    Args:
+        path: the folder.
+        keep: how many of the newest checkpoints to keep. None for torchtune's way: every epoch's weights, the
+            recipe state of the newest, and of the mid-epoch ones only the newest.
+    """
+
+    def __init__(self, path: Path, keep: int | None = None) -> None:
+        self.path = path
+        self.staging = path / _STAGING
+        self._trash = self.staging / _TRASH
+        self._keep = keep
+        self._tidy = False
+
+    def require_usable(self) -> None:
+        """Raise unless checkpoints can be written here: before hours are spent on what could not be saved."""
+        try:
+            durable.require_writable(self.path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: cannot be written to ({error.strerror}). Set output_dir to a folder that can."
+            ) from None
+        link = self.path / "recipe_state"
+        expected_folders = [link, self.staging]
+        expected_folders += [path for path in self.path.iterdir() if _NAME.fullmatch(path.name)]
+        for path in expected_folders:
+            if path.exists() and not path.is_dir():
+                raise CheckpointError(
+                    f"{path}: is a file where checkpoints need a folder. Move it away."
+                )
+        if (link / STATE).is_dir():
+            raise CheckpointError(
+                f"{link / STATE}: is a folder where checkpoints need a file. Move it away."
+            )
+
+    # --- saving ---------------------------------------------------------------------------------------
+
+    def begin(self, name: str) -> Path:
+        """The empty place in which to write a checkpoint; it is no checkpoint until it is published."""
+        if not self._tidy:
+            self._complete_interrupted()
+            shutil.rmtree(self.staging, ignore_errors=True)  # what other runs left unfinished
+            self._tidy = True
+        staged = self.staging / name
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(parents=True)
+        return staged
+
+    def publish(self, name: str, facts: dict[str, Any]) -> None:
+        """Make what has been written a checkpoint, all at once; only then older ones make way."""
+        numbered = {"number": 1 + max((one.number for one in self._all()), default=0), **facts}
+        durable.seal(self.staging / name, numbered)
+        self._put_in_place(self.staging / name)
+        self._remove_superseded()
+        shutil.rmtree(self._trash, ignore_errors=True)
+        with suppress(OSError):  # unless another one is being written there
+            self.staging.rmdir()
+
+    def abandon(self, name: str) -> None:
+        """Give back the disk space of a checkpoint that could not be written."""
+        shutil.rmtree(self.staging / name, ignore_errors=True)
+
+    def _put_in_place(self, staged: Path) -> None:
+        final = self.path / staged.name
+        durable.publish(staged, final, self._trash)
+        if (final / STATE).exists():
+            durable.link(self.path / "recipe_state" / STATE, final / STATE)
+
+    def _remove_superseded(self) -> None:
+        gone, stripped = superseded(self._all(), self._keep)
+        for one in gone:
+            durable.remove(one.folder, self._trash)
+        for one in stripped:
+            (one.folder / STATE).unlink(missing_ok=True)
+        link = self.path / "recipe_state" / STATE
+        if link.is_symlink() and not link.exists():
+            link.unlink()
+
+    def newest_name(self) -> str | None:
+        """The newest checkpoint, for messages."""
+        saved = self._all() if self.path.is_dir() else []
+        newest = max(saved, key=lambda one: one.number, default=None)
+        return str(newest.folder) if newest else None
+
+    # --- finding --------------------------------------------------------------------------------------
+
+    def newest(
+        self, recipe: str, needed: Callable[[str], bool], epochs: int | None = None
+    ) -> tuple[Checkpoint | None, list[str]]:
+        """The newest complete checkpoint, and those that are newer but not usable, with the reason.
+
+        Args:
+            recipe: the name of the kind of recipe that will resume.
+            needed: of the names of files in a checkpoint, those that will be read.
+            epochs: that the run wants; the end of a shorter one may be passed over.
+
+        Returns:
+            No checkpoint if none has ever been saved here.
+
+        Raises:
+            CheckpointError: there are some, but none can be resumed from, or the run has all its epochs.
+        """
+        skipped = self._complete_interrupted()
+        unusable: list[str] = []
+        finished = ""
+        damaged = False
+        for checkpoint in sorted(self._all(unusable), key=lambda one: -one.number):
+            reason = _why_not(checkpoint, recipe, needed)
+            if reason is None:
+                return checkpoint, skipped + unusable
+            if reason == _FINISHED and not finished:
+                finished = checkpoint.name
+                if epochs is not None and checkpoint.facts.get("epochs_run", 0) >= epochs:
+                    break  # an earlier one would train the last epoch again
+            damaged = damaged or reason not in (_FINISHED, _STRIPPED)
+            unusable.append(f"{checkpoint.name} ({reason})")
+        if finished and not damaged:
+            raise CheckpointError(
+                f"{self.path}: the run is finished, and {finished} is its end. To train further, start from "
+                "its weights (checkpointer.checkpoint_dir) with another output_dir."
+            )
+        if unusable:
+            raise CheckpointError(
+                f"{self.path}: none of the checkpoints can be resumed from: {'; '.join(unusable)}. Name "
+                "files to resume from (checkpointer.checkpoint_files, checkpointer.recipe_checkpoint), or "
+                "set resume_from_checkpoint=False to start from the beginning."
+            )
+        return None, skipped
+
+    def _complete_interrupted(self) -> list[str]:
+        """Publish what was sealed when its run was killed; the names of what was not finished."""
+        unfinished = []
+        for staged in sorted(self.staging.glob("*epoch_*")):
+            try:
+                durable.check_sizes(staged, durable.read_manifest(staged))
+            except Damaged:
+                unfinished.append(f"{staged.name} (its run ended while saving it)")
+            else:
+                self._put_in_place(staged)
+        return unfinished
+
+    def _all(self, unusable: list[str] | None = None) -> list[Checkpoint]:
+        """All published checkpoints, in no order; what only looks like one is listed with the reason."""
+        found = []
+        for folder in self.path.iterdir():
+            if not folder.is_dir() or not _NAME.fullmatch(folder.name):
+                continue
+            try:
+                found.append(Checkpoint(folder, durable.read_manifest(folder)))
+            except Damaged as reason:
+                if (folder / TORCH_METADATA).is_file():
+                    # torchtune's, which is complete with this.
+                    found.append(Checkpoint(folder, None))
+                elif unusable is not None:
+                    unusable.append(f"{folder.name} ({reason})")
+        return found
+
+
+def require_output_folder(cfg: DictConfig, ranks: Ranks) -> None:
+    """Raise on all ranks unless checkpoints can be written where the config says; nothing is loaded yet."""
+    problem = None
+    if ranks.rank == 0:
+        try:
+            for key in {cfg.output_dir, cfg.checkpointer.output_dir}:
+                CheckpointFolder(Path(key)).require_usable()
+        except CheckpointError as error:
+            problem = str(error)
+    if problem := ranks.from_rank_zero(problem):
+        raise CheckpointError(problem)
+
+
+def superseded(
+    checkpoints: list[Checkpoint], keep: int | None
+) -> tuple[list[Checkpoint], list[Checkpoint]]:
+    """Which checkpoints are to be deleted, and which only lose their recipe state."""
+    ours = [one for one in checkpoints if one.manifest is not None]
+    newest_first = sorted(ours, key=lambda one: -one.number)
+    if keep is not None:
+        return newest_first[keep:], []
+    gone = [one for one in newest_first[1:] if one.is_mid_epoch]
+    with_state = [one for one in newest_first if one.is_resumable and not one.is_distributed]
+    return gone, [one for one in with_state[1:] if one not in gone]
+
+
+def last_saved(output_dir: Path) -> str:
+    """For messages: where the newest checkpoint of a run is."""
+    return CheckpointFolder(output_dir).newest_name() or "none has been saved yet"
+
+
+def checkpoint_of(file: Path) -> Checkpoint | None:
+    """The checkpoint that a file belongs to, if it is one of ours."""
+    folder = Path(os.path.realpath(file)).parent
+    try:
+        return Checkpoint(folder, durable.read_manifest(folder))
+    except Damaged:
+        return None
+
+
+def _why_not(checkpoint: Checkpoint, recipe: str, needed: Callable[[str], bool]) -> str | None:
+    """Why a checkpoint cannot be resumed from, or None."""
+    manifest = checkpoint.manifest
+    if manifest is None:
+        return None
+    saved_by = checkpoint.facts.get("recipe")
+    if saved_by != recipe:
+        return f"it was saved by the {saved_by} recipe"
+    if not checkpoint.facts.get("resumable"):
+        return _FINISHED
+    if not checkpoint.is_resumable:
+        return _STRIPPED
+    try:
+        durable.check_sizes(checkpoint.folder, manifest)
+        durable.check_contents(
+            checkpoint.folder, manifest, [n for n in manifest.files if needed(n)]
+        )
+    except Damaged as reason:
+        return str(reason)
+    return None
+
+
+def _parsed(name: str) -> dict[str, str | None]:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return match.groupdict()

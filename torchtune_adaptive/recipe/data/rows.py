@@ -1,0 +1,138 @@
+"""What the samples of a dataset are like: their lengths, the batches that they become, the worst of them.
+
+Every kind of recipe has its rows; those of supervised finetuning are here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from torchtune.data import padded_collate_packed
+
+from torchtune_adaptive.recipe.data.images import RowSize, images_of
+from torchtune_adaptive.recipe.registry import component
+
+Row = dict[str, Any]
+Collate = Callable[[list[Row]], dict[str, Any]]
+
+
+class Rows(ABC):
+    """The samples of one kind of recipe. Batches are dictionaries with ``tokens`` and ``labels``."""
+
+    keys: ClassVar[tuple[str, ...]] = ("tokens", "labels")
+    """What a row must have."""
+
+    @abstractmethod
+    def length(self, row: Row) -> int:
+        """How many tokens it has; of several sequences, the longest counts."""
+
+    def size(self, row: Row) -> RowSize:
+        """All that decides the memory that it takes."""
+        images = images_of(row)
+        return RowSize(self.length(row), len(images), max(map(len, images), default=0))
+
+    @abstractmethod
+    def stretched(self, row: Row, length: int) -> Row:
+        """A row cut or repeated to ``length`` tokens, in everything that goes with its tokens.
+
+        No token is masked, so that a trial always has something to train on.
+        """
+
+    @abstractmethod
+    def collate(self, cfg: DictConfig, tokenizer: Any, objective: Any) -> Collate:
+        """How rows become a batch for an objective."""
+
+    @abstractmethod
+    def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, torch.Tensor]:
+        """A batch on the host like those of the collate function, without values.
+
+        Args:
+            rows: samples in it.
+            length: of each.
+            simulated: whether it is for the simulated device.
+        """
+
+
+@dataclass(frozen=True)
+class TokenRows(Rows):
+    """Rows of tokens and their labels, packed or not."""
+
+    packed: bool = False
+
+    def length(self, row: Row) -> int:
+        return len(row["tokens"])
+
+    def stretched(self, row: Row, length: int) -> Row:
+        tokens = len(row["tokens"])
+
+        def stretch(value: Any) -> Any:
+            copies = -(-length // tokens)
+            if isinstance(value, torch.Tensor) and value.shape == (tokens,):
+                return value.repeat(copies)[:length]
+            if isinstance(value, (list, tuple)) and len(value) == tokens:
+                return (list(value) * copies)[:length]
+            return value
+
+        long = {name: stretch(value) for name, value in row.items() if name != "encoder_mask"}
+        if "encoder_mask" in row:
+            long["encoder_mask"] = [
+                mask.new_ones(length, mask.shape[1]) for mask in row["encoder_mask"]
+            ]
+        # What is predicted does not matter, but it must be in the vocabulary: not every token is. An image's
+        # has an embedding, but no logit.
+        is_tensor = isinstance(long["tokens"], torch.Tensor)
+        labels = torch.zeros_like(long["tokens"]) if is_tensor else [0] * length
+        return {**long, "labels": labels}
+
+    def collate(self, cfg: DictConfig, tokenizer: Any, objective: Any) -> Collate:
+        if self.packed:
+            return padded_collate_packed
+        collate = partial(
+            component(cfg.get("collate_fn", "torchtune.data.padded_collate_sft")),
+            padding_idx=tokenizer.pad_id,
+            ignore_idx=objective.ignored,
+        )
+        chunks = objective.output_chunks
+        if chunks > 1 and "output" in (cfg.get("custom_sharded_layers", None) or []):
+            return partial(_collate_in_chunks, collate, chunks, tokenizer.pad_id, objective.ignored)
+        return collate
+
+    def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, torch.Tensor]:
+        """For packed rows torchtune's mask is dense on a CPU, and a few kilobytes on a GPU."""
+        names = ("tokens", "labels", "input_pos") if self.packed else ("tokens", "labels")
+        batch = {name: torch.empty((rows, length), dtype=torch.int64) for name in names}
+        if self.packed and simulated:
+            batch["mask"] = torch.empty((rows, length, length), dtype=torch.bool)
+        return batch
+
+
+def _collate_in_chunks(
+    collate: Callable[[list[Any]], dict[str, Any]],
+    chunks: int,
+    padding: int,
+    ignored: int,
+    rows: list[Any],
+) -> dict[str, Any]:
+    """A batch long enough to be cut into as many chunks as the loss wants.
+
+    The output layer runs once for each chunk and, sharded by itself, gathers its weights each time. Short
+    batches give fewer chunks, so ranks with batches of other lengths would wait for each other for ever.
+    """
+    batch = collate(rows)
+    missing = chunks * (chunks - 1) + 1 - batch["tokens"].shape[-1]
+    if missing > 0:
+        batch["tokens"] = F.pad(batch["tokens"], (0, missing), value=padding)
+        batch["labels"] = F.pad(batch["labels"], (0, missing), value=ignored)
+        if "encoder_mask" in batch:
+            batch["encoder_mask"] = F.pad(batch["encoder_mask"], (0, 0, 0, missing))
+    return batch
+
+
+TOKEN_ROWS = TokenRows()

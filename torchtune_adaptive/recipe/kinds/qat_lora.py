@@ -1,0 +1,54 @@
+"""Quantisation-aware training of adapters: the layers that have them compute as if they were quantised."""
+
+from __future__ import annotations
+
+from torch import nn
+from torchtune.modules.peft import DoRALinear, LoRALinear
+from torchtune.training.quantization import swap_lora_linear_with_qat
+
+from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.recipe.kinds.lora import LoRA
+from torchtune_adaptive.recipe.kinds.quantisation import build_quantizer, quantise_from, quantised
+from torchtune_adaptive.recipe.upstream import fake_quantisation_for_lora
+
+
+class QATLoRA(LoRA):
+    """Trains adapters of a model that will be quantised later."""
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        self._require_plain_adapters(model)
+        quantizer = build_quantizer(self.cfg, self.environment.dtype)
+        described = (
+            quantizer.get_activation_fake_quantize_config(),
+            quantizer.get_weight_fake_quantize_config(),
+        )
+        try:
+            swap_lora_linear_with_qat(model, *map(fake_quantisation_for_lora, described))
+        except ValueError as error:  # a layer's size is no multiple of the group's
+            raise ConfigError(
+                "quantizer",
+                self.cfg.quantizer._component_,
+                f"does not fit the model: {error}",
+                "Set quantizer.groupsize to a divisor of the sizes of its layers",
+            ) from error
+        return quantised(self.cfg, model)
+
+    def before_step(self, model: nn.Module, number: int) -> None:
+        quantise_from(self.cfg, model, number)
+
+    def _require_plain_adapters(self, model: nn.Module) -> None:
+        for module in model.modules():
+            has_quantised_base = isinstance(module, LoRALinear) and getattr(
+                module, "_quantize_base", False
+            )
+            if isinstance(module, DoRALinear) or has_quantised_base:
+                key = "model.quantize_base" if has_quantised_base else "model.use_dora"
+                raise ConfigError(
+                    key,
+                    True,
+                    "cannot be combined with quantisation-aware training",
+                    f"Set {key}=False",
+                )
+
+
+TheKind = QATLoRA

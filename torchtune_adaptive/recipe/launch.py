@@ -1,0 +1,115 @@
+"""Wraps a recipe's main: resolves the config's name and tells why a run ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import torch.distributed as dist
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torchtune import config
+
+from torchtune_adaptive.common import (
+    AdaptiveBatchingError,
+    ConfigError,
+    OutOfMemoryElsewhere,
+    RankLost,
+    Stopped,
+    ending,
+)
+from torchtune_adaptive.core import leave_all_groups
+from torchtune_adaptive.recipe.registry import find_config, load_config
+from torchtune_adaptive.recipe.train.stop import exit_status
+
+
+def recipe(run: Callable[[DictConfig], None]) -> Callable[[], None]:
+    """Make a recipe's main function out of one that takes a config.
+
+    Like torchtune's ``config.parse``, but ``--config`` also takes the names of our configs, the values of
+    overrides may contain ``=``, ``--quiet`` leaves only warnings and errors, and what ends the run is said
+    last and once: in one line where we raise it on purpose, else with its traceback. A crash in native code
+    prints where each thread was.
+    """
+    parse_and_run = config.parse(run)
+
+    @functools.wraps(run)
+    def main() -> None:
+        if sys.__stderr__ is not None and not faulthandler.is_enabled():
+            faulthandler.enable(sys.__stderr__)
+        try:
+            sys.argv[1:] = _arguments(sys.argv[1:])
+            parse_and_run()
+        except AdaptiveBatchingError as error:
+            on_one_rank = isinstance(error, (RankLost, OutOfMemoryElsewhere))
+            ending.explain(f"{type(error).__name__}: {error}", known_to_all=not on_one_rank)
+            if dist.is_initialized() and not isinstance(error, RankLost):
+                leave_all_groups()
+            sys.exit(1)
+        except KeyboardInterrupt as interrupt:
+            _end_interrupted(interrupt)
+        except Exception as error:
+            ending.explain_bug(error)
+            sys.exit(1)
+
+    return main
+
+
+def _arguments(given: list[str]) -> list[str]:
+    """The arguments of a recipe as torchtune's parser expects them."""
+    arguments, given = [], list(given)
+    while given:
+        argument = given.pop(0)
+        option, _, name = argument.partition("=")
+        if option == "--config" and (name or given):
+            name = name or given.pop(0)
+            # Or the parser would end in a traceback where the file cannot be read.
+            load_config(name)
+            arguments += ["--config", str(find_config(name))]
+        elif argument in ("-q", "--quiet"):
+            logging.getLogger("torchtune_adaptive").setLevel(logging.WARNING)
+        elif argument.startswith(("-", "~")):
+            arguments.append(argument)
+        else:
+            arguments.append(_override(argument))
+    return arguments
+
+
+def _override(argument: str) -> str:
+    """``KEY=VALUE`` without a further ``=``, at which torchtune's parser stops: as JSON, with escapes."""
+    key, equals, value = argument.partition("=")
+    if not key or not equals:
+        raise ConfigError("KEY=VALUE", argument, "is not an override", "Write key=value")
+    try:
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = f"is not YAML ({str(error).splitlines()[0]})"
+        raise ConfigError(key, value, reason, "Quote the value, in the shell as well") from error
+    if "=" not in value:
+        return argument
+    assert isinstance(parsed, dict)
+    as_json = json.dumps(parsed["value"]).replace("=", r"\u003d")
+    return f"{key}={as_json}"
+
+
+def _end_interrupted(interrupt: KeyboardInterrupt) -> None:
+    """End by SIGTERM or Ctrl-C, with the status that a shell would report.
+
+    Nothing is torn down: other ranks may be gone, or wait for this one.
+    """
+    if not isinstance(interrupt, Stopped):
+        what = "stopped by Ctrl-C outside training, where there is nothing to save."
+        interrupt = Stopped(what, exit_status(signal.SIGINT))
+    rank = os.environ.get("RANK", "0")
+    if (rank == "0" or not interrupt.everywhere) and not ending.another_rank_has_failed():
+        print(f"\nrank {rank}: {interrupt}\n", file=sys.stderr, flush=True)
+        ending.note(str(interrupt))
+    sys.stdout.flush()
+    os._exit(interrupt.status)

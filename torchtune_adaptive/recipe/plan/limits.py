@@ -1,0 +1,85 @@
+"""How far single quantities of a config can go before memory runs out.
+
+Call these functions in a process that does nothing else: see ``workers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from torchtune_adaptive.planner import TracedRun, largest, peak
+from torchtune_adaptive.recipe.plan.predict import Prediction, Query, predict
+from torchtune_adaptive.recipe.tracing.traces import Traces
+
+TOKENS = 64
+"""Row lengths are tried in steps of so many tokens."""
+_MOST_TOKENS = 1 << 20
+"""For models that do not bound them."""
+
+
+@dataclass(frozen=True)
+class LengthLimits:
+    """How long rows may be."""
+
+    largest: dict[int, int]
+    """The largest micro-batch by row length."""
+    longest: int | None
+    """The longest rows that fit at the configured batch size; None if each length would have to be traced."""
+    bound: int | None
+    """The longest rows that the model takes, if it bounds them."""
+
+
+def length_limits(
+    query: Query, lengths: Iterable[int], traces: Traces | None = None
+) -> LengthLimits:
+    """How rows of other lengths fit.
+
+    Args:
+        query: the config.
+        lengths: those to find the largest micro-batch for, if the model takes them.
+        traces: the query's, if there are any yet.
+    """
+    device, traces = query.device, traces or query.traces()
+    run = TracedRun(traces, query.length, any_length=True)
+    most = traces.max_seq_len or _MOST_TOKENS
+    by_length = {n: run.largest(n, device) for n in lengths if 2 <= n <= most}
+
+    def fits(steps: int) -> bool:
+        if steps * TOKENS > most:
+            return False
+        return run.peak(query.rows, steps * TOKENS, device).reserved <= device.usable_bytes
+
+    longest = largest(fits, query.length // TOKENS) * TOKENS if run.any_length else None
+    traces.remember()
+    return LengthLimits(by_length, longest, traces.max_seq_len)
+
+
+def confirm(query: Query, lengths: Iterable[int]) -> tuple[Prediction, LengthLimits | None]:
+    """The prediction once more, its largest size verified by a trace of that very size; and how rows of other
+    lengths fit, if any are asked for."""
+    traces = query.traces()
+    prediction = predict(replace(query, confirmed=True), traces)
+    return prediction, length_limits(query, lengths, traces) if lengths else None
+
+
+def largest_adapter_rank(query: Query) -> int:
+    """The highest power of two for ``lora_rank`` that fits at the configured batch size; each is traced."""
+    model = query.cfg["model"]
+
+    def fits(power: int) -> bool:
+        if power > _HIGHEST_POWER:
+            return False
+        changed = {**query.cfg, "model": {**model, "lora_rank": 1 << power - 1}}
+        traces = replace(query, cfg=changed).traces()
+        start_up, step = traces.start_up(query.length), traces.step(query.rows, query.length)
+        traces.remember()
+        found = peak(start_up, step, query.rows, query.length, query.device)
+        return found.reserved <= query.device.usable_bytes
+
+    power = largest(fits, model["lora_rank"].bit_length())
+    return 1 << power - 1 if power else 0
+
+
+_HIGHEST_POWER = 13
+"""Rank 4096: as large as the matrices of most models."""

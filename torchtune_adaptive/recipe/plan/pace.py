@@ -1,0 +1,77 @@
+"""What decides how fast a run is: the device's speeds, what is known of the run, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.planner import (
+    GPUS_IN_A_NODE,
+    SIMULATED,
+    SPEEDS,
+    Pace,
+    Speeds,
+    speeds_of_gpu,
+)
+from torchtune_adaptive.recipe.plan.calibration import SpeedCalibrations
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.kinds import is_packed, is_quantised
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def pace_for(
+    cfg: DictConfig, settings: AdaptiveSettings, ranks: int, device: str
+) -> tuple[Pace | None, tuple[str, ...]]:
+    """What a run's speed follows from, and the assumptions; without a pace, the reason.
+
+    Args:
+        cfg: the config of the run.
+        settings: its adaptive settings.
+        ranks: how many there are.
+        device: its name, ours or torch's.
+    """
+    if cfg.get("fsdp_cpu_offload", False):
+        return None, ("no speed: with CPU offload the host's speed decides, and that is not known",)
+    speeds = speeds_of(cfg, device)
+    if speeds is None:
+        return None, (
+            f"no speed: nothing is known about the speed of a {device}; name one with --gpu",
+        )
+    dtype = _DTYPES.get(str(cfg.dtype), "bfloat16")
+    if speeds.peak(dtype) is None:
+        return None, (f"no speed: {speeds.name} has no {cfg.dtype}",)
+    pace = Pace(
+        speeds,
+        ranks,
+        compiled=bool(cfg.get("compile", False)),
+        quantised=is_quantised(cfg),
+        dtype=dtype,
+    )
+    measured = SpeedCalibrations(settings.cache, cfg, ranks).of(device)
+    if measured is not None:
+        pace = replace(pace, correction=measured.seconds_ratio)
+    return pace, tuple(_assumptions(cfg, pace))
+
+
+def speeds_of(cfg: DictConfig, device: str) -> Speeds | None:
+    """The speeds of a device by its name."""
+    if cfg.device == "cpu":
+        return SIMULATED
+    return SPEEDS.get(device) or speeds_of_gpu(device)
+
+
+def _assumptions(cfg: DictConfig, pace: Pace) -> Iterator[str]:
+    if pace.speeds.assumed:
+        yield f"speed: of {pace.speeds.name}, {pace.speeds.assumed}"
+    if pace.correction is not None:
+        yield f"speed: corrected by a factor of {1 / pace.correction:.2f}, measured on this machine"
+    if is_packed(cfg):
+        yield "speed: flex attention is counted as flash attention over whole rows (either direction)"
+    if pace.ranks > GPUS_IN_A_NODE:
+        yield (
+            f"speed: nodes of {GPUS_IN_A_NODE} GPUs, joined by "
+            f"{pace.speeds.network / 1e9:.3g} GB/s for each GPU"
+        )

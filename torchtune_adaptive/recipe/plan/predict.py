@@ -1,0 +1,139 @@
+"""The prediction for one config: the peak at its batch size, and the largest micro-batch that fits.
+
+A few steps are traced (see ``trace``). From them the peak at any size is computed, as torch's caching
+allocator would reach it (see ``memory_model``).
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.core import Rounding, candidates
+from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Speed, TracedRun, predicted_speed
+from torchtune_adaptive.recipe.tracing.traces import Traces
+
+
+@dataclass(frozen=True)
+class Query:
+    """What to predict, for one config."""
+
+    cfg: dict[str, Any]
+    ranks: int
+    device: DeviceLimits
+    rows: int
+    """The micro-batch that is configured."""
+    length: int
+    rank: int = 0
+    cache: bool | str = False
+    """Where traces are kept."""
+    in_detail: bool = False
+    """Whether to compute the curve and the timeline, too."""
+    confirmed: bool = False
+    """Whether to trace the largest size itself, as a check of the way it was computed."""
+    may_trace: bool = True
+    """Whether to trace what is not remembered."""
+    rounding: Rounding = "power_of_two"
+    """Which sizes a search may return."""
+    ceiling: int | None = None
+    """The largest that it may return."""
+    pace: Pace | None = None
+    """What its speed follows from, if that is known."""
+
+    def traces(self) -> Traces:
+        """What is remembered of the config's steps, and the way to trace others."""
+        cfg = OmegaConf.create(self.cfg)
+        return Traces(cfg, self.ranks, self.rank, self.cache, self.may_trace)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted for one config."""
+
+    rows: int
+    length: int
+    ranks: int
+    rank: int
+    largest: int
+    """The largest micro-batch that fits; 0 if none does."""
+    configured: Peak
+    at_largest: Peak | None
+    rounding: Rounding
+    picked: Peak | None
+    """At the micro-batch that a search of the same config picks, if the data has enough rows."""
+    curve: list[tuple[int, int, int]]
+    """Rows, allocated, reserved."""
+    timeline: list[tuple[str, dict[str, int]]]
+    traced_directly: bool
+    """Whether steps were not bilinear, so that each size was traced separately."""
+    uneven: bool
+    """Whether ranks hold different shares of the parameters."""
+    seconds: float
+    tool_bytes: int
+    """The peak memory of the process that made the prediction."""
+    speed: Speed | None = None
+    """At the configured batch size."""
+
+
+def predict(query: Query, traces: Traces | None = None) -> Prediction:
+    """Trace and predict. Call it in a process that does nothing else: see ``workers``.
+
+    Args:
+        query: what to predict.
+        traces: the query's, if there are any yet.
+    """
+    started = time.perf_counter()
+    length, device = query.length, query.device
+    traces = traces or query.traces()
+    run = TracedRun(traces, length)
+    most = (run.confirmed_largest if query.confirmed else run.largest)(length, device)
+    picked = _picked(query, most)
+    prediction = Prediction(
+        rows=query.rows,
+        length=length,
+        ranks=query.ranks,
+        rank=query.rank,
+        largest=most,
+        configured=run.peak(query.rows, length, device),
+        at_largest=run.peak(most, length, device) if most else None,
+        rounding=query.rounding,
+        picked=run.peak(picked, length, device) if picked else None,
+        curve=_curve(run, query, most) if query.in_detail else [],
+        timeline=run.timeline(query.rows, length, device) if query.in_detail else [],
+        speed=speed_of(run, query),
+        traced_directly=run.direct,
+        uneven=bool(traces.uneven),
+        seconds=time.perf_counter() - started,
+        tool_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+    traces.remember()
+    return prediction
+
+
+def speed_of(run: TracedRun, query: Query) -> Speed | None:
+    """The speed at the configured batch size, if anything is known about it."""
+    if query.pace is None:
+        return None
+    step = run.operations(query.rows, query.length)
+    micro_batches = query.cfg["gradient_accumulation_steps"]
+    pace = replace(query.pace, ranks=query.ranks)
+    return predicted_speed(step, query.rows, query.length, micro_batches, pace)
+
+
+def _picked(query: Query, most: int) -> int | None:
+    """The size that a search returns if ``most`` is the largest that fits."""
+    per_step = query.rows * query.cfg["gradient_accumulation_steps"]
+    ceiling = min(most, query.ceiling or most)
+    return max(candidates(query.rounding, ceiling, per_step), default=None)
+
+
+def _curve(run: TracedRun, query: Query, most: int) -> list[tuple[int, int, int]]:
+    """Peaks at the sizes of interest, and at some between and above them."""
+    end = max(most * 5 // 4, query.rows, 8)
+    sizes = sorted({query.rows, most or 1, *(max(2, end * n // 8) for n in range(9))})
+    peaks = ((rows, run.peak(rows, query.length, query.device)) for rows in sizes)
+    return [(rows, peak.allocated, peak.reserved) for rows, peak in peaks]

@@ -1,0 +1,256 @@
+"""What a prediction is for: the config, the device, the length of rows, and the assumptions about them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from importlib.machinery import PathFinder
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from torchtune_adaptive.common import ConfigError, NoPrediction
+from torchtune_adaptive.planner import (
+    DEFAULT,
+    DeviceLimits,
+    Pace,
+    gpu,
+    gpu_limits,
+    planned_gpu,
+    simulated_device,
+)
+from torchtune_adaptive.recipe.data.row_lengths import longest_known
+from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
+from torchtune_adaptive.recipe.plan.pace import pace_for
+from torchtune_adaptive.recipe.plan.predict import Query
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
+from torchtune_adaptive.recipe.settings.batch import configured_batch
+from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
+from torchtune_adaptive.recipe.settings.kinds import has_images, is_packed, kind_of
+
+ASSUMED_LENGTH = 2048
+
+HERE = "here"
+"""Instead of a GPU's name: the one of this machine, as measured by an earlier search."""
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the plan command predicts, and the assumptions that it makes."""
+
+    name: str
+    """The config's."""
+    cfg: DictConfig
+    ranks: int
+    device: DeviceLimits
+    length: int
+    length_source: str
+    settings: AdaptiveSettings
+    assumptions: tuple[str, ...] = field(default=())
+    pace: Pace | None = None
+    """What its speed follows from; None if that is not known."""
+
+    def query(self, **changes: Any) -> Query:
+        plain: Any = OmegaConf.to_container(self.cfg, resolve=True)
+        micro_batch = configured_batch(self.cfg, self.ranks).micro_batch
+        query = Query(
+            plain,
+            self.ranks,
+            self.device,
+            micro_batch,
+            self.length,
+            cache=self.settings.cache,
+            rounding="divisor" if self.settings.keep_global_batch else self.settings.rounding,
+            ceiling=self.settings.ceiling,
+            pace=self.pace,
+        )
+        return replace(query, **changes)
+
+
+def on_devices(plan: PlanRequest, names: str) -> list[tuple[DeviceLimits, Pace | None]]:
+    """The devices of ``--compare``, as a plan needs to know them."""
+    found = []
+    for name in names.split(","):
+        device, _ = device_for(plan.cfg, plan.settings, plan.ranks, name.strip())
+        pace, _ = pace_for(plan.cfg, plan.settings, plan.ranks, device.name)
+        found.append((device, pace))
+    return found
+
+
+def plan_request(
+    cfg: DictConfig,
+    ranks: int,
+    gpu_name: str | None = None,
+    memory: int | None = None,
+    length: int | None = None,
+    name: str = "config",
+) -> PlanRequest:
+    """Settle what the prediction is for.
+
+    Args:
+        cfg: the config of the run.
+        ranks: how many there are.
+        gpu_name: a known GPU, or ``here``.
+        memory: the capacity of one process, if known.
+        length: tokens in a row, as many as the longest sample has, if known.
+        name: the config's, for the report.
+
+    Raises:
+        ConfigError: the config cannot work.
+        NoPrediction: its memory cannot be predicted.
+    """
+    cfg, stand_in = _with_installed_optimizer(cfg)
+    settings = check(cfg, kind_of(cfg))
+    if (ways := cfg.get("tensor_parallel_dim") or 1) > 1:
+        raise NoPrediction(
+            f"tensor_parallel_dim: {ways} splits tensors in ways that cannot be traced yet. "
+            "Set tensor_parallel_dim=1 to get a prediction."
+        )
+    _require_installed(cfg)
+    require_torchvision(cfg)
+    source = "--seq-len"
+    if length is None:
+        length, source = row_length(cfg, settings)
+    device, assumed = device_for(cfg, settings, ranks, gpu_name, memory)
+    named = device.name if gpu_name in (None, HERE) else gpu(gpu_name).name  # memory may be limited
+    pace, about_speed = pace_for(cfg, settings, ranks, named)
+    assumptions = (*assumed, *stand_in, *_caveats(cfg), *about_speed)
+    return PlanRequest(name, cfg, ranks, device, length, source, settings, assumptions, pace)
+
+
+_OF_ADAM = ("_component_", "lr", "betas", "eps", "weight_decay")
+
+
+def _with_installed_optimizer(cfg: DictConfig) -> tuple[DictConfig, tuple[str, ...]]:
+    """The config with an optimizer that can be traced in place of bitsandbytes' Adam, whose state is as large
+    but whose kernels only run on a GPU; and what to say about it."""
+    component = str(OmegaConf.select(cfg, "optimizer._component_"))
+    if not component.startswith("bitsandbytes.") or "Adam" not in component:
+        return cfg, ()
+    instead = "torchao.optim.AdamW8bit" if "8bit" in component else "torch.optim.AdamW"
+    changed = cfg.copy()
+    given = {key: value for key, value in cfg.optimizer.items() if key in _OF_ADAM}
+    changed.optimizer = {**given, "_component_": instead}
+    paged = "; pages that move to the host are counted on the device (overestimates)"
+    return changed, (
+        f"optimizer: {component} is planned as {instead}, whose state is as large"
+        + (paged if "Paged" in component else ""),
+    )
+
+
+def _require_installed(cfg: DictConfig) -> None:
+    for part in ("model", "loss", "optimizer"):
+        component = str(OmegaConf.select(cfg, f"{part}._component_") or "torch.")
+        package = component.split(".")[0]
+        if package in sys.modules or PathFinder.find_spec(package, [*sys.path, os.getcwd()]):
+            continue
+        instead = (
+            ", or plan with optimizer._component_=torchao.optim.AdamW8bit (similar size) or "
+            "torch.optim.AdamW (more memory)"
+        )
+        raise NoPrediction(
+            f"{package} is not installed, so {component} cannot be planned. "
+            f"Install it{instead if part == 'optimizer' else ''}."
+        )
+
+
+def row_length(cfg: DictConfig, settings: AdaptiveSettings) -> tuple[int, str]:
+    """The length of the longest rows as far as the config gives it, and where it does."""
+    if settings.probe_length is not None:
+        return settings.probe_length, f"{BLOCK}.probe_length"
+    for block in ("dataset", "tokenizer"):
+        if length := _max_seq_len(cfg.get(block)):
+            return length, f"{block}.max_seq_len"
+    if known := longest_known(cfg, settings.cache):
+        return known, "the longest that an earlier run found in the data"
+    longest = cfg.model.get("max_seq_len") or ASSUMED_LENGTH
+    return min(ASSUMED_LENGTH, longest), "assumed: give --seq-len or tokenizer.max_seq_len"
+
+
+def _max_seq_len(block: Any) -> int | None:
+    """The bound that a block of the config sets; a list of datasets sets one if each of them does."""
+    nodes = block if isinstance(block, ListConfig) else [block]
+    lengths = [node.get("max_seq_len") if isinstance(node, DictConfig) else None for node in nodes]
+    set_lengths = [int(length) for length in lengths if length]
+    return max(set_lengths) if len(set_lengths) == len(nodes) > 0 else None
+
+
+def device_for(
+    cfg: DictConfig,
+    settings: AdaptiveSettings,
+    ranks: int,
+    gpu_name: str | None = None,
+    memory: int | None = None,
+) -> tuple[DeviceLimits, tuple[str, ...]]:
+    """The device that a run is planned for, and the assumptions about it.
+
+    Args:
+        cfg: the config of the run.
+        settings: its adaptive settings.
+        ranks: how many there are.
+        gpu_name: a known GPU, or ``here``.
+        memory: the capacity of one process, if known.
+    """
+    memory = memory or settings.memory_limit
+    if cfg.device == "cpu":
+        if gpu_name is not None:
+            raise ConfigError(
+                "device",
+                "cpu",
+                f"is a simulated device, and the plan is asked for {gpu_name!r}",
+                "Set device=cuda, or name no GPU",
+            )
+        return _simulated_device(settings, memory), ()
+    kind = gpu(DEFAULT if gpu_name in (None, HERE) else gpu_name)
+    if gpu_name != HERE:
+        return planned_gpu(kind, ranks, settings.headroom, memory)
+    measured = _measured_here(cfg, settings, ranks)
+    capacity = min(memory or measured.capacity, measured.capacity)
+    ratio = measured.reserved_ratio
+    return gpu_limits(measured.device, kind, capacity, settings.headroom, measured.text(), ratio)
+
+
+def _simulated_device(settings: AdaptiveSettings, memory: int | None) -> DeviceLimits:
+    if memory is None:
+        raise NoPrediction(
+            "device: 'cpu' has no memory of its own to plan for. Give --memory (or "
+            f"{BLOCK}.memory_limit) to plan for a simulated device, or device=cuda."
+        )
+    return simulated_device(memory, settings.headroom)
+
+
+def _measured_here(cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> Calibration:
+    newest = Calibrations(settings.cache, cfg, ranks).newest()
+    if newest is None:
+        raise ConfigError(
+            "--gpu",
+            HERE,
+            "is this machine's GPU as measured by an earlier search, and there was none for a config like "
+            "this one (compile, packed rows) on as many ranks (one, or several)",
+            f"Run one with {BLOCK}.search=predict, or name a GPU (--list-gpus)",
+        )
+    return newest
+
+
+def _caveats(cfg: DictConfig) -> Iterator[str]:
+    """What is predicted differently from how it runs, and the direction of the error."""
+    if cfg.get("compile", False):
+        yield (
+            "compile: predicted as if not compiled; compiled steps usually take less (overestimates), "
+            "but compiling itself may take more for a moment"
+        )
+    if cfg.get("fsdp_cpu_offload", False):
+        yield "CPU offload: host memory is not predicted"
+    if has_images(cfg):
+        yield (
+            "images: one for each row, of as many tiles as the model takes (underestimates if rows have more "
+            "images, overestimates if they are small)"
+        )
+    if is_packed(cfg):
+        yield "packed rows: flex attention is counted as flash attention (overestimates)"
+    if cfg.device != "cpu":
+        yield (
+            "attention: flash; if torch selects cuDNN, its workspace is not included (underestimates)"
+        )

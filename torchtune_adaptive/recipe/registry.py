@@ -1,0 +1,223 @@
+"""Our recipes and configs, and torchtune's: their names and their files.
+
+Importing this does not import torch: commands that only look things up are quick.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.recipe.settings.kinds import KINDS
+
+_PACKAGE = Path(__file__).parents[1]
+
+# In a wheel the configs lie in the package; in a checkout, beside it.
+CONFIGS = next(
+    path for path in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if path.is_dir()
+)
+
+RECIPES = {kind.recipe: kind.name for kind in KINDS.values()}
+"""Our recipes, each with the name of its kind, which the names of its configs contain."""
+
+
+def _tiny_assets() -> str:
+    from torchtune_adaptive.recipe import tiny
+
+    return str(tiny.assets())
+
+
+def _tiny_vision_assets() -> str:
+    from torchtune_adaptive.recipe import tiny_vision
+
+    return str(tiny_vision.assets())
+
+
+# ${tiny_assets:} and ${tiny_vision_assets:} in the tiny configs: made on first use.
+_register_resolver = (
+    getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+)
+_register_resolver("tiny_assets", _tiny_assets, replace=True)
+_register_resolver("tiny_vision_assets", _tiny_vision_assets, replace=True)
+
+
+def _torchtune_folder() -> Path:
+    spec = importlib.util.find_spec("torchtune")
+    assert spec is not None and spec.origin is not None, "versions.py has checked that it is there"
+    return Path(spec.origin).parent
+
+
+def torchtune_recipes() -> list[Any]:
+    """torchtune's registry: the list itself, with the recipes that were added to it.
+
+    Private API (torchtune 0.6.1, its last release). It is loaded by its file, because ``import torchtune``
+    takes seconds; under its own name, so that torchtune finds the same list later.
+    """
+    name = "torchtune._recipe_registry"
+    if name not in sys.modules:
+        path = _torchtune_folder() / "_recipe_registry.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    recipes: list[Any] = sys.modules[name].get_all_recipes()
+    return recipes
+
+
+def is_recipe(name: str) -> bool:
+    """Whether this is a recipe's name, or a file with one."""
+    known = {recipe.name for recipe in torchtune_recipes()}
+    return name in RECIPES or name in known or name.endswith(".py")
+
+
+def our_recipe_for(name: str) -> str | None:
+    """Our recipe that does what one of torchtune's does; None if there is none."""
+    ours = f"adaptive_{name.replace('_single_device', '_distributed')}"
+    return ours if ours in RECIPES else None
+
+
+def our_configs() -> list[str]:
+    """The names of our configs, e.g. ``llama3_2/1B_adaptive_full``."""
+    return sorted(
+        path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml")
+    )
+
+
+def torchtune_configs() -> dict[str, Path]:
+    """All configs of torchtune, by name."""
+    folder = _torchtune_folder().parent / "recipes" / "configs"
+    files = {
+        config.name: folder / config.file_path
+        for recipe in torchtune_recipes()
+        if recipe.name not in RECIPES
+        for config in recipe.configs
+    }
+    return {name: path for name, path in files.items() if path.is_file()}  # one is not shipped
+
+
+def find_config(name: str) -> Path:
+    """The file of a config, given its name or its path.
+
+    Raises:
+        ConfigError: there is no such config; the message names the nearest ones.
+    """
+    theirs = torchtune_configs()
+    for path in (Path(name), CONFIGS / f"{name}.yaml", theirs.get(name)):
+        if path is not None and path.is_file():
+            return path
+    close = get_close_matches(name, [*our_configs(), *theirs], n=3)
+    raise ConfigError(
+        "--config",
+        name,
+        "is neither a file nor the name of a config",
+        f"Did you mean {' or '.join(close)}?"
+        if close
+        else f"Ours are {', '.join(our_configs())}; `tune ls` lists torchtune's",
+    )
+
+
+def load_config(name: str) -> DictConfig:
+    """A config, given its name or its path, as it is written.
+
+    Raises:
+        ConfigError: there is no such config, or the file is not a block of YAML.
+    """
+    path = find_config(name)
+    try:
+        cfg = OmegaConf.load(path)
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            "--config", str(path), f"cannot be read: {reason}", "Correct the file"
+        ) from error
+    if not isinstance(cfg, DictConfig):
+        raise ConfigError("--config", str(path), "is not a block", "Write `key: value` lines in it")
+    return cfg
+
+
+def with_overrides(cfg: DictConfig, overrides: Iterable[str]) -> DictConfig:
+    """A config with what the command line changes, as torchtune understands it.
+
+    ``~key`` removes a key, ``optimizer=X`` is short for ``optimizer._component_=X``, and ``None`` is null.
+
+    Raises:
+        ConfigError: an override makes no sense.
+    """
+    plain: Any = OmegaConf.to_container(cfg)
+    changes = []
+    for override in overrides:
+        if override.startswith("~"):
+            _remove(plain, override)
+            continue
+        key, equals, value = override.partition("=")
+        if not key or not equals:
+            raise ConfigError("KEY=VALUE", override, "is not an override", "Write key=value")
+        if isinstance(block := plain.get(key), dict) and "_component_" in block:
+            key += "._component_"
+        changes.append(f"{key}={'null' if value == 'None' else value}")
+    try:
+        merged = OmegaConf.merge(OmegaConf.create(plain), OmegaConf.from_dotlist(changes))
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = f"cannot be read ({str(error).splitlines()[0]})"
+        raise ConfigError(
+            "KEY=VALUE", changes, reason, "Quote values, in the shell as well"
+        ) from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _remove(config: dict[str, Any], override: str) -> None:
+    *blocks, key = override[1:].split(".")
+    node: Any = config
+    for block in blocks:
+        node = node.get(block) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or key not in node:
+        raise ConfigError(
+            "~KEY", override, "removes what the config does not have", "Check the key"
+        )
+    del node[key]
+
+
+def register() -> None:
+    """Put our recipes and configs into torchtune's registry, for this process."""
+    recipes = torchtune_recipes()
+    entry = sys.modules[type(recipes[0]).__module__]
+    known = {recipe.name for recipe in recipes}
+    for name, kind in RECIPES.items():
+        spec = importlib.util.find_spec(name)
+        if name in known or spec is None or spec.origin is None:
+            continue
+        # torchtune joins these paths to its own folder, which an absolute one overrides.
+        configs = [
+            entry.Config(name=config, file_path=str(CONFIGS / f"{config}.yaml"))
+            for config in our_configs()
+            if _kind_in(config) == kind
+        ]
+        recipes.append(entry.Recipe(name, spec.origin, configs, supports_distributed=True))
+
+
+def _kind_in(name: str) -> str | None:
+    """The kind in the name of a config of ours; the longest, as ``full_dpo`` contains ``full``."""
+    words = f"_{name.replace('/', '_')}_"
+    return max((kind for kind in KINDS if f"_{kind}_" in words), key=len, default=None)
+
+
+def component(path: str) -> Callable[..., Any]:
+    """A function by its dotted path; modules in the working directory count, after those installed."""
+    from torchtune.config._utils import _get_component_from_path
+
+    with suppress(FileNotFoundError):  # the working directory was deleted
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)
+    return _get_component_from_path(path)

@@ -1,0 +1,367 @@
+"""What every recipe's run has in common: how it starts, and how its parts become a training loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torchtune import config, training
+
+from torchtune_adaptive.core import (
+    Epochs,
+    Loader,
+    MicroBatches,
+    NoiseScale,
+    Objective,
+    Ranks,
+    Recovery,
+    SampleOrder,
+    Split,
+    StepOptions,
+    StepRunner,
+    TrainStep,
+    Watchdog,
+    device_memory,
+    epochs_of,
+)
+from torchtune_adaptive.recipe.checkpoints.folder import last_saved, require_output_folder
+from torchtune_adaptive.recipe.checkpoints.progress import Progress
+from torchtune_adaptive.recipe.data.dataset import Data, load_data, validation_config
+from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
+from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
+from torchtune_adaptive.recipe.plan.ranking import BackgroundRanking
+from torchtune_adaptive.recipe.record import Record
+from torchtune_adaptive.recipe.search.context import SearchContext
+from torchtune_adaptive.recipe.search.decide import Batch, Planner, decide_batch
+from torchtune_adaptive.recipe.settings.batch import configured_batch
+from torchtune_adaptive.recipe.settings.checks import check
+from torchtune_adaptive.recipe.settings.kinds import KINDS
+from torchtune_adaptive.recipe.setup.environment import start_environment
+from torchtune_adaptive.recipe.setup.model import Model
+from torchtune_adaptive.recipe.setup.model_switches import build_switches
+from torchtune_adaptive.recipe.setup.optimizer import Optimizers, build_lr_scheduler
+from torchtune_adaptive.recipe.train.adaptation import Adaptation
+from torchtune_adaptive.recipe.train.events import Events
+from torchtune_adaptive.recipe.train.growth import Growth, batch_increase
+from torchtune_adaptive.recipe.train.instruments import Profiling, build_profiler
+from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
+from torchtune_adaptive.recipe.train.learning_rate import LearningRate
+from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_resume
+from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
+from torchtune_adaptive.recipe.train.stop import StopSignals
+from torchtune_adaptive.recipe.train.validation import Validation
+
+log = logging.getLogger(__name__)
+
+Save = Callable[[Model, Optimizers, Progress, str], None]
+
+
+class Run:
+    """A run on this rank, from a checked config to a training loop.
+
+    Use as a context around everything that the ranks do together: a rank that is lost is noticed there.
+
+    Args:
+        cfg: the config, with what the command line changed.
+        kind: of recipe, one of ``settings.kinds.KINDS``.
+
+    Raises:
+        ConfigError: a setting cannot work; nothing has been built yet.
+    """
+
+    def __init__(self, cfg: DictConfig, kind: str) -> None:
+        self._cfg = cfg
+        self.settings = check(cfg, KINDS[kind])
+        self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here
+        patience = self.settings.agreement_timeout(cfg.get("compile", False))
+        self.environment = start_environment(
+            cfg, longest_wait=patience if self.settings.survives else None
+        )
+        self.kind = recipe_kind(KINDS[kind], cfg, self.environment)
+        self.ranks = Ranks(patience)
+        if not self.settings.search_only:
+            require_output_folder(cfg, self.ranks)
+        self.stop = StopSignals(self.settings.stop_timeout)
+        self.watchdog = Watchdog(
+            self.ranks,
+            limit=self.settings.rank_timeout,
+            on_duty=self.settings.survives,
+        )
+        seed = training.set_seed(cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
+        self.progress = Progress(seed, cfg.epochs, cfg.max_steps_per_epoch)
+        # Before the model: a cap on memory holds for its weights as well.
+        self.memory = device_memory(self.environment.device, self.settings.memory_limit)
+        self.planner: Planner | None = None  # on rank 0, in parallel with the set-up
+        if self.settings.predicts and self.environment.is_rank_zero:
+            self.planner = BackgroundPlanner.begin(
+                cfg, self.settings, self.ranks.size, self.memory.name
+            )
+        if self.settings.use_fastest_configuration and self.environment.is_rank_zero:
+            self.planner = BackgroundRanking.begin(
+                cfg, self.settings, self.ranks.size, self.memory.name
+            )
+        self.metrics: Any = None  # torchtune's metric logger, on rank 0
+        self.record: Record | None = None  # on rank 0
+        if self.environment.is_rank_zero:
+            # torchtune's loggers print where they write.
+            said = nullcontext() if log.isEnabledFor(logging.INFO) else redirect_stdout(StringIO())
+            with said:
+                self.metrics = config.instantiate(cfg.metric_logger)
+            self.record = Record(cfg, kind, self.ranks.size, self.metrics)
+            log.info(f"Config: {self.record.save_config()}")
+
+    def __enter__(self) -> Run:
+        self.stop.__enter__()
+        self.watchdog.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.watchdog.__exit__(kind, error, traceback)
+        except Exception as lost:
+            error = lost
+            raise
+        finally:
+            self._close_planner()
+            if self.record is not None:
+                self.record.close(error or self.stop.reason)
+            self.stop.__exit__(kind, error, traceback)
+
+    def _close_planner(self) -> None:
+        if self.planner is not None:
+            self.planner.close()
+            self.planner = None
+
+    def prepare(
+        self, model: Model, optimizers: Optimizers, objective: Objective, save: Save
+    ) -> TrainingLoop | None:
+        """Make the training loop of a model and its optimizer, with the batch size found if it is asked for.
+
+        The search stands here: everything that it needs is there, and what depends on the batch size is not
+        yet made.
+
+        Returns:
+            The loop, or None where only the search was asked for.
+        """
+        cfg, settings, saved = self._cfg, self.settings, self.progress.training
+        self.watchdog.enter("loading the data", patience=None)
+        tokenizer = config.instantiate(cfg.tokenizer)
+        data = load_data(cfg, tokenizer, self.kind.rows(), objective)
+        order = SampleOrder(len(data.dataset), model.data_ranks, cfg.shuffle)
+        measures_noise = settings.gradient_noise != "off" or getattr(
+            self._grow, "needs_noise", False
+        )
+        step = self.train_step(model, optimizers, objective, measures_noise)
+        require_something_to_learn(data, step)
+        context = SearchContext(
+            cfg=cfg,
+            settings=settings,
+            configured=configured_batch(cfg, model.data_ranks),
+            data=data,
+            order=order,
+            step=step,
+            ranks=self.ranks,
+            watchdog=self.watchdog,
+            validation=self._validation_data(tokenizer, objective),
+        )
+        batch = decide_batch(context, saved, self.planner)
+        self._close_planner()
+        if settings.search_only:
+            self._note(batch, batch.start)
+            return None
+        return self._training_loop(model, optimizers, context, batch, save)
+
+    def _training_loop(
+        self,
+        model: Model,
+        optimizers: Optimizers,
+        context: SearchContext,
+        batch: Batch,
+        save: Save,
+    ) -> TrainingLoop:
+        """The loop that trains with the batch that was decided on."""
+        cfg, settings, data, step = self._cfg, self.settings, context.data, context.step
+        epochs = epochs_of(
+            context.order.rows_per_rank, batch.start, self.progress.max_steps_per_epoch
+        )
+        events = Events(Path(cfg.output_dir) if self.environment.is_rank_zero else None)
+        noise = NoiseScale() if step.options.measure_noise else None
+        metrics = Metrics(
+            Logging.from_config(cfg, self.metrics, self.environment),
+            self.environment,
+            self.memory,
+            watch_memory=settings.shrinks,
+            counts_tokens=step.objective.unit == "tokens",
+        )
+        loop = TrainingLoop(
+            runner=self._step_runner(step, batch.micro_batches, events),
+            adaptation=self._adaptation(batch, optimizers, epochs, noise, events),
+            loader=Loader(
+                data.dataset,
+                data.collate,
+                context.order,
+                model.data_rank,
+                model.data_ranks,
+                batch.micro_batches,
+                settings.workers,
+            ),
+            progress=self.progress,
+            metrics=metrics,
+            profiling=Profiling(*build_profiler(cfg), self.environment, self.memory),
+            save=lambda name: save(model, optimizers, self.progress, name),
+            last_checkpoint=self._last_checkpoint,
+            save_every_n_steps=cfg.get("save_every_n_steps"),
+            stop=self.stop,
+            before_step=partial(self.kind.before_step, model.module),
+            validation=self._validation(context, batch, model, events, metrics),
+        )
+        self._note(batch, loop.adaptation.split, loop)
+        return loop
+
+    def _validation_data(self, tokenizer: Any, objective: Objective) -> Data | None:
+        """What is validated on while training, if that is asked for."""
+        if self._cfg.get("run_val_every_n_steps") is None:
+            return None
+        validating = validation_config(self._cfg)
+        rows = recipe_kind(self.kind.about, validating, self.environment).rows()
+        return load_data(validating, tokenizer, rows, objective)
+
+    def _validation(
+        self, context: SearchContext, batch: Batch, model: Model, events: Events, metrics: Metrics
+    ) -> Validation | None:
+        cfg, settings, data = self._cfg, self.settings, context.validation
+        if data is None:
+            return None
+        return Validation(
+            step=context.step,
+            data=data,
+            every_n_steps=cfg.run_val_every_n_steps,
+            size=batch.validation or cfg.get("batch_size_val") or batch.start.micro_batch,
+            rank=model.data_rank,
+            ranks=model.data_ranks,
+            workers=settings.workers,
+            watchdog=self.watchdog,
+            step_timeout=settings.step_timeout,
+            events=events,
+            record=metrics.record_validation,
+        )
+
+    def _note(self, batch: Batch, split: Split, loop: TrainingLoop | None = None) -> None:
+        """Put on record what was decided, and what training starts with."""
+        if self.record is not None:
+            step = (self.progress.training or {}).get("global_step", 0)
+            self.record.decided(split, step, batch.report)
+            self.record.loop = loop
+
+    def _last_checkpoint(self) -> str:
+        return last_saved(Path(self._cfg.checkpointer.output_dir))
+
+    def _step_runner(
+        self, step: TrainStep, micro_batches: MicroBatches, events: Events
+    ) -> StepRunner:
+        settings = self.settings
+
+        def recovery(split: Split, reliefs: int) -> Recovery | None:
+            if not settings.shrinks:
+                return None
+            sizes = micro_batches.full_size(split), micro_batches.smaller_sizes(split)
+            return Recovery(*sizes, settings.grow_back_after, reliefs)
+
+        return StepRunner(
+            step=step,
+            micro_batches=micro_batches,
+            make_recovery=recovery,
+            watchdog=self.watchdog,
+            step_timeout=settings.step_timeout,
+            events=events,
+            advice=lambda: how_to_resume(self._last_checkpoint()),
+            wait_for_memory=settings.wait_for_memory,
+        )
+
+    def _adaptation(
+        self,
+        batch: Batch,
+        optimizers: Optimizers,
+        epochs: Epochs,
+        noise: NoiseScale | None,
+        events: Events,
+    ) -> Adaptation:
+        """How the batch and the learning rate change from here on; restored if the run is resumed."""
+        settings, progress, saved = self.settings, self.progress, self.progress.training
+        growth = Growth(
+            batch.start,
+            batch.largest,
+            self._grow,
+            settings.grow_past_memory,
+            epochs.rows,
+            self.ranks,
+        )
+        used = 0
+        if saved:
+            used = saved["samples_of_epoch"] // batch.start.ranks
+            if settings.adapts and saved["growth"]["largest"] is not None:
+                growth.load_state_dict(saved["growth"])
+        learning_rate = LearningRate(
+            optimizers,
+            lambda position: build_lr_scheduler(
+                self._cfg, optimizers, progress.total_epochs * epochs.base_steps, position
+            ),
+            position=epochs.position(progress.epochs_run, used),
+            rule=settings.lr_scaling or (growth.schedule.lr_scaling if growth.schedule else "none"),
+            half_life=settings.beta2 == "half_life",
+            start=batch.start.global_batch,
+        )
+        adaptation = Adaptation(growth, learning_rate, noise, epochs, events)
+        if self._grow is not None and not saved:
+            adaptation.announce(progress.total_epochs)
+        return adaptation
+
+    def train_step(
+        self,
+        model: Model,
+        optimizers: Optimizers,
+        objective: Objective,
+        measure_noise: bool = False,
+    ) -> TrainStep:
+        """The step of this run, for its trials and for its training."""
+        clip = self._cfg.get("clip_grad_norm", None)
+        return TrainStep(
+            model=model.module,
+            objective=objective,
+            optimizers=optimizers.steppers,
+            device=self.environment.device,
+            memory=self.memory,
+            ranks=self.ranks,
+            options=StepOptions(
+                survive=self.settings.survives,
+                activations=model.offloading,
+                switches=build_switches(
+                    self._cfg, self.environment, model.module, objective, model.offloading
+                ),
+                clip_grad_norm=None if clip is None else float(clip),
+                optimizer_in_backward=optimizers.in_backward,
+                launched=self.watchdog.tick,
+                measure_noise=measure_noise,
+                stop_requested=lambda: self.stop.requested,
+            ),
+        )
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+        self.ranks.close()
+        dist.destroy_process_group()
+        self.stop.raise_if_stopped()

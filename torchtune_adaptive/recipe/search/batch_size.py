@@ -1,0 +1,190 @@
+"""Find the largest micro-batch that fits: candidates, cache, prediction, trials."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.core import (
+    PROOFS,
+    Rounding,
+    SearchResult,
+    SizeSearch,
+    SizeTrial,
+    Split,
+    candidates,
+    found_sizes,
+)
+from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
+from torchtune_adaptive.recipe.search.context import SearchContext, nothing_fits, probe_of
+from torchtune_adaptive.recipe.search.size_report import SearchReport
+from torchtune_adaptive.recipe.search.validation_size import fit_validation
+from torchtune_adaptive.recipe.search.worst_case import WorstCase
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.fingerprint import search_facts
+
+log = logging.getLogger(__name__)
+
+
+def find_batch_size(
+    run: SearchContext, known: int | None = None, planner: BackgroundPlanner | None = None
+) -> SearchReport:
+    """Search on the run itself, which is afterwards as it was before.
+
+    Args:
+        run: the run to search on.
+        known: what an earlier part of this run has found; it is confirmed by one trial.
+        planner: on rank 0, predicts the size that should be found.
+    """
+    started = time.perf_counter()
+    settings, configured = run.settings, run.configured
+    sizes = possible_sizes(settings, configured, run.order.rows_per_rank)
+    worst = run.worst_case(settings.probe_length)
+    log.info(f"Searching for the largest micro-batch with rows of {worst.size} ({worst.source}).")
+
+    def accumulation(size: int) -> int:
+        most = 2 if settings.grow_past_memory else 1
+        return max(split_for(settings, configured, size).accumulation, most)
+
+    probe = probe_of(run, lambda size: worst.batch(size, run.data.collate), accumulation)
+    with probe:
+        first = probe.prime()
+        if not first.fits:
+            raise nothing_fits(first, worst)
+        capacity = min(report.usable_bytes for report in first.reports)
+        if planner is not None and worst.size.images > 1:
+            log.info("No prediction: it would be for rows with one image. Searching without it.")
+            planner = None
+        predictions = _Predictions(run, planner, worst.length, capacity, accumulation)
+        about = search_facts(
+            run.cfg,
+            settings,
+            row=asdict(worst.size),
+            packed=run.data.packed,
+            largest_candidate=sizes[-1],
+            ranks=run.ranks.size,
+            device=run.step.memory.name,
+            capacity=capacity,
+        )
+        found = SizeSearch(
+            probe,
+            first,
+            sizes,
+            settings.search,
+            run.ranks,
+            found_sizes(settings.cache),
+            predictions.largest,
+        ).result(about, known)
+        validation = fit_validation(run, probe, lambda _: found.size or 1)
+    predictions.learn_from(found)
+    return _report(run, found, worst, validation, time.perf_counter() - started)
+
+
+def _report(
+    run: SearchContext,
+    found: SearchResult[SizeTrial],
+    worst: WorstCase,
+    validation: SizeTrial | None,
+    seconds: float,
+) -> SearchReport:
+    settings, configured, rows = run.settings, run.configured, run.order.rows_per_rank
+    if found.size is None:
+        raise nothing_fits(found.trials[-1], worst)
+    after = split_for(settings, configured, found.size)
+    return SearchReport(
+        result=found,
+        before=configured,
+        after=after if settings.use_maximum_batch_size else configured,
+        strategy=settings.search,
+        row=worst.size,
+        row_source=worst.source,
+        device=run.step.memory.name,
+        headroom=settings.headroom,
+        seconds=seconds,
+        rows_per_rank=rows,
+        lr=run.cfg.optimizer.get("lr"),
+        ceiling=what_limits(settings, configured, rows),
+        validation=validation,
+    )
+
+
+def possible_sizes(
+    settings: AdaptiveSettings, configured: Split, rows_per_rank: int
+) -> tuple[int, ...]:
+    """The micro-batches that a search may find: at least one full step must remain in an epoch.
+
+    Args:
+        settings: rounding, ceiling, and whether the global batch must stay.
+        configured: the batch that the config asks for.
+        rows_per_rank: the rows that each rank has in an epoch.
+    """
+    accumulation, rows_per_step = configured.accumulation, configured.rows
+    needed = rows_per_step if settings.keep_global_batch else accumulation
+    if rows_per_rank < needed:
+        raise ConfigError(
+            "gradient_accumulation_steps",
+            accumulation,
+            f"leaves no full step in an epoch: a step needs at least {needed} rows per rank, "
+            f"and the data has {rows_per_rank}",
+            "Lower it, lower batch_size, or use more data",
+        )
+    ceiling = rows_per_step if settings.keep_global_batch else rows_per_rank // accumulation
+    if settings.ceiling is not None:
+        ceiling = min(ceiling, settings.ceiling)
+    rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
+    return candidates(rounding, ceiling, rows_per_step)
+
+
+def what_limits(settings: AdaptiveSettings, configured: Split, rows_per_rank: int) -> str:
+    """Why ``possible_sizes`` has no larger ones."""
+    if settings.keep_global_batch:
+        ceiling, reason = configured.rows, f"a step has {configured.rows} rows per rank"
+    else:
+        ceiling = rows_per_rank // configured.accumulation
+        reason = f"the data has {rows_per_rank} rows per rank, and an epoch needs a step"
+    if settings.ceiling is not None and settings.ceiling < ceiling:
+        return f"adaptive_batching.ceiling is {settings.ceiling}"
+    return reason
+
+
+def split_for(settings: AdaptiveSettings, configured: Split, size: int) -> Split:
+    """How a step is put together with micro-batches of ``size`` rows."""
+    accumulation = configured.accumulation
+    if settings.keep_global_batch:
+        accumulation = configured.rows // size
+    return Split(size, accumulation, configured.ranks)
+
+
+@dataclass(frozen=True)
+class _Predictions:
+    """What the planner predicts for a search, the same on all ranks; nothing where there is no planner."""
+
+    run: SearchContext
+    planner: BackgroundPlanner | None
+    row_length: int
+    capacity: int
+    accumulation: Callable[[int], int]
+
+    def largest(self, after: SizeTrial | None) -> int:
+        """The largest size that should fit, corrected by a trial; 0 if there is no prediction."""
+        self.run.watchdog.enter("predicting the batch size", patience=None)
+        rows = None
+        if self.planner is not None:
+            if after is not None:
+                self._correct_by(after)
+            rows = self.planner.largest(self.row_length, self.capacity)
+        return self.run.ranks.from_rank_zero(rows) or 0
+
+    def learn_from(self, found: SearchResult[SizeTrial]) -> None:
+        """Remember how good predictions were, once a search has tried its size."""
+        if self.run.settings.search == "predict":
+            self.run.watchdog.enter("learning how good the prediction was", patience=None)
+        if self.planner is not None and found.status in PROOFS:
+            self._correct_by(next(trial for trial in found.trials if trial.size == found.size))
+
+    def _correct_by(self, trial: SizeTrial) -> None:
+        assert self.planner is not None
+        self.planner.learn_from(trial.size, trial.usage, self.accumulation(trial.size))

@@ -1,0 +1,193 @@
+"""What the search for a token budget reports: its trials, the budget, and the padding and speed it gains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchtune_adaptive.common import (
+    BLUE,
+    GRAY,
+    GREEN,
+    RED,
+    legend_below,
+    new_figure,
+    save,
+    tidy,
+    whole_numbers,
+)
+from torchtune_adaptive.core import (
+    TRIAL_COLUMNS,
+    Budget,
+    ByRows,
+    ByTokens,
+    LengthTrial,
+    MicroBatches,
+    SizeTrial,
+    Split,
+    padding,
+    trial_cells,
+)
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+JSON_NAME = "token_budget.json"
+PLOT_NAME = "token_budget.png"
+_STEPS_COMPARED = 200
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """How fast one way of dividing a step into micro-batches is."""
+
+    padding_share: float
+    tokens_per_second: float | None = None
+    """Real ones, on each rank, in one step; None if it was not measured, or does not fit."""
+
+
+@dataclass(frozen=True)
+class BudgetReport:
+    """A budget that was found, and what it changes."""
+
+    micro_batches: ByTokens
+    trials: Sequence[LengthTrial]
+    split: Split
+    """The batch without it."""
+    without_budget: Throughput
+    with_budget: Throughput
+    used: bool
+    """Whether training keeps to it; not if it is slower."""
+    validation: SizeTrial | None = None
+    """The trial of validation that fits, where there is any."""
+
+    @property
+    def budget(self) -> Budget:
+        return self.micro_batches.budget
+
+    def text(self) -> str:
+        fits = ", ".join(f"{rows} x {length}" for length, rows in self.budget.measured)
+        lines = [
+            f"Rows that fit, by length: {fits}.",
+            f"Padding: {self.without_budget.padding_share:.0%} of what is computed in micro-batches of "
+            f"{self.split.micro_batch} rows, {self.with_budget.padding_share:.0%} with the token budget.",
+        ]
+        before, after = self.without_budget.tokens_per_second, self.with_budget.tokens_per_second
+        if after is not None:
+            was = f"{before:,.0f}" if before else "(does not fit)"
+            lines.append(f"Tokens per second on each rank, in one step: {was} -> {after:,.0f}.")
+        if not self.used:
+            lines.append(
+                f"The token budget is not used, because it is slower: micro-batches stay at "
+                f"{self.split.micro_batch} rows. ({BLOCK}.token_budget={self.budget.tokens} uses one in any "
+                "case.)"
+            )
+        if self.validation is not None:
+            lines.append(f"Validation in micro-batches of {self.validation.size}.")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "rows_by_length": {length: rows for length, rows in self.budget.measured},
+            "used": self.used,
+            "batch_size_without": self.split.micro_batch,
+            "without_budget": asdict(self.without_budget),
+            "with_budget": asdict(self.with_budget),
+            "validation": self.validation.as_dict() if self.validation else None,
+            "trials": [{"length": each.length, **each.trial.as_dict()} for each in self.trials],
+        }
+
+    def numbers(self) -> dict[str, float]:
+        """The result for a metric logger."""
+        found: dict[str, float] = {
+            "token_budget": self.budget.tokens,
+            "token_budget_used": int(self.used),
+            "trials": len(self.trials),
+        }
+        for name, how in (("without", self.without_budget), ("with", self.with_budget)):
+            found[f"padding_share_{name}_budget"] = round(how.padding_share, 4)
+            if how.tokens_per_second is not None:
+                key = f"tokens_per_second_per_gpu_{name}_budget"
+                found[key] = round(how.tokens_per_second, 1)
+        return found
+
+    def trial_table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The names of the columns, and a row for each trial."""
+        rows = [(str(each.length), *trial_cells(each.trial)) for each in self.trials]
+        return ("row length", *TRIAL_COLUMNS), rows
+
+    def write(self, folder: Path) -> list[Path]:
+        """The JSON file and, where matplotlib is installed, the plot; the paths of what was written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / JSON_NAME
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        figure = self.figure()
+        return [path, save(figure, folder / PLOT_NAME)] if figure else [path]
+
+    def figure(self) -> Figure | None:
+        """Rows over length: what fits, what was tried."""
+        figure = new_figure(6.4, 4)
+        if figure is None:
+            return None
+        budget = self.budget
+        axes = figure.subplots()
+        shortest = min(length for length, _ in budget.measured)
+        lengths = range(max(1, shortest // 2), budget.longest + 1)
+        rows = [budget.rows(length) for length in lengths]
+        axes.step(lengths, rows, color=BLUE, label="token budget", where="mid")
+        for fits, marker, color, label in (
+            (True, "o", GREEN, "fits"),
+            (False, "X", RED, "does not fit"),
+        ):
+            tried = [each for each in self.trials if each.trial.fits is fits]
+            if tried:
+                axes.plot(
+                    [each.length for each in tried],
+                    [each.trial.size for each in tried],
+                    marker,
+                    color=color,
+                    label=f"tried: {label}",
+                )
+        configured = self.split.micro_batch
+        axes.axhline(configured, color=GRAY, linestyle="--", label=f"without: {configured} rows")
+        axes.set(
+            title="Token budget" + ("" if self.used else " (slower, so not used)"),
+            xlabel="longest row of a micro-batch (tokens)",
+            ylabel="micro-batch (rows)",
+            ylim=(0, None),
+        )
+        whole_numbers(axes.xaxis)
+        whole_numbers(axes.yaxis)
+        tidy(axes)
+        legend_below(figure)
+        return figure
+
+
+def padding_shares(by_tokens: ByTokens, split: Split) -> tuple[float, float]:
+    """The share of padding without a budget and with it, over a number of shuffled steps."""
+    lengths = by_tokens.row_lengths
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = split.global_batch
+    steps = [order[i : i + rows] for i in range(0, len(order) - rows + 1, rows)][:_STEPS_COMPARED]
+
+    def share(micro_batches: MicroBatches) -> float:
+        size = micro_batches.full_size(split)
+        portions = (
+            portion
+            for step in steps
+            for rank in range(split.ranks)
+            for portion in micro_batches.portions(step, size, rank, split.ranks)
+        )
+        return padding(
+            (lengths[sample] for sample in portion.sample_ids)
+            for portion in portions
+            if not portion.weightless
+        )
+
+    return share(ByRows("none")), share(by_tokens)

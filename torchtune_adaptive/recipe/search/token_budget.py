@@ -1,0 +1,275 @@
+"""The token budget of a run: found by trials at several row lengths, kept by every micro-batch.
+
+The longest rows come first: a search finds how many of them fit. At each shorter length the same number of
+tokens is known to fit and needs no trial (see ``packing.Budget``). What fits beyond that is estimated from
+what was measured, and the estimate is tried once: if it fails, the known size stays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.core import (
+    Budget,
+    ByRows,
+    ByTokens,
+    LengthTrial,
+    Loader,
+    MicroBatches,
+    Probe,
+    SizeTrial,
+    find_largest,
+    length_buckets,
+    trial_line,
+)
+from torchtune_adaptive.recipe.search.budget_report import BudgetReport, Throughput, padding_shares
+from torchtune_adaptive.recipe.search.context import SearchContext, nothing_fits, probe_of
+from torchtune_adaptive.recipe.search.validation_size import fit_validation
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
+
+log = logging.getLogger(__name__)
+
+_ESTIMATES_ARE_SHORT_BY = 0.03
+"""The share of free memory that estimates leave: they miss by as much, and a failed trial is wasted."""
+_SLOWER_BY = 0.05
+"""The share of throughput that a budget must cost to be given up: the fastest of several steps of one kind
+vary by less."""
+_ROUNDS = 4
+"""Times that a step is measured with and without a budget before the budget is given up."""
+_FIRST_ROUNDS = 2
+"""The same before it is used: the very first step may be slow for reasons of its own."""
+
+
+def find_budget(
+    probe_at: Callable[[int], Probe], lengths: Sequence[int], most_rows: int
+) -> tuple[Budget | None, list[LengthTrial]]:
+    """How many rows of each length fit; None if not even one of the longest does.
+
+    Args:
+        probe_at: tries sizes at one length.
+        lengths: to measure at, descending.
+        most_rows: that a micro-batch may have: those that a step may have on one rank.
+    """
+    trials: list[LengthTrial] = []
+
+    def try_at(length: int, probe: Probe, rows: int) -> SizeTrial:
+        trial = probe.trial(rows)
+        log.info(f"{length} tokens a row: {trial_line(trial)}")
+        trials.append(LengthTrial(length, trial))
+        return trial
+
+    longest = lengths[0]
+    probe = probe_at(longest)
+    found = find_largest(
+        "extrapolate", range(1, most_rows + 1), lambda rows: try_at(longest, probe, rows)
+    )
+    if found.size is None:
+        return None, trials
+    measured = {longest: found.size}
+    for length in lengths[1:]:
+        # As many tokens in shorter rows take no more memory: no trial needed.
+        rows = min(most_rows, measured[min(measured)] * min(measured) // length)
+        measured[length] = rows
+        estimate = min(most_rows, _estimate(trials, length))
+        if rows < estimate and try_at(length, probe_at(length), estimate).fits:
+            measured[length] = estimate
+        if measured[length] == most_rows:
+            break
+    return Budget(tuple(sorted(measured.items()))), trials
+
+
+def _estimate(trials: Sequence[LengthTrial], length: int) -> int:
+    """Rows of ``length`` tokens that should fit, if memory is a constant and so much for each token.
+
+    By the two largest that fitted, of which the larger is nearest to the limit. Shorter rows have less
+    attention for each token, so the line errs to the safe side.
+    """
+    fitting = sorted(
+        {
+            (each.trial.size * each.length, each.trial.deciding.peak_bytes, each.trial.free_bytes)
+            for each in trials
+            if each.trial.fits
+        }
+    )
+    if len(fitting) < 2:
+        return 0
+    (fewer, less, _), (tokens, peak, free) = fitting[-2:]
+    if tokens == fewer or peak <= less:
+        return 0
+    each_token = (peak - less) / (tokens - fewer)
+    room = free * (1 - _ESTIMATES_ARE_SHORT_BY)
+    return int((tokens + room / each_token) // length)
+
+
+def confirm(tokens: int, probe: Probe, longest: int, most_rows: int) -> tuple[Budget, LengthTrial]:
+    """Take a budget that the user gives, if the longest rows in it fit.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if tokens < longest:
+        raise ConfigError(
+            "adaptive_batching.token_budget",
+            tokens,
+            f"is less than the longest row ({longest} tokens)",
+            f"Use {longest} or more, or cut rows with tokenizer.max_seq_len",
+        )
+    trial = probe.trial(min(tokens // longest, most_rows))
+    log.info(f"{longest} tokens a row: {trial_line(trial)}")
+    if not trial.fits:
+        raise ConfigError(
+            "adaptive_batching.token_budget",
+            tokens,
+            f"does not fit: {trial.deciding.trouble} with {trial.size} rows of {longest} tokens",
+            "Use less, or True to have it found",
+        )
+    return Budget.of_tokens(tokens, longest), LengthTrial(longest, trial)
+
+
+def lengths_to_measure(row_lengths: Sequence[int], longest: int) -> list[int]:
+    """The longest row that can be, then halves of it, down to the median of the data."""
+    middle = sorted(row_lengths)[len(row_lengths) // 2]
+    lengths = [longest]
+    while lengths[-1] // 2 >= max(middle, 2):
+        lengths.append(lengths[-1] // 2)
+    return lengths
+
+
+def find_token_budget(
+    run: SearchContext, row_lengths: Sequence[int], known: Budget | None = None
+) -> BudgetReport:
+    """Find the token budget on the run itself, which is afterwards as it was before.
+
+    Args:
+        run: the run to search on.
+        row_lengths: of every row of the data.
+        known: what an earlier part of this run has found; it is confirmed by one trial.
+    """
+    longest = _longest(run.settings, row_lengths)
+    worst = run.worst_case(longest)
+    length_now = longest
+    log.info(f"Searching for the token budget: the longest row has {longest} tokens.")
+    probe = probe_of(
+        run,
+        batch=lambda rows: worst.of_length(length_now).batch(rows, run.data.collate),
+        accumulation=lambda rows: 2,  # a step has as many micro-batches as it takes
+    )
+
+    def probe_at(length: int) -> Probe:
+        nonlocal length_now
+        length_now = length
+        return probe
+
+    with probe:
+        first = probe.prime()
+        if not first.fits:
+            raise nothing_fits(first, worst)
+        most_rows = run.order.rows_per_rank if run.settings.grows else run.configured.rows
+        lengths = lengths_to_measure(row_lengths, longest)
+        budget, trials = _find_or_confirm(run.settings, probe_at, lengths, most_rows, known)
+        if budget is None:
+            raise nothing_fits(trials[-1].trial, worst)
+        buckets = length_buckets(longest, min(row_lengths)) if run.compiled else ()
+        ignored = run.step.objective.ignored
+        by_tokens = ByTokens(budget, row_lengths, run.data.tokenizer.pad_id, ignored, buckets)
+        speeds = _speeds(run, probe, by_tokens)
+        validation = fit_validation(run, probe, lambda length: budget.tokens // length)
+    without, with_budget = map(Throughput, padding_shares(by_tokens, run.configured), speeds)
+    # A budget of the user's own is meant, a checkpoint's is kept, and a batch that grows needs one.
+    is_ours = run.settings.token_budget is True and known is None and not run.settings.grows
+    used = not (is_ours and is_slower(*speeds))
+    return BudgetReport(by_tokens, trials, run.configured, without, with_budget, used, validation)
+
+
+def _longest(settings: AdaptiveSettings, row_lengths: Sequence[int]) -> int:
+    """The row length that the budget must hold for."""
+    longest = max(row_lengths)
+    if settings.probe_length is not None and settings.probe_length < longest:
+        raise ConfigError(
+            f"{BLOCK}.probe_length",
+            settings.probe_length,
+            f"is shorter than row {row_lengths.index(longest)} of the data ({longest} tokens)",
+            "Leave it out, or cut rows with tokenizer.max_seq_len",
+        )
+    return settings.probe_length or longest
+
+
+def _find_or_confirm(
+    settings: AdaptiveSettings,
+    probe_at: Callable[[int], Probe],
+    lengths: Sequence[int],
+    most_rows: int,
+    known: Budget | None,
+) -> tuple[Budget | None, list[LengthTrial]]:
+    """A budget that the user gives or a checkpoint has, confirmed by one trial; or a search."""
+    longest = lengths[0]
+    if settings.token_budget is not True:
+        budget, trial = confirm(settings.token_budget, probe_at(longest), longest, most_rows)
+        return budget, [trial]
+    if known is not None and known.longest == longest:
+        trial = LengthTrial(longest, probe_at(longest).trial(known.rows(longest)))
+        if trial.trial.fits:
+            return known, [trial]
+        log.info("The checkpoint's token budget no longer fits; searching again.")
+    return find_budget(probe_at, lengths, most_rows)
+
+
+def is_slower(without: float | None, with_budget: float | None) -> bool:
+    """Whether a budget costs throughput, by a clear margin; not if one of the two was not measured."""
+    if without is None or with_budget is None:
+        return False
+    return with_budget < (1 - _SLOWER_BY) * without
+
+
+def fastest(
+    without: Callable[[], float | None], with_budget: Callable[[], float | None]
+) -> tuple[float | None, float | None]:
+    """The highest throughput without a budget and with it; measured more often if the budget seems slower.
+
+    Args:
+        without: measures the throughput of a step; None if it does not fit.
+        with_budget: the same.
+    """
+    best: tuple[float | None, float | None] = (0.0, 0.0)
+    for number in range(1, _ROUNDS + 1):
+        measured = without(), with_budget()
+        if None in measured:
+            return measured  # there is nothing to compare
+        best = max(best[0] or 0.0, measured[0] or 0.0), max(best[1] or 0.0, measured[1] or 0.0)
+        if number >= _FIRST_ROUNDS and not is_slower(*best):
+            break
+    return best
+
+
+def _speeds(
+    run: SearchContext, probe: Probe, by_tokens: ByTokens
+) -> tuple[float | None, float | None]:
+    """Tokens per second and rank in the first step, without the budget and with it; None if not measured.
+
+    The same on all ranks, since a step takes as long as it takes the slowest.
+    """
+    split = run.configured
+    if run.compiled or split.rows > run.order.rows_per_rank:
+        return None, None  # most of what would be measured is compiling; or there is no full step
+    samples = run.order.epoch(0)[: split.global_batch]
+    tokens = sum(by_tokens.row_lengths[sample] for sample in samples) / run.ranks.size
+
+    def measured(what: str, micro_batches: MicroBatches) -> float | None:
+        loader = Loader(
+            run.data.dataset,
+            run.data.collate,
+            run.order,
+            run.ranks.rank,
+            run.ranks.size,
+            micro_batches,
+        )
+        step = loader.epoch(0).step(split.rows, micro_batches.full_size(split))
+        seconds = probe.timed(what, [micro_batch.batch for micro_batch in step])
+        return tokens / seconds[0] if seconds else None
+
+    return fastest(
+        lambda: measured("without a token budget", ByRows("none")),
+        lambda: measured("with the token budget", by_tokens),
+    )

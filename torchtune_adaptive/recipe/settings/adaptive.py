@@ -1,0 +1,283 @@
+"""The settings that this package adds to a torchtune config.
+
+``AdaptiveSettings.from_config`` reads them: some keys at top level, the others in the block
+``adaptive_batching``. Inside the block every key is known and typed; an unknown one is an error, so a
+misspelt setting is never silently its default. ``null`` means the default.
+
+The annotation of a field says what it may be (see ``rules``), and its docstring is its documentation:
+``python docs/make/settings.py`` makes the tables of ``docs/settings.md`` from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from functools import cache
+from typing import Annotated, Any, Literal, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.core import LrScaling, Rounding, Strategy
+from torchtune_adaptive.recipe.settings.rules import (
+    CHECKPOINTING,
+    COMPONENT,
+    FOLDER,
+    FUNCTION,
+    KEYS,
+    MEMORY,
+    NEVER,
+    PATIENCE,
+    SECONDS,
+    SHARE,
+    Rule,
+    at_least,
+    either,
+    rule_of,
+)
+
+BLOCK = "adaptive_batching"
+_TOP_LEVEL = "top_level"
+
+
+def _at_top_level(default: Any) -> Any:
+    """A field whose key stands beside torchtune's, not in the block."""
+    return field(default=default, metadata={_TOP_LEVEL: True})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptiveSettings:
+    """What a config says about adaptive batching, checked and typed."""
+
+    use_maximum_batch_size: bool = _at_top_level(False)
+    """Search for the largest micro-batch that fits, then train with it."""
+
+    batch_increase_function: (
+        Annotated[str, FUNCTION] | Annotated[Mapping[str, Any], COMPONENT] | None
+    ) = _at_top_level(None)
+    """Grow the batch during training: the dotted path of a function ``f(epoch, current_batch_size) ->
+    increment``, or a ``_component_`` (docs/growing-the-batch.md). A search finds out how far it can grow."""
+
+    use_fastest_configuration: bool = _at_top_level(False)
+    """Choose the memory knobs (checkpointing, parameters kept after forward, ...) that train fastest within
+    the memory there is, at the configured global batch (docs/fastest.md)."""
+
+    save_every_n_steps: Annotated[int, at_least(1)] | None = _at_top_level(None)
+    """Save a mid-epoch checkpoint (``epoch_<n>_step_<step>``) every N steps; each replaces the previous one.
+    Resuming from it continues at the exact sample."""
+
+    keep_last_n_checkpoints: Annotated[int, at_least(1)] | None = _at_top_level(None)
+    """Keep only the newest N checkpoints. By default all those of epochs are kept, and the newest mid-epoch
+    one (docs/checkpoints.md)."""
+
+    search: Strategy | Literal["predict"] = "extrapolate"
+    """How to search. ``extrapolate``, ``bisect`` and ``halve`` find the same size in different numbers of
+    trials; ``predict`` confirms a predicted size with one trial and learns from it (docs/planning.md)."""
+
+    rounding: Rounding = "power_of_two"
+    """Which sizes are candidates: powers of two, divisors of the samples per rank in a step (``divisor``), or
+    all (``none``)."""
+
+    ceiling: Annotated[int, at_least(1)] | None = None
+    """The largest micro-batch to try. The data limits it too: an epoch must have at least one step."""
+
+    headroom: Annotated[float, SHARE] = 0.05
+    """Fraction of the capacity that a trial must leave free; the rest is the usable memory."""
+
+    memory_limit: Annotated[int, MEMORY] | None = None
+    """Behave like a device with this much memory, e.g. ``24GiB`` (on a GPU, a real cap; on a CPU, a simulated
+    device)."""
+
+    probe_length: Annotated[int, at_least(2, 1 << 24)] | None = None
+    """Tokens per sample in the trials; no sample may be longer. By default the longest sample of the data or,
+    where there are too many to look at each, ``max_seq_len`` of the tokenizer or the dataset."""
+
+    keep_global_batch: bool = False
+    """Keep micro-batch x accumulation x ranks exactly as configured: the largest divisor that fits becomes
+    the micro-batch, and accumulation makes up for it."""
+
+    checkpoint: Annotated[str, CHECKPOINTING] | None = None
+    """Which activations are computed again in backward: those of ``all`` layers, of ``none``, of each n-th
+    (``every_2``), or of cheap ``operations`` only, which keeps the results of matrix products and attention.
+    By default as enable_activation_checkpointing and ac_mode say. Losses and weights do not depend on it."""
+
+    recompute_loss: bool = False
+    """With torchtune's chunked loss: compute the logits of each chunk again in backward, instead of keeping
+    them. Losses and weights do not depend on it."""
+
+    may_change: Literal["exact", "rounding"] | Annotated[tuple[str, ...], KEYS] = "exact"
+    """What use_fastest_configuration may change: knobs that change no bit of the training (``exact``), also
+    those that change the order of sums (``rounding``), or a list of keys (docs/fastest.md)."""
+
+    speed_trials: Annotated[int, at_least(1, 64)] = 3
+    """How many configurations use_fastest_configuration times, besides the config's own."""
+
+    cache: bool | Annotated[str, FOLDER] = True
+    """Cache search results, sample lengths, traces and prediction errors: ``True`` = the user cache folder, a
+    path = that folder, ``False`` = off. A cached size is confirmed by one trial."""
+
+    token_budget: bool | Annotated[int, at_least(1)] = False
+    """Size micro-batches in tokens instead of samples: ``True`` finds how many samples of each length fit; a
+    number is the most tokens in a micro-batch, padding included (docs/token-budgets.md)."""
+
+    grow_past_memory: bool = False
+    """Let the global batch grow by accumulation once the micro-batch is the largest that fits."""
+
+    lr_scaling: LrScaling | None = None
+    """How the learning rate follows a growing batch: ``none``, ``sqrt``, ``linear``, or ``gain`` (what the
+    batch is worth at the measured noise scale). By default as the schedule says: ``sqrt`` for ``Seesaw``,
+    ``none`` for the others."""
+
+    beta2: Literal["fixed", "half_life"] = "fixed"
+    """Adam's second beta: ``fixed`` as configured, or ``half_life``: averages over the same number of samples
+    as the batch grows."""
+
+    gradient_noise: Literal["off", "observe", "act"] = "off"
+    """The gradient noise scale: ``observe`` logs it, in samples; ``act`` also grows the batch by it, with
+    ``GradientNoise()``."""
+
+    workers: Annotated[int, at_least(0, 256)] = 0
+    """DataLoader-style worker processes per rank."""
+
+    on_out_of_memory: Literal["shrink", "raise"] | None = None
+    """When a training step runs out of memory: ``shrink`` retries it with micro-batches of at most half the
+    size; ``raise`` stops. By default ``shrink`` where the batch is adapted (a search, growth or a token
+    budget) and the optimizer does not run in backward, else ``raise``."""
+
+    grow_back_after: Annotated[int | None, either(at_least(1), NEVER)] = 100
+    """Steps without running out of memory after which a size that failed in training is tried again, or
+    ``never``. Each further failure doubles the wait."""
+
+    wait_for_memory: Annotated[float, PATIENCE] = 30.0
+    """Seconds to wait, in all, when a training step runs out of memory at size 1: memory may be short for a
+    moment only, because of another process. Each wait is as long as all before it."""
+
+    rank_timeout: Annotated[float, SECONDS] = 45.0
+    """Seconds after which an unresponsive rank is considered lost and the run is aborted."""
+
+    step_timeout: Annotated[float, SECONDS] = 600.0
+    """The same for a rank that is alive but makes no progress in a training step while others wait."""
+
+    stop_timeout: Annotated[float, SECONDS] = 300.0
+    """Seconds in which training must save a checkpoint and end after SIGTERM or Ctrl-C. Then it ends without
+    one (docs/checkpoints.md)."""
+
+    search_only: bool = False
+    """Stop after the search (set by ``tune-adaptive find``)."""
+
+    @property
+    def grows(self) -> bool:
+        """Whether the batch may grow during training."""
+        return self.batch_increase_function is not None or self.gradient_noise == "act"
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether a training step that runs out of memory is retried."""
+        return self.on_out_of_memory == "shrink"
+
+    @property
+    def budgets(self) -> bool:
+        """Whether micro-batches are sized in tokens."""
+        return self.token_budget is not False
+
+    @property
+    def searches(self) -> bool:
+        """Whether the largest micro-batch must be known."""
+        return (self.use_maximum_batch_size or self.grows) and not self.budgets
+
+    @property
+    def predicts(self) -> bool:
+        """Whether a search starts from a prediction."""
+        return self.searches and self.search == "predict"
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the run decides about its batch, and keeps its decisions when it is resumed."""
+        return (
+            self.use_maximum_batch_size
+            or self.use_fastest_configuration
+            or self.grows
+            or self.budgets
+        )
+
+    @property
+    def survives(self) -> bool:
+        """Whether ranks must stay together when one of them runs out of memory."""
+        return self.adapts or self.shrinks
+
+    def agreement_timeout(self, compiled: bool) -> float:
+        """Seconds that ranks wait for each other to agree: long enough for the watchdog to report first
+        and, where models are compiled, for a rank that compiles while another has it cached."""
+        return 3600.0 if compiled else 2 * max(self.rank_timeout, self.step_timeout)
+
+    @classmethod
+    def from_config(cls, cfg: DictConfig) -> AdaptiveSettings:
+        """Read and check everything that this package adds to a torchtune config.
+
+        Raises:
+            ConfigError: a key is unknown, or its value is not valid.
+        """
+        block = cfg.get(BLOCK)
+        if block is None:
+            block = {}
+        elif not isinstance(block, DictConfig):
+            raise ConfigError(
+                BLOCK,
+                plain_value(cfg, BLOCK),
+                "is not a block",
+                "Write `key: value` lines below it",
+            )
+        for key in block:
+            if key not in block_keys():
+                raise _unknown(str(key), plain_value(block, key))
+        given = {key: (f"{BLOCK}.{key}", plain_value(block, key)) for key in block}
+        given |= {key: (key, plain_value(cfg, key)) for key in top_level_keys()}
+        values = {
+            key: _rules()[key].read(name, value)
+            for key, (name, value) in given.items()
+            if value is not None
+        }
+        settings = cls(**values)
+        if settings.on_out_of_memory is None:
+            can_retry = settings.adapts and not cfg.get("optimizer_in_bwd", False)
+            return replace(settings, on_out_of_memory="shrink" if can_retry else "raise")
+        return settings
+
+
+def top_level_keys() -> frozenset[str]:
+    """Our keys that stand beside torchtune's."""
+    return frozenset(f.name for f in fields(AdaptiveSettings) if f.metadata.get(_TOP_LEVEL))
+
+
+def block_keys() -> frozenset[str]:
+    """Our keys inside the block."""
+    return frozenset(f.name for f in fields(AdaptiveSettings)) - top_level_keys()
+
+
+@cache
+def _rules() -> dict[str, Rule]:
+    hints = get_type_hints(AdaptiveSettings, include_extras=True)
+    return {name: rule_of(annotation) for name, annotation in hints.items()}
+
+
+def plain_value(node: DictConfig, key: Any) -> Any:
+    """A value as Python's own types have it, for rules and messages; None where there is none."""
+    value = node.get(key)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def close_match(key: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known key that a wrong one was probably meant to be, whatever its letters' case."""
+    found = get_close_matches(key.lower(), sorted(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def _unknown(key: str, value: object) -> ConfigError:
+    name = f"{BLOCK}.{key}"
+    if key.lower() in top_level_keys():
+        remedy = f"It belongs at top level, outside of {BLOCK}: {key.lower()}={value}"
+        return ConfigError(name, value, "is in the wrong place", remedy)
+    meant = close_match(key, block_keys())
+    remedy = f"Did you mean {meant}?" if meant else f"Known are {', '.join(sorted(block_keys()))}"
+    return ConfigError(name, value, "is set, but there is no such setting", remedy)

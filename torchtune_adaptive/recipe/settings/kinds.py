@@ -1,0 +1,313 @@
+"""The kinds of recipe as a config shows them: the keys that each knows, and the configs that are its own.
+
+What a kind does is in ``kinds/``, in the module that has its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.recipe.settings.adaptive import (
+    BLOCK,
+    block_keys,
+    close_match,
+    plain_value,
+    top_level_keys,
+)
+
+FOUND = "search_result"
+"""The key of a saved config that says what the search found; no setting."""
+
+_COMMON_KEYS = frozenset(
+    [
+        "output_dir",
+        "log_every_n_steps",
+        "log_peak_memory_stats",
+        "metric_logger",
+        "profiler",
+        "device",
+        "dtype",
+        "seed",
+        "cudnn_deterministic_mode",
+        "model",
+        "tokenizer",
+        "checkpointer",
+        "resume_from_checkpoint",
+        "dataset",
+        "dataset_val",
+        "run_val_every_n_steps",
+        "batch_size_val",
+        "shuffle",
+        "batch_size",
+        "collate_fn",
+        "optimizer",
+        "lr_scheduler",
+        "loss",
+        "epochs",
+        "max_steps_per_epoch",
+        "gradient_accumulation_steps",
+        "clip_grad_norm",
+        "compile",
+        "enable_activation_checkpointing",
+        "enable_activation_offloading",
+        "custom_sharded_layers",
+        "fsdp_cpu_offload",
+        "fsdp_reshard_after_forward",
+        FOUND,
+        BLOCK,
+        *top_level_keys(),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that a kind uses without training it, by the keys of its block and of its checkpointer's."""
+
+    model: str
+    checkpointer: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of recipe."""
+
+    name: str
+    """Also that of its module in ``kinds/``; it is part of the names of its configs."""
+
+    torchtunes: str
+    """The recipe of torchtune that it takes the place of."""
+
+    more_keys: frozenset[str] = frozenset()
+    """The top-level keys that it knows besides those that all recipes do."""
+
+    more_blocks: frozenset[str] = frozenset()
+    """The blocks that it needs besides those that all recipes do; each describes a component."""
+
+    adapters: bool = False
+    """Whether adapters are trained, and the model itself stays as it is."""
+
+    frozen: tuple[FrozenModel, ...] = ()
+    """The models that are in memory besides the one that is trained."""
+
+    sample: Literal["row", "pair"] = "row"
+    """What one sample is: a row of tokens, or two rows that are compared."""
+
+    @property
+    def recipe(self) -> str:
+        """Our recipe."""
+        return f"adaptive_{self.torchtunes}"
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The top-level keys that it knows."""
+        named = {key for each in self.frozen for key in (each.model, each.checkpointer)}
+        unused = {"collate_fn"} if self.sample == "pair" else set()
+        return (_COMMON_KEYS | self.more_keys | self.more_blocks | named) - unused
+
+
+_FULL_KEYS = frozenset(["optimizer_in_bwd", "ac_mode", "ac_option", "enable_async_checkpointing"])
+_TENSOR_PARALLEL_KEYS = frozenset(["tensor_parallel_dim", "tensor_parallel_plan"])
+_LORA_KEYS = frozenset({"save_adapter_weights_only"})
+_REFERENCE = FrozenModel("model", "ref_checkpointer")
+_QAT_KEYS = frozenset({"fake_quant_after_n_steps"})
+_QUANTIZER = frozenset({"quantizer"})
+_TEACHER = FrozenModel("teacher_model", "teacher_checkpointer")
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("full", "full_finetune_distributed", _FULL_KEYS | _TENSOR_PARALLEL_KEYS),
+        Kind("lora", "lora_finetune_distributed", _LORA_KEYS, adapters=True),
+        Kind("full_dpo", "full_dpo_distributed", _FULL_KEYS, frozen=(_REFERENCE,), sample="pair"),
+        Kind("lora_dpo", "lora_dpo_distributed", _LORA_KEYS, adapters=True, sample="pair"),
+        Kind(
+            "kd",
+            "knowledge_distillation_distributed",
+            _LORA_KEYS | {"kd_ratio"},
+            frozenset({"kd_loss"}),
+            adapters=True,
+            frozen=(_TEACHER,),
+        ),
+        Kind("qat", "qat_distributed", _FULL_KEYS | _QAT_KEYS, _QUANTIZER),
+        Kind(
+            "qat_lora",
+            "qat_lora_finetune_distributed",
+            _LORA_KEYS | _QAT_KEYS,
+            _QUANTIZER,
+            adapters=True,
+        ),
+    )
+}
+"""Our kinds of recipe, by name: the one place where a new one is registered."""
+
+KNOWN_KEYS = frozenset().union(*(kind.keys for kind in KINDS.values()))
+"""The top-level keys that any recipe knows."""
+
+FROZEN_CHECKPOINTERS = frozenset(
+    each.checkpointer for kind in KINDS.values() for each in kind.frozen
+)
+"""Where the weights of models come from that are not trained."""
+
+FROZEN_MODELS = frozenset(each.model for kind in KINDS.values() for each in kind.frozen)
+
+MORE_BLOCKS = frozenset().union(*(kind.more_blocks for kind in KINDS.values()))
+
+
+# --- which configs are whose ----------------------------------------------------------------------
+
+Mark = Callable[[DictConfig], str | None]
+"""Gives the key by which a config shows what it is for, if it does."""
+
+
+def _has(*keys: str) -> Mark:
+    return lambda cfg: next((key for key in keys if cfg.get(key) is not None), None)
+
+
+def _has_without(key: str, without: str) -> Mark:
+    return lambda cfg: None if cfg.get(key) is None or without in cfg else key
+
+
+def _compares(cfg: DictConfig) -> str | None:
+    """Preferences: torchtune's losses for pairs, its datasets of pairs, or a reference model."""
+    if re.match(r"torchtune\.rlhf\.loss\.", _component(cfg, "loss")):
+        return "loss"
+    if re.search(r"\.(preference|stack_exchange_paired|hh_rlhf)", _component(cfg, "dataset")):
+        return "dataset"
+    return _has("ref_checkpointer")(cfg)
+
+
+def _component(cfg: DictConfig, key: str) -> str:
+    block = cfg.get(key)
+    return str(block.get("_component_") or "") if isinstance(block, DictConfig) else ""
+
+
+_MARKS: tuple[tuple[str, Mark, bool | None], ...] = (
+    # Recipes of torchtune, what their configs show, and whether their models have adapters, if it matters.
+    ("eleuther_eval", _has("tasks"), None),
+    ("generate", _has("max_new_tokens"), None),
+    ("quantize", _has_without("quantizer", "optimizer"), None),
+    ("ppo_full_finetune_single_device", _has("policy_model"), None),
+    ("dev/grpo_full_finetune_distributed", _has("grpo_samples"), None),
+    ("dev/early_exit_finetune_distributed", _has("early_exit_loss", "layer_dropout"), None),
+    ("dev/lora_finetune_distributed_multi_dataset", _has("datasets"), None),
+    ("knowledge_distillation_distributed", _has("teacher_model", "kd_loss"), None),
+    ("qat_lora_finetune_distributed", _has("quantizer"), True),
+    ("qat_distributed", _has("quantizer"), False),
+    ("lora_dpo_distributed", _compares, True),
+    ("full_dpo_distributed", _compares, False),
+    ("lora_finetune_distributed", lambda cfg: "model.lora_attn_modules", True),
+    ("full_finetune_distributed", lambda cfg: "model", False),
+)
+
+
+def _purpose(cfg: DictConfig) -> tuple[str, str]:
+    """The recipe of torchtune that a config is for, and the key that shows it."""
+    model = cfg.get("model")
+    adapters = isinstance(model, DictConfig) and "lora_attn_modules" in model
+    return next(
+        (theirs, key)
+        for theirs, mark, needed in _MARKS
+        if needed in (None, adapters) and (key := mark(cfg)) is not None
+    )
+
+
+def kind_of(cfg: DictConfig) -> Kind:
+    """The kind of recipe that a config is for.
+
+    Raises:
+        ConfigError: none of ours.
+    """
+    theirs, key = _purpose(cfg)
+    for kind in KINDS.values():
+        if kind.torchtunes == theirs:
+            return kind
+    raise _for_another(cfg, key, theirs, "any of ours")
+
+
+def require_own(cfg: DictConfig, kind: Kind) -> None:
+    """Refuse a config that is for another kind of recipe.
+
+    A loss of the user's own tells nothing about what is compared, so there the recipe is believed.
+
+    Raises:
+        ConfigError: naming the recipe that the config is for.
+    """
+    theirs, key = _purpose(cfg)
+    if theirs == kind.torchtunes:
+        return
+    unmarked = KINDS["lora" if kind.adapters else "full"].torchtunes == theirs
+    if unmarked and not re.match(r"(torch|torchtune)\.", _component(cfg, "loss")):
+        return
+    raise _for_another(cfg, key, theirs, kind.recipe)
+
+
+def _for_another(cfg: DictConfig, key: str, theirs: str, recipe: str) -> ConfigError:
+    ours = next((kind.recipe for kind in KINDS.values() if kind.torchtunes == theirs), None)
+    value: Any = OmegaConf.select(cfg, key)
+    if isinstance(value, DictConfig) and "_component_" in value:
+        value = value._component_
+    return ConfigError(
+        key,
+        OmegaConf.to_container(value) if OmegaConf.is_config(value) else value,
+        f"makes this a config for {ours or theirs}, not for {recipe}",
+        f"Use {ours}" if ours else f"Use torchtune's {theirs}, which has no adaptive counterpart",
+    )
+
+
+def is_packed(cfg: DictConfig) -> bool:
+    """Whether samples are packed; a list of datasets is if all of them are (torchtune has no mixture)."""
+    datasets = cfg.get("dataset") or {}
+    if not isinstance(datasets, ListConfig):
+        return bool(datasets.get("packed", False))
+    return bool(datasets) and all(one.get("packed", False) for one in datasets)
+
+
+def has_images(cfg: DictConfig) -> bool:
+    """Whether samples have images, by the function that makes batches of them."""
+    return "tiled_images" in str(cfg.get("collate_fn") or "")
+
+
+def is_quantised(cfg: DictConfig) -> bool:
+    """Whether weights or the optimizer's state are kept in fewer bits than they are used in."""
+    model, optimizer = (
+        str(OmegaConf.select(cfg, f"{part}._component_")) for part in ("model", "optimizer")
+    )
+    return "qlora" in model or bool(cfg.model.get("quantize_base")) or "bit" in optimizer.lower()
+
+
+def unused_keys(cfg: DictConfig, kind: Kind) -> list[str]:
+    """Top-level keys that the recipe ignores.
+
+    A key that other values refer to (``${max_seq_len}``) is a variable and is never reported.
+
+    Raises:
+        ConfigError: a key is misspelt, or is one of our settings outside of its block.
+    """
+    known = kind.keys
+    text = OmegaConf.to_yaml(cfg, resolve=False)
+    unused = []
+    for key in map(str, cfg):
+        if key in known or re.search(r"\$\{" + re.escape(key) + r"[}.\[]", text):
+            continue
+        if key.lower() in block_keys():
+            name = f"{BLOCK}.{key.lower()}"
+            value = plain_value(cfg, key)
+            raise ConfigError(
+                key, value, "is in the wrong place", f"It belongs in {BLOCK}: {name}={value}"
+            )
+        if key not in KNOWN_KEYS and (meant := close_match(key, known, cutoff=0.87)):
+            raise ConfigError(
+                key,
+                plain_value(cfg, key),
+                f"is set, but the recipe has no such key; it looks like {meant}",
+                f"Rename it to {meant}, or remove it (~{key} on the command line)",
+            )
+        unused.append(key)
+    return unused

@@ -1,0 +1,276 @@
+"""The memory knobs: settings that trade memory for speed and leave the training as it is.
+
+One table, which everything reads that changes a config on the user's behalf. An ``exact`` knob changes no bit
+of losses and weights. A ``rounding`` knob does the same arithmetic in another order. A ``named`` one is
+changed only where the user names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.core import (
+    CHECKPOINT,
+    CHUNKED,
+    COMPILE,
+    LOSS,
+    OFFLOADING,
+    RECOMPUTE_LOSS,
+    RESHARD,
+    Choice,
+    checkpoints_every,
+    is_possible,
+)
+from torchtune_adaptive.recipe.settings.batch import configured_batch
+from torchtune_adaptive.recipe.settings.kinds import kind_of
+
+Effect = Literal["exact", "rounding", "named"]
+WHOLE = "torch.nn.CrossEntropyLoss"
+
+SHARDED_LAYERS = "custom_sharded_layers"
+MICRO_BATCH = "batch_size"
+ACCUMULATION = "gradient_accumulation_steps"
+FUSED = "optimizer.fused"
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One setting that may be chosen.
+
+    Args:
+        key: the path of the setting in a config.
+        effect: what a change does to the training.
+        values: what it can be for a config on a number of ranks, from the most memory to the least; none
+            where it has no meaning.
+        configured: what it is in a config.
+        switch: whether it can be changed on a model that is already built.
+    """
+
+    key: str
+    effect: Effect
+    values: Callable[[DictConfig, int], tuple[Any, ...]]
+    configured: Callable[[DictConfig], Any]
+    switch: bool = True
+
+
+def configured_checkpoint(cfg: DictConfig) -> str:
+    """Which activations a config computes again in backward, by our setting or by torchtune's."""
+    if ours := OmegaConf.select(cfg, CHECKPOINT):
+        return str(ours)
+    every_layer = cfg.get("enable_activation_checkpointing", False)
+    mode = cfg.get("ac_mode") if "ac_mode" in kind_of(cfg).keys else None
+    if every_layer or mode is None:
+        # torchtune's recipe does neither where both are set.
+        return "all" if every_layer and mode is None else "none"
+    option = cfg.get("ac_option")
+    if mode != "selective":
+        return "all" if mode == "full" else "none"
+    if option == "op":
+        return "operations"
+    return f"every_{option}" if option and option > 1 else "all"
+
+
+def _checkpoint_values(cfg: DictConfig, ranks: int) -> tuple[str, ...]:
+    values = ["none", "every_4", "every_3", "every_2", "operations", "all"]
+    if cfg.get(COMPILE, False):
+        values.remove("operations")  # compiled regions are no single operations any more
+    mine = configured_checkpoint(cfg)
+    return tuple(values if mine in values else [*values, mine])
+
+
+def _reshard_values(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
+    return (False, True) if ranks > 1 and (cfg.get("tensor_parallel_dim") or 1) < ranks else ()
+
+
+def _sharded_layers_values(cfg: DictConfig, ranks: int) -> tuple[Any, ...]:
+    if not _reshard_values(cfg, ranks):
+        return ()
+    choices = [None, ("tok_embeddings", "output")]
+    mine = _sharded_layers(cfg)
+    return tuple(choices if mine in choices else [*choices, mine])
+
+
+def _sharded_layers(cfg: DictConfig) -> tuple[str, ...] | None:
+    return tuple(cfg.get(SHARDED_LAYERS) or ()) or None
+
+
+def _micro_batches(cfg: DictConfig, ranks: int) -> tuple[int, ...]:
+    """All that make up the configured rows of a step."""
+    if cfg.get("optimizer_in_bwd", False):
+        return ()  # a step is one micro-batch
+    rows = configured_batch(cfg, ranks).rows
+    return tuple(size for size in range(rows, 0, -1) if rows % size == 0)
+
+
+def _if_chunked(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
+    return (False, True) if _losses(cfg, ranks) else ()
+
+
+def _losses(cfg: DictConfig, ranks: int) -> tuple[str, ...]:
+    mine = OmegaConf.select(cfg, LOSS)
+    # Where another model's loss is part of it, it is not known how to change both.
+    if mine not in (WHOLE, CHUNKED) or kind_of(cfg).frozen:
+        return ()
+    batches_are_made_for_it = "output" in (_sharded_layers(cfg) or ())  # see ``data.rows``
+    return (mine,) if batches_are_made_for_it else (WHOLE, CHUNKED)
+
+
+def _fused(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
+    component = OmegaConf.select(cfg, "optimizer._component_")
+    return (False, True) if component in ("torch.optim.AdamW", "torch.optim.Adam") else ()
+
+
+KNOBS: tuple[Knob, ...] = (
+    Knob(CHECKPOINT, "exact", _checkpoint_values, configured_checkpoint),
+    Knob(RESHARD, "exact", _reshard_values, lambda cfg: cfg.get(RESHARD, True)),
+    Knob(
+        OFFLOADING,
+        "exact",
+        lambda cfg, ranks: (False, True) if cfg.device == "cuda" else (),
+        lambda cfg: cfg.get(OFFLOADING, False),
+    ),
+    Knob(
+        RECOMPUTE_LOSS,
+        "exact",
+        _if_chunked,
+        lambda cfg: bool(OmegaConf.select(cfg, RECOMPUTE_LOSS)),
+    ),
+    Knob(SHARDED_LAYERS, "exact", _sharded_layers_values, _sharded_layers, switch=False),
+    Knob(MICRO_BATCH, "rounding", _micro_batches, lambda cfg: cfg[MICRO_BATCH]),
+    Knob(LOSS, "rounding", _losses, lambda cfg: cfg.loss._component_),
+    Knob(FUSED, "rounding", _fused, lambda cfg: cfg.optimizer.get("fused", False), switch=False),
+    Knob(
+        COMPILE,
+        "named",
+        lambda cfg, ranks: () if cfg.get("quantizer") else (False, True),
+        lambda cfg: cfg.get(COMPILE, False),
+        switch=False,
+    ),
+)
+
+KNOBS_BY_KEY = {knob.key: knob for knob in KNOBS}
+
+
+def may_be_changed(knob: Knob, may_change: str | Iterable[str]) -> bool:
+    """Whether the setting ``adaptive_batching.may_change`` allows it."""
+    if may_change == "exact":
+        return knob.effect == "exact"
+    if may_change == "rounding":
+        return knob.effect in ("exact", "rounding")
+    return knob.key in may_change
+
+
+def configured_choice(cfg: DictConfig, ranks: int) -> Choice:
+    """The value of each knob that has a meaning for a config, as the config sets it."""
+    return {knob.key: knob.configured(cfg) for knob in KNOBS if knob.values(cfg, ranks)}
+
+
+def choices(
+    cfg: DictConfig, ranks: int, may_change: str | Iterable[str], *, switches_only: bool = False
+) -> list[Choice]:
+    """Everything that may be chosen, the config's own values first.
+
+    Args:
+        cfg: the config.
+        ranks: how many there are.
+        may_change: the setting of that name.
+        switches_only: leave out what needs another model to be built.
+    """
+    own = configured_choice(cfg, ranks)
+    allowed = may_change if isinstance(may_change, str) else tuple(may_change)
+    possible = [
+        KNOBS_BY_KEY[key].values(cfg, ranks)
+        if may_be_changed(KNOBS_BY_KEY[key], allowed)
+        and (KNOBS_BY_KEY[key].switch or not switches_only)
+        else (value,)
+        for key, value in own.items()
+    ]
+    found = [dict(zip(own, values, strict=True)) for values in product(*possible)]
+    return [own, *(one for one in found if one != own and is_possible(one))]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A knob that is changed."""
+
+    key: str
+    old: Any
+    new: Any
+    effect: Effect
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)} ({self.effect})"
+
+
+def changes(old: Choice, new: Choice) -> list[Change]:
+    """What differs between two choices for the same config."""
+    return [
+        Change(key, old[key], value, KNOBS_BY_KEY[key].effect)
+        for key, value in new.items()
+        if value != old[key]
+    ]
+
+
+def overrides(cfg: DictConfig, ranks: int, choice: Choice) -> list[str]:
+    """What turns a config into the chosen one, on the command line; ``~key`` removes a key."""
+    return [
+        f"{key}={_shown(value)}" if value is not _REMOVED else f"~{key}"
+        for key, value in _assignments(cfg, ranks, choice)
+    ]
+
+
+def with_choice(cfg: DictConfig, ranks: int, choice: Choice) -> DictConfig:
+    """The config with the chosen values."""
+    changed = cfg.copy()
+    for key, value in _assignments(cfg, ranks, choice):
+        if value is _REMOVED:
+            block, _, name = key.rpartition(".")
+            OmegaConf.select(changed, block).pop(name)
+        else:
+            value = list(value) if isinstance(value, tuple) else value
+            OmegaConf.update(changed, key, value, force_add=True)
+    return changed
+
+
+_REMOVED = object()
+
+
+def _assignments(cfg: DictConfig, ranks: int, choice: Choice) -> Iterator[tuple[str, Any]]:
+    for change in changes(configured_choice(cfg, ranks), choice):
+        yield change.key, change.new
+        if change.key == MICRO_BATCH:
+            yield ACCUMULATION, configured_batch(cfg, ranks).rows // change.new
+        if change.key == LOSS and change.new == WHOLE and "num_output_chunks" in cfg.loss:
+            yield "loss.num_output_chunks", _REMOVED
+        if change.key == FUSED and change.new and cfg.optimizer.get("foreach"):
+            yield "optimizer.foreach", _REMOVED
+
+
+def _shown(value: Any) -> str:
+    """As the command line takes it."""
+    return f"[{','.join(value)}]" if isinstance(value, (tuple, list)) else str(value)
+
+
+# How much longer a step takes, roughly, where nothing better is known: a third of a step is forward, and
+# layers are most of it.
+_COSTS_OF_VALUES = {
+    (CHECKPOINT, "all"): 0.30,
+    (CHECKPOINT, "operations"): 0.08,
+    (RESHARD, True): 0.04,
+    (OFFLOADING, True): 0.15,
+    (RECOMPUTE_LOSS, True): 0.04,
+}
+
+
+def rough_cost(choice: Choice) -> float:
+    """Orders choices where no prediction is to be had, from the one that should be fastest."""
+    costs = [_COSTS_OF_VALUES.get((key, value), 0.0) for key, value in choice.items()]
+    if (every := checkpoints_every(choice[CHECKPOINT])) is not None and every > 1:
+        costs.append(_COSTS_OF_VALUES[CHECKPOINT, "all"] / every)
+    # Each micro-batch gathers parameters and launches kernels once more.
+    return sum(costs) + 0.05 / choice.get(MICRO_BATCH, 1)

@@ -1,0 +1,163 @@
+"""What a setting may be: how messages describe it, and how a value is read.
+
+The annotation of a setting says what it takes, and ``rule_of`` derives its rule from that: ``bool``,
+``Literal["a", "b"]``, ``Annotated[int, at_least(1)]``, and unions of these.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from torchtune_adaptive.common import AMOUNTS_OF_MEMORY, ConfigError, parse_memory
+
+_DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be."""
+
+    expected: tuple[str, ...]
+    """The possibilities, for messages: ``("True", "False")``, ``("an integer >= 1",)``."""
+    parse: Callable[[object], Any]
+    """Gives the value as the program uses it, or raises ``ValueError``."""
+
+    def read(self, key: str, value: object) -> Any:
+        """The value of a key; raises ``ConfigError`` where it is none of the possibilities."""
+        try:
+            return self.parse(value)
+        except ValueError:
+            one_of = "one of: " if len(self.expected) > 1 else ""
+            remedy = f"Must be {one_of}{', '.join(self.expected)}"
+            raise ConfigError(key, value, "is not valid", remedy) from None
+
+
+def rule_of(annotation: Any) -> Rule:
+    """The rule of a type. ``None`` is no possibility: in a config ``null`` means the default."""
+    arguments = get_args(annotation)
+    if annotation is bool:
+        return BOOLEAN
+    if get_origin(annotation) is Annotated:
+        return next(one for one in arguments[1:] if isinstance(one, Rule))
+    if get_origin(annotation) is Literal:
+        return one_of(*arguments)
+    if get_origin(annotation) in (Union, UnionType):
+        return either(*(rule_of(one) for one in arguments if one is not NoneType))
+    raise TypeError(f"no rule for {annotation}")
+
+
+def either(*rules: Rule) -> Rule:
+    """What any of the rules takes; the first one that does reads it."""
+
+    def parse(value: object) -> Any:
+        for rule in rules:
+            try:
+                return rule.parse(value)
+            except ValueError:
+                pass
+        raise ValueError
+
+    return Rule(tuple(text for rule in rules for text in rule.expected), parse)
+
+
+def one_of(*choices: str | int) -> Rule:
+    def parse(value: object) -> str | int:
+        if value is False and "off" in choices:  # YAML reads a bare ``off`` as False
+            return "off"
+        if isinstance(value, (str, int)) and not isinstance(value, bool) and value in choices:
+            return value
+        raise ValueError
+
+    return Rule(tuple(map(str, choices)), parse)
+
+
+def at_least(minimum: int, at_most: int | None = None) -> Rule:
+    """An integer."""
+
+    def parse(value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ValueError
+        if at_most is not None and value > at_most:
+            raise ValueError
+        return value
+
+    limits = f">= {minimum}" if at_most is None else f"from {minimum} to {at_most}"
+    return Rule((f"an integer {limits}",), parse)
+
+
+def number(expected: str, valid: Callable[[float], bool]) -> Rule:
+    """A number, whether or not it is written with a fraction."""
+
+    def parse(value: object) -> float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and valid(value):
+            with suppress(OverflowError):
+                return float(value)
+        raise ValueError
+
+    return Rule((expected,), parse)
+
+
+def _parse_never(value: object) -> None:
+    if value != "never":
+        raise ValueError
+
+
+def _parse_boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ValueError
+
+
+def _parse_text(value: object) -> str:
+    if isinstance(value, str) and value.strip():
+        return value
+    raise ValueError
+
+
+def _parse_path_of_code(value: object) -> str:
+    if isinstance(value, str) and _DOTTED_PATH.fullmatch(value):
+        return value
+    raise ValueError
+
+
+def _parse_checkpointing(value: object) -> str:
+    if isinstance(value, str) and re.fullmatch(
+        r"all|none|operations|every_([2-9]|[1-9]\d{1,3})", value
+    ):
+        return value
+    raise ValueError
+
+
+def _parse_keys(value: object) -> tuple[str, ...]:
+    if isinstance(value, (list, tuple)) and value and all(isinstance(key, str) for key in value):
+        return tuple(value)
+    raise ValueError
+
+
+def _parse_component(value: object) -> Mapping[str, Any]:
+    if isinstance(value, Mapping) and _parse_path_of_code(value.get("_component_")):
+        return value
+    raise ValueError
+
+
+NEVER = Rule(("never",), _parse_never)
+BOOLEAN = Rule(("True", "False"), _parse_boolean)
+MEMORY = Rule(AMOUNTS_OF_MEMORY, parse_memory)
+TEXT = Rule(("a text that is not empty",), _parse_text)
+FOLDER = Rule(("the path of a folder",), _parse_text)
+CHECKPOINTING = Rule(("all", "none", "operations", "every_N, e.g. every_2"), _parse_checkpointing)
+KEYS = Rule(("a list of keys",), _parse_keys)
+FUNCTION = Rule(("the dotted path of a function (package.module.function)",), _parse_path_of_code)
+COMPONENT = Rule(("a block whose _component_ is a dotted path",), _parse_component)
+SHARE = number("at least 0 and less than 1, e.g. 0.05", lambda value: 0 <= value < 1)
+PATIENCE = number("a number of seconds from 0 to 3600", lambda n: 0 <= n <= 3600)
+SECONDS = number("a number of seconds from 1 to 86400, e.g. 45", lambda value: 1 <= value <= 86400)
+POSITIVE = number("a number greater than 0", lambda value: value > 0)
+RATIO = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+FINITE = number("a number >= 0", lambda value: 0 <= value <= 1e300 and math.isfinite(value))

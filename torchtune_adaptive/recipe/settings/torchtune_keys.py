@@ -1,0 +1,163 @@
+"""What torchtune's own keys may be, as far as it can be seen before a model is built.
+
+torchtune reads most of them without a check, so a wrong value ends a run late and unclearly, or trains
+something else than was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.recipe.settings.rules import (
+    BOOLEAN,
+    COMPONENT,
+    FINITE,
+    FUNCTION,
+    POSITIVE,
+    RATIO,
+    TEXT,
+    Rule,
+    at_least,
+    either,
+    one_of,
+)
+
+_REQUIRED: dict[str, Rule] = {
+    "output_dir": TEXT,
+    "device": TEXT,
+    "batch_size": at_least(1),
+    "gradient_accumulation_steps": at_least(1),
+    "epochs": at_least(1),
+    "model": COMPONENT,
+    "tokenizer": COMPONENT,
+    "optimizer": COMPONENT,
+    "loss": COMPONENT,
+    "checkpointer": COMPONENT,
+    "metric_logger": COMPONENT,
+}
+_OPTIONAL: dict[str, Rule] = {
+    "seed": at_least(0, (1 << 32) - 1),
+    "cudnn_deterministic_mode": one_of(0, 1, 2, "default", "warn", "error"),
+    "max_steps_per_epoch": at_least(1),
+    "clip_grad_norm": POSITIVE,
+    "collate_fn": FUNCTION,
+    "lr_scheduler": COMPONENT,
+    "log_peak_memory_stats": BOOLEAN,
+    "resume_from_checkpoint": BOOLEAN,
+    "shuffle": BOOLEAN,
+    "run_val_every_n_steps": at_least(1),
+    "batch_size_val": at_least(1),
+    "compile": BOOLEAN,
+    "enable_activation_checkpointing": BOOLEAN,
+    "enable_activation_offloading": BOOLEAN,
+    "fsdp_cpu_offload": BOOLEAN,
+    "fsdp_reshard_after_forward": BOOLEAN,
+    "optimizer_in_bwd": BOOLEAN,
+    "enable_async_checkpointing": BOOLEAN,
+    "save_adapter_weights_only": BOOLEAN,
+    "tensor_parallel_plan": COMPONENT,
+    "ac_mode": one_of("none", "full", "selective"),
+    "ac_option": either(at_least(1), one_of("op")),
+    "kd_ratio": RATIO,
+    "fake_quant_after_n_steps": at_least(0),
+}
+_NOT_NULL: dict[str, Rule] = {
+    "log_every_n_steps": at_least(1),
+    "tensor_parallel_dim": at_least(1),
+}
+# Of torchtune's main branch: they change what is trained or how, and these recipes do not know them.
+_UNKNOWN_UNLESS: dict[str, Any] = {
+    "enable_fp8_training": False,
+    "resize_token_embeddings": False,
+    "context_parallel_dim": 1,
+    "data_parallel_replicate_dim": 1,
+}
+_MUST_BE_GIVEN = ("seed", "shuffle", "max_steps_per_epoch", "resume_from_checkpoint")
+# Inside blocks, where given.
+_OF_BLOCKS: dict[tuple[str, str], Rule] = {
+    ("tokenizer", "max_seq_len"): at_least(2),
+    ("dataset", "max_seq_len"): at_least(2),
+    ("dataset", "packed"): BOOLEAN,
+    ("dataset_val", "max_seq_len"): at_least(2),
+    ("dataset_val", "packed"): BOOLEAN,
+    ("model", "max_seq_len"): at_least(2),
+    ("optimizer", "lr"): FINITE,
+    ("optimizer", "weight_decay"): FINITE,
+    ("lr_scheduler", "num_warmup_steps"): at_least(0),
+}
+
+
+def check_values(cfg: Mapping[str, Any], more_blocks: Iterable[str] = ()) -> None:
+    """Stop at a value that is none of those that its key may have.
+
+    Args:
+        cfg: the whole config, resolved.
+        more_blocks: that the recipe needs besides those that all do.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if isinstance(size := cfg.get("batch_size"), str):
+        raise ConfigError(
+            "batch_size",
+            size,
+            "is not valid",
+            "Must be an integer >= 1; to search for the largest that fits, set "
+            "use_maximum_batch_size=True and leave batch_size a number",
+        )
+    for key, rule in {**_REQUIRED, **dict.fromkeys(more_blocks, COMPONENT)}.items():
+        rule.read(key, cfg.get(key))
+    for key in _MUST_BE_GIVEN:
+        if key not in cfg:
+            raise ConfigError(key, None, "is missing", f"Add {key}; it may be null")
+    for key, rule in _OPTIONAL.items():
+        if (value := cfg.get(key)) is not None:
+            rule.read(key, value)
+    for key, rule in _NOT_NULL.items():
+        if key in cfg:
+            rule.read(key, cfg[key])
+    for key, default in _UNKNOWN_UNLESS.items():
+        if cfg.get(key) not in (None, default):
+            raise ConfigError(
+                key,
+                cfg[key],
+                "is not supported by the adaptive recipes",
+                f"Set {key}={default}, or use torchtune's recipe",
+            )
+    _check_datasets(cfg)
+    for (block, key), rule in _OF_BLOCKS.items():
+        for name, node in _blocks(cfg, block):
+            if (value := node.get(key)) is not None:
+                rule.read(f"{name}.{key}", value)
+    layers = cfg.get("custom_sharded_layers")
+    is_list = isinstance(layers, list)
+    if layers is not None and not (is_list and all(isinstance(name, str) for name in layers)):
+        raise ConfigError(
+            "custom_sharded_layers", layers, "is not valid", "Must be a list of layer names"
+        )
+
+
+def _check_datasets(cfg: Mapping[str, Any]) -> None:
+    found = list(_blocks(cfg, "dataset"))
+    if not found:
+        COMPONENT.read("dataset", cfg.get("dataset"))
+    for name, node in (*found, *_blocks(cfg, "dataset_val")):
+        COMPONENT.read(name, node)
+    if cfg.get("run_val_every_n_steps") is not None and not cfg.get("dataset_val"):
+        raise ConfigError(
+            "run_val_every_n_steps",
+            cfg["run_val_every_n_steps"],
+            "has nothing to validate on: dataset_val is not set",
+            "Set dataset_val, or run_val_every_n_steps=null",
+        )
+
+
+def _blocks(cfg: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
+    """The block of a key, or those in its list, with their names."""
+    node = cfg.get(key)
+    if isinstance(node, dict):
+        yield key, node
+    elif isinstance(node, list):
+        yield from ((f"{key}[{n}]", one) for n, one in enumerate(node))

@@ -1,0 +1,145 @@
+"""Where a rank runs: its device, its dtype, and the process group that it joins."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torchtune import training, utils
+
+from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.core import LONGEST_SILENCE
+from torchtune_adaptive.recipe.settings.checks import require_torchvision
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where a rank runs."""
+
+    device: torch.device
+    dtype: torch.dtype
+    rank: int
+    ranks: int
+    launched: bool = True
+    """Whether a launcher started this rank; or else it is the only one, as in a single-device recipe."""
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self.rank == 0
+
+
+def start_environment(cfg: DictConfig, longest_wait: float | None = None) -> Environment:
+    """Join the other ranks; alone, without a launcher, be the only one.
+
+    Args:
+        cfg: the config.
+        longest_wait: seconds for which our own limits let a rank wait for another. The process group gets
+            more, or NCCL would end the run before the watchdog names the rank that is waited for. None where
+            there is no watchdog: the group's own limit is all there is.
+    """
+    require_torchvision(cfg)
+    _log_on_rank_zero()
+    _let_gloo_use_the_interface_of_nccl()
+    device = _device(cfg.device)
+    dtype = training.get_dtype(cfg.dtype, device)
+    on_cpu_too = cfg.get("fsdp_cpu_offload", False) or cfg.get("enable_async_checkpointing", False)
+    backend = training.get_distributed_backend(
+        cfg.device, offload_ops_to_cpu=on_cpu_too and device.type != "cpu"
+    )
+    timeout = None
+    if longest_wait is not None:
+        timeout = timedelta(seconds=process_group_timeout(longest_wait))
+    launched = training.is_distributed()
+    if launched:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
+        )
+    if cfg.get("fsdp_cpu_offload", False):
+        training.set_torch_num_threads()  # the optimizer runs on the CPU
+    return Environment(device, dtype, dist.get_rank(), dist.get_world_size(), launched)
+
+
+def _device(name: str) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        ConfigError: this machine does not have it; torchtune would train on the CPU without a word.
+    """
+    try:
+        device = utils.get_device(name)
+        found = device.type == torch.device(name).type
+        reason = "torch finds no such device on this machine"
+    except (RuntimeError, AssertionError) as error:
+        found, reason = False, " ".join(str(error).split()).rstrip(".")
+    if not found:
+        raise ConfigError(
+            "device",
+            name,
+            f"cannot be used: {reason}",
+            "Set device=cpu, or run on a machine that has it, with a torch that is built for it",
+        )
+    return device
+
+
+def process_group_timeout(longest_wait: float) -> float:
+    """Seconds after which the process group gives a collective up: later than the watchdog does."""
+    return 1.5 * max(longest_wait, LONGEST_SILENCE)
+
+
+def gloo_interface(nccl: str, interfaces: Iterable[str]) -> str | None:
+    """The first of ``interfaces`` that ``nccl``, a value of ``NCCL_SOCKET_IFNAME``, allows.
+
+    NCCL takes a list of prefixes, of names after ``=``, or of what to leave out after ``^`` or ``^=``; gloo
+    takes names only.
+    """
+    leave_out = nccl.startswith("^")
+    names = nccl.removeprefix("^")
+    exact = names.startswith("=")
+    wanted = [name for name in names.removeprefix("=").split(",") if name]
+
+    def allowed(interface: str) -> bool:
+        listed = any(interface == name if exact else interface.startswith(name) for name in wanted)
+        return not listed and interface != "lo" if leave_out else listed
+
+    return next((interface for interface in interfaces if allowed(interface)), None)
+
+
+def _let_gloo_use_the_interface_of_nccl() -> None:
+    """Where only NCCL has been told which network to use: a host's own name may resolve to loopback."""
+    nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if not nccl or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    interface = gloo_interface(nccl, [name for _, name in socket.if_nameindex()])
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _log_on_rank_zero() -> None:
+    """Our messages, once: what we say on every rank, the others only say when it is a warning.
+
+    A level that is set already stays (``--quiet``). torchtune's own messages are left out unless they warn:
+    we say the same, of the places where things end up.
+    """
+    ours = logging.getLogger("torchtune_adaptive")
+    if int(os.environ.get("RANK", 0)) != 0:
+        ours.setLevel(logging.WARNING)
+    elif ours.level == logging.NOTSET:
+        ours.setLevel(logging.INFO)
+    if not ours.handlers:
+        ours.addHandler(logging.StreamHandler())
+    ours.propagate = False
+    theirs = utils.get_logger()
+    theirs.filters = [_is_a_warning]
+
+
+def _is_a_warning(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING

@@ -1,0 +1,350 @@
+"""From a config to the objects of a run, out of torchtune's public parts.
+
+What torchtune keeps private and its own recipes use, these recipes use as well: the checkpoint client and
+the lookup of a function by its path (torchtune 0.6.1, the version that is pinned).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torchtune import config, modules, training
+from torchtune.modules.model_fusion import DeepFusionModel, FusionEmbedding, FusionLayer
+from torchtune.modules.peft import (
+    DoRALinear,
+    LoRALinear,
+    get_adapter_params,
+    set_trainable_params,
+    validate_missing_and_unexpected_for_lora,
+)
+
+from torchtune_adaptive.common import CheckpointError
+from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.setup.offloading import Offloading
+from torchtune_adaptive.recipe.upstream import NF4Tensor, to_nf4
+
+log = logging.getLogger(__name__)
+AS_IT_IS: AbstractContextManager[Any] = nullcontext()
+
+Prepare = Callable[[nn.Module], nn.Module]
+"""Changes a model before it is sharded, such as for quantisation-aware training."""
+
+
+def unchanged(model: nn.Module) -> nn.Module:
+    return model
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is ready to be trained, and how it is spread over the ranks."""
+
+    module: nn.Module
+    offloading: Offloading
+    data_rank: int
+    data_ranks: int
+    """Which share of the data this rank gets, and of how many: with tensor parallelism, several ranks
+    work on the same share."""
+
+
+def full_model(
+    cfg: DictConfig,
+    environment: Environment,
+    weights: dict[str, Any],
+    prepare: Prepare = unchanged,
+) -> Model:
+    """A model of which every weight is trained."""
+    started = time.perf_counter()
+    model, mesh = full_model_without_weights(cfg, environment, prepare=prepare)
+    initialize_ropes(model, environment)
+    _load(model, cfg, environment, weights, strict=True)
+    offloading = _finish(model, cfg, environment, started)
+    return Model(model, offloading, mesh["dp"].get_local_rank(), mesh["dp"].size())
+
+
+def full_model_without_weights(
+    cfg: DictConfig,
+    environment: Environment,
+    sharding: AbstractContextManager[Any] = AS_IT_IS,
+    prepare: Prepare = unchanged,
+) -> tuple[nn.Module, DeviceMesh]:
+    """The same model as it is spread over the ranks, but still on the meta device.
+
+    Args:
+        cfg: the config.
+        environment: where the rank runs.
+        sharding: what the model is sharded in, where tensors are not what they seem.
+        prepare: changes the model before it is sharded.
+    """
+    tensor_ranks = cfg.get("tensor_parallel_dim", 1)
+    if environment.ranks % tensor_ranks != 0:
+        raise ValueError(
+            f"tensor_parallel_dim {tensor_ranks} does not divide the {environment.ranks} ranks of this run"
+        )
+    data_ranks = environment.ranks // tensor_ranks
+    model = _on_meta(cfg.model, environment)
+    if cfg.get("compile", False):
+        _compile(model)
+    mesh = init_device_mesh(
+        environment.device.type, (data_ranks, tensor_ranks), mesh_dim_names=("dp", "tp")
+    )
+    if tensor_ranks > 1:
+        model = training.prepare_mha_for_tp(model, mesh["tp"])
+        plan = config.instantiate(cfg.tensor_parallel_plan)
+        parallelize_module(model, mesh["tp"], parallelize_plan=plan)
+
+    model = prepare(model)
+    with sharding:
+        _shard(model, cfg, mesh["dp"])
+    return model, mesh
+
+
+def lora_model(
+    cfg: DictConfig,
+    environment: Environment,
+    weights: dict[str, Any],
+    adapter_weights: dict[str, Any] | None,
+    prepare: Prepare = unchanged,
+) -> Model:
+    """A frozen model with adapters that are trained: new ones, or those of a checkpoint."""
+    started = time.perf_counter()
+    model = lora_model_without_weights(cfg, environment, prepare=prepare)
+    missing, unexpected = None, None
+    if adapter_weights:
+        missing, unexpected = _load(model, cfg, environment, adapter_weights)
+    else:
+        _initialize_adapters(model, cfg, environment)
+    initialize_ropes(model, environment)
+    base_missing, base_unexpected = _load(model, cfg, environment, weights)
+    for module in model.modules():
+        if hasattr(module, "initialize_dora_magnitude"):
+            module.initialize_dora_magnitude()  # type: ignore[operator]
+    try:
+        validate_missing_and_unexpected_for_lora(
+            lora_attn_modules=list(cfg.model.lora_attn_modules),
+            apply_lora_to_mlp=cfg.model.apply_lora_to_mlp,
+            apply_lora_to_output=cfg.model.get("apply_lora_to_output", False),
+            base_missing=base_missing,
+            base_unexpected=base_unexpected,
+            lora_missing=missing,
+            lora_unexpected=unexpected,
+        )
+    except AssertionError as error:
+        raise CheckpointError(
+            f"The checkpoint does not fit the model: {error}. Look at the LoRA settings of model."
+        ) from error
+    offloading = _finish(model, cfg, environment, started)
+    return Model(model, offloading, environment.rank, environment.ranks)
+
+
+def lora_model_without_weights(
+    cfg: DictConfig,
+    environment: Environment,
+    sharding: AbstractContextManager[Any] = AS_IT_IS,
+    prepare: Prepare = unchanged,
+) -> nn.Module:
+    """The same model as it is spread over the ranks, but still on the meta device."""
+    model = _on_meta(cfg.model, environment, prepare)
+    set_trainable_params(model, get_adapter_params(model))
+    if cfg.get("compile", False):
+        _compile(model)
+    mesh = init_device_mesh(environment.device.type, (environment.ranks,))
+    with sharding:
+        _shard(model, cfg, mesh)
+    return model
+
+
+def frozen_model(
+    cfg: DictConfig, environment: Environment, block: str, weights: dict[str, Any]
+) -> nn.Module:
+    """A model that is used and not trained: the one that a block of the config describes."""
+    started = time.perf_counter()
+    model = frozen_model_without_weights(cfg, environment, block)
+    initialize_ropes(model, environment)
+    _load(model, cfg, environment, weights, strict=True)
+    _announce(model, environment, started)
+    return model
+
+
+def frozen_model_without_weights(
+    cfg: DictConfig,
+    environment: Environment,
+    block: str,
+    sharding: AbstractContextManager[Any] = AS_IT_IS,
+) -> nn.Module:
+    """The same model as it is spread over the ranks, but still on the meta device."""
+    model = _on_meta(cfg[block], environment).requires_grad_(False).eval()
+    if cfg.get("compile", False):
+        _compile(model)
+    mesh = init_device_mesh(environment.device.type, (environment.ranks,))
+    with sharding:
+        # Always: parameters that were kept after forward would stay for ever, as no backward frees them.
+        _shard(model, cfg, mesh, reshard_after_forward=True)
+    return model
+
+
+def _on_meta(
+    cfg_model: DictConfig, environment: Environment, prepare: Prepare = unchanged
+) -> nn.Module:
+    """The model without memory: each rank will only ever hold its part."""
+    with training.set_default_dtype(environment.dtype), torch.device("meta"):
+        return prepare(config.instantiate(cfg_model))
+
+
+def _compile(model: nn.Module) -> None:
+    """Compile the layers that torchtune compiles: their forward passes, without the hooks around them. What
+    switches checkpointing is then outside (see ``step.recompute``), as torchtune's wrapper is."""
+    backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # as in torchtune
+    decoder = model.decoder if isinstance(model, DeepFusionModel) else model
+    layers = (modules.TransformerSelfAttentionLayer, modules.TransformerCrossAttentionLayer)
+    for layer in decoder.modules():
+        if isinstance(layer, layers):
+            layer.forward = torch.compile(layer.forward, backend=backend)
+
+
+def _shard(
+    model: nn.Module, cfg: DictConfig, mesh: DeviceMesh, reshard_after_forward: bool | None = None
+) -> None:
+    offloads = cfg.get("fsdp_cpu_offload", False)
+    if mesh.size() == 1 and not offloads:
+        return  # FSDP would only make copies, and on a single rank it cannot hold quantised parameters
+    names = cfg.get("custom_sharded_layers", None)
+    if reshard_after_forward is None:
+        reshard_after_forward = cfg.get("fsdp_reshard_after_forward", True)
+    training.shard_model(
+        model=model,
+        shard_conditions=[partial(training.get_shard_conditions, names_to_match=names)],
+        cpu_offload=offloads,
+        reshard_after_forward=reshard_after_forward,
+        dp_mesh=mesh,
+    )
+
+
+def _load(
+    model: nn.Module,
+    cfg: DictConfig,
+    environment: Environment,
+    weights: dict[str, Any],
+    strict: bool = False,
+) -> Any:
+    if any(isinstance(parameter, NF4Tensor) for parameter in model.parameters()):
+        return _load_quantised(model, environment, weights)
+    _require_fitting(model, weights, strict)
+    return training.load_from_full_model_state_dict(
+        model,
+        weights,
+        environment.device,
+        strict=strict,
+        cpu_offload=cfg.get("fsdp_cpu_offload", False),
+    )
+
+
+def _require_fitting(model: nn.Module, weights: dict[str, Any], strict: bool) -> None:
+    """Raise before anything is loaded, unless the weights are those of this model.
+
+    Raises:
+        CheckpointError: naming one that is not.
+    """
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    actual = {name: tuple(value.shape) for name, value in weights.items()}
+    missing = sorted(expected.keys() - actual.keys()) if strict else []
+    wrong = sorted(name for name, shape in actual.items() if expected.get(name) != shape)
+    if not missing and not wrong:
+        return
+    name = (missing + wrong)[0]
+    raise CheckpointError(
+        f"The checkpoint does not fit the model: {name} is {actual.get(name, 'missing')} in the checkpoint "
+        f"and {expected.get(name, 'missing')} in the model. Look at model, checkpointer.checkpoint_dir and "
+        "checkpointer.model_type."
+    )
+
+
+def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters as they are, by the names of checkpoints; a state dict would dequantise them."""
+    # What a fusion adds to a pretrained layer has names of its own; the layer keeps those that it had.
+    fused = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (FusionLayer, FusionEmbedding)):
+            inside = "layer" if isinstance(module, FusionLayer) else "embedding"
+            fused[f"{name}.{inside}."] = f"{name}."
+    by_name = {}
+    for name, value in model.named_parameters():
+        prefix = next((prefix for prefix in fused if name.startswith(prefix)), "")
+        by_name[fused.get(prefix, "") + name.removeprefix(prefix)] = value
+    return by_name
+
+
+def _load_quantised(model: nn.Module, environment: Environment, weights: dict[str, Any]) -> Any:
+    """torchtune's loading knows quantised parameters only when they are sharded, which on one rank they
+    are not."""
+    parameters = parameters_by_name(model)
+    loaded = {}
+    for name, weight in weights.items():
+        like = parameters.get(name)
+        if like is not None:  # or else it is reported as unexpected
+            weight = weight.to(environment.device, like.dtype)
+            if isinstance(like, NF4Tensor):
+                weight = to_nf4(weight, like.block_size, like.scaler_block_size)
+            weight = nn.Parameter(weight, requires_grad=like.requires_grad)
+        loaded[name] = weight
+    return model.load_state_dict(loaded, strict=False, assign=True)
+
+
+def _initialize_adapters(model: nn.Module, cfg: DictConfig, environment: Environment) -> None:
+    offloads = cfg.get("fsdp_cpu_offload", False)
+    alone = not environment.launched and not offloads
+    with training.set_default_dtype(environment.dtype), environment.device:
+        # torchtune's single-device recipe draws adapters in turn with the weights that a checkpoint then
+        # replaces, its distributed one without them. Each is followed, so that both give their results; the
+        # first takes the memory of a whole model for a moment.
+        drawn = _adapted_layers(config.instantiate(cfg.model)) if alone else []
+        for number, module in enumerate(_adapted_layers(model)):
+            module.to_empty(device="cpu" if offloads else environment.device)
+            if not alone:
+                module.initialize_parameters()
+                continue
+            for name in module.adapter_params():
+                module.get_parameter(name).data.copy_(drawn[number].get_parameter(name))
+
+
+def _adapted_layers(model: nn.Module) -> list[LoRALinear | DoRALinear]:
+    return [module for module in model.modules() if isinstance(module, (LoRALinear, DoRALinear))]
+
+
+def initialize_ropes(model: nn.Module, environment: Environment) -> None:
+    """Compute what no checkpoint has."""
+    with training.set_default_dtype(environment.dtype), environment.device:
+        for module in model.modules():
+            if hasattr(module, "rope_init"):
+                module.rope_init()  # type: ignore[operator]
+
+
+def _finish(
+    model: nn.Module, cfg: DictConfig, environment: Environment, started: float
+) -> Offloading:
+    offloading = Offloading(model, cfg.get("enable_activation_offloading", False))
+    _announce(model, environment, started)
+    return offloading
+
+
+def _announce(model: nn.Module, environment: Environment, started: float) -> None:
+    """The model has its weights, on all ranks."""
+    training.validate_no_params_on_meta_device(model)
+    log.info(
+        f"Instantiating model and loading checkpoint took {time.perf_counter() - started:.2f} secs"
+    )
+    if environment.is_rank_zero and environment.device.type != "cpu":
+        training.log_memory_stats(training.get_memory_stats(device=environment.device))
+    dist.barrier()

@@ -1,0 +1,112 @@
+"""The memory knobs of a config as switches on the model that was built from it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from omegaconf import DictConfig
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torchtune import modules
+from torchtune.modules import TiedLinear
+from torchtune.modules.loss import CEWithChunkedOutputLoss
+from torchtune.modules.model_fusion import DeepFusionModel
+
+from torchtune_adaptive.core import (
+    CHECKPOINT,
+    LOSS,
+    OFFLOADING,
+    RECOMPUTE_LOSS,
+    RESHARD,
+    NextTokenPrediction,
+    Objective,
+    RecomputedChunks,
+    SwitchedLayer,
+    Switches,
+    recomputed_layers,
+)
+from torchtune_adaptive.recipe.settings.knob_table import (
+    KNOBS_BY_KEY,
+    SHARDED_LAYERS,
+    configured_choice,
+    with_choice,
+)
+from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.setup.optimizer import build_loss
+
+
+class CanBeEnabled(Protocol):
+    """Activation offloading, of a run or of a trace."""
+
+    enabled: bool
+
+
+def build_switches(
+    cfg: DictConfig,
+    environment: Environment,
+    model: nn.Module,
+    objective: Objective,
+    offloading: CanBeEnabled | None = None,
+) -> Switches:
+    """The switches of a model, set as the config says.
+
+    Args:
+        cfg: the config.
+        environment: where the rank runs.
+        model: that is trained.
+        objective: that it is trained for.
+        offloading: of its activations.
+    """
+    layers = [
+        SwitchedLayer(layer)
+        for layer in model.modules()
+        if isinstance(layer, modules.TransformerSelfAttentionLayer)
+    ]
+
+    def checkpoint(value: str) -> None:
+        for layer, recomputed in zip(layers, recomputed_layers(value, len(layers)), strict=True):
+            layer.recomputed = recomputed
+
+    setters: dict[str, Any] = {CHECKPOINT: checkpoint}
+    if isinstance(model, FSDPModule):
+        setters[RESHARD] = model.set_reshard_after_forward
+    if offloading is not None:
+        setters[OFFLOADING] = lambda value: setattr(offloading, "enabled", value)
+    if type(objective) is NextTokenPrediction:
+        setters |= _of_the_loss(cfg, environment, model, objective)
+    configured = {key: KNOBS_BY_KEY[key].configured(cfg) for key in setters}
+    switches = Switches(setters, configured, len(layers))
+    checkpoint(switches.choice[CHECKPOINT])
+    if switches.choice.get(RECOMPUTE_LOSS):
+        setters[RECOMPUTE_LOSS](True)
+    return switches
+
+
+def _of_the_loss(
+    cfg: DictConfig, environment: Environment, model: nn.Module, objective: NextTokenPrediction
+) -> dict[str, Any]:
+    def loss(component: str) -> None:
+        changed = with_choice(
+            cfg, environment.ranks, {**configured_choice(cfg, environment.ranks), LOSS: component}
+        )
+        model.set_num_output_chunks(0)  # type: ignore[operator]
+        objective.loss_fn = build_loss(changed, environment, model)
+
+    # Batches are made for a projection that is sharded by itself and runs once a chunk (``data.rows``).
+    apart = "output" in (cfg.get(SHARDED_LAYERS) or ())
+    setters: dict[str, Any] = {} if apart else {LOSS: loss}
+    head = _head(model)
+    if head is not None and isinstance(objective.loss_fn, CEWithChunkedOutputLoss):
+        objective.recomputed = chunks = RecomputedChunks(
+            head, lambda logits, labels: objective.loss_fn.compute_cross_entropy(logits, labels)
+        )
+        setters[RECOMPUTE_LOSS] = lambda value: setattr(chunks, "on", value)
+    return setters
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    """The last projection of a model, which gives its logits."""
+    decoder = model.decoder if isinstance(model, DeepFusionModel) else model
+    head = getattr(decoder, "output", None)
+    head = head.linear if isinstance(head, TiedLinear) else head
+    return head if isinstance(head, nn.Module) else None

@@ -1,0 +1,107 @@
+"""The optimizer, the loss and the learning-rate schedule of a config."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
+from torchtune import config, training
+from torchtune.training import OptimizerInBackwardWrapper
+
+from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.upstream import give_output_to_loss
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Optimizers:
+    """The optimizer of a run, or one for each parameter where parameters step in backward."""
+
+    steppers: tuple[Optimizer, ...]
+    saved: Optimizer | OptimizerInBackwardWrapper
+    """The object that checkpoints save and that carries the learning rate."""
+
+    @property
+    def in_backward(self) -> bool:
+        return isinstance(self.saved, OptimizerInBackwardWrapper)
+
+
+def build_optimizers(
+    cfg: DictConfig, environment: Environment, model: nn.Module, state: dict[str, Any] | None
+) -> Optimizers:
+    """The optimizer that the config asks for, with the state of a checkpoint if there is one."""
+    if cfg.get("optimizer_in_bwd", False):
+        built = _optimizers_in_backward(cfg, environment, model, state)
+    else:
+        optimizer = config.instantiate(cfg.optimizer, model.parameters())
+        if state:
+            training.load_from_full_optimizer_state_dict(
+                model, optimizer, state, environment.device
+            )
+        built = Optimizers((optimizer,), optimizer)
+    log.info(
+        "In-backward optimizers are set up." if built.in_backward else "Optimizer is initialized."
+    )
+    return built
+
+
+def _optimizers_in_backward(
+    cfg: DictConfig, environment: Environment, model: nn.Module, state: dict[str, Any] | None
+) -> Optimizers:
+    by_parameter = {p: config.instantiate(cfg.optimizer, [p]) for p in model.parameters()}
+    training.register_optim_in_bwd_hooks(model=model, optim_dict=by_parameter)
+    wrapper = training.create_optim_in_bwd_wrapper(model=model, optim_dict=by_parameter)
+    if state is not None:
+        unknown = sorted(set(state) - set(wrapper.optim_map))
+        if unknown:
+            raise ValueError(
+                f"The checkpoint's optimizer state has {unknown[0]!r}, which is not a parameter: it was "
+                "saved without optimizer_in_bwd. Resume with the same setting."
+            )
+        for name, parameter_state in state.items():
+            training.load_from_full_optimizer_state_dict(
+                model, wrapper.optim_map[name], parameter_state, environment.device
+            )
+    return Optimizers(tuple(by_parameter.values()), wrapper)
+
+
+def build_loss(
+    cfg: DictConfig, environment: Environment, model: nn.Module, block: str = "loss"
+) -> nn.Module:
+    """The loss that a block describes, and a model whose output comes in the chunks that the loss wants."""
+    loss_fn = config.instantiate(cfg[block])
+    if cfg.get("compile", False):
+        loss_fn = training.compile_loss(loss_fn, verbose=environment.is_rank_zero)
+    give_output_to_loss(loss_fn, model)
+    log.debug("Loss is initialized.")
+    return loss_fn
+
+
+def build_lr_scheduler(
+    cfg: DictConfig, built: Optimizers, total_steps: int, steps_done: int
+) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """The learning-rate schedule, if there is one, at the step where the run is."""
+    if cfg.get("lr_scheduler", None) is None:
+        log.info("No learning rate scheduler configured. Using constant learning rate.")
+        return None
+    optimizer = built.steppers[0]  # if there are more, all have the same learning rate
+    for group in optimizer.param_groups if steps_done else ():
+        group.setdefault(
+            "initial_lr", optimizer.defaults["lr"]
+        )  # an asynchronous checkpoint lacks it
+    scheduler = config.instantiate(
+        cfg.lr_scheduler,
+        optimizer,
+        num_training_steps=total_steps,
+        last_epoch=steps_done - 1,
+    )
+    if isinstance(built.saved, OptimizerInBackwardWrapper):
+        built.saved.set_lr_scheduler(scheduler)
+    log.debug("Learning rate scheduler is initialized.")
+    return scheduler

@@ -1,0 +1,179 @@
+"""Traces the training step of a config, for any of the recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torchtune import training
+from torchtune.modules import TransformerSelfAttentionLayer
+
+from torchtune_adaptive.core import Batch, Choice, Objective, StepOptions, TrainStep
+from torchtune_adaptive.planner import ACTIVATIONS, LOSS, RecordedStep, StepTracer, fill
+from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
+from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.setup.model import initialize_ropes, parameters_by_name
+from torchtune_adaptive.recipe.setup.model_switches import build_switches
+from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
+from torchtune_adaptive.recipe.tracing.fake_offloading import for_offloading
+from torchtune_adaptive.recipe.tracing.image_rows import Images
+
+
+class _Offloading:
+    """What forward passes run in; the context that offloads is made when it is first needed."""
+
+    def __init__(self, model: nn.Module, enabled: bool) -> None:
+        self.enabled = enabled
+        self._model = model
+        self._made: AbstractContextManager[Any] | None = None
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        if not self.enabled:
+            return nullcontext()
+        if self._made is None:
+            self._made = training.get_act_offloading_ctx_manager(self._model, True)
+        return self._made
+
+
+class Tracer(StepTracer):
+    """One rank of a run of a recipe, which can take steps of any size.
+
+    Args:
+        cfg: the config, for any of the recipes.
+        ranks: how many there are.
+        rank: which of them this is.
+    """
+
+    def __init__(self, cfg: DictConfig, ranks: int, rank: int = 0) -> None:
+        super().__init__(cfg.device == "cpu", rank, ranks)
+        dtype = training.get_dtype(cfg.dtype, torch.device("cpu"))
+        environment = Environment(self.device, dtype, rank, ranks)
+        self._within = nullcontext if self.recorder.simulated else for_offloading
+        self._accumulation = min(cfg.gradient_accumulation_steps, 2)  # as in a trial
+        self._layer_running = 0
+
+        kind = recipe_kind(kind_of(cfg), cfg, environment)
+        self._rows = kind.rows()
+        model = kind.model_without_weights(self.unrecorded())
+        frozen = kind.frozen_without_weights(self.unrecorded())
+        models = (model, *frozen)
+        with self.tracing():
+            for each in models:
+                # With CPU offload, parameters wait on the host, and the optimizer works there.
+                offloaded = cfg.get("fsdp_cpu_offload", False)
+                fill(
+                    each,
+                    torch.device("cpu") if offloaded else self.device,
+                    parameters_by_name(each),
+                )
+                _initialize_fake_ropes(each, environment)
+            self._images = Images.of(model)
+            if self._images is not None:
+                self._images.prepare(model, self._watch.replaced)
+            self._follow_layers(model)  # inside of the switches that repeat them
+            objective = kind.objective(model, frozen)
+            step = self._new_step(cfg, environment, model, objective)
+        self.max_seq_len: int | None = getattr(model, "max_seq_len", None)
+        self.begin(step, models)
+        for each in models:
+            self._follow_categories(each)
+
+    def _new_step(
+        self, cfg: DictConfig, environment: Environment, model: nn.Module, objective: Objective
+    ) -> TrainStep:
+        optimizers = build_optimizers(cfg, environment, model, None)
+        offloading = _Offloading(model, cfg.get("enable_activation_offloading", False))
+        switches = build_switches(cfg, environment, model, objective, offloading)
+        self._own = dict(switches.choice)
+        return TrainStep(
+            model=model,
+            optimizers=optimizers.steppers,
+            objective=objective,
+            device=environment.device,
+            memory=self.memory,
+            ranks=self.ranks,  # type: ignore[arg-type]
+            options=StepOptions(
+                survive=False,
+                activations=offloading,
+                switches=switches,
+                clip_grad_norm=cfg.get("clip_grad_norm", None),
+                optimizer_in_backward=optimizers.in_backward,
+            ),
+        )
+
+    def take_step(
+        self,
+        rows: int,
+        length: int,
+        choice: Choice | None = None,
+        micro_batches: int | None = None,
+    ) -> RecordedStep:
+        """The step at a size.
+
+        Args:
+            rows: in each micro-batch.
+            length: tokens in each row.
+            choice: other values of knobs that are switches, for this step.
+            micro_batches: how many; None is as configured, but no more than two.
+        """
+        self.step.switch({**self._own, **(choice or {})})
+        return self.trace(
+            lambda: self._batch(rows, length),
+            micro_batches or self._accumulation,
+            lambda: self._layer_running,
+        )
+
+    def _batch(self, rows: int, length: int) -> Batch:
+        batch = self._rows.imagined(rows, length, self.recorder.simulated)
+        if self._images is not None:
+            batch |= self._images.batch(rows, length)
+        return batch
+
+    def _follow_categories(self, model: nn.Module) -> None:
+        """Distinguish activations from what belongs to the loss, which begins after the last norm."""
+        recorder = self.recorder
+
+        def enters(category: str) -> Callable[..., None]:
+            def hook(*_: object) -> None:
+                recorder.category = category
+
+            return hook
+
+        def passed_norm(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+            recorder.category = LOSS
+            if output.requires_grad:
+                output.register_hook(enters(ACTIVATIONS))
+
+        model.register_forward_pre_hook(enters(ACTIVATIONS))
+        decoder = getattr(model, "decoder", model)
+        if isinstance(norm := getattr(decoder, "norm", None), nn.Module):
+            norm.register_forward_hook(passed_norm)
+
+    def _follow_layers(self, model: nn.Module) -> None:
+        """Know the layer whose forward pass is running, by its number from 1: also when it is repeated."""
+
+        def followed(forward: Callable[..., Any], number: int) -> Callable[..., Any]:
+            def run(*arguments: Any, **named: Any) -> Any:
+                self._layer_running = number
+                try:
+                    return forward(*arguments, **named)
+                finally:  # repeating ends early, once it has all that was asked for
+                    self._layer_running = 0
+
+            return run
+
+        layers = (m for m in model.modules() if isinstance(m, TransformerSelfAttentionLayer))
+        for number, layer in enumerate(layers, 1):
+            layer.forward = followed(layer.forward, number)
+
+
+def _initialize_fake_ropes(model: nn.Module, environment: Environment) -> None:
+    for module in model.modules():
+        if hasattr(module, "apply_scaling"):  # Llama 3.1's reads values, and fake tensors have none
+            module.apply_scaling = lambda freqs, *_, **__: torch.empty_like(freqs)  # type: ignore
+    initialize_ropes(model, environment)

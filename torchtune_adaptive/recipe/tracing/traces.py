@@ -1,0 +1,137 @@
+"""The traced steps of a config, kept for later.
+
+Traces do not depend on the device's memory or on the batch size of the config, and are cached: a query about
+the same model on another device needs no tracing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.common import (
+    Cache,
+    NoPrediction,
+    cache_folder,
+    libraries,
+    package_fingerprint,
+)
+from torchtune_adaptive.core import Choice
+from torchtune_adaptive.planner import ROWS_TRACED, RecordedStep, StartUp, packed_up, unpacked
+from torchtune_adaptive.recipe.settings.fingerprint import step_facts
+from torchtune_adaptive.recipe.settings.kinds import FROZEN_MODELS, MORE_BLOCKS, is_packed
+from torchtune_adaptive.recipe.settings.knob_table import configured_choice
+
+_MOST_KEPT = 100
+_PARTS = ("model", "loss", "optimizer", *sorted(FROZEN_MODELS | MORE_BLOCKS))
+_VERSIONED = ("torch.", "torchtune.", "torchao.")
+
+
+class NotRemembered(NoPrediction):
+    """A step that would have to be traced, where only remembered ones are wanted."""
+
+
+class Traces:
+    """Steps of one config on one rank, each traced once.
+
+    Args:
+        cfg: the config, of either recipe.
+        ranks: how many there are.
+        rank: which of them is traced.
+        cache: the run's setting: where traces are kept.
+        may_trace: whether to trace what is not remembered; if not, it raises ``NotRemembered``.
+    """
+
+    def __init__(
+        self, cfg: DictConfig, ranks: int, rank: int, cache: bool | str, may_trace: bool = True
+    ) -> None:
+        self._run = (cfg, ranks, rank)
+        self._may_trace = may_trace
+        self._own = configured_choice(cfg, ranks)
+        components = (OmegaConf.select(cfg, f"{part}._component_") for part in _PARTS)
+        if not all(str(name or "torch.").startswith(_VERSIONED) for name in components):
+            cache = False  # no version says when the user's own code changes
+        self._kept: Cache[dict[str, Any]] = Cache(
+            cache_folder(cache, "traces"), "traces", _are_traces, most=_MOST_KEPT
+        )
+        facts = step_facts(cfg)
+        facts["gradient_accumulation_steps"] = min(cfg.gradient_accumulation_steps, 2)
+        self._facts = {
+            "config": facts,
+            "packed": is_packed(cfg),
+            "device": cfg.device,
+            "rank": [rank, ranks],
+            "libraries": libraries(),
+            "code": package_fingerprint(),
+        }
+        self._tracer: Any = None
+        kept = self._kept.get(self._facts) or {}
+        self.uneven: bool | None = kept.get("uneven")
+        self.max_seq_len: int | None = kept.get("max_seq_len")
+        """The longest rows that the model takes, if it bounds them; known once something is traced."""
+        self._steps = {name: unpacked(step) for name, step in kept.get("steps", {}).items()}
+        self._grown = False
+
+    def start_up(self, length: int) -> StartUp:
+        """Set-up and first step; the step has as many tokens as one row of this length, as in a search."""
+        size = (ROWS_TRACED[0], max(1, length // ROWS_TRACED[0]))
+        name = f"first {size}"
+        if name not in self._steps:
+            self._begin(size)
+        return StartUp(self._steps["set-up"], self._steps[name])
+
+    def step(
+        self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
+    ) -> RecordedStep:
+        """A later step of a size.
+
+        Args:
+            rows: in a micro-batch.
+            length: of each row.
+            choice: other values of knobs that are switches.
+            micro_batches: 1 or 2; None is as configured.
+        """
+        name = f"{(rows, length)}"
+        if choice is not None:
+            changed = {k: v for k, v in sorted(choice.items()) if v != self._own.get(k)}
+            name += f" {changed}" if changed else ""
+        if micro_batches not in (None, min(2, self._run[0].gradient_accumulation_steps)):
+            name += f" x {micro_batches}"
+        if name not in self._steps:
+            if self._tracer is None:
+                self._begin((ROWS_TRACED[0], max(1, length // ROWS_TRACED[0])))
+            self._note(name, self._tracer.take_step(rows, length, choice, micro_batches))
+        return self._steps[name]
+
+    def remember(self) -> None:
+        """Keep new traces in the cache."""
+        if self._grown:
+            steps = {name: packed_up(step) for name, step in self._steps.items()}
+            about = {"uneven": self.uneven, "max_seq_len": self.max_seq_len}
+            self._kept.put(self._facts, {**about, "steps": steps})
+            self._grown = False
+
+    def _begin(self, size: tuple[int, int]) -> None:
+        if not self._may_trace:
+            raise NotRemembered("not remembered")
+        from torchtune_adaptive.recipe.tracing.tracer import Tracer
+
+        self._tracer = Tracer(*self._run)
+        self.uneven = self._tracer.uneven
+        self.max_seq_len = self._tracer.max_seq_len
+        self._note("set-up", self._tracer.set_up)
+        self._note(f"first {size}", self._tracer.take_step(*size))
+
+    def _note(self, name: str, step: RecordedStep) -> None:
+        self._steps[name] = step
+        self._grown = True
+
+
+def _are_traces(value: Any) -> bool:
+    try:
+        for step in value["steps"].values():
+            unpacked(step)
+        return True
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        return False

@@ -1,0 +1,72 @@
+"""Everything that changes the batch during training: a log line and a line of JSON for each event."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from torchtune_adaptive.common import not_essential
+from torchtune_adaptive.core import Split
+
+log = logging.getLogger(__name__)
+
+
+EVENTS_NAME = "batch_size_events.jsonl"
+
+
+class Events:
+    """Logs what happens to the batch in training, and appends it to a JSON Lines file.
+
+    Args:
+        folder: the folder of the file; None on ranks that write nothing. A resumed run appends to the file.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = folder / EVENTS_NAME if folder else None
+
+    def changed(self, step: int, reason: str, **what: tuple[Any, Any]) -> None:
+        """Values such as ``micro_batch=(8, 4)`` (before, after) change from ``step`` on."""
+        if self._path is None:
+            return
+        (first, change), *others = (
+            (name.replace("_", "-" if name == "micro_batch" else " "), f"{before} -> {after}")
+            for name, (before, after) in what.items()
+        )
+        line = f"{first} {change} ({reason}, step {step})"
+        log.info("; ".join([line, *(f"{name} {change}" for name, change in others)]))
+        self._write({"step": step, "reason": reason, **{k: list(v) for k, v in what.items()}})
+
+    def grown(self, before: Split, after: Split, samples: int, step: int, reason: str) -> None:
+        """The global batch changes from ``step`` on; ``schedule.Replay`` reads this record."""
+        if self._path is None:
+            return
+        log.info(
+            f"global batch {before.global_batch} -> {after.global_batch} ({reason}, after {samples} samples, "
+            f"step {step}): {after.micro_batch} x {after.accumulation} x {after.ranks} ranks"
+        )
+        self._write(
+            {
+                "step": step,
+                "reason": reason,
+                "samples": samples,
+                "global_batch": [before.global_batch, after.global_batch],
+                "micro_batch": [before.micro_batch, after.micro_batch],
+                "accumulation": [before.accumulation, after.accumulation],
+            }
+        )
+
+    def noticed(self, step: int, what: str) -> None:
+        """Warn about something that changed nothing."""
+        if self._path is None:
+            return
+        log.warning(f"{what} (step {step})")
+        self._write({"step": step, "reason": what})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        assert self._path is not None
+        with not_essential(f"An event in {self._path}"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(row) + "\n")

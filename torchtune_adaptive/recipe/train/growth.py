@@ -1,0 +1,226 @@
+"""The batch of the run, which may grow: what a schedule or a user's function wants, within what fits."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.common import BatchIncreaseError, ConfigError
+from torchtune_adaptive.core import Epochs, Ranks, Split, share_equally, split_rows
+from torchtune_adaptive.recipe.registry import component
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.schedule import GradientNoise, IncreaseFunction, Moment, Schedule
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A change of the global batch."""
+
+    before: Split
+    after: Split
+    samples: int
+    reason: str
+
+
+class Growth:
+    """Decides how the next step is put together; the same on every rank.
+
+    Args:
+        start: what the run begins with.
+        largest: the largest micro-batch that fits, as the search found it; None if there was none.
+        grow: what asks for more; None where the batch stays.
+        past_memory: accumulate gradients where the micro-batch cannot grow any more.
+        rows_per_epoch: that a rank may use in an epoch; one step must remain.
+        ranks: the ranks of the run.
+    """
+
+    def __init__(
+        self,
+        start: Split,
+        largest: int | None,
+        grow: Schedule | IncreaseFunction | None,
+        past_memory: bool,
+        rows_per_epoch: int,
+        ranks: Ranks,
+    ) -> None:
+        self.start = start
+        self.largest = start.micro_batch if largest is None else largest
+        self._was_found = largest is not None
+        self.split = start
+        self.schedule = grow if isinstance(grow, Schedule) else None
+        self._function = None if isinstance(grow, Schedule) else grow
+        self._past_memory = past_memory
+        self._rows_per_epoch = rows_per_epoch
+        self._ranks = ranks
+        self.decisions: list[list[int]] = []
+        """Samples and global batch, of each change."""
+
+    # --- what asks for more ---------------------------------------------------------------------------
+
+    def as_epoch_begins(self, epoch: int, samples: int) -> Grown | None:
+        """Ask the user's function; what has changed, if anything has."""
+        if self._function is None:
+            return None
+        current = self._rows // self.start.accumulation
+        increment = self._ask_all_ranks(self._function, epoch, current)
+        if increment == 0:
+            return None
+        if not self._past_memory and current + increment > self.largest:
+            log.warning(
+                f"{_name(self._function)} asks for a batch size of {current} + {increment} in epoch {epoch}; "
+                f"the largest that fits is {self.largest}, so it stays at {current}. "
+                "(Set adaptive_batching.grow_past_memory=True to grow further by accumulation.)"
+            )
+            return None
+        return self._change((current + increment) * self.start.accumulation, samples)
+
+    def before_step(self, now: Moment) -> Grown | None:
+        """Ask the schedule; what has changed, if anything has."""
+        if self.schedule is None:
+            return None
+        return self._change(self.schedule.global_batch(now) // self._ranks.size, now.samples)
+
+    def _change(self, rows: int, samples: int) -> Grown | None:
+        limit = self._rows_per_epoch
+        if not self._past_memory:
+            limit = min(limit, self.largest * self.start.accumulation)
+        rows = min(rows, limit)
+        if rows <= self._rows:  # a batch never shrinks
+            return None
+        before = self.split
+        self.set_rows(rows)
+        self.decisions.append([samples, self.split.global_batch])
+        return Grown(before, self.split, samples, _name(self.schedule or self._function))
+
+    @property
+    def grows(self) -> bool:
+        return self.schedule is not None or self._function is not None
+
+    @property
+    def _rows(self) -> int:
+        return self.split.rows
+
+    def set_rows(self, rows: int) -> None:
+        """Use steps of ``rows`` rows on each rank."""
+        micro_batch, accumulation = split_rows(rows, self.largest, self.start.accumulation)
+        self.split = Split(micro_batch, accumulation, self._ranks.size, rows)
+
+    def _ask_all_ranks(self, function: IncreaseFunction, epoch: int, current: int) -> int:
+        """The function's answer on rank 0, once it is sure that every rank got one."""
+        try:
+            answer: Any = function(epoch, current)
+            trouble = _trouble(answer)
+        except Exception as error:
+            answer, trouble = None, f"raised {type(error).__name__}: {error}"
+        answers = self._ranks.gather((None if trouble else int(answer), trouble))
+        for rank, (_, trouble) in enumerate(answers):
+            if trouble:
+                raise BatchIncreaseError(
+                    f"batch_increase_function {_name(function)}, called with epoch {epoch} and batch size "
+                    f"{current}, {trouble} (on rank {rank}). It must return how much to add to the batch "
+                    "size: a whole number, 0 or more."
+                )
+        increments = [increment for increment, _ in answers]
+        if len(set(increments)) > 1:
+            log.warning(
+                f"{_name(function)} returned different values on different ranks ({increments}); "
+                "using rank 0's."
+            )
+        return increments[0] or 0
+
+    # --- ahead, and afterwards ------------------------------------------------------------------------
+
+    def steps_ahead(self, epochs: Epochs, total_epochs: int) -> int | None:
+        """The steps of the whole run, where that can be known before it."""
+        if self._function is not None or (self.schedule and not self.schedule.predictable):
+            return None
+        if self.schedule is None:
+            return total_epochs * epochs.base_steps
+        future = Growth(
+            self.start, self.largest, self.schedule, self._past_memory, epochs.rows, self._ranks
+        )
+        steps = samples = 0
+        for epoch in range(total_epochs):
+            used = 0
+            while True:
+                progress = epochs.progress(epoch, used)
+                now = Moment(samples, progress, self.start.global_batch, future.split.global_batch)
+                future.before_step(now)
+                if used + future.split.rows > epochs.rows:
+                    break
+                used += future.split.rows
+                samples += future.split.global_batch
+                steps += 1
+        return steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "start": [self.start.micro_batch, self.start.accumulation, self.start.ranks],
+            "global_batch": self.split.global_batch,
+            "largest": self.largest if self._was_found else None,
+            "decisions": self.decisions,
+            "schedule": self.schedule.state_dict() if self.schedule else {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state_dict`` was called, on the same number of ranks or another."""
+        self.decisions = [list(decision) for decision in state["decisions"]]
+        if self.schedule is not None:
+            self.schedule.load_state_dict(state["schedule"])
+        self.set_rows(share_equally(state["global_batch"], self._ranks.size))
+
+
+def _trouble(answer: Any) -> str | None:
+    if isinstance(answer, bool) or not isinstance(answer, (int, float)):
+        return f"returned {answer!r}, which is not a whole number"
+    if not math.isfinite(answer) or answer != math.floor(answer):
+        return f"returned {answer!r}, which is not a whole number"
+    if answer < 0:
+        return f"returned {answer!r}: a batch never shrinks"
+    return None
+
+
+def _name(asking: object) -> str:
+    return getattr(asking, "__qualname__", None) or type(asking).__name__
+
+
+def batch_increase(
+    cfg: DictConfig, settings: AdaptiveSettings
+) -> Schedule | IncreaseFunction | None:
+    """The function or schedule of the config that makes the batch grow."""
+    node = cfg.get("batch_increase_function")
+    if settings.gradient_noise == "act":
+        return GradientNoise()
+    if node is None:
+        return None
+    try:
+        built = component(node) if isinstance(node, str) else _instantiate(node)
+    except Exception as error:
+        raise ConfigError(
+            "batch_increase_function",
+            node if isinstance(node, str) else OmegaConf.to_container(node),
+            f"cannot be made: {type(error).__name__}: {error}",
+            "Give the dotted path of a function, or a _component_ with what it takes",
+        ) from error
+    if not isinstance(built, Schedule) and not callable(built):
+        raise ConfigError(
+            "batch_increase_function",
+            str(node),
+            f"gives a {type(built).__name__}, which cannot be called",
+            "Give the dotted path of a function f(epoch, current_batch_size), or one of the schedules",
+        )
+    return built
+
+
+def _instantiate(node: DictConfig) -> Any:
+    """As torchtune does, but modules in the working directory count."""
+    values = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(values, dict)
+    make = component(values.pop("_component_"))
+    return make(**{str(key): value for key, value in values.items()})

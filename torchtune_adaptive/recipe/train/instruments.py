@@ -1,0 +1,132 @@
+"""Instruments of a run: torchtune's profiler, and the history that is plotted at the end."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config, training
+
+from torchtune_adaptive.common import BLUE, ORANGE, memory_unit, new_figure, tidy, whole_numbers
+from torchtune_adaptive.core import DeviceMemory
+from torchtune_adaptive.recipe.setup.environment import Environment
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
+PLOT_NAME = "training.png"
+_POINTS = 1000  # of a plot; more would not be seen
+
+
+class Profiling:
+    """torchtune's profiler, and the memory history that it asks for in the first epoch, on rank 0."""
+
+    def __init__(
+        self, profiler: Any, settings: DictConfig, environment: Environment, memory: DeviceMemory
+    ) -> None:
+        self._profiler = profiler
+        self._memory = memory
+        self._first = self._last = -1
+        if settings.enabled and settings.get("profile_memory", False) and environment.is_rank_zero:
+            self._first = settings.wait_steps + settings.warmup_steps
+            self._last = self._first + settings.active_steps
+
+    def start(self) -> None:
+        self._profiler.start()
+
+    def stop(self) -> None:
+        self._profiler.stop()
+
+    def before_step(self, epoch: int, number: int) -> None:
+        if epoch == 0 and number == self._first:
+            self._memory.record_history(True)
+
+    def after_step(self, epoch: int, number: int) -> None:
+        if epoch == 0 and number == self._last:
+            self._memory.record_history(False)
+        self._profiler.step()
+
+
+class Point(NamedTuple):
+    """A step, as far as it is plotted."""
+
+    samples: int
+    """Used since the run began."""
+    global_batch: int
+    micro_batch: int
+    lr: float
+    loss: float
+    peak_bytes: int | None
+    """None where memory is not measured."""
+
+
+class History:
+    """The steps of a run, thinned out as they become many.
+
+    Args:
+        loss_unit: what the loss is a mean over.
+    """
+
+    def __init__(self, loss_unit: str = "token") -> None:
+        self._loss_label = f"loss (nats/{loss_unit})"
+        self._points: list[Point] = []
+        self._every = 1
+        self._seen = 0
+
+    def add(self, point: Point) -> None:
+        if self._seen % self._every == 0:
+            self._points.append(point)
+        self._seen += 1
+        if len(self._points) > 2 * _POINTS:
+            self._points = self._points[::2]
+            self._every *= 2
+
+    def figure(self) -> Figure | None:
+        """Batch, learning rate, loss and memory over samples, where there is something to see."""
+        if len(self._points) < 2 or (figure := new_figure(7, 8)) is None:
+            return None
+        samples, global_batch, micro_batch, lr, loss, peaks = zip(*self._points, strict=True)
+        most = max(peak or 0 for peak in peaks)
+        panels = figure.subplots(3 + bool(most), 1, sharex=True)
+        batches, rates, losses = panels[:3]
+        figure.suptitle("Training: batch, learning rate, loss" + (", memory" if most else ""))
+        batches.step(samples, global_batch, where="pre", color=BLUE, label="global batch")
+        batches.step(
+            samples, micro_batch, where="pre", color=ORANGE, linestyle="--", label="micro-batch"
+        )
+        batches.set(ylabel="batch (rows)", ylim=(0, 1.1 * max(global_batch)))
+        whole_numbers(batches.yaxis)
+        batches.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+        rates.plot(samples, lr, color=BLUE)
+        rates.set(ylabel="learning rate", ylim=(0, None))
+        losses.plot(samples, loss, color=BLUE)
+        losses.set(ylabel=self._loss_label)
+        if most:
+            unit, bytes_each = memory_unit(most)
+            panels[3].plot(samples, [(peak or 0) / bytes_each for peak in peaks], color=BLUE)
+            panels[3].set(ylabel=f"peak memory ({unit})", ylim=(0, None))
+        for axes in panels:
+            tidy(axes)
+        figure.align_ylabels(panels)
+        panels[-1].set(
+            xlabel="samples trained on (memory: of rank 0)" if most else "samples trained on"
+        )
+        whole_numbers(panels[-1].xaxis)
+        return figure
+
+
+def build_profiler(cfg: DictConfig) -> tuple[Any, DictConfig]:
+    """torchtune's profiler and its settings; without settings, one that does nothing."""
+    component = "torchtune.training.setup_torch_profiler"
+    node = cfg.get(training.PROFILER_KEY, None) or OmegaConf.create({"enabled": False})
+    if node.setdefault("_component_", component) != component:
+        raise ValueError(
+            f"profiler._component_ is {node._component_}; only {component} is supported"
+        )
+    if not node.get("enabled", False):
+        return training.DummyProfiler(), node  # torchtune would build the same, and log that
+    built, settings = config.instantiate(node)
+    log.info(f"Profiler: {settings}")
+    return built, settings

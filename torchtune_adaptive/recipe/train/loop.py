@@ -1,0 +1,226 @@
+"""The training loop that all recipes share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.common import OutOfMemoryElsewhere
+from torchtune_adaptive.core import (
+    EpochRows,
+    Generators,
+    Loader,
+    StepOutcome,
+    StepRunner,
+    is_out_of_memory,
+)
+from torchtune_adaptive.recipe.checkpoints.progress import Progress
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+from torchtune_adaptive.recipe.train.adaptation import Adaptation
+from torchtune_adaptive.recipe.train.display import EpochDisplay, messages_beside_the_bar
+from torchtune_adaptive.recipe.train.instruments import Profiling
+from torchtune_adaptive.recipe.train.metrics import Metrics, Summary
+from torchtune_adaptive.recipe.train.stop import StopSignals
+from torchtune_adaptive.recipe.train.validation import Validation
+
+log = logging.getLogger(__name__)
+
+
+def how_to_resume(last_checkpoint: str) -> str:
+    """What to do after a step that cannot be retried."""
+    return (
+        f"The last checkpoint: {last_checkpoint}. Resume from it with a larger {BLOCK}.headroom, a smaller "
+        f"{BLOCK}.ceiling or batch_size, enable_activation_checkpointing, or shorter rows "
+        "(tokenizer.max_seq_len)."
+    )
+
+
+@dataclass
+class TrainingLoop:
+    """Trains, epoch by epoch, from where ``progress`` is to where it should be."""
+
+    runner: StepRunner
+    adaptation: Adaptation
+    loader: Loader
+    progress: Progress
+    metrics: Metrics
+    profiling: Profiling
+    save: Callable[[str], None]
+    """Saves a checkpoint of this name, with the progress as it is."""
+    last_checkpoint: Callable[[], str]
+    """Names the newest one."""
+    save_every_n_steps: int | None
+    stop: StopSignals
+    """Asks for an early end; training then saves after the step that is running."""
+    before_step: Callable[[int], None] = lambda number: None
+    """Called before each step with its number, counted from 1."""
+    validation: Validation | None = None
+
+    global_step: int = field(init=False, default=0)
+    samples: int = field(init=False, default=0)
+    """Used since the run began, over all ranks."""
+    summary: Summary | None = field(init=False, default=None)
+    """Of the steps, once they are done; None if there were none."""
+
+    def run(self) -> None:
+        """Train to the end, or until a stop is requested."""
+        epochs = self.adaptation.epochs
+        self.global_step = self.progress.epochs_run * epochs.base_steps
+        self.samples = self.global_step * self.adaptation.split.global_batch
+        self.runner.begin(self.adaptation.split)
+        if self.validation is not None:
+            self.validation.done = self.global_step
+        used = self._resume(self.progress.training) if self.progress.training else 0
+        self._validate()  # where a stop came before it
+        memory = self.runner.step.memory
+        memory.release()
+        memory.watch()
+        self.profiling.start()
+        self.metrics.begin()
+        with self.stop.while_training():
+            for epoch in range(self.progress.epochs_run, self.progress.total_epochs):
+                with messages_beside_the_bar():
+                    self._epoch(epoch, used)
+                if self.stop.saved is not None:
+                    break
+                used = 0
+                self.progress.epochs_run += 1
+                self._save(f"{epoch}", used)
+        self.profiling.stop()
+        self._summarize()
+
+    def _epoch(self, epoch: int, used: int) -> None:
+        adaptation, epochs = self.adaptation, self.adaptation.epochs
+        rows = self.loader.epoch(epoch, used)
+        if used == 0:
+            # torchtune's loader draws one number from the run's generator in each epoch. So that dropout
+            # sees the same numbers here as there, one is drawn.
+            torch.empty((), dtype=torch.int64).random_()
+            if adaptation.begin_epoch(epoch, self.samples, self.global_step + 1):
+                self.runner.begin(adaptation.split)
+        display = EpochDisplay(
+            epoch, self.progress.total_epochs, epochs.base_steps, epochs.position(0, used)
+        )
+        number = 0
+        while self._is_room_for_a_step(epoch, rows):
+            self.profiling.before_step(epoch, number)
+            outcome = self._step(epoch, rows)
+            done, speed = epochs.position(0, rows.used), self.metrics.tokens_per_second
+            display.step(done, self.global_step, outcome.loss, speed)
+            self.profiling.after_step(epoch, number)
+            number += 1
+            stop = outcome.stop or self._validate()
+            is_due = self.save_every_n_steps and self.global_step % self.save_every_n_steps == 0
+            if is_due or stop:
+                self._save(f"{epoch}_step_{self.global_step}", rows.used)
+            if stop:
+                self.stop.saved = self.last_checkpoint()
+                display.close()
+                return
+        display.close()
+        # Rows that do not fill a step are left out, not carried into the next epoch's first step.
+        if left := epochs.rows - rows.used:
+            log.info(f"Epoch {epoch}: leaving out {left} rows per rank, too few for a step.")
+        adaptation.learning_rate.move_to(epochs.position(epoch, epochs.rows))
+
+    def _is_room_for_a_step(self, epoch: int, rows: EpochRows) -> bool:
+        """Whether the epoch has rows for a step of the size that the schedule wants."""
+        adaptation = self.adaptation
+        if adaptation.before_step(epoch, rows.used, self.samples, self.global_step + 1):
+            self.runner.begin(adaptation.split)
+        return rows.used + adaptation.split.rows <= adaptation.epochs.rows
+
+    def _step(self, epoch: int, rows: EpochRows) -> StepOutcome:
+        adaptation, split = self.adaptation, self.adaptation.split
+        self.before_step(self.global_step + 1)
+        outcome = self.runner.run(rows, self.global_step + 1)
+        self.global_step += 1
+        self.samples += split.global_batch
+        adaptation.after_step(epoch, rows.used, outcome)
+        more = self.runner.metrics()
+        if (noise := adaptation.noise_scale) is not None:
+            more["gradient_noise_scale"] = noise
+        self.metrics.record(
+            self.global_step,
+            self.samples,
+            split,
+            outcome,
+            adaptation.learning_rate.now,
+            self.runner.computed,
+            more,
+        )
+        return outcome
+
+    def _validate(self) -> bool:
+        """Validate if it is time to; whether a rank has been asked to stop meanwhile."""
+        validation = self.validation
+        return (
+            validation is not None
+            and validation.is_due(self.global_step)
+            and validation.run(self.global_step)
+        )
+
+    # --- checkpoints ------------------------------------------------------------------------------------
+
+    def _save(self, name: str, used: int) -> None:
+        runner = self.runner
+        runner.watchdog.enter(f"saving the checkpoint epoch_{name}", patience=None)
+        # What saving needs is not what training needs: neither should find the other's cached memory.
+        runner.step.memory.release()
+        try:
+            self.progress.training = self._state(used)
+            self.save(name)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryElsewhere(
+                f"Out of memory while saving the checkpoint epoch_{name}, not in a training step, so the "
+                "batch size is not the cause. Gathering the weights needs room for the largest of them: "
+                "make sure no other process uses the device, or set enable_async_checkpointing. "
+                f"({error})"
+            ) from error
+        runner.step.memory.release()
+        self.metrics.start_step()  # saving is no part of the next step
+
+    def _state(self, used: int) -> dict[str, Any]:
+        """Everything besides model and optimizer that a run needs to continue as if it had never stopped."""
+        ranks, device = self.runner.step.ranks, self.runner.step.device
+        return {
+            "global_step": self.global_step,
+            "samples": self.samples,
+            "samples_of_epoch": used * self.loader.ranks,
+            "token_budget": self.runner.micro_batches.state(),
+            "generators": ranks.gather(Generators(device).state_dict()),
+            "validated": self.global_step if self.validation is None else self.validation.done,
+            **self.adaptation.state_dict(),
+            **self.runner.state_dict(),
+        }
+
+    def _resume(self, state: dict[str, Any]) -> int:
+        """Restore a saved state; gives the rows of its epoch that each rank has used."""
+        self.global_step, self.samples = state["global_step"], state["samples"]
+        self.adaptation.load_state_dict(state)
+        self.runner.load_state_dict(state)
+        if self.validation is not None:
+            self.validation.done = state.get("validated", self.global_step)
+        ranks, device = self.runner.step.ranks, self.runner.step.device
+        generators = state["generators"]
+        if len(generators) == ranks.size:
+            Generators(device).load_state_dict(generators[ranks.rank])
+        else:
+            log.warning(
+                f"The checkpoint was written by {len(generators)} ranks, this run has {ranks.size}: data "
+                "resumes at the same sample, but RNG state (dropout) is not restored."
+            )
+        return int(state["samples_of_epoch"]) // self.loader.ranks
+
+    def _summarize(self) -> None:
+        retried, ranks = self.runner.retried_steps, self.runner.step.ranks
+        self.summary = self.metrics.summary(self.adaptation.split, retried, ranks)
+        for line in self.summary.lines() if self.summary else []:
+            log.info(line)
+        log.info(f"Checkpoint: {self.last_checkpoint()}")

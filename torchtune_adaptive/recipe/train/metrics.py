@@ -1,0 +1,227 @@
+"""What a run reports about its steps: metrics, and a summary at the end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+from torchtune import training
+
+from torchtune_adaptive.common import bytes_of, counted, duration
+from torchtune_adaptive.core import Computed, DeviceMemory, Ranks, Split, StepOutcome
+from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.train.instruments import History, Point
+
+log = logging.getLogger(__name__)
+
+_WINDOW = 5
+"""Steps over which the summary averages the loss, since that of one is noisy."""
+
+
+@dataclass(frozen=True)
+class Logging:
+    """What is logged, and how often."""
+
+    logger: Any
+    """torchtune's metric logger; on rank 0 only."""
+    every_n_steps: int
+    memory: bool
+    """Log the accelerator's peak memory as well."""
+
+    @classmethod
+    def from_config(cls, cfg: DictConfig, logger: Any, environment: Environment) -> Logging:
+        memory = cfg.get("log_peak_memory_stats", False)
+        if memory and environment.device.type == "cpu":
+            log.info(
+                "log_peak_memory_stats is True, but a CPU has no such statistics; not logging them."
+            )
+            memory = False
+        return cls(logger, cfg.get("log_every_n_steps", 1), memory)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the steps of a run came to."""
+
+    steps: int
+    seconds: float
+    """From the first step to the end, saving included."""
+    tokens_per_second: float
+    """Trained on, over all ranks, in the time of the steps alone."""
+    peak_bytes: int
+    """On the rank where it was highest."""
+    capacity: int | None
+    """None where memory is not measured."""
+    retried_steps: int
+    split: Split
+    loss: tuple[float, float]
+    """Over the first steps and over the last ones."""
+    window: int
+    """How many steps these are."""
+
+    def loss_text(self) -> str:
+        first, last = self.loss
+        what = "first and last step"
+        if self.window > 1:
+            what = f"mean of the first and last {self.window} steps"
+        return f"loss {first:.4g} -> {last:.4g} ({what})"
+
+    def lines(self) -> list[str]:
+        split = self.split
+        speed = f"{self.tokens_per_second:,.0f} tokens/s"
+        if split.ranks > 1:
+            speed += f" ({self.tokens_per_second / split.ranks:,.0f} per rank)"
+        facts = [speed]
+        if self.capacity is not None:
+            facts.append(f"peak memory {bytes_of(self.peak_bytes, self.capacity)}")
+        facts.append(f"{counted(self.retried_steps, 'step')} retried")
+        return [
+            f"Trained {counted(self.steps, 'step')} in {duration(self.seconds)}; {self.loss_text()}.",
+            f"{', '.join(facts)}.",
+            f"Last global batch: {split.global_batch} rows ({split.text()}).",
+        ]
+
+
+class Metrics:
+    """Records the steps of a run.
+
+    Args:
+        logging: what to log, and how often.
+        environment: where the rank runs.
+        memory: that device's memory.
+        watch_memory: log how much of it was not used.
+        counts_tokens: whether a step's weight is its tokens.
+    """
+
+    def __init__(
+        self,
+        logging: Logging,
+        environment: Environment,
+        memory: DeviceMemory,
+        watch_memory: bool,
+        counts_tokens: bool = True,
+    ) -> None:
+        self._logging = logging
+        self._environment = environment
+        self._memory = memory
+        self._counts_tokens = counts_tokens
+        self._watch_memory = watch_memory and memory.measured
+        self.history = History("token" if counts_tokens else "sample")
+        self.losses: list[float] = []
+        self.tokens = 0
+        self.seconds = 0.0
+        """Of the steps, without what is between them."""
+        self.peak_bytes = 0
+        """The most that this rank has used in training."""
+        self.tokens_per_second = 0.0
+        """In the last step, over all ranks."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the clock of the run."""
+        self._started = time.perf_counter()
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Start the clock of the next step."""
+        self._step_started = time.perf_counter()
+
+    def record(
+        self,
+        number: int,
+        samples: int,
+        split: Split,
+        outcome: StepOutcome,
+        lr: float,
+        micro_batches: Sequence[Computed],
+        more: dict[str, float],
+    ) -> None:
+        """Record a step.
+
+        Args:
+            number: of the step, counted from 1.
+            samples: that the run has used.
+            split: how the step was meant to be put together.
+            outcome: of the step.
+            lr: the learning rate of the next step.
+            micro_batches: of the step, on this rank.
+            more: to log as well.
+        """
+        seconds = time.perf_counter() - self._step_started
+        self.seconds += seconds
+        tokens = self._tokens(outcome, micro_batches) * self._environment.ranks
+        self.tokens_per_second = tokens / seconds
+        self.tokens += int(tokens)
+        self.losses.append(outcome.loss)
+        micro_batch = max(each.rows for each in micro_batches)
+        peak = self._memory.usage().peak_bytes if self._memory.measured else None
+        self.peak_bytes = max(self.peak_bytes, peak or 0)
+        point = Point(samples, split.global_batch, micro_batch, lr, outcome.loss, peak)
+        self.history.add(point)
+        if self._environment.is_rank_zero and number % self._logging.every_n_steps == 0:
+            record: dict[str, Any] = {
+                "loss": outcome.loss,
+                "lr": lr,
+                "tokens_per_second_per_gpu": self.tokens_per_second / self._environment.ranks,
+                "batch_size": split.micro_batch,
+                "micro_batch_size": micro_batch,
+                "gradient_accumulation_steps": len(micro_batches),
+                "global_batch_size": split.global_batch,
+                "samples_seen": samples,
+                **outcome.metrics,
+                **more,
+                **self._memory_used(),
+            }
+            if outcome.gradient_norm is not None:
+                record["grad_norm"] = outcome.gradient_norm
+            self._logging.logger.log_dict(record, step=number)
+        self.start_step()
+
+    def _tokens(self, outcome: StepOutcome, micro_batches: Sequence[Computed]) -> float:
+        """Of a step on each rank, as torchtune's recipes count them: those that are predicted or, where the
+        loss is no mean over tokens, all of them with padding."""
+        if self._counts_tokens:
+            return outcome.tokens / self._environment.ranks
+        return sum(each.tokens for each in micro_batches)
+
+    def record_validation(self, number: int, found: dict[str, float]) -> None:
+        """Record what validation after a step found; its time is not the next step's."""
+        if self._environment.is_rank_zero:
+            self._logging.logger.log_dict(found, step=number)
+        self.start_step()
+
+    def _memory_used(self) -> dict[str, float]:
+        """This rank's memory since the last record."""
+        found: dict[str, float] = {}
+        if self._watch_memory:
+            found["memory_unused_share"] = (
+                1 - self._memory.usage().peak_bytes / self._memory.capacity()
+            )
+        if self._logging.memory:  # resets the peaks, so it comes after they are read
+            found.update(training.get_memory_stats(device=self._environment.device))
+        if self._watch_memory:
+            self._memory.watch()
+        return found
+
+    def summary(self, split: Split, retried_steps: int, ranks: Ranks) -> Summary | None:
+        """What the steps came to, the same on all ranks; None if there were none."""
+        if not self.losses:
+            return None
+        window = max(1, min(_WINDOW, len(self.losses) // 2))  # of different steps
+        ends = self.losses[:window], self.losses[-window:]
+        first, last = (sum(some) / window for some in ends)
+        return Summary(
+            steps=len(self.losses),
+            seconds=time.perf_counter() - self._started,
+            tokens_per_second=self.tokens / self.seconds,
+            peak_bytes=max(ranks.gather(self.peak_bytes)),
+            capacity=self._memory.capacity() if self._memory.measured else None,
+            retried_steps=retried_steps,
+            split=split,
+            loss=(first, last),
+            window=window,
+        )

@@ -1,0 +1,200 @@
+"""Ends a run that is asked to stop: by SIGTERM, as schedulers do before they kill, or by Ctrl-C.
+
+In training, the first signal is a request that the ranks exchange in the next step's all-reduce; they then
+save a checkpoint and stop. Elsewhere there is nothing to save, and the run ends at once. So it does at a
+second signal, and when the time to stop is over.
+
+The main thread may be inside a collective, where Python runs no signal handler, and an exception raised
+inside a callback of the garbage collector is lost. So a thread receives the signals, and ends the process
+if need be.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from torchtune_adaptive.common import Stopped, another_rank_has_failed
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SAME_REQUEST = 2.0
+"""Seconds within which more signals are the same request: a launcher passes on what its processes got too."""
+_RAISE_AGAIN = 1
+"""What is written to the socket where a request was not raised; the number of no signal in ``SIGNALS``."""
+_UNWINDING = 10.0
+"""Seconds that a run without anything to save has to end."""
+
+
+def exit_status(signum: int) -> int:
+    """As a shell reports a process that a signal ended: 143 for SIGTERM, 130 for Ctrl-C."""
+    return 128 + signum
+
+
+class StopSignals:
+    """Receives SIGTERM and Ctrl-C while the context lasts.
+
+    Args:
+        timeout: seconds that training has to save and stop; after that the process ends without.
+        end: ends the process with a status, whatever the main thread is doing.
+    """
+
+    def __init__(self, timeout: float, end: Callable[[int], Any] = os._exit) -> None:
+        self._timeout = timeout
+        self._end = end
+        self._signal: int | None = None
+        self._raised = False
+        self._training = self._over = False
+        self._allowed = 0.0
+        self.saved: str | None = None
+        """What has been saved because a stop was requested, by whichever rank."""
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank has been asked to stop."""
+        return self._signal is not None
+
+    @contextmanager
+    def while_training(self) -> Iterator[None]:
+        """Around the training loop: there a request waits for the end of the step."""
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
+
+    @property
+    def reason(self) -> Stopped | None:
+        """Why training has ended before its time, if it has."""
+        if self.saved is None:
+            return None
+        return Stopped(
+            f"stopped as requested, and saved {self.saved}. Resume with resume_from_checkpoint=True.",
+            exit_status(self._signal or signal.SIGTERM),
+            everywhere=True,
+        )
+
+    def raise_if_stopped(self) -> None:
+        """At the end of a run: raise if it has ended before its time."""
+        if self.reason is not None:
+            raise self.reason
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> StopSignals:
+        self._installed = threading.current_thread() is threading.main_thread()
+        if not self._installed:
+            return self  # only a main thread can: whoever calls from another sees to signals itself
+        self._main = threading.get_ident()
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        _LISTENING.append(self._sender.fileno())
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._not_raised
+        self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._installed:
+            return
+        sys.unraisablehook = self._hook
+        signal.set_wakeup_fd(self._wakeup)
+        _LISTENING.remove(self._sender.fileno())
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._over = True
+        self._sender.send(b"\0")  # closing it would not do: forked processes have it, too
+        self._thread.join()
+        self._sender.close()
+        self._receiver.close()
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        """In the main thread, between two instructions: end what has nothing to save."""
+        self._signal = self._signal or number
+        if not self._training and not self._raised:
+            self._raised = True
+            raise Stopped(
+                f"stopped by {_name(number)} outside training, where there is nothing to save.",
+                exit_status(number),
+            )
+
+    def _not_raised(self, what: sys.UnraisableHookArgs) -> None:
+        """Ask again where Python drops the exception, as it does in a weak reference's callback."""
+        if isinstance(what.exc_value, Stopped):
+            self._raised = False
+            self._sender.send(bytes([_RAISE_AGAIN]))
+        else:
+            self._hook(what)
+
+    def _listen(self) -> None:
+        """In a thread, which runs whatever the main thread is waiting for."""
+        began: float | None = None
+        deadline: float | None = None
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([self._receiver], [], [], left)
+            if not ready:
+                _say(
+                    f"not done {self._allowed:g} s after {_name(self._signal or 0)}; ending at once."
+                )
+                self._end(exit_status(self._signal or signal.SIGTERM))
+                return
+            received = self._receiver.recv(64)
+            numbers = [number for number in received if number in SIGNALS]
+            now = time.monotonic()
+            if self._over:
+                return
+            if _RAISE_AGAIN in received:
+                time.sleep(0.05)  # the main thread is to be out of the hook that asked for it
+                signal.pthread_kill(self._main, self._signal or signal.SIGTERM)
+            if not numbers:
+                continue
+            if began is None or deadline is None:
+                self._signal = self._signal or numbers[0]
+                self._allowed = self._timeout if self._training else _UNWINDING
+                began, deadline = now, now + self._allowed
+                if self._training:
+                    _say(
+                        f"{_name(numbers[0])}: saving a checkpoint after this step, then stopping "
+                        f"(within {self._timeout:g} s; a second signal ends the run at once)."
+                    )
+            elif now - began > _SAME_REQUEST:
+                _say(f"{_name(numbers[0])} again: ending at once, without a checkpoint.")
+                self._end(exit_status(numbers[0]))
+                return
+
+
+_LISTENING: list[int] = []
+"""What signals are written to in this process."""
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: its signals are not those of the run, though it has inherited the socket."""
+    if _LISTENING:
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        _LISTENING.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def _say(what: str) -> None:
+    if another_rank_has_failed():
+        return  # that is why the launcher ends this one
+    print(f"\nrank {os.environ.get('RANK', '0')}: {what}", file=sys.stderr, flush=True)
