@@ -63,7 +63,8 @@ def test_what_a_search_remembered_is_used(old: Path) -> None:
 
 
 def test_modules_that_configs_name() -> None:
-    from torchtune_adaptive.recipe import tiny as now
     from torchtune_adaptive.tiny import two_more_rows
+
+    from torchtune_adaptive.recipe import tiny as now
 
     assert two_more_rows is now.two_more_rows
