@@ -71,7 +71,7 @@ class Run:
 
     Args:
         cfg: the config, with what the command line changed.
-        kind: of recipe, one of ``settings.kinds.KINDS``.
+        kind: of recipe, one of ``recipe.settings.kinds.KINDS``.
 
     Raises:
         ConfigError: a setting cannot work; nothing has been built yet.

@@ -45,7 +45,7 @@ class Speeds:
     """How fast a device is."""
 
     name: str
-    """As in ``memory_model.gpus``."""
+    """As in ``memory.gpus``."""
     half: float | None
     """bf16 and fp16: FLOP/s of matrix products; None if it has no bf16."""
     single: float

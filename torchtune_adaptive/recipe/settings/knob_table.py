@@ -116,7 +116,7 @@ def _losses(cfg: DictConfig, ranks: int) -> tuple[str, ...]:
     # Where another model's loss is part of it, it is not known how to change both.
     if mine not in (WHOLE, CHUNKED) or kind_of(cfg).frozen:
         return ()
-    batches_are_made_for_it = "output" in (_sharded_layers(cfg) or ())  # see ``data.rows``
+    batches_are_made_for_it = "output" in (_sharded_layers(cfg) or ())  # see ``recipe.data.rows``
     return (mine,) if batches_are_made_for_it else (WHOLE, CHUNKED)
 
 

@@ -205,7 +205,7 @@ def _on_meta(
 
 def _compile(model: nn.Module) -> None:
     """Compile the layers that torchtune compiles: their forward passes, without the hooks around them. What
-    switches checkpointing is then outside (see ``step.recompute``), as torchtune's wrapper is."""
+    switches checkpointing is then outside (see ``core.step.recompute``), as torchtune's wrapper is."""
     backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # as in torchtune
     decoder = model.decoder if isinstance(model, DeepFusionModel) else model
     layers = (modules.TransformerSelfAttentionLayer, modules.TransformerCrossAttentionLayer)

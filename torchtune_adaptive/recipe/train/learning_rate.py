@@ -27,7 +27,7 @@ class LearningRate:
         optimizers: the optimizers of the run; all their groups are scheduled.
         make_scheduler: builds torch's or torchtune's scheduler; it returns None for a constant rate.
         position: how far the run is, in base steps.
-        rule: how the batch changes the rate; see ``batching.scaling.lr_factor``.
+        rule: how the batch changes the rate; see ``core.lr_factor``.
         half_life: keep the half-life of Adam's second moment constant in samples, instead of in steps.
         start: the global batch that the base schedule is meant for.
     """
