@@ -92,7 +92,7 @@ def _of_the_loss(
         model.set_num_output_chunks(0)  # type: ignore[operator]
         objective.loss_fn = build_loss(changed, environment, model)
 
-    # Batches are made for a projection that is sharded by itself and runs once a chunk (``recipe.data.rows``).
+    # Batches are made for a projection that is sharded by itself and runs once a chunk (``data.rows``).
     apart = "output" in (cfg.get(SHARDED_LAYERS) or ())
     setters: dict[str, Any] = {} if apart else {LOSS: loss}
     head = _head(model)
