@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from torchtune_adaptive.planner.speed.devices import SPEEDS, with_power
 from torchtune_adaptive.planner.speed.operations import StepOperations, packed_up, unpacked
-from torchtune_adaptive.planner.speed.speed import Pace, Speed, predicted_speed
+from torchtune_adaptive.planner.speed.speed import Pace, Speed
 from torchtune_adaptive.planner.workers import processes
 from torchtune_adaptive.recipe.registry import find_config
 
@@ -213,7 +213,7 @@ def all_steps(folder: Path | None) -> list[StepOperations]:
 
 def result(anchor: Anchor, step: StepOperations) -> Result:
     pace = Pace(DEVICES[anchor.device], anchor.ranks, anchor.compiled, anchor.quantised, "bfloat16")
-    return Result(anchor, predicted_speed(step, anchor.rows, anchor.length, 1, pace))
+    return Result(anchor, pace.speed(step, anchor.rows, anchor.length, 1))
 
 
 def ranks(values: Sequence[float]) -> list[int]:

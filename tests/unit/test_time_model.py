@@ -10,7 +10,7 @@ import pytest
 
 from torchtune_adaptive.planner.memory.gpus import GPUS
 from torchtune_adaptive.planner.speed import devices
-from torchtune_adaptive.planner.speed.devices import SPEEDS, speeds_of_gpu, with_power
+from torchtune_adaptive.planner.speed.devices import SPEEDS, Speeds, with_power
 from torchtune_adaptive.planner.speed.operations import (
     ATTENTION,
     COLLECTIVE,
@@ -29,7 +29,7 @@ from torchtune_adaptive.planner.speed.operations import (
 )
 from torchtune_adaptive.planner.speed.replay import LAUNCHES, step_time
 from torchtune_adaptive.planner.speed.roofline import seconds
-from torchtune_adaptive.planner.speed.speed import Pace, predicted_speed
+from torchtune_adaptive.planner.speed.speed import Pace
 
 A100 = SPEEDS["a100-80gb"]
 FAST_HOST = replace(A100, launch=0.0, kernel=0.0)
@@ -86,7 +86,7 @@ def test_every_gpu_has_a_speed() -> None:
     ],
 )
 def test_a_gpu_is_known_by_the_name_that_torch_gives_it(name: str, expected: str | None) -> None:
-    found = speeds_of_gpu(name)
+    found = Speeds.of(name)
     assert (found.name if found else None) == expected
 
 
@@ -185,7 +185,7 @@ def test_repetitions_are_time_but_not_model_flops() -> None:
     plain = StepOperations([[gemm(4096)] * 3], [])
     repeated = StepOperations([[*[gemm(4096)] * 3, gemm(4096, repeats=1)]], [])
     pace = Pace(A100, 1, compiled=False, quantised=False, dtype="bfloat16")
-    without, with_them = (predicted_speed(step, 2, 2048, 1, pace) for step in (plain, repeated))
+    without, with_them = (pace.speed(step, 2, 2048, 1) for step in (plain, repeated))
     assert without.tokens_per_second_per_gpu == pytest.approx(
         with_them.tokens_per_second_per_gpu * 4 / 3, rel=1e-3
     )
@@ -196,9 +196,7 @@ def test_repetitions_are_time_but_not_model_flops() -> None:
 def test_a_measurement_corrects_and_narrows_the_band() -> None:
     step = StepOperations([[gemm(4096)] * 3], [])
     pace = Pace(A100, 1, compiled=True, quantised=False, dtype="bfloat16")
-    plain, corrected = (
-        predicted_speed(step, 2, 64, 1, p) for p in (pace, replace(pace, correction=1.25))
-    )
+    plain, corrected = (p.speed(step, 2, 64, 1) for p in (pace, replace(pace, correction=1.25)))
     assert corrected.seconds == pytest.approx(1.25 * plain.seconds)
     assert corrected.band < plain.band < replace(pace, quantised=True).band
     assert plain.hours(plain.tokens_per_second_per_gpu * 7200, 2) == pytest.approx(1.0)

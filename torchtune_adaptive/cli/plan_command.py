@@ -36,7 +36,7 @@ from torchtune_adaptive.common import (
     human_bytes,
     table,
 )
-from torchtune_adaptive.planner import DEFAULT, GPUS
+from torchtune_adaptive.planner import gpus
 from torchtune_adaptive.recipe import (
     HERE,
     KNOBS_BY_KEY,
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device.add_argument(
         "--gpu",
         help=f"GPU to plan for (see --list-gpus; the beginning of a name is enough), or `{HERE}` for this "
-        f"machine's GPU as measured by an earlier search (default: {DEFAULT})",
+        f"machine's GPU as measured by an earlier search (default: {gpus.DEFAULT})",
     )
     device.add_argument(
         "--memory",
@@ -162,7 +162,7 @@ def _gpu_table() -> list[str]:
             *map(human_bytes, (one.total, one.capacity(1), one.capacity(8))),
             "reported" if one.is_reported else "estimated",
         )
-        for one in GPUS.values()
+        for one in gpus.GPUS.values()
     ]
     header = ("GPU", "total", "capacity on 1 GPU", "on several", "the total is")
     return table(header, rows, right={1, 2, 3})

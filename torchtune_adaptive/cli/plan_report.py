@@ -15,7 +15,7 @@ from torchtune_adaptive.cli.speed_report import (
     speed_blocks,
 )
 from torchtune_adaptive.common import bytes_of, human_bytes
-from torchtune_adaptive.planner import MIB, Peak
+from torchtune_adaptive.planner import Peak
 from torchtune_adaptive.recipe import TOKENS, LengthLimits, OnDevice, PlanRequest, Prediction
 
 _WHERE = {
@@ -129,7 +129,7 @@ def _memory_table(found: Prediction) -> Table:
     rows = [
         (part, *(human_bytes(peak.parts.get(part, 0)) for peak in peaks))
         for part in parts
-        if any(peak.parts.get(part, 0) >= MIB for peak in peaks)
+        if any(peak.parts.get(part, 0) >= 1 << 20 for peak in peaks)
     ]
     rows.append(("in tensors", *(human_bytes(peak.allocated) for peak in peaks)))
     if any(peak.reserved != peak.allocated for peak in peaks):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtune_adaptive.cli.document import Block, Paragraph, Table
 from torchtune_adaptive.common import ConfigError, human_bytes
-from torchtune_adaptive.planner import NAMES, Speed
+from torchtune_adaptive.planner import Speed
 from torchtune_adaptive.recipe import OnDevice
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -66,10 +66,10 @@ def speed_blocks(speed: Speed, rows: int, ranks: int, job: Job) -> list[Block]:
         f"MFU {speed.mfu:.0%}; a step takes {human_seconds(speed.seconds)}.",
         *_cost_lines(speed, ranks, job),
     ]
-    shares = sorted(speed.parts.items(), key=lambda part: -part[1])
+    shares = sorted(speed.named_parts().items(), key=lambda part: -part[1])
     rows_ = [
-        (NAMES.get(kind, kind), f"{share:.1%}", human_seconds(share * speed.seconds))
-        for kind, share in shares
+        (name, f"{share:.1%}", human_seconds(share * speed.seconds))
+        for name, share in shares
         if share >= _SMALL
     ]
     if speed.recomputing >= _SMALL:

@@ -28,8 +28,6 @@ from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.search import WorstCase
 from torchtune_adaptive.library.summed_loss import SummedLoss
 from torchtune_adaptive.planner import (
-    ACTIVATIONS,
-    ROWS_TRACED,
     DeviceLimits,
     RecordedStep,
     StartUp,
@@ -38,10 +36,9 @@ from torchtune_adaptive.planner import (
     call_alone,
     check_sums,
     fill,
+    gpus,
     planned_gpu,
-    simulated_device,
 )
-from torchtune_adaptive.planner import gpu as gpu_named
 
 _ANY_LENGTH = 1
 """Rows are as long as ``batch`` makes them."""
@@ -139,10 +136,10 @@ def plan_batch_size(
             raise UsageError(f"{name}: {number!r} must be 1 or more.")
     bytes_given = None if memory is None else amount_of_memory("memory", memory)
     if gpu != "cpu":
-        kind = gpu_named(gpu, "gpu", "memory")
+        kind = gpus.gpu(gpu, "gpu", "memory")
         device, assumptions = planned_gpu(kind, ranks, headroom, bytes_given)
     elif bytes_given is not None:
-        device, assumptions = simulated_device(bytes_given, headroom), ()
+        device, assumptions = DeviceLimits.simulated(bytes_given, headroom), ()
     else:
         raise UsageError("memory: a CPU has none of its own to plan for. Pass memory='1GiB', say.")
     question = _Question(
@@ -195,7 +192,7 @@ class _Steps:
 
     def __init__(self, question: _Question) -> None:
         self._tracer = _ModelTracer(question)
-        self._first = self._tracer.take_step(ROWS_TRACED[0])
+        self._first = self._tracer.take_step(TracedRun.ROWS[0])
         self._known: dict[int, RecordedStep] = {}
 
     def start_up(self, length: int) -> StartUp:
@@ -270,7 +267,7 @@ class _ModelTracer(StepTracer):
         return model
 
     def _forward(self, forward: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
-        self.recorder.category = ACTIVATIONS
+        self.recorder.category = StepTracer.ACTIVATIONS
         return forward(model, batch)
 
 

@@ -11,17 +11,11 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
-    from torchtune_adaptive.planner.memory.gpus import DEFAULT, GPUS, MIB, gpu
+    from torchtune_adaptive.planner.memory import gpus
     from torchtune_adaptive.planner.memory.peak import DeviceLimits, Peak, StartUp, largest, peak
-    from torchtune_adaptive.planner.memory.planned import gpu_limits, planned_gpu, simulated_device
-    from torchtune_adaptive.planner.memory.recorded_step import RecordedStep, packed_up, unpacked
-    from torchtune_adaptive.planner.speed.devices import (
-        GPUS_IN_A_NODE,
-        SIMULATED,
-        SPEEDS,
-        Speeds,
-        speeds_of_gpu,
-    )
+    from torchtune_adaptive.planner.memory.planned import gpu_limits, planned_gpu
+    from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
+    from torchtune_adaptive.planner.speed.devices import Speeds
     from torchtune_adaptive.planner.speed.operations import (
         ATTENTION,
         ELSEWHERE,
@@ -31,15 +25,14 @@ if TYPE_CHECKING:
         StepOperations,
         at_rows,
     )
-    from torchtune_adaptive.planner.speed.replay import NAMES, host_seconds_to_repeat, step_time
+    from torchtune_adaptive.planner.speed.replay import host_seconds_to_repeat, step_time
     from torchtune_adaptive.planner.speed.roofline import seconds
-    from torchtune_adaptive.planner.speed.speed import Pace, Speed, predicted_speed
+    from torchtune_adaptive.planner.speed.speed import Pace, Speed
     from torchtune_adaptive.planner.trace import fake_device
-    from torchtune_adaptive.planner.trace.recorder import ACTIVATIONS, LOSS
     from torchtune_adaptive.planner.trace.step_tracer import StepTracer
     from torchtune_adaptive.planner.trace.sums_check import check_sums, no_prediction
     from torchtune_adaptive.planner.trace.weights import fill
-    from torchtune_adaptive.planner.traced_run import ROWS_TRACED, TracedRun
+    from torchtune_adaptive.planner.traced_run import TracedRun
     from torchtune_adaptive.planner.workers import Worker, call_alone, processes, traced
 
 __getattr__, __dir__, __all__ = interface(__name__)

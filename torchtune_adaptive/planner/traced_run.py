@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torchtune_adaptive.planner.memory.peak import (
     DeviceLimits,
@@ -18,9 +18,6 @@ from torchtune_adaptive.planner.memory.peak import (
 )
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, NotRegular, RecordedStep
 from torchtune_adaptive.planner.speed.operations import DifferentOperations, StepOperations, at_rows
-
-ROWS_TRACED = (2, 3)
-"""Not 1: with one row torch takes different code paths."""
 
 
 class Steps(Protocol):
@@ -39,6 +36,9 @@ class TracedRun:
         length: the row length of most queries.
         any_length: whether there will be queries with other lengths.
     """
+
+    ROWS: ClassVar = (2, 3)
+    """Rows of the steps that are traced. Not 1: with one row torch takes different code paths."""
 
     def __init__(self, traces: Steps, length: int, any_length: bool = False) -> None:
         self._traces = traces
@@ -67,7 +67,7 @@ class TracedRun:
         def reserved(rows: int) -> int:
             return self._held(rows, length, device).reserved
 
-        few, many = ROWS_TRACED[0], 4 * ROWS_TRACED[0]
+        few, many = self.ROWS[0], 4 * self.ROWS[0]
         low, high = reserved(few), reserved(many)
         each = max(1, (high - low) // (many - few))
         guess = min(most, many + (device.usable_bytes - high) // each)
@@ -81,7 +81,7 @@ class TracedRun:
     ) -> int:
         """The same, verified by a trace of that very size."""
         found = self.largest(length, device, ceiling)
-        if found < ROWS_TRACED[0] or self.direct:
+        if found < self.ROWS[0] or self.direct:
             return found
         traced = self._traces.step(found, length).renumbered()
         self.direct = traced.events != self._structure(length).step(found, length).events
@@ -100,9 +100,9 @@ class TracedRun:
 
     def operations(self, rows: int, length: int) -> StepOperations:
         """What a step computes and moves."""
-        if not self.direct and rows >= ROWS_TRACED[0]:
-            few, many = (self._noted(traced, length) for traced in ROWS_TRACED)
-            share = (rows - ROWS_TRACED[0]) / (ROWS_TRACED[1] - ROWS_TRACED[0])
+        if not self.direct and rows >= self.ROWS[0]:
+            few, many = (self._noted(traced, length) for traced in self.ROWS)
+            share = (rows - self.ROWS[0]) / (self.ROWS[1] - self.ROWS[0])
             with suppress(DifferentOperations):
                 return at_rows(few, many, share)
         return self._noted(rows, length)
@@ -118,7 +118,7 @@ class TracedRun:
         return timeline(self._beginning, self._step(rows, length), device)
 
     def _step(self, rows: int, length: int) -> RecordedStep:
-        if self.direct or rows < ROWS_TRACED[0]:
+        if self.direct or rows < self.ROWS[0]:
             return self._traces.step(rows, length)
         return self._structure(length).step(rows, length)
 
@@ -128,7 +128,7 @@ class TracedRun:
         return self._structures[length]
 
     def _of_lengths(self, *lengths: int) -> Bilinear:
-        return Bilinear({(r, n): self._traces.step(r, n) for r in ROWS_TRACED for n in lengths})
+        return Bilinear({(r, n): self._traces.step(r, n) for r in self.ROWS for n in lengths})
 
     def _of_every_length(self, length: int) -> Bilinear | None:
         """Steps of any length, if a third length matches the prediction from two; else None, and each length
@@ -136,6 +136,6 @@ class TracedRun:
         if length < 8:
             return None
         every = self._of_lengths(length // 2, length)
-        few, third = ROWS_TRACED[0], length // 4
+        few, third = self.ROWS[0], length // 4
         traced = self._traces.step(few, third).renumbered()
         return every if every.step(few, third).events == traced.events else None

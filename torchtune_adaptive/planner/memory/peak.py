@@ -29,6 +29,12 @@ class DeviceLimits:
     correction: float = 1.0
     """Measured / predicted peak, where an earlier search measured it."""
 
+    @classmethod
+    def simulated(cls, memory: int, headroom: float) -> DeviceLimits:
+        """A CPU on which the tensors of a step may take so much memory."""
+        usable_bytes = int(memory * (1 - headroom))
+        return cls("simulated device", usable_bytes, caching=False, band=0.001)
+
 
 @dataclass(frozen=True)
 class Peak:

@@ -12,12 +12,6 @@ ERROR_BAND = 0.03
 """The error of predictions for a real device, as a share of the peak."""
 
 
-def simulated_device(memory: int, headroom: float) -> DeviceLimits:
-    """A CPU on which the tensors of a step may take so much memory."""
-    usable_bytes = int(memory * (1 - headroom))
-    return DeviceLimits("simulated device", usable_bytes, caching=False, band=0.001)
-
-
 def planned_gpu(
     kind: Gpu, ranks: int, headroom: float, memory: int | None = None
 ) -> tuple[DeviceLimits, tuple[str, ...]]:

@@ -58,25 +58,24 @@ class RecordedStep(NamedTuple):
             raise NotRegular(f"a step leaves {left} blocks behind")
         return RecordedStep(events, {number[block]: label for block, label in self.labels.items()})
 
+    def packed(self) -> dict[str, Any]:
+        """The step for JSON. Few labels differ, so each is stored once."""
+        kinds = {label: number for number, label in enumerate(dict.fromkeys(self.labels.values()))}
+        return {
+            "events": [list(event) for event in self.events],
+            "kinds": [list(label) for label in kinds],
+            "labels": [[block, kinds[label]] for block, label in self.labels.items()],
+            "operations": operations.packed_up(self.operations) if self.operations else None,
+        }
 
-def packed_up(step: RecordedStep) -> dict[str, Any]:
-    """A step for JSON. Few labels differ, so each is stored once."""
-    kinds = {label: number for number, label in enumerate(dict.fromkeys(step.labels.values()))}
-    return {
-        "events": [list(event) for event in step.events],
-        "kinds": [list(label) for label in kinds],
-        "labels": [[block, kinds[label]] for block, label in step.labels.items()],
-        "operations": operations.packed_up(step.operations) if step.operations else None,
-    }
-
-
-def unpacked(packed: Mapping[str, Any]) -> RecordedStep:
-    """The step that was packed up."""
-    kinds = [Label(*kind) for kind in packed["kinds"]]
-    events = [MemoryEvent(*event) for event in packed["events"]]
-    labels = {block: kinds[number] for block, number in packed["labels"]}
-    noted = packed["operations"]
-    return RecordedStep(events, labels, operations.unpacked(noted) if noted else None)
+    @classmethod
+    def unpacked(cls, packed: Mapping[str, Any]) -> RecordedStep:
+        """The step that ``packed`` gave."""
+        kinds = [Label(*kind) for kind in packed["kinds"]]
+        events = [MemoryEvent(*event) for event in packed["events"]]
+        labels = {block: kinds[number] for block, number in packed["labels"]}
+        noted = packed["operations"]
+        return cls(events, labels, operations.unpacked(noted) if noted else None)
 
 
 class NotRegular(Exception):

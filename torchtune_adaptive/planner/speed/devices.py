@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields, replace
 from math import sqrt
-
-GPUS_IN_A_NODE = 8
+from typing import ClassVar
 
 STREAMING = 0.85
 """Of the memory bandwidth, for kernels that only move data. 0.80 to 0.90 is common for large tensors."""
@@ -43,6 +42,8 @@ COPY = 10e-6
 @dataclass(frozen=True)
 class Speeds:
     """How fast a device is."""
+
+    GPUS_IN_A_NODE: ClassVar = 8
 
     name: str
     """As in ``memory.gpus``."""
@@ -76,9 +77,29 @@ class Speeds:
 
     def collective_bandwidth(self, ranks: int) -> float:
         """Bytes/s on the wire of each rank. Between nodes, the rings of a collective share the network."""
-        if ranks <= GPUS_IN_A_NODE:
+        if ranks <= self.GPUS_IN_A_NODE:
             return self.links
-        return min(self.links, GPUS_IN_A_NODE * self.network)
+        return min(self.links, self.GPUS_IN_A_NODE * self.network)
+
+    @staticmethod
+    def simulated() -> Speeds:
+        """The speeds of the simulated device."""
+        return SIMULATED
+
+    @staticmethod
+    def of(device: str) -> Speeds | None:
+        """The speeds of a device by our name for it, or by torch's, like
+        ``NVIDIA H100 80GB HBM3``; None if unknown."""
+        if device in SPEEDS:
+            return SPEEDS[device]
+        name = "".join(filter(str.isalnum, device.lower()))
+        sizes = [int(word) for word in re.findall(r"(\d+)GB", device)]
+        models = [one for one in SPEEDS if one.partition("-")[0] in name]
+        if not models:
+            return None
+        longest = max(len(one.partition("-")[0]) for one in models)  # an L40S is no L4
+        best = [one for one in models if len(one.partition("-")[0]) == longest]
+        return SPEEDS[min(best, key=lambda one: abs(_gigabytes(one) - sizes[0]) if sizes else 0)]
 
 
 def with_power(speeds: Speeds, name: str, share: float) -> Speeds:
@@ -186,18 +207,6 @@ SIMULATED = Speeds(
     is_host=True,
     assumed="the speed is that of one nominal CPU core (100 GFLOP/s, 20 GB/s)",
 )
-
-
-def speeds_of_gpu(device_name: str) -> Speeds | None:
-    """The speeds of a GPU by torch's name for it, like ``NVIDIA H100 80GB HBM3``; None if unknown."""
-    name = "".join(filter(str.isalnum, device_name.lower()))
-    sizes = [int(word) for word in re.findall(r"(\d+)GB", device_name)]
-    models = [one for one in SPEEDS if one.partition("-")[0] in name]
-    if not models:
-        return None
-    longest = max(len(one.partition("-")[0]) for one in models)  # an L40S is no L4
-    best = [one for one in models if len(one.partition("-")[0]) == longest]
-    return SPEEDS[min(best, key=lambda one: abs(_gigabytes(one) - sizes[0]) if sizes else 0)]
 
 
 def _gigabytes(name: str) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torchtune_adaptive.planner.speed.devices import Speeds
 from torchtune_adaptive.planner.speed.operations import StepOperations
-from torchtune_adaptive.planner.speed.replay import StepTime, step_time
+from torchtune_adaptive.planner.speed.replay import NAMES, step_time
 
 EAGER_BAND, COMPILED_BAND, QUANTISED_BAND = 0.10, 0.15, 0.25
 MEASURED_BAND = 0.05
@@ -35,6 +35,28 @@ class Pace:
             return QUANTISED_BAND
         return COMPILED_BAND if self.compiled else EAGER_BAND
 
+    def speed(self, step: StepOperations, rows: int, length: int, micro_batches: int) -> Speed:
+        """The speed of a run whose steps are all like this one.
+
+        Args:
+            step: with one micro-batch, or the first two of more.
+            rows: in a micro-batch.
+            length: tokens in a row, padding included.
+            micro_batches: how many a step has.
+        """
+        time = step_time(step, self.speeds, self.ranks, micro_batches, self.compiled)
+        seconds = time.seconds * (self.correction or 1.0)
+        tokens_per_second = rows * length * micro_batches / seconds
+        peak = self.speeds.peak(self.dtype)
+        return Speed(
+            seconds=seconds,
+            tokens_per_second_per_gpu=tokens_per_second,
+            mfu=time.model_flops / (seconds * peak) if peak else 0.0,
+            parts={kind: spent / time.seconds for kind, spent in time.parts.items()},
+            recomputing=time.recomputing / time.seconds,
+            band=self.band,
+        )
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -53,34 +75,9 @@ class Speed:
     band: float
     """The error that it may have."""
 
+    def named_parts(self) -> dict[str, float]:
+        """The same with names for people."""
+        return {NAMES.get(kind, kind): share for kind, share in self.parts.items()}
+
     def hours(self, tokens: float, ranks: int) -> float:
         return tokens / (self.tokens_per_second_per_gpu * ranks) / 3600
-
-
-def predicted_speed(
-    step: StepOperations, rows: int, length: int, micro_batches: int, pace: Pace
-) -> Speed:
-    """The speed of a run whose steps are all like this one.
-
-    Args:
-        step: with one micro-batch, or the first two of more.
-        rows: in a micro-batch.
-        length: tokens in a row, padding included.
-        micro_batches: how many a step has.
-        pace: what it runs on.
-    """
-    time = step_time(step, pace.speeds, pace.ranks, micro_batches, pace.compiled)
-    return _of_time(time, rows * length * micro_batches, pace)
-
-
-def _of_time(time: StepTime, tokens: int, pace: Pace) -> Speed:
-    seconds = time.seconds * (pace.correction or 1.0)
-    peak = pace.speeds.peak(pace.dtype)
-    return Speed(
-        seconds=seconds,
-        tokens_per_second_per_gpu=tokens / seconds,
-        mfu=time.model_flops / (seconds * peak) if peak else 0.0,
-        parts={kind: spent / time.seconds for kind, spent in time.parts.items()},
-        recomputing=time.recomputing / time.seconds,
-        band=pace.band,
-    )

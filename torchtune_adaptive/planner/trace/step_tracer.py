@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +29,11 @@ from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.kernels import attention
 from torchtune_adaptive.planner.trace.operation_log import OperationLog
 from torchtune_adaptive.planner.trace.recorder import (
+    ACTIVATIONS,
     GATHERED,
     GRADIENTS,
     INPUTS,
+    LOSS,
     OPTIMIZER,
     STEPPING,
     Recorder,
@@ -97,6 +99,10 @@ class StepTracer:
         rank: which rank this is. If parameters do not divide evenly, the first has the largest share.
         ranks: how many there are.
     """
+
+    ACTIVATIONS: ClassVar = ACTIVATIONS
+    LOSS: ClassVar = LOSS
+    """Categories for ``recorder.category``."""
 
     def __init__(self, simulated: bool, rank: int, ranks: int) -> None:
         self.device = torch.device("cpu") if simulated else fake_device.device()

@@ -29,10 +29,10 @@ from torchtune_adaptive.planner import (
     ATTENTION,
     ELSEWHERE,
     GEMM,
-    ROWS_TRACED,
     DifferentOperations,
     Operation,
     StepOperations,
+    TracedRun,
     at_rows,
     host_seconds_to_repeat,
     peak,
@@ -275,7 +275,7 @@ class Steps:
             assert found is not None
             return found
 
-        few, many = ROWS_TRACED
+        few, many = TracedRun.ROWS
         if not self._many_sizes or size < few:
             return noted(size)
         try:

@@ -7,14 +7,7 @@ from dataclasses import replace
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.planner import (
-    GPUS_IN_A_NODE,
-    SIMULATED,
-    SPEEDS,
-    Pace,
-    Speeds,
-    speeds_of_gpu,
-)
+from torchtune_adaptive.planner import Pace, Speeds
 from torchtune_adaptive.recipe.plan.calibration import SpeedCalibrations
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.kinds import is_packed, is_quantised
@@ -35,7 +28,7 @@ def pace_for(
     """
     if cfg.get("fsdp_cpu_offload", False):
         return None, ("no speed: with CPU offload the host's speed decides, and that is not known",)
-    speeds = speeds_of(cfg, device)
+    speeds = Speeds.simulated() if cfg.device == "cpu" else Speeds.of(device)
     if speeds is None:
         return None, (
             f"no speed: nothing is known about the speed of a {device}; name one with --gpu",
@@ -56,13 +49,6 @@ def pace_for(
     return pace, tuple(_assumptions(cfg, pace))
 
 
-def speeds_of(cfg: DictConfig, device: str) -> Speeds | None:
-    """The speeds of a device by its name."""
-    if cfg.device == "cpu":
-        return SIMULATED
-    return SPEEDS.get(device) or speeds_of_gpu(device)
-
-
 def _assumptions(cfg: DictConfig, pace: Pace) -> Iterator[str]:
     if pace.speeds.assumed:
         yield f"speed: of {pace.speeds.name}, {pace.speeds.assumed}"
@@ -70,8 +56,8 @@ def _assumptions(cfg: DictConfig, pace: Pace) -> Iterator[str]:
         yield f"speed: corrected by a factor of {1 / pace.correction:.2f}, measured on this machine"
     if is_packed(cfg):
         yield "speed: flex attention is counted as flash attention over whole rows (either direction)"
-    if pace.ranks > GPUS_IN_A_NODE:
+    if pace.ranks > pace.speeds.GPUS_IN_A_NODE:
         yield (
-            f"speed: nodes of {GPUS_IN_A_NODE} GPUs, joined by "
+            f"speed: nodes of {pace.speeds.GPUS_IN_A_NODE} GPUs, joined by "
             f"{pace.speeds.network / 1e9:.3g} GB/s for each GPU"
         )

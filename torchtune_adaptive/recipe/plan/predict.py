@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.core import Rounding, candidates
-from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Speed, TracedRun, predicted_speed
+from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Speed, TracedRun
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
 
@@ -121,7 +121,7 @@ def speed_of(run: TracedRun, query: Query) -> Speed | None:
     step = run.operations(query.rows, query.length)
     micro_batches = query.cfg["gradient_accumulation_steps"]
     pace = replace(query.pace, ranks=query.ranks)
-    return predicted_speed(step, query.rows, query.length, micro_batches, pace)
+    return pace.speed(step, query.rows, query.length, micro_batches)
 
 
 def _picked(query: Query, most: int) -> int | None:

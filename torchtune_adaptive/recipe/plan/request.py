@@ -13,13 +13,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.common import ConfigError, NoPrediction
 from torchtune_adaptive.planner import (
-    DEFAULT,
     DeviceLimits,
     Pace,
-    gpu,
     gpu_limits,
+    gpus,
     planned_gpu,
-    simulated_device,
 )
 from torchtune_adaptive.recipe.data.row_lengths import longest_known
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
@@ -114,7 +112,9 @@ def plan_request(
     if length is None:
         length, source = row_length(cfg, settings)
     device, assumed = device_for(cfg, settings, ranks, gpu_name, memory)
-    named = device.name if gpu_name in (None, HERE) else gpu(gpu_name).name  # memory may be limited
+    named = (
+        device.name if gpu_name in (None, HERE) else gpus.gpu(gpu_name).name
+    )  # memory may be limited
     pace, about_speed = pace_for(cfg, settings, ranks, named)
     assumptions = (*assumed, *stand_in, *_caveats(cfg), *about_speed)
     return PlanRequest(name, cfg, ranks, device, length, source, settings, assumptions, pace)
@@ -203,7 +203,7 @@ def device_for(
                 "Set device=cuda, or name no GPU",
             )
         return _simulated_device(settings, memory), ()
-    kind = gpu(DEFAULT if gpu_name in (None, HERE) else gpu_name)
+    kind = gpus.gpu(gpus.DEFAULT if gpu_name in (None, HERE) else gpu_name)
     if gpu_name != HERE:
         return planned_gpu(kind, ranks, settings.headroom, memory)
     measured = _measured_here(cfg, settings, ranks)
@@ -218,7 +218,7 @@ def _simulated_device(settings: AdaptiveSettings, memory: int | None) -> DeviceL
             "device: 'cpu' has no memory of its own to plan for. Give --memory (or "
             f"{BLOCK}.memory_limit) to plan for a simulated device, or device=cuda."
         )
-    return simulated_device(memory, settings.headroom)
+    return DeviceLimits.simulated(memory, settings.headroom)
 
 
 def _measured_here(cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> Calibration:

@@ -13,7 +13,7 @@ from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
 
 from torchtune_adaptive.core import Batch, Choice, Objective, StepOptions, TrainStep
-from torchtune_adaptive.planner import ACTIVATIONS, LOSS, RecordedStep, StepTracer, fill
+from torchtune_adaptive.planner import RecordedStep, StepTracer, fill
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.settings.kinds import kind_of
 from torchtune_adaptive.recipe.setup.environment import Environment
@@ -145,11 +145,11 @@ class Tracer(StepTracer):
             return hook
 
         def passed_norm(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
-            recorder.category = LOSS
+            recorder.category = StepTracer.LOSS
             if output.requires_grad:
-                output.register_hook(enters(ACTIVATIONS))
+                output.register_hook(enters(StepTracer.ACTIVATIONS))
 
-        model.register_forward_pre_hook(enters(ACTIVATIONS))
+        model.register_forward_pre_hook(enters(StepTracer.ACTIVATIONS))
         decoder = getattr(model, "decoder", model)
         if isinstance(norm := getattr(decoder, "norm", None), nn.Module):
             norm.register_forward_hook(passed_norm)

@@ -18,7 +18,7 @@ from torchtune_adaptive.common import (
     package_fingerprint,
 )
 from torchtune_adaptive.core import Choice
-from torchtune_adaptive.planner import ROWS_TRACED, RecordedStep, StartUp, packed_up, unpacked
+from torchtune_adaptive.planner import RecordedStep, StartUp, TracedRun
 from torchtune_adaptive.recipe.settings.fingerprint import step_facts
 from torchtune_adaptive.recipe.settings.kinds import FROZEN_MODELS, MORE_BLOCKS, is_packed
 from torchtune_adaptive.recipe.settings.knob_table import configured_choice
@@ -70,12 +70,14 @@ class Traces:
         self.uneven: bool | None = kept.get("uneven")
         self.max_seq_len: int | None = kept.get("max_seq_len")
         """The longest rows that the model takes, if it bounds them; known once something is traced."""
-        self._steps = {name: unpacked(step) for name, step in kept.get("steps", {}).items()}
+        self._steps = {
+            name: RecordedStep.unpacked(step) for name, step in kept.get("steps", {}).items()
+        }
         self._grown = False
 
     def start_up(self, length: int) -> StartUp:
         """Set-up and first step; the step has as many tokens as one row of this length, as in a search."""
-        size = (ROWS_TRACED[0], max(1, length // ROWS_TRACED[0]))
+        size = (TracedRun.ROWS[0], max(1, length // TracedRun.ROWS[0]))
         name = f"first {size}"
         if name not in self._steps:
             self._begin(size)
@@ -100,14 +102,14 @@ class Traces:
             name += f" x {micro_batches}"
         if name not in self._steps:
             if self._tracer is None:
-                self._begin((ROWS_TRACED[0], max(1, length // ROWS_TRACED[0])))
+                self._begin((TracedRun.ROWS[0], max(1, length // TracedRun.ROWS[0])))
             self._note(name, self._tracer.take_step(rows, length, choice, micro_batches))
         return self._steps[name]
 
     def remember(self) -> None:
         """Keep new traces in the cache."""
         if self._grown:
-            steps = {name: packed_up(step) for name, step in self._steps.items()}
+            steps = {name: step.packed() for name, step in self._steps.items()}
             about = {"uneven": self.uneven, "max_seq_len": self.max_seq_len}
             self._kept.put(self._facts, {**about, "steps": steps})
             self._grown = False
@@ -131,7 +133,7 @@ class Traces:
 def _are_traces(value: Any) -> bool:
     try:
         for step in value["steps"].values():
-            unpacked(step)
+            RecordedStep.unpacked(step)
         return True
     except (AttributeError, KeyError, IndexError, TypeError, ValueError):
         return False
