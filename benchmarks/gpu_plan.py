@@ -199,7 +199,7 @@ def predict_all(
 ) -> list[tuple[int, Prediction]]:
     """For each case the bytes that may be used, and the prediction."""
     plans = [plan_request(config_of(case, device), case.ranks, memory=memory) for case in cases]
-    with processes() as run:
+    with processes("torchtune_adaptive.recipe.plan.preload") as run:
         asked = [
             run(predict, query_of(case, plan, device_name))
             for case, plan in zip(cases, plans, strict=True)

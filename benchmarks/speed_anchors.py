@@ -196,7 +196,7 @@ def all_steps(folder: Path | None) -> list[StepOperations]:
     wanted = [(config_of(one), one.ranks, one.rows, one.length) for one in ANCHORS]
     names = [hashlib.sha256(json.dumps(step).encode()).hexdigest()[:16] for step in wanted]
     found: dict[str, Any] = {}
-    with processes() as run:
+    with processes("torchtune_adaptive.recipe.plan.preload") as run:
         asked = {}
         for name, step in zip(names, wanted, strict=True):
             path = folder / f"{name}.json" if folder else None

@@ -60,7 +60,7 @@ def choices_at_many_limits(query: Query) -> tuple[list[tuple[float, int]], list[
 
 @pytest.mark.exhaustive
 def test_the_choice_equals_brute_force_at_every_limit() -> None:
-    with processes() as run:
+    with processes("torchtune_adaptive.recipe.plan.preload") as run:
         every, found = run(choices_at_many_limits, tiny_plan().query()).result(timeout=200)
     assert len(every) > 15 and len(found) >= 40
     for limit, best, _ in found:
@@ -80,7 +80,7 @@ def estimates_and_traces(query: Query) -> list[tuple[Any, float, float]]:
 
 
 def test_estimates_are_close_to_what_traces_give() -> None:
-    with processes() as run:
+    with processes("torchtune_adaptive.recipe.plan.preload") as run:
         found = run(estimates_and_traces, tiny_plan().query()).result(timeout=100)
     assert {one[LOSS] for one, *_ in found} == {WHOLE, CHUNKED}
     for choice, estimated, traced in found:
@@ -116,7 +116,7 @@ def ranked(query: Query) -> Any:
 
 def test_the_report_says_what_changes_and_what_to_paste() -> None:
     plan = tiny_plan("enable_activation_checkpointing=True")
-    with processes() as run:
+    with processes("torchtune_adaptive.recipe.plan.preload") as run:
         prediction, found = run(ranked, plan.query()).result(timeout=100)
     candidates = merged(plan.cfg, [found], prediction, plan.device.usable_bytes)
     fastest = Fastest(plan, candidates, "exact")

@@ -133,7 +133,7 @@ def test_tracing_processes_keep_the_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.setenv("LOCAL_RANK", "1")
     before = dict(os.environ)
-    workers.start_server()
+    workers.start_server("torchtune_adaptive.recipe.plan.preload")
     assert seen["XDG_CACHE_HOME"] == "/somewhere" and seen["CUDA_VISIBLE_DEVICES"] == ""
     assert "LOCAL_RANK" not in seen
     assert dict(os.environ) == before

@@ -14,6 +14,8 @@ from typing import Any
 from torchtune_adaptive.planner import processes, traced
 from torchtune_adaptive.recipe import NotRemembered, PassedCheck, Query
 
+_PRELOAD = "torchtune_adaptive.recipe.plan.preload"
+
 
 class Answers:
     """Answers queries in other processes. Use as a context.
@@ -80,7 +82,7 @@ class Answers:
     def _start_tracing(self) -> Callable[..., Future[Any]]:
         with self._lock:
             if self._trace is None:
-                self._trace = self._undo.enter_context(processes())
+                self._trace = self._undo.enter_context(processes(_PRELOAD))
                 self._checked = self._trace(_check_method, self._cache)
             return self._trace
 

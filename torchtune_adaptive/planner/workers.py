@@ -1,7 +1,7 @@
 """Processes that trace: they see no GPU, are not ranks, and do not affect the process that starts them.
 
 There are three ways to start one. ``processes`` is for a program with many questions: each call gets a fresh
-process, forked from a server that has already imported torch. ``Worker`` is for a run that trains: a single
+process, forked from a server that has imported what they need. ``Worker`` is for a run that trains: a single
 process that answers questions until the run ends. It shares nothing with the run but a pipe: a fork server
 would also serve the run's own processes (data loaders), which would then see no GPU either. ``call_alone`` is
 for functions of a user's own program.
@@ -53,17 +53,21 @@ def _as_worker() -> Iterator[None]:
         os.environ.update(before)
 
 
-def start_server() -> None:
-    """Start the server that ``processes`` forks from; returns before the server has imported torch."""
-    multiprocessing.set_forkserver_preload(["torchtune_adaptive.recipe.plan.preload"])
+def start_server(preload: str) -> None:
+    """Start the server that ``processes`` forks from; returns before the server has imported a module.
+
+    Args:
+        preload: the module, which imports what the calls need.
+    """
+    multiprocessing.set_forkserver_preload([preload])
     with _as_worker():
         forkserver.ensure_running()
 
 
 @contextmanager
-def processes() -> Iterator[Callable[..., Future[Any]]]:
-    """Call functions, each in its own process."""
-    start_server()
+def processes(preload: str) -> Iterator[Callable[..., Future[Any]]]:
+    """Call functions, each in its own process, which has imported a module already."""
+    start_server(preload)
     context = multiprocessing.get_context("forkserver")
     at_once = min(os.cpu_count() or 1, _AT_ONCE)
     pool = ProcessPoolExecutor(at_once, context, max_tasks_per_child=1)
