@@ -16,9 +16,10 @@ from tests.helpers.models import adamw, batch, local_values, same_bits
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.step.failures import StepHalfApplied
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, RECOMPUTE_LOSS, RESHARD, Choice
 from torchtune_adaptive.core.step.snapshot import Snapshot
-from torchtune_adaptive.core.step.train_step import StepHalfApplied, StepOptions, TrainStep
+from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.settings.kinds import kind_of
 from torchtune_adaptive.recipe.settings.knob_table import SHARDED_LAYERS, choices

@@ -18,7 +18,6 @@ from tests.helpers.library import Trained, collate, failing, rows_of, tiny_model
 from tests.helpers.models import local_values, same_bits
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive import AdaptiveStep, UsageError, find_batch_size, steps_of
-from torchtune_adaptive.core.ranks.collectives import Collectives
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.core.step.snapshot import Snapshot
 
@@ -27,8 +26,7 @@ COUNTS = ("tried", "retried", "wrong")
 
 def forget_the_sequence(step: AdaptiveStep) -> None:
     """As at the beginning, when ranks agree before each collective."""
-    inner = step.train_step
-    inner._collectives = Collectives([inner.model], step.ranks, inner.device)
+    step.train_step._collectives.record_again()
 
 
 def fail_in_steps(

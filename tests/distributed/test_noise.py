@@ -15,7 +15,8 @@ from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_lla
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.sizes.noise import NoiseScale, NoiseSums
-from torchtune_adaptive.core.step.train_step import StepOutcome, TrainStep
+from torchtune_adaptive.core.step.exchange import StepOutcome
+from torchtune_adaptive.core.step.train_step import TrainStep
 
 Batch = dict[str, Any]
 

@@ -21,7 +21,8 @@ from tests.helpers.recipes import run_ours, tiny_config
 from tests.helpers.runs import RESUME, same, same_weights, train
 from tests.recipes.test_launch import BIN
 from torchtune_adaptive.common.errors import Stopped
-from torchtune_adaptive.core.step.train_step import StepOutcome, TrainStep
+from torchtune_adaptive.core.step.exchange import StepOutcome
+from torchtune_adaptive.core.step.train_step import TrainStep
 
 CHANGES = {"max_steps_per_epoch": 4, "epochs": 2}
 

@@ -23,7 +23,8 @@ from torchtune_adaptive.core.device.accelerator import AcceleratorMemory
 from torchtune_adaptive.core.device.select import device_memory
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.sizes.recovery import Recovery
-from torchtune_adaptive.core.step.train_step import StepOutcome, TrainStep
+from torchtune_adaptive.core.step.exchange import StepOutcome
+from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.setup import offloading as offloading_module
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.host_memory import bound_by_host_memory, check_host_memory

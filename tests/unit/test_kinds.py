@@ -79,7 +79,7 @@ def test_metrics_are_means_over_all_pairs_of_a_step() -> None:
             step.forward_backward({name: value[both] for name, value in whole.items()})
         outcomes.append(step.apply())
     one, split = outcomes
-    assert one.tokens == split.tokens == 3
+    assert one.weight == split.weight == 3
     assert list(one.metrics) == list(objective.metrics)
     assert one.loss == pytest.approx(split.loss)
     assert dict(one.metrics) == pytest.approx(dict(split.metrics), rel=1e-5)

@@ -22,8 +22,8 @@ from tests.helpers.models import (
     tiny_llama,
     train_step,
 )
+from torchtune_adaptive.core.step.failures import StepHalfApplied
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
-from torchtune_adaptive.core.step.train_step import StepHalfApplied
 
 
 class OneRank:
@@ -74,7 +74,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(lengths: list[int]) ->
     for one in batches:
         step.forward_backward(one)
     outcome = step.apply()
-    assert outcome.tokens == sum(int((one["labels"][:, 1:] != -100).sum()) for one in batches)
+    assert outcome.weight == sum(int((one["labels"][:, 1:] != -100).sum()) for one in batches)
     assert outcome.loss == pytest.approx(loss, rel=1e-6)
     for seen, gradient in zip(optimizer.seen, expected, strict=True):
         torch.testing.assert_close(seen, gradient)
@@ -127,7 +127,7 @@ def test_how_rows_are_split_does_not_matter(rows: list[Any], collate: Any, _: bo
             step.forward_backward(collate(rows[start:end]))
         outcomes.append(step.apply())
         assert relative_difference(optimizer.seen, expected) < 1e-6
-    assert len({outcome.tokens for outcome in outcomes}) == 1
+    assert len({outcome.weight for outcome in outcomes}) == 1
     for outcome in outcomes:
         assert outcome.loss == pytest.approx(loss, rel=1e-6)
         assert outcome.gradient_norm == pytest.approx(outcomes[0].gradient_norm, rel=1e-6)
@@ -179,7 +179,7 @@ def test_an_objective_may_need_a_second_model() -> None:
             total = total + part * F.cross_entropy(student[counts], targets, reduction="sum")
         tokens += int(counts.sum())
     (total / tokens).backward()
-    assert outcome.tokens == tokens and outcome.loss == pytest.approx(
+    assert outcome.weight == tokens and outcome.loss == pytest.approx(
         float(total.detach()) / tokens
     )
     expected = [p.grad for p in model.parameters() if p.grad is not None]
@@ -197,7 +197,7 @@ def test_without_a_token_that_counts_the_teacher_runs_and_nothing_is_learnt() ->
     masked["labels"].fill_(-100)
     step.forward_backward(masked)
     outcome = step.apply()
-    assert ran and outcome.tokens == 0
+    assert ran and outcome.weight == 0
     assert outcome.loss == outcome.metrics["kd_loss"] == outcome.metrics["class_loss"] == 0
     assert len(optimizer.seen) == len(list(model.parameters()))
     assert all((gradient == 0).all() for gradient in optimizer.seen)
@@ -235,7 +235,7 @@ def test_a_batch_with_nothing_to_learn_spoils_nothing() -> None:
         torch.testing.assert_close(seen, gradient)
     step.forward_backward(masked)
     outcome = step.apply()
-    assert (outcome.tokens, outcome.loss) == (0, 0.0)
+    assert (outcome.weight, outcome.loss) == (0, 0.0)
     assert all(torch.isfinite(gradient).all() for gradient in optimizer.seen)
 
 

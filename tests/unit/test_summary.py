@@ -29,7 +29,7 @@ def metrics_of(losses: list[float], seconds: float, monkeypatch: pytest.MonkeyPa
     for number, loss in enumerate(losses, start=1):
         now[0] += seconds
         usage = Usage((20 + number % 3) * GIB, 0, 0)
-        outcome = SimpleNamespace(loss=loss, tokens=100, gradient_norm=None, metrics={})
+        outcome = SimpleNamespace(loss=loss, weight=100, gradient_norm=None, metrics={})
         computed = [Computed((0, 1), 2, 30, 60)]
         split = Split(2, 1, 2)
         metrics.record(number, 4 * number, split, outcome, 0.1, computed, {})  # type: ignore[arg-type]

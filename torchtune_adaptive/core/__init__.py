@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.device.simulated import SimulatedMemory, allocates
     from torchtune_adaptive.core.ranks import fsdp
     from torchtune_adaptive.core.ranks.agreement import Ranks, leave_all_groups
-    from torchtune_adaptive.core.ranks.ddp import wrapped_in
+    from torchtune_adaptive.core.ranks.reduction import wrapped_in
     from torchtune_adaptive.core.ranks.signs import LONGEST_SILENCE
     from torchtune_adaptive.core.ranks.watchdog import Watchdog
     from torchtune_adaptive.core.search.probe import Probe
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         share_equally,
         split_rows,
     )
+    from torchtune_adaptive.core.step.exchange import StepDone, StepOutcome
     from torchtune_adaptive.core.step.knobs import (
         CHECKPOINT,
         CHUNKED,
@@ -97,6 +98,6 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.step.retry import StepRunner
     from torchtune_adaptive.core.step.snapshot import Generators
     from torchtune_adaptive.core.step.switches import Switches
-    from torchtune_adaptive.core.step.train_step import StepOptions, StepOutcome, TrainStep
+    from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 
 __getattr__, __dir__, __all__ = interface(__name__)

@@ -13,7 +13,7 @@ from torchtune_adaptive.core import (
     SizeSearch,
     SizeTrial,
     Status,
-    StepOutcome,
+    StepDone,
     Strategy,
     candidates,
 )
@@ -133,7 +133,7 @@ class _NotAMean:
     def __init__(self) -> None:
         self._one: float | None = None
 
-    def __call__(self, rows: int, outcome: StepOutcome) -> None:
+    def __call__(self, rows: int, outcome: StepDone) -> None:
         if rows == 1:
             self._one = outcome.loss
         # Divided by its weight, a sum gives the same mean for any number of rows, and a mean a fraction.

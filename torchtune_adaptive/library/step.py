@@ -174,7 +174,7 @@ class AdaptiveStep:
         outcome = runner.run(_Rows(rows, collate), self.steps)
         return Outcome(
             loss=outcome.loss,
-            weight=outcome.tokens,
+            weight=outcome.weight,
             gradient_norm=outcome.gradient_norm,
             micro_batch=max(len(micro_batch.sample_ids) for micro_batch in runner.computed),
             retried=runner.retried_steps - before,

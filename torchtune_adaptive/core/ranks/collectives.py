@@ -1,13 +1,14 @@
 """Keep the ranks together when one of them runs out of memory.
 
 FSDP runs every forward and backward as a sequence of collectives. A rank that stops in the middle leaves the
-others waiting in the next one until the process group times out. So it does not stop:
+others waiting in the next one until the process group times out. So it does not stop; Note [Failure before a
+collective] in ``step.failures`` tells what it does in the whole step, and this module does the part of FSDP:
 
 - Once (twice, to check that it repeats) the sequence is *recorded*, and while it is, all ranks agree
   before each collective, so that nobody enters one that another rank will miss.
 - From then on, a rank that runs out of memory drops its graph and launches *the rest of the recorded
   sequence* with scratch buffers. Nobody waits, nobody asks, and a healthy step pays nothing. The others
-  learn that the step is lost from the all-reduce that ends it anyway (see ``step.train_step``).
+  learn that the step is lost from the all-reduce that ends it anyway.
 """
 
 from __future__ import annotations

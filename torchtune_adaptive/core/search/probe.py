@@ -17,8 +17,10 @@ from torchtune_adaptive.common import EmptyTrial
 from torchtune_adaptive.core.device.memory import DeviceMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
+from torchtune_adaptive.core.step.exchange import StepDone
+from torchtune_adaptive.core.step.failures import StepHalfApplied
 from torchtune_adaptive.core.step.snapshot import Snapshot
-from torchtune_adaptive.core.step.train_step import StepHalfApplied, StepOutcome, TrainStep
+from torchtune_adaptive.core.step.train_step import TrainStep
 
 Attempt = Callable[[Sequence[dict[str, Any]]], str | None]
 """Computes micro-batches; gives the phase in which this rank ran out of memory, if it did."""
@@ -48,7 +50,7 @@ class Probe:
         ranks: Ranks,
         entering: Callable[[str], None],
         compiled: bool = False,
-        observe: Callable[[int, StepOutcome], None] = lambda size, outcome: None,
+        observe: Callable[[int, StepDone], None] = lambda size, outcome: None,
     ) -> None:
         self._step = step
         self._memory: DeviceMemory = step.memory
@@ -162,7 +164,7 @@ class Probe:
             return half_applied.phase if half_applied.here else None
         if outcome.lost:
             return outcome.failures[self._ranks.rank]
-        if outcome.tokens == 0:
+        if outcome.weight == 0:
             raise EmptyTrial(
                 f"A trial of {self._step.objective.rows(micro_batches[0])} rows predicted no token, so it "
                 "says nothing about memory. Check that the dataset's rows have two tokens or more, and that "

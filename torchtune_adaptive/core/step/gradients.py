@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
+
+from torchtune_adaptive.core.step.loss_scale import LossScale
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,6 +65,36 @@ def scale(
 def divide(number: float, tokens: float) -> float:
     """``number / tokens`` as torchtune's recipes round it: in float32, through the reciprocal."""
     return float(torch.tensor(max(tokens, 1), dtype=torch.float32).reciprocal() * number)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What turns gradients of summed losses, as they are reduced, into those of the mean loss, clipped."""
+
+    averaged_over: int
+    clip_norm: float | None
+    loss_scale: LossScale | None
+
+    @property
+    def needs_norm(self) -> bool:
+        return self.clip_norm is not None or self.loss_scale is not None
+
+    def to_mean(self, weight: float) -> float:
+        factor = divide(self.averaged_over, weight)
+        return factor if self.loss_scale is None else factor / self.loss_scale.factor
+
+    def norm(self, squared: float, weight: float) -> float | None:
+        """The norm of the mean gradient, where it is clipped, from that of the reduced one."""
+        return None if self.clip_norm is None else squared**0.5 * self.to_mean(weight)
+
+    def overflows(self, squared_norm: float) -> bool:
+        return self.loss_scale is not None and not math.isfinite(squared_norm)
+
+    def factor(self, weight: int, norm: float | None) -> float:
+        factor = self.to_mean(weight)
+        if self.clip_norm is not None and norm is not None:
+            factor *= min(1.0, self.clip_norm / (norm + 1e-6))
+        return factor
 
 
 def drop_unfinished(device: torch.device) -> None:

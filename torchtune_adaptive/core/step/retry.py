@@ -11,10 +11,12 @@ from torchtune_adaptive.common import TrainingOutOfMemory
 from torchtune_adaptive.core.sizes.micro_batches import Computed, MicroBatch, MicroBatches
 from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.sizes.split import Split
+from torchtune_adaptive.core.step.exchange import StepDone, StepLost, StepOutcome
+from torchtune_adaptive.core.step.failures import StepHalfApplied
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, Choice, is_possible
 from torchtune_adaptive.core.step.snapshot import Generators
 from torchtune_adaptive.core.step.switches import Switches
-from torchtune_adaptive.core.step.train_step import StepHalfApplied, StepOutcome, TrainStep
+from torchtune_adaptive.core.step.train_step import TrainStep
 
 
 class Rows(Protocol):
@@ -97,7 +99,7 @@ class StepRunner:
             return self.recovery.size
         return self.micro_batches.full_size(self._split)
 
-    def run(self, rows: Rows, number: int) -> StepOutcome:
+    def run(self, rows: Rows, number: int) -> StepDone:
         """Take the next step of an epoch.
 
         Args:
@@ -138,13 +140,8 @@ class StepRunner:
     def _in_what(self) -> str:
         return f" in micro-batches of {self.size} {self.micro_batches.unit}"
 
-    def _shrink(self, outcome: StepOutcome, number: int) -> None:
-        where = ", ".join(
-            f"out of memory on rank {rank}, {phase}"
-            for rank, phase in enumerate(outcome.failures)
-            if phase
-        )
-        before, in_what = self._now(), self._in_what()
+    def _shrink(self, outcome: StepLost, number: int) -> None:
+        where, before, in_what = outcome.text(), self._now(), self._in_what()
         # Where the optimizer ran out of memory, activations are gone, and so is what a relief would save.
         of_activations = {*outcome.failures} <= {None, "forward", "backward"}
         if self.recovery is not None and self._take_less(of_activations):
@@ -173,7 +170,7 @@ class StepRunner:
         self.step.memory.release()
         return True
 
-    def _learn(self, outcome: StepOutcome, number: int) -> None:
+    def _learn(self, outcome: StepDone, number: int) -> None:
         """Decide about the next step by what this one took."""
         self.allocation_retries += outcome.retries
         if self.recovery is None:

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtune_adaptive.core import Epochs, NoiseScale, Split, StepOutcome
+from torchtune_adaptive.core import Epochs, NoiseScale, Split, StepDone
 from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.growth import Grown, Growth
 from torchtune_adaptive.recipe.train.learning_rate import LearningRate
@@ -74,7 +74,7 @@ class Adaptation:
         self.learning_rate.follow(self.split.global_batch, self.noise_scale)
         return grown is not None
 
-    def after_step(self, epoch: int, used: int, outcome: StepOutcome) -> None:
+    def after_step(self, epoch: int, used: int, outcome: StepDone) -> None:
         """Advance the learning rate, and update the estimate of the gradient noise."""
         self.learning_rate.move_to(self.epochs.position(epoch, used))
         if self.noise is None:

@@ -14,7 +14,7 @@ from torchtune_adaptive.core import (
     EpochRows,
     Generators,
     Loader,
-    StepOutcome,
+    StepDone,
     StepRunner,
     is_out_of_memory,
 )
@@ -134,7 +134,7 @@ class TrainingLoop:
             self.runner.begin(adaptation.split)
         return rows.used + adaptation.split.rows <= adaptation.epochs.rows
 
-    def _step(self, epoch: int, rows: EpochRows) -> StepOutcome:
+    def _step(self, epoch: int, rows: EpochRows) -> StepDone:
         adaptation, split = self.adaptation, self.adaptation.split
         self.before_step(self.global_step + 1)
         outcome = self.runner.run(rows, self.global_step + 1)

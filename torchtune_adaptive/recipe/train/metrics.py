@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torchtune import training
 
 from torchtune_adaptive.common import bytes_of, counted, duration
-from torchtune_adaptive.core import Computed, DeviceMemory, Ranks, Split, StepOutcome
+from torchtune_adaptive.core import Computed, DeviceMemory, Ranks, Split, StepDone
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.train.instruments import History, Point
 
@@ -135,7 +135,7 @@ class Metrics:
         number: int,
         samples: int,
         split: Split,
-        outcome: StepOutcome,
+        outcome: StepDone,
         lr: float,
         micro_batches: Sequence[Computed],
         more: dict[str, float],
@@ -181,11 +181,11 @@ class Metrics:
             self._logging.logger.log_dict(record, step=number)
         self.start_step()
 
-    def _tokens(self, outcome: StepOutcome, micro_batches: Sequence[Computed]) -> float:
+    def _tokens(self, outcome: StepDone, micro_batches: Sequence[Computed]) -> float:
         """Of a step on each rank, as torchtune's recipes count them: those that are predicted or, where the
         loss is no mean over tokens, all of them with padding."""
         if self._counts_tokens:
-            return outcome.tokens / self._environment.ranks
+            return outcome.weight / self._environment.ranks
         return sum(each.tokens for each in micro_batches)
 
     def record_validation(self, number: int, found: dict[str, float]) -> None:

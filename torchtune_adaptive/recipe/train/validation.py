@@ -82,33 +82,33 @@ class Validation:
         generators = Generators(self.step.device)
         self.step.memory.release()  # what training has cached is not of validation's sizes
         try:
-            tokens, used = 0, 0
+            weight, used = 0, 0
             sums: dict[str, float] = defaultdict(float)
             while used < self._rows_per_rank:
                 for outcome in self._outcomes(used):
-                    if outcome.stop:
-                        return True
                     if outcome.lost:
                         break
-                    tokens += outcome.tokens
+                    if outcome.stop:
+                        return True
+                    weight += outcome.weight
                     for name, mean in {"loss": outcome.loss, **outcome.metrics}.items():
-                        sums[name] += mean * outcome.tokens
+                        sums[name] += mean * outcome.weight
                     used += self.size
-                if outcome.lost and not self._shrink(outcome, number):
+                if outcome.lost and not self._shrink(outcome.text(), number):
                     return False
         finally:
             generators.restore()
             self.step.memory.release()
         self.done = number
-        if tokens == 0:
+        if weight == 0:
             self.events.noticed(number, "dataset_val has nothing to predict: all labels are masked")
             return False
         log.info(
-            f"Validation after step {number}: loss {sums['loss'] / tokens:.4f}, of {tokens:,} "
+            f"Validation after step {number}: loss {sums['loss'] / weight:.4f}, of {weight:,} "
             f"{self.step.objective.unit} in {len(self.data.dataset):,} rows, "
             f"{time.perf_counter() - started:.1f} s."
         )
-        self.record(number, {f"val_{name}": value / tokens for name, value in sums.items()})
+        self.record(number, {f"val_{name}": value / weight for name, value in sums.items()})
         return False
 
     @property
@@ -131,13 +131,8 @@ class Validation:
             self.watchdog.tick()
             yield self.step.evaluate(batch, counts=len(portion) > 0)
 
-    def _shrink(self, outcome: StepOutcome, number: int) -> bool:
+    def _shrink(self, where: str, number: int) -> bool:
         """Use smaller micro-batches; False, and validation is given up this time, if there are none."""
-        where = ", ".join(
-            f"out of memory on rank {rank}, {phase}"
-            for rank, phase in enumerate(outcome.failures)
-            if phase
-        )
         if self.size == 1:
             self.done = number
             self.events.noticed(number, f"validation is left out: {where}, with a single row")

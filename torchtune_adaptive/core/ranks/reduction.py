@@ -1,0 +1,108 @@
+"""How the gradients of all ranks become those of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from zlib import crc32
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.core.ranks.agreement import Ranks
+
+
+class Reduction:
+    """What the ways of reducing gradients have in common; as it is here, there is nothing to reduce."""
+
+    averaged_over = 1
+    """The number of ranks if gradients are averaged over them; 1 if they are summed."""
+
+    after_backward = False
+    """Whether they are reduced in ``finish``, and not in the backward pass of each micro-batch."""
+
+    def apart(self) -> AbstractContextManager[None]:
+        """What forward and backward run in."""
+        return nullcontext()
+
+    def finish(self, parameters: Sequence[nn.Parameter], failed: bool) -> bool:
+        """Reduce what is not reduced yet, after all micro-batches of a step.
+
+        Args:
+            parameters: that are trained.
+            failed: whether this rank has failed, which others may not know.
+
+        Returns:
+            False if nothing was reduced, because a rank has failed; then all know.
+        """
+        return True
+
+
+class OneRank(Reduction):
+    """The gradients of the only rank are those of the step."""
+
+
+class Sharded(Reduction):
+    """FSDP reduces the gradients of each micro-batch in its backward, to their mean over the ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.averaged_over = ranks.size
+
+
+class Replicas(Reduction):
+    """Every rank has a copy of the whole model, wrapped in ``DistributedDataParallel``.
+
+    That reduces gradients during backward, and cannot be reset after an exception in it. So micro-batches
+    run without its reduction (``no_sync``, as accumulation does), and none of them has a collective that
+    another rank could wait in; see Note [Failure before a collective] in ``step.failures``.
+    """
+
+    after_backward = True
+
+    def __init__(self, wrapped: DistributedDataParallel, ranks: Ranks) -> None:
+        self._wrapped = wrapped
+        self._ranks = ranks
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Without communication."""
+        return self._wrapped.no_sync()
+
+    def finish(self, parameters: Sequence[nn.Parameter], failed: bool) -> bool:
+        """Replace each gradient by its sum over all ranks, in place: this takes no memory.
+
+        Raises:
+            UsageError: on every rank, if they have gradients of different parameters.
+        """
+        gradients = [parameter.grad for parameter in parameters]
+        fingerprint = crc32(bytes(gradient is not None for gradient in gradients))
+        least, most = self._ranks.spread(-1 if failed else fingerprint)
+        if least < 0:
+            return False
+        if least != most:
+            raise UsageError(
+                "model: in a step, some parameters had a gradient on one rank and not on another, so they "
+                "cannot be summed. Let every parameter take part in every loss, if only with the factor 0."
+            )
+        pending = [
+            dist.all_reduce(gradient, group=self._wrapped.process_group, async_op=True)
+            for gradient in gradients
+            if gradient is not None
+        ]
+        for work in pending:
+            assert work is not None
+            work.wait()
+        return True
+
+
+def reduction_of(model: nn.Module, ranks: Ranks) -> Reduction:
+    wrapped = wrapped_in(model)
+    if wrapped is not None:
+        return Replicas(wrapped, ranks)
+    return Sharded(ranks) if ranks.size > 1 else OneRank()
+
+
+def wrapped_in(model: nn.Module) -> DistributedDataParallel | None:
+    """The wrapper in a model, which may be wrapped again, as by Lightning Fabric or ``torch.compile``."""
+    return next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)

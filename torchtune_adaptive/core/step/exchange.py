@@ -1,0 +1,192 @@
+"""What the ranks tell each other about a step, in its one all-reduce, and what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+
+from torchtune_adaptive.core.device.memory import DeviceMemory
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.sizes.noise import NoiseSums
+from torchtune_adaptive.core.step.gradients import Scaling, divide
+from torchtune_adaptive.core.step.objective import Summed
+from torchtune_adaptive.core.step.small_batches import NoSmallBatches, SmallBatches
+
+
+@dataclass(frozen=True)
+class StepLost:
+    """A rank ran out of memory, and the step left no trace on any; equal on every rank."""
+
+    lost: ClassVar[Literal[True]] = True
+
+    failures: tuple[str | None, ...]
+    """The phase in which each rank ran out of memory, or None for those that did not."""
+
+    def text(self) -> str:
+        return ", ".join(
+            f"out of memory on rank {rank}, {phase}"
+            for rank, phase in enumerate(self.failures)
+            if phase
+        )
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """What a step did, equal on every rank."""
+
+    lost: ClassVar[Literal[False]] = False
+
+    weight: int
+    """The weight of the objective, over all ranks: the tokens that were predicted, or the pairs compared."""
+
+    loss: float
+    """Mean loss of those, before the step."""
+
+    gradient_norm: float | None
+    """Where gradients are clipped: their norm before clipping."""
+
+    retries: int
+    """How often the allocators of all ranks had to free cached memory to continue."""
+
+    stop: bool
+    """A rank has been asked to stop."""
+
+    overflow: bool
+    """With loss scaling: a gradient overflowed, so the optimizer has not stepped."""
+
+    noise: NoiseSums | None
+    """Where it is measured: what the step says about the noise in its gradient, if anything."""
+
+    metrics: Mapping[str, float]
+    """What the objective reports besides the loss: means over the same terms."""
+
+
+StepOutcome = StepDone | StepLost
+
+
+class Total(IntEnum):
+    """Where each of the things begins that the ranks sum."""
+
+    WEIGHT = 0
+    LOSS = 1
+    SQUARED_GRADIENT_NORM = 2
+    FAILED = 3
+    RETRIES = 4
+    # Four for gradient noise, even where it is not measured: so measuring changes no sum's rounding.
+    NOISE = 5
+    STOP = 9
+    METRICS = 10
+
+
+@dataclass
+class Exchange:
+    """Sums up over all ranks what each has to tell about a step.
+
+    Nothing here allocates memory on the device, so a rank that has run out of it can take part; see
+    Note [Failure before a collective] in ``step.failures``.
+
+    Args:
+        ranks: the ranks of the run.
+        memory: the device's memory, whose allocation retries are told.
+        device: where sums are.
+        metrics: the names of what the objective reports besides the loss.
+        noise: what is told about the gradient noise.
+        scaling: how gradients become those of the mean loss.
+        stop_requested: whether this rank has been asked to stop.
+    """
+
+    ranks: Ranks
+    memory: DeviceMemory
+    device: torch.device
+    metrics: Sequence[str]
+    noise: SmallBatches | NoSmallBatches
+    scaling: Scaling
+    stop_requested: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        slots = Total.METRICS + len(self.metrics)
+        self._totals = torch.zeros(slots, dtype=torch.float64, device=self.device)
+        self._retries_before = self.memory.retries()
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins, and there is nothing to tell yet."""
+        self.loss: torch.Tensor | None = None  # summed over terms, and over micro-batches
+        self._metrics: torch.Tensor | None = None  # summed likewise
+        self._weight = 0
+
+    def add(self, summed: Summed, weight: int) -> None:
+        """Add what a micro-batch has to tell."""
+        if summed.metrics is not None:
+            sums = torch.stack([summed.metrics[name].double() for name in self.metrics])
+            self._metrics = sums if self._metrics is None else self._metrics + sums
+        self._weight += weight
+        loss = summed.loss.detach()
+        self.loss = loss if self.loss is None else self.loss + loss
+
+    def count_nothing(self) -> None:
+        """Make what has been added contribute nothing."""
+        self._weight, self._metrics = 0, None
+        self.loss = torch.zeros_like(self._sum_of_losses())
+
+    def run(self, failed: bool, squared_norm: torch.Tensor | None) -> StepDone | None:
+        """Tell the others, in the one moment of a step when the host waits for the device.
+
+        Args:
+            failed: whether this rank has.
+            squared_norm: this rank's part of the squared norm of the gradient, where that is wanted.
+
+        Returns:
+            What the step did; None if a rank has failed.
+        """
+        totals = self._totals.zero_()
+        if failed:
+            totals[Total.FAILED].fill_(1.0)
+        else:
+            self._pack(totals, squared_norm)
+        totals[Total.RETRIES].fill_(float(self.new_retries()))
+        if self.stop_requested():
+            totals[Total.STOP].fill_(1.0)
+        if self.ranks.size > 1:
+            dist.all_reduce(totals)
+        summed = totals.tolist()
+        return None if summed[Total.FAILED] > 0 else self._unpacked(summed)
+
+    def _pack(self, totals: torch.Tensor, squared_norm: torch.Tensor | None) -> None:
+        totals[Total.WEIGHT].fill_(float(self._weight))
+        totals[Total.LOSS].copy_(self._sum_of_losses())
+        if self._metrics is not None:
+            totals[Total.METRICS :].copy_(self._metrics)
+        if squared_norm is not None:
+            totals[Total.SQUARED_GRADIENT_NORM].copy_(squared_norm)
+        for at, value in enumerate(self.noise.sums(), Total.NOISE):
+            totals[at].fill_(value)
+
+    def _sum_of_losses(self) -> torch.Tensor:
+        if self.loss is None:
+            raise RuntimeError("a step needs at least one micro-batch before it can be applied")
+        return self.loss
+
+    def _unpacked(self, summed: list[float]) -> StepDone:
+        weight, squared = summed[Total.WEIGHT], summed[Total.SQUARED_GRADIENT_NORM]
+        means = [divide(each, weight) for each in summed[Total.METRICS :]]
+        return StepDone(
+            weight=int(weight),
+            loss=divide(summed[Total.LOSS], weight),
+            gradient_norm=self.scaling.norm(squared, weight),
+            retries=int(summed[Total.RETRIES]),
+            stop=summed[Total.STOP] > 0,
+            overflow=self.scaling.overflows(squared),
+            noise=self.noise.over_ranks(summed[Total.NOISE : Total.STOP], weight, squared),
+            metrics=dict(zip(self.metrics, means, strict=True)),
+        )
+
+    def new_retries(self) -> int:
+        """Allocation retries since the last call."""
+        before, self._retries_before = self._retries_before, self.memory.retries()
+        return self._retries_before - before

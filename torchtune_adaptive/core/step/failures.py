@@ -1,0 +1,151 @@
+"""Running out of memory in a step, on one of many ranks.
+
+Note [Failure before a collective]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank that stops in the middle of a step leaves the others waiting in the next collective. So it goes on to
+the exchange, and makes up for the collectives that it has missed. They are, in this order:
+
+1. In each forward and backward, FSDP's: all-gathers, reduce-scatters and, with HSDP, all-reduces. A failure
+   may come anywhere, even between a collective's launch and its end. The rank drops what the step has made,
+   which makes room, and launches the rest of the phase on scratch buffers (``Collectives.finish``). While the
+   sequence is being recorded, nobody knows the rest. So the ranks agree on the host before each collective;
+   the others raise ``AnotherRankFailed`` instead of entering it, and every rank knows.
+2. With replicas, after the last backward: the ranks agree on the host whether one has failed, in a pass or
+   while it measured noise. Only if none has do they reduce gradients, in place, which takes no memory.
+3. The exchange (``Exchange``), a step's one all-reduce of its own. A rank that has failed before, the norm of
+   the gradient included, says so in it. Its buffer exists from the beginning. Where all know already, it is
+   left out by all.
+4. In a lost step only: the ranks tell each other, on the host, where they failed.
+
+After a healthy exchange all ranks change their parameters. A failure then is tried again as long as nothing
+has changed (``Failures.insist``), and then raises ``StepHalfApplied``; no collective follows in which others
+would wait. Where optimizers step in backward, the exchange comes before backward, and so does the point of no
+return.
+
+What ranks agree about on the host takes no device memory, so it cannot fail for want of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtune_adaptive.common import TrainingOutOfMemory
+from torchtune_adaptive.core.device.memory import DeviceMemory, is_out_of_memory
+from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives, NoCollectives
+
+
+class StepHalfApplied(Exception):
+    """Memory ran out where parameters may have changed already.
+
+    ``phase`` says where, and ``here`` whether it was on this rank.
+    """
+
+    def __init__(self, phase: str, here: bool = True) -> None:
+        self.phase = phase
+        self.here = here
+        super().__init__(f"out of memory in the {phase}{'' if here else ' of another rank'}")
+
+
+@dataclass
+class Failures:
+    """What this rank knows of failures in a step, and what it does after its own.
+
+    Args:
+        collectives: of the step's passes.
+        memory: the device's memory.
+        survive: whether a step is discarded in which memory runs out; otherwise the error is raised as it is.
+        forget: drops everything that the step has made on this rank.
+    """
+
+    collectives: Collectives | NoCollectives
+    memory: DeviceMemory
+    survive: bool
+    forget: Callable[[], None]
+
+    phase: str = field(init=False, default="forward")
+    """What the step is doing."""
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.here: str | None = None
+        """The phase in which this rank ran out of memory."""
+        self.known = False
+        """A rank ran out of memory, and every rank knows."""
+
+    @property
+    def none(self) -> bool:
+        """Whether this rank knows of no failure."""
+        return self.here is None and not self.known
+
+    def do(self, phase: str, work: Callable[..., None], *arguments: Any) -> None:
+        """One phase of a pass: do it or, on a rank that ran out of memory, launch its collectives only."""
+        if self.known:
+            return
+        if self.none:
+            self.collectives.begin_phase(phase)
+            self.attempt(phase, work, *arguments)
+        if self.here is not None and self._finish(phase):
+            self.known = True
+
+    def end_pass(self) -> None:
+        """The phases of a pass are over."""
+        if self.none and not self.collectives.end_pass():
+            self.known = True
+
+    def look_elsewhere(self) -> None:
+        """Between phases: learn of a failure that all will know of."""
+        if self.none and self.collectives.failed_elsewhere():
+            self.known = True
+
+    def attempt(self, phase: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Do something that can still be discarded; None if it failed, or something before it did."""
+        if not self.none:
+            return None
+        self.phase = phase
+        try:
+            with self.memory.running():
+                return work(*arguments)
+        except AnotherRankFailed:
+            self.known = True
+        except Exception as error:
+            if not self.is_survived(error):
+                raise
+            self.here = phase
+        # Only now is the exception gone, and with it the frames that held the step's tensors.
+        self.forget()
+        return None
+
+    def insist(self, work: Callable[..., Any], *arguments: Any) -> None:
+        """Try again if memory runs out: from here on, the other ranks rely on this one's step.
+
+        A product in place needs no memory. What may fail for want of it is loading its kernel, before
+        anything is multiplied.
+        """
+        try:
+            work(*arguments)
+        except Exception as error:
+            if not self.is_survived(error):
+                raise
+            self.memory.release()
+            work(*arguments)
+
+    def is_survived(self, error: Exception) -> bool:
+        return self.survive and is_out_of_memory(error)
+
+    def _finish(self, phase: str) -> bool:
+        """Launch what the other ranks wait for; whether they know of the failure then."""
+        try:
+            return self.collectives.finish(phase)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingOutOfMemory(
+                f"Out of memory in {self.here}, and again in the buffers of the collectives that the "
+                "other ranks wait for: the step cannot be retried. Keep the device for this process, or use "
+                f"a smaller batch_size. ({error})"
+            ) from error
