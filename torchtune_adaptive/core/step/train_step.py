@@ -119,6 +119,12 @@ class StepOutcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the objective reports besides the loss: means over the same terms."""
 
+    @property
+    def trouble(self) -> str:
+        """Where memory ran out."""
+        failed = ((rank, phase) for rank, phase in enumerate(self.failures) if phase)
+        return ", ".join(f"out of memory on rank {rank}, {phase}" for rank, phase in failed)
+
 
 class State(Enum):
     """What this rank knows about the step. It only ever moves down this list."""

@@ -133,15 +133,11 @@ class Validation:
 
     def _shrink(self, outcome: StepOutcome, number: int) -> bool:
         """Use smaller micro-batches; False, and validation is given up this time, if there are none."""
-        where = ", ".join(
-            f"out of memory on rank {rank}, {phase}"
-            for rank, phase in enumerate(outcome.failures)
-            if phase
-        )
         if self.size == 1:
             self.done = number
-            self.events.noticed(number, f"validation is left out: {where}, with a single row")
+            what = f"validation is left out: {outcome.trouble}, with a single row"
+            self.events.noticed(number, what)
             return False
         before, self.size = self.size, self.size // 2
-        self.events.changed(number, where, validation_batch=(before, self.size))
+        self.events.changed(number, outcome.trouble, validation_batch=(before, self.size))
         return True
