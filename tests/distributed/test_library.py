@@ -18,7 +18,6 @@ from tests.helpers.library import Trained, collate, failing, rows_of, tiny_model
 from tests.helpers.models import local_values, same_bits
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive import AdaptiveStep, UsageError, find_batch_size, steps_of
-from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.core.step.snapshot import Snapshot
 
 COUNTS = ("tried", "retried", "wrong")
@@ -56,7 +55,7 @@ def fail_in_steps(
     every = range(1 + shard % stride, last + 1, stride) if stride else collectives
     for operation in every:
         victim = operation // (stride or 1) % ranks.size
-        step._runner.begin(Split(2, 1, ranks.size))
+        step._begin(2)
         if recording:
             forget_the_sequence(step)
         with memory.fail_at(operation if ranks.rank == victim else None):
@@ -161,7 +160,7 @@ def evaluate_between_steps(way: str) -> list[Any]:
         with memory.fail_at(25 * (number - 3) if here else None):
             outcome = run.step(rows_of(4), collate, 4)
         assert bool(outcome.retried) == (number >= 4)
-        run.step._runner.begin(Split(4, 1, run.step.ranks.size))
+        run.step._begin(4)
         assert run.step.train_step._collectives.recording == (number == 0)
         seen.append(outcome.loss)
     return seen

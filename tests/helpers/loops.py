@@ -140,15 +140,13 @@ class Training:
         environment = Environment(torch.device("cpu"), torch.float32, 0, self.ranks.size)
         loop = TrainingLoop(
             runner=StepRunner(
-                step=self.step,
-                micro_batches=micro_batches,
-                make_recovery=lambda split, reliefs: recovery,
-                watchdog=watchdog or Watchdog(self.ranks, 20.0, on_duty=False),
-                step_timeout=20.0,
-                events=events,
+                self.step,
                 advice=lambda: how_to_resume(last_saved(folder or Path("nowhere"))),
                 wait_for_memory=wait_for_memory,
             ),
+            recovery=lambda split: recovery,
+            watchdog=watchdog or Watchdog(self.ranks, 20.0, on_duty=False),
+            step_timeout=20.0,
             adaptation=Adaptation(growth, rate, None, epochs, events),
             loader=_Watched(
                 trained,

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         ByRows,
         ByTokens,
         Computed,
-        MicroBatch,
         MicroBatches,
         length_buckets,
     )
@@ -95,7 +94,7 @@ if TYPE_CHECKING:
         SwitchedLayer,
         recomputed_layers,
     )
-    from torchtune_adaptive.core.step.retry import StepRunner
+    from torchtune_adaptive.core.step.retry import Adjustment, StepRunner
     from torchtune_adaptive.core.step.snapshot import Generators
     from torchtune_adaptive.core.step.switches import Switches
     from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep

@@ -25,7 +25,7 @@ from torchtune_adaptive.common import (
 )
 from torchtune_adaptive.core import StepOptions, TrainStep, wrapped_in
 from torchtune_adaptive.library import usage as checks
-from torchtune_adaptive.library.search import WorstCase
+from torchtune_adaptive.library.search import CheckedBatch
 from torchtune_adaptive.library.summed_loss import SummedLoss
 from torchtune_adaptive.planner import (
     DeviceLimits,
@@ -209,7 +209,7 @@ class _ModelTracer(StepTracer):
 
     def __init__(self, question: _Question) -> None:
         super().__init__(not question.device.caching, 0, question.ranks)
-        self._worst = WorstCase(question.batch)
+        self._batch = CheckedBatch(question.batch)
         self._accumulation = question.accumulation
         model = self._built(question.build)
         with self.tracing():
@@ -229,7 +229,7 @@ class _ModelTracer(StepTracer):
         self.begin(step, [model])
 
     def take_step(self, rows: int) -> RecordedStep:
-        made = self._worst(rows)
+        made = self._batch(rows)
         return self.trace(
             lambda: tree_map_only(torch.Tensor, self._fake.from_tensor, made), self._accumulation
         )

@@ -11,7 +11,7 @@ from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import SampleOrder
 
 
-class Data(Protocol):
+class IndexedRows(Protocol):
     """A dataset by index, such as a list or a map-style ``torch.utils.data.Dataset``."""
 
     def __len__(self) -> int: ...
@@ -20,7 +20,7 @@ class Data(Protocol):
 
 
 def steps_of(
-    data: Data,
+    data: IndexedRows,
     rows: int,
     *,
     epoch: int = 0,
@@ -52,6 +52,6 @@ def steps_of(
     return _steps(data, order.epoch(epoch)[rank::ranks], rows, start)
 
 
-def _steps(data: Data, mine: list[int], rows: int, start: int) -> Iterator[list[Any]]:
+def _steps(data: IndexedRows, mine: list[int], rows: int, start: int) -> Iterator[list[Any]]:
     for first in range(start, len(mine) - rows + 1, rows):
         yield [data[index] for index in mine[first : first + rows]]

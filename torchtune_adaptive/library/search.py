@@ -6,16 +6,17 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from torchtune_adaptive.common import Cache, NothingFits, UsageError
+from torchtune_adaptive.common import NothingFits, UsageError
 from torchtune_adaptive.core import (
     Probe,
     Rounding,
-    SizeSearch,
     SizeTrial,
     Status,
     StepDone,
     Strategy,
     candidates,
+    find_largest,
+    trial_line,
 )
 from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.step import AdaptiveStep
@@ -69,10 +70,9 @@ def find_batch_size(
             "memory_limit: a CPU has no memory of its own that a search could find the limit of. Pass "
             "AdaptiveStep(..., memory_limit='1GiB'), say."
         )
-    worst = WorstCase(batch)
     probe = Probe(
         step=train_step,
-        batch=worst,
+        batch=CheckedBatch(batch),
         accumulation=lambda size: accumulation,
         headroom=headroom,
         ranks=step.ranks,
@@ -80,13 +80,17 @@ def find_batch_size(
         compiled=step.compiled,
         observe=_NotAMean(),
     )
-    sizes = candidates(rounding, ceiling, ceiling)
+
+    def trial(size: int) -> SizeTrial:
+        tried = probe.trial(size)
+        log.info(trial_line(tried))
+        return tried
+
     with probe:
         first = probe.prime()
         if not first.fits:
             raise _nothing_fits(first)
-        kept: Cache[int] = Cache(None, "batch size", lambda value: True)
-        found = SizeSearch(probe, first, sizes, search, step.ranks, kept).result({}, None)
+        found = find_largest(search, candidates(rounding, ceiling, ceiling), trial)
     if found.size is None:
         raise _nothing_fits(found.trials[-1])
     size = BatchSize(found.size)
@@ -97,15 +101,13 @@ def find_batch_size(
 
 
 def _nothing_fits(trial: SizeTrial) -> NothingFits:
-    failed = trial.deciding
     return NothingFits(
-        f"Not even {trial.size} row fits: {failed.trouble} on rank {trial.deciding_rank}, which needed more "
-        f"than {failed.peak_bytes:,} bytes and has {failed.usable_bytes:,} usable. Shorten the rows, use "
-        "activation checkpointing or more ranks, or allow more memory (memory_limit, headroom)."
+        f"Not even {trial.size} row fits: {trial.shortage}. Shorten the rows, use activation checkpointing "
+        "or more ranks, or allow more memory (memory_limit, headroom)."
     )
 
 
-class WorstCase:
+class CheckedBatch:
     """The user's function, checked: a micro-batch of twice the rows is twice as large."""
 
     def __init__(self, batch: Callable[[int], Any]) -> None:

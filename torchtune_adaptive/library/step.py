@@ -14,17 +14,15 @@ from torch.optim import Optimizer
 
 from torchtune_adaptive.common import UsageError, amount_of_memory
 from torchtune_adaptive.core import (
-    ByRows,
-    Computed,
+    Adjustment,
     LossScale,
-    MicroBatch,
     NoiseSums,
     Ranks,
     Recovery,
-    Split,
     StepOptions,
     StepRunner,
     TrainStep,
+    candidates,
     device_memory,
 )
 from torchtune_adaptive.library import usage as checks
@@ -131,19 +129,13 @@ class AdaptiveStep:
             ),
         )
         self._runner = StepRunner(
-            step=self.train_step,
-            micro_batches=_OfRows("power_of_two"),
-            make_recovery=lambda split, reliefs: Recovery(
-                split.micro_batch, _powers_below(split.micro_batch), grow_back_after
-            ),
-            watchdog=_Unwatched(),
-            step_timeout=0.0,
-            events=_Log(self.ranks.rank == 0),
+            self.train_step,
             advice=lambda: (
                 "Resume from a checkpoint with a smaller size, a larger headroom, or shorter rows."
             ),
             wait_for_memory=wait_for_memory,
         )
+        self._grow_back_after = grow_back_after
         self._size = 0
         self.steps = 0
         """Steps taken."""
@@ -165,19 +157,23 @@ class AdaptiveStep:
                 a sum and its weight.
         """
         self._check(rows, size)
-        runner = self._runner
         if size != self._size:
-            runner.begin(Split(size, -(-len(rows) // size), self.ranks.size, len(rows)))
-            self._size = int(size)
+            self._begin(int(size))
         self.steps += 1
-        before = runner.retried_steps
-        outcome = runner.run(_Rows(rows, collate), self.steps)
+        sizes: list[int] = []  # one for each attempt
+
+        def micro_batches(size: int) -> Iterator[Any]:
+            sizes.append(size)
+            for start in range(0, len(rows), size):
+                yield collate(list(rows[start : start + size]))
+
+        outcome = self._runner.run(micro_batches, self.steps, self._adjusted)
         return Outcome(
             loss=outcome.loss,
             weight=outcome.weight,
             gradient_norm=outcome.gradient_norm,
-            micro_batch=max(len(micro_batch.sample_ids) for micro_batch in runner.computed),
-            retried=runner.retried_steps - before,
+            micro_batch=min(sizes[-1], len(rows)),
+            retried=len(sizes) - 1,
             allocation_retries=outcome.retries,
             overflow=outcome.overflow,
             noise=outcome.noise,
@@ -194,57 +190,27 @@ class AdaptiveStep:
         if most == 0:
             raise UsageError("rows: a step needs at least one on every rank.")
 
+    def _begin(self, size: int) -> None:
+        """Use micro-batches of this size from the next step on."""
+        self._size = size
+        smaller = candidates("power_of_two", size, size)
+        self._runner.begin(size, Recovery(size, smaller, self._grow_back_after))
+
+    def _adjusted(self, adjustment: Adjustment) -> None:
+        """Log what is done about memory, on rank 0."""
+        reason, (before, after) = adjustment.reason, adjustment.size
+        what = f"{reason} (step {adjustment.step})"
+        if before != after:
+            what = f"micro-batch {before} -> {after} ({reason}, step {adjustment.step})"
+        log.log(logging.WARNING if self.ranks.rank == 0 else logging.DEBUG, what)
+
     def state_dict(self) -> dict[str, Any]:
         """What recovery has learned, for a checkpoint."""
         return {"size": self._size, "steps": self.steps, **self._runner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state_dict`` was called."""
-        if size := state["size"]:
-            self._runner.begin(Split(size, 1, self.ranks.size))
-        self._size, self.steps = size, state["steps"]
+        self._size, self.steps = state["size"], state["steps"]
+        if self._size:
+            self._begin(self._size)
         self._runner.load_state_dict(state)
-
-
-class _Rows:
-    """The rows of one step, as often as they are asked for."""
-
-    def __init__(self, rows: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
-        self._rows = rows
-        self._collate = collate
-
-    def step(self, rows: int, size: int) -> Iterator[MicroBatch]:
-        for start in range(0, len(self._rows), size):
-            some = self._rows[start : start + size]
-            yield MicroBatch(tuple(range(start, start + len(some))), self._collate(list(some)))
-
-    def advance(self, rows: int) -> None: ...
-
-
-class _OfRows(ByRows):
-    """Micro-batches of rows that may be anything."""
-
-    def computed(self, micro_batch: MicroBatch) -> Computed:
-        return Computed(micro_batch.sample_ids, len(micro_batch.sample_ids), 0, 0)
-
-
-class _Unwatched:
-    def enter(self, phase: str, patience: float | None) -> None: ...
-
-
-class _Log:
-    """Logs what happens to the micro-batch, on rank 0."""
-
-    def __init__(self, is_rank_zero: bool) -> None:
-        self._log = log.warning if is_rank_zero else log.debug
-
-    def changed(self, step: int, reason: str, **what: tuple[int, int]) -> None:
-        before, after = what["micro_batch"]
-        self._log(f"micro-batch {before} -> {after} ({reason}, step {step})")
-
-    def noticed(self, step: int, what: str) -> None:
-        self._log(f"{what} (step {step})")
-
-
-def _powers_below(size: int) -> list[int]:
-    return [1 << exponent for exponent in range(size.bit_length()) if 1 << exponent < size]

@@ -206,8 +206,17 @@ class Run:
             watch_memory=settings.shrinks,
             counts_tokens=step.objective.unit == "tokens",
         )
+        runner = StepRunner(
+            step,
+            advice=lambda: how_to_resume(self._last_checkpoint()),
+            unit=batch.micro_batches.unit,
+            wait_for_memory=settings.wait_for_memory,
+        )
         loop = TrainingLoop(
-            runner=self._step_runner(step, batch.micro_batches, events),
+            runner=runner,
+            recovery=partial(self._recovery, batch.micro_batches, len(runner.reliefs) - 1),
+            watchdog=self.watchdog,
+            step_timeout=settings.step_timeout,
             adaptation=self._adaptation(batch, optimizers, epochs, noise, events),
             loader=Loader(
                 data.dataset,
@@ -269,27 +278,11 @@ class Run:
     def _last_checkpoint(self) -> str:
         return last_saved(Path(self._cfg.checkpointer.output_dir))
 
-    def _step_runner(
-        self, step: TrainStep, micro_batches: MicroBatches, events: Events
-    ) -> StepRunner:
-        settings = self.settings
-
-        def recovery(split: Split, reliefs: int) -> Recovery | None:
-            if not settings.shrinks:
-                return None
-            sizes = micro_batches.full_size(split), micro_batches.smaller_sizes(split)
-            return Recovery(*sizes, settings.grow_back_after, reliefs)
-
-        return StepRunner(
-            step=step,
-            micro_batches=micro_batches,
-            make_recovery=recovery,
-            watchdog=self.watchdog,
-            step_timeout=settings.step_timeout,
-            events=events,
-            advice=lambda: how_to_resume(self._last_checkpoint()),
-            wait_for_memory=settings.wait_for_memory,
-        )
+    def _recovery(self, micro_batches: MicroBatches, reliefs: int, split: Split) -> Recovery | None:
+        if not self.settings.shrinks:
+            return None
+        sizes = micro_batches.full_size(split), micro_batches.smaller_sizes(split)
+        return Recovery(*sizes, self.settings.grow_back_after, reliefs)
 
     def _adaptation(
         self,

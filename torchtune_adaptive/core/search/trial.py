@@ -118,6 +118,15 @@ class SizeTrial:
         return self.reports[self.deciding_rank]
 
     @property
+    def shortage(self) -> str:
+        """Why the size does not fit."""
+        failed = self.deciding
+        return (
+            f"{failed.trouble} on rank {self.deciding_rank}, which needed more than {failed.peak_bytes:,} "
+            f"bytes and has {failed.usable_bytes:,} usable"
+        )
+
+    @property
     def free_bytes(self) -> int:
         return self.deciding.free_bytes
 

@@ -27,7 +27,9 @@ class StepLost:
     failures: tuple[str | None, ...]
     """The phase in which each rank ran out of memory, or None for those that did not."""
 
-    def text(self) -> str:
+    @property
+    def trouble(self) -> str:
+        """Where memory ran out."""
         return ", ".join(
             f"out of memory on rank {rank}, {phase}"
             for rank, phase in enumerate(self.failures)

@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torchtune_adaptive.common import TrainingOutOfMemory
-from torchtune_adaptive.core.sizes.micro_batches import Computed, MicroBatch, MicroBatches
 from torchtune_adaptive.core.sizes.recovery import Recovery
-from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.core.step.exchange import StepDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import StepHalfApplied
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, Choice, is_possible
+from torchtune_adaptive.core.step.objective import Batch
 from torchtune_adaptive.core.step.snapshot import Generators
 from torchtune_adaptive.core.step.switches import Switches
 from torchtune_adaptive.core.step.train_step import TrainStep
 
 
-class Rows(Protocol):
-    """The rows of a step, which stay the same until ``advance``, in whatever micro-batches they come."""
+@dataclass(frozen=True)
+class Adjustment:
+    """What is done about the memory that steps take. If nothing changes, the reason says why."""
 
-    def step(self, rows: int, size: int) -> Iterator[MicroBatch]:
-        """The next ``rows`` on each rank, in micro-batches of ``size``; see ``MicroBatches``."""
-
-    def advance(self, rows: int) -> None:
-        """The step is done."""
-
-
-class Notices(Protocol):
-    """Where changes of the micro-batch are told; see ``train.events``."""
-
-    def changed(self, step: int, reason: str, **what: tuple[Any, Any]) -> None: ...
-
-    def noticed(self, step: int, what: str) -> None: ...
-
-
-class Phases(Protocol):
-    """Where the main thread is, for those who watch over it; see ``ranks.watchdog``."""
-
-    def enter(self, phase: str, patience: float | None) -> None: ...
+    step: int
+    """The first step that it concerns, counted from 1."""
+    reason: str
+    size: tuple[int, int]
+    """The size of micro-batches, before and after."""
+    knobs: dict[str, tuple[Any, Any]]
+    """The memory knobs that change, each before and after."""
+    wait: float = 0.0
+    """Seconds to wait for memory before the step is retried."""
 
 
 @dataclass
@@ -51,60 +41,64 @@ class StepRunner:
 
     Args:
         step: the step.
-        micro_batches: how its rows are divided.
-        make_recovery: what decides about taking less memory, given the batch and the number of reliefs that
-            there are; gives None to stop when memory runs out.
-        watchdog: notified of each step.
-        step_timeout: seconds that a step may stand still.
-        events: records what changes.
-        advice: what to do where a step cannot be retried, for the message that ends the run.
+        advice: says what to do where a step cannot be retried, for the message that ends the run.
+        unit: what the size of a micro-batch counts.
         wait_for_memory: seconds to wait, in all, when not even the smallest micro-batch fits: memory may be
             short for a moment only, because of another process.
     """
 
     step: TrainStep
-    micro_batches: MicroBatches
-    make_recovery: Callable[[Split, int], Recovery | None]
-    watchdog: Phases
-    step_timeout: float
-    events: Notices
     advice: Callable[[], str]
+    unit: str = "rows"
     wait_for_memory: float = 0.0
 
     recovery: Recovery | None = field(init=False, default=None)
-    computed: list[Computed] = field(init=False, default_factory=list)
-    """The micro-batches of the last step."""
+    reliefs: list[Choice] = field(init=False)
+    """The memory knobs as they are at the beginning, and then with less and less memory."""
     retried_steps: int = field(init=False, default=0)
     allocation_retries: int = field(init=False, default=0)
+    _size: int = field(init=False, default=0)
     _waited: float = field(init=False, default=0.0)
     """Seconds of waiting for memory in this step."""
 
     def __post_init__(self) -> None:
-        self._reliefs = reliefs(self.step.options.switches)
+        self.reliefs = reliefs(self.step.options.switches)
 
-    def begin(self, split: Split) -> None:
-        """Use the full size of a batch from the next step on."""
-        self._split = split
-        self.recovery = self.make_recovery(split, len(self._reliefs) - 1)
+    def begin(self, size: int, recovery: Recovery | None) -> None:
+        """Use micro-batches of this size from the next step on.
+
+        Args:
+            size: the size of a micro-batch.
+            recovery: decides about taking less memory; without one, running out of memory ends training.
+        """
+        self._size, self.recovery = size, recovery
         self._relieve()
 
     def _relieve(self) -> None:
         """Set the step's switches as the recovery says."""
-        self.step.switch(self._reliefs[self.recovery.relief if self.recovery is not None else 0])
+        self.step.switch(self.reliefs[self._now()[1]])
 
     @property
     def size(self) -> int:
-        """The size of micro-batches right now; see ``MicroBatches``."""
-        if self.recovery is not None:
-            return self.recovery.size
-        return self.micro_batches.full_size(self._split)
+        """The size of micro-batches right now."""
+        return self._now()[0]
 
-    def run(self, rows: Rows, number: int) -> StepDone:
-        """Take the next step of an epoch.
+    def _now(self) -> tuple[int, int]:
+        recovery = self.recovery
+        return (self._size, 0) if recovery is None else (recovery.size, recovery.relief)
+
+    def run(
+        self,
+        micro_batches: Callable[[int], Iterable[Batch]],
+        number: int,
+        adjusted: Callable[[Adjustment], None] = lambda adjustment: None,
+    ) -> StepDone:
+        """Take a step.
 
         Args:
-            rows: what it is taken with.
-            number: of the step, counted from 1.
+            micro_batches: makes the micro-batches of the step, given their size; called for each attempt.
+            number: the number of the step, counted from 1.
+            adjusted: called with what is done about memory, before the next attempt.
 
         Raises:
             TrainingOutOfMemory: the step cannot be retried, or not any smaller.
@@ -112,24 +106,26 @@ class StepRunner:
         # Dropout is part of the step: a retry draws the same random numbers.
         generators = Generators(self.step.device) if self.recovery is not None else None
         self._waited = 0.0
-        while True:
-            self.watchdog.enter(f"step {number}{self._in_what()}", self.step_timeout)
-            outcome = self._attempt(rows, number)
-            if not outcome.lost:
-                rows.advance(self._split.rows)
-                self._learn(outcome, number)
-                return outcome
-            self._shrink(outcome, number)
+        outcome = self._attempt(micro_batches, number)
+        while isinstance(outcome, StepLost):
+            adjustment = self._adjust(outcome, number)
+            adjusted(adjustment)
+            if adjustment.wait:
+                time.sleep(adjustment.wait)
+                self.step.memory.release()
             self.retried_steps += 1
             if generators is not None:
                 generators.restore()
+            outcome = self._attempt(micro_batches, number)
+        self.allocation_retries += outcome.retries
+        if (learnt := self._learn(outcome.retries, number + 1)) is not None:
+            adjusted(learnt)
+        return outcome
 
-    def _attempt(self, rows: Rows, number: int) -> StepOutcome:
-        self.computed = []
+    def _attempt(self, micro_batches: Callable[[int], Iterable[Batch]], number: int) -> StepOutcome:
         try:
-            for micro_batch in rows.step(self._split.rows, self.size):
-                self.computed.append(self.micro_batches.computed(micro_batch))
-                self.step.forward_backward(micro_batch.batch)
+            for batch in micro_batches(self.size):
+                self.step.forward_backward(batch)
             return self.step.apply()
         except StepHalfApplied as half_applied:
             raise TrainingOutOfMemory(
@@ -137,78 +133,60 @@ class StepRunner:
                 f"changed and others not, so the step cannot be retried. {self.advice()}"
             ) from None
 
-    def _in_what(self) -> str:
-        return f" in micro-batches of {self.size} {self.micro_batches.unit}"
-
-    def _shrink(self, outcome: StepLost, number: int) -> None:
-        where, before, in_what = outcome.text(), self._now(), self._in_what()
+    def _adjust(self, outcome: StepLost, number: int) -> Adjustment:
+        """Take less memory in the next attempt or, where that is not possible, wait for it."""
+        before, where = self._now(), outcome.trouble
         # Where the optimizer ran out of memory, activations are gone, and so is what a relief would save.
         of_activations = {*outcome.failures} <= {None, "forward", "backward"}
         if self.recovery is not None and self._take_less(of_activations):
-            self._changed(before, number, where)
-        elif self.recovery is None or not self._wait(number, where):
+            return self._adjustment(before, number, where)
+        # Each time as long as in all before.
+        seconds = min(max(1.0, self._waited), self.wait_for_memory - self._waited)
+        if self.recovery is None or seconds <= 0:
             why = "; adaptive_batching.on_out_of_memory is raise" if self.recovery is None else ""
-            raise TrainingOutOfMemory(f"Step {number}{in_what}: {where}{why}. {self.advice()}")
+            raise TrainingOutOfMemory(
+                f"Step {number} in micro-batches of {self.size} {self.unit}: {where}{why}. {self.advice()}"
+            )
+        self._waited += seconds
+        reason = f"{where}, at the smallest size: retrying in {seconds:g} s"
+        return self._adjustment(before, number, reason, seconds)
 
     def _take_less(self, of_activations: bool) -> bool:
         """Take less memory from now on, with the same bits if possible; False if there is no way."""
         assert self.recovery is not None
         return (of_activations and self.recovery.relieve()) or self.recovery.shrink()
 
-    def _now(self) -> tuple[int, int]:
-        return self.size, self.recovery.relief if self.recovery is not None else 0
-
-    def _wait(self, number: int, where: str) -> bool:
-        """Wait for memory, each time as long as in all before; False if that has been long enough."""
-        seconds = min(max(1.0, self._waited), self.wait_for_memory - self._waited)
-        if seconds <= 0:
-            return False
-        self._waited += seconds
-        self.events.noticed(number, f"{where}, at the smallest size: retrying in {seconds:g} s")
-        self.watchdog.enter(f"step {number}, waiting for memory", patience=None)
-        time.sleep(seconds)
-        self.step.memory.release()
-        return True
-
-    def _learn(self, outcome: StepDone, number: int) -> None:
-        """Decide about the next step by what this one took."""
-        self.allocation_retries += outcome.retries
+    def _learn(self, retries: int, number: int) -> Adjustment | None:
+        """Decide about the next step by the allocation retries of the last one."""
         if self.recovery is None:
-            return
+            return None
         before = self._now()
-        if self.recovery.is_thrashing(outcome.retries):
+        if self.recovery.is_thrashing(retries):
             reason = "allocation retries in two consecutive steps"
-            if self._take_less(of_activations=True):
-                self._changed(before, number + 1, reason)
-            else:
-                self.events.noticed(number + 1, f"{reason}, and the micro-batch cannot shrink")
+            if not self._take_less(of_activations=True):
+                reason += ", and the micro-batch cannot shrink"
         elif self.recovery.grow_back():
-            self._changed(before, number + 1, f"no OOM for {self.recovery.waited} steps")
+            reason = f"no OOM for {self.recovery.waited} steps"
+        else:
+            return None
+        return self._adjustment(before, number, reason)
 
-    def _changed(self, before: tuple[int, int], number: int, reason: str) -> None:
+    def _adjustment(
+        self, before: tuple[int, int], number: int, reason: str, wait: float = 0.0
+    ) -> Adjustment:
         (size, relief), (size_after, relief_after) = before, self._now()
-        what: dict[str, tuple[Any, Any]] = {}
+        knobs: dict[str, tuple[Any, Any]] = {}
         if relief != relief_after:
             self._relieve()
-            old = self._reliefs[relief]
-            for key, value in self._reliefs[relief_after].items():
+            old = self.reliefs[relief]
+            for key, value in self.reliefs[relief_after].items():
                 if value != old[key]:
-                    what[key.rpartition(".")[2]] = (old[key], value)
-        if size != size_after:
-            what |= self.micro_batches.change(size, size_after, self._split)
-        self.events.changed(number, reason, **what)
-
-    def metrics(self) -> dict[str, float]:
-        """How training copes with its memory, and how the last step was divided."""
-        found = self.micro_batches.metrics(self.computed)
-        if self.recovery is not None:
-            found["retried_steps"] = self.retried_steps
-            found["alloc_retries"] = self.allocation_retries
-        return found
+                    knobs[key.rpartition(".")[2]] = (old[key], value)
+        return Adjustment(number, reason, (size, size_after), knobs, wait)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "knobs": dict(self._reliefs[0]),
+            "knobs": dict(self.reliefs[0]),
             "recovery": self.recovery.state_dict() if self.recovery else None,
             "retried_steps": self.retried_steps,
             "allocation_retries": self.allocation_retries,

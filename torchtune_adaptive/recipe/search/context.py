@@ -107,11 +107,8 @@ def probe_of(
 
 def nothing_fits(trial: SizeTrial, worst: WorstCase) -> NothingFits:
     """Why not even one row can be trained, and what would change that."""
-    failed = trial.deciding
     return NothingFits(
-        f"Not even {trial.size} row of {worst.size} ({worst.source}) fits: {failed.trouble} on rank "
-        f"{trial.deciding_rank}, which needed more than {failed.peak_bytes:,} bytes and has "
-        f"{failed.usable_bytes:,} usable. Shorten the rows (tokenizer.max_seq_len), turn on "
-        "enable_activation_checkpointing, use LoRA or QLoRA, use more ranks, or allow more memory "
-        f"({BLOCK}.memory_limit, {BLOCK}.headroom)."
+        f"Not even {trial.size} row of {worst.size} ({worst.source}) fits: {trial.shortage}. Shorten the "
+        "rows (tokenizer.max_seq_len), turn on enable_activation_checkpointing, use LoRA or QLoRA, use more "
+        f"ranks, or allow more memory ({BLOCK}.memory_limit, {BLOCK}.headroom)."
     )

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchtune_adaptive.common import OutOfMemoryElsewhere
 from torchtune_adaptive.core import (
+    Adjustment,
+    Batch,
+    Computed,
     EpochRows,
     Generators,
     Loader,
+    Recovery,
+    Split,
     StepDone,
     StepRunner,
+    Watchdog,
     is_out_of_memory,
 )
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
@@ -44,6 +51,11 @@ class TrainingLoop:
     """Trains, epoch by epoch, from where ``progress`` is to where it should be."""
 
     runner: StepRunner
+    recovery: Callable[[Split], Recovery | None]
+    """The factory of what decides about taking less memory; it gives None to stop when memory runs out."""
+    watchdog: Watchdog
+    step_timeout: float
+    """Seconds that a step may stand still."""
     adaptation: Adaptation
     loader: Loader
     progress: Progress
@@ -63,6 +75,8 @@ class TrainingLoop:
     global_step: int = field(init=False, default=0)
     samples: int = field(init=False, default=0)
     """Used since the run began, over all ranks."""
+    computed: list[Computed] = field(init=False, default_factory=list)
+    """The micro-batches of the last step."""
     summary: Summary | None = field(init=False, default=None)
     """Of the steps, once they are done; None if there were none."""
 
@@ -71,7 +85,7 @@ class TrainingLoop:
         epochs = self.adaptation.epochs
         self.global_step = self.progress.epochs_run * epochs.base_steps
         self.samples = self.global_step * self.adaptation.split.global_batch
-        self.runner.begin(self.adaptation.split)
+        self._begin_batch()
         if self.validation is not None:
             self.validation.done = self.global_step
         used = self._resume(self.progress.training) if self.progress.training else 0
@@ -101,7 +115,7 @@ class TrainingLoop:
             # sees the same numbers here as there, one is drawn.
             torch.empty((), dtype=torch.int64).random_()
             if adaptation.begin_epoch(epoch, self.samples, self.global_step + 1):
-                self.runner.begin(adaptation.split)
+                self._begin_batch()
         display = EpochDisplay(
             epoch, self.progress.total_epochs, epochs.base_steps, epochs.position(0, used)
         )
@@ -131,17 +145,27 @@ class TrainingLoop:
         """Whether the epoch has rows for a step of the size that the schedule wants."""
         adaptation = self.adaptation
         if adaptation.before_step(epoch, rows.used, self.samples, self.global_step + 1):
-            self.runner.begin(adaptation.split)
+            self._begin_batch()
         return rows.used + adaptation.split.rows <= adaptation.epochs.rows
+
+    def _begin_batch(self) -> None:
+        """Use the batch as it is now from the next step on."""
+        split = self.adaptation.split
+        self.runner.begin(self.loader.micro_batches.full_size(split), self.recovery(split))
 
     def _step(self, epoch: int, rows: EpochRows) -> StepDone:
         adaptation, split = self.adaptation, self.adaptation.split
         self.before_step(self.global_step + 1)
-        outcome = self.runner.run(rows, self.global_step + 1)
+        micro_batches = partial(self._micro_batches, rows)
+        outcome = self.runner.run(micro_batches, self.global_step + 1, self._adjusted)
+        rows.advance(split.rows)
         self.global_step += 1
         self.samples += split.global_batch
         adaptation.after_step(epoch, rows.used, outcome)
-        more = self.runner.metrics()
+        more = self.loader.micro_batches.metrics(self.computed)
+        if self.runner.recovery is not None:
+            more["retried_steps"] = self.runner.retried_steps
+            more["alloc_retries"] = self.runner.allocation_retries
         if (noise := adaptation.noise_scale) is not None:
             more["gradient_noise_scale"] = noise
         self.metrics.record(
@@ -150,10 +174,33 @@ class TrainingLoop:
             split,
             outcome,
             adaptation.learning_rate.now,
-            self.runner.computed,
+            self.computed,
             more,
         )
         return outcome
+
+    def _micro_batches(self, rows: EpochRows, size: int) -> Iterator[Batch]:
+        """The micro-batches of the next step, on this rank."""
+        divided = self.loader.micro_batches
+        phase = f"step {self.global_step + 1} in micro-batches of {size} {divided.unit}"
+        self.watchdog.enter(phase, self.step_timeout)
+        self.computed = []
+        for micro_batch in rows.step(self.adaptation.split.rows, size):
+            self.computed.append(divided.computed(micro_batch))
+            yield micro_batch.batch
+
+    def _adjusted(self, adjustment: Adjustment) -> None:
+        """Put on record what is done about memory."""
+        number, (before, after) = adjustment.step, adjustment.size
+        what = dict(adjustment.knobs)
+        if before != after:
+            what |= self.loader.micro_batches.change(before, after, self.adaptation.split)
+        if what:
+            self.adaptation.events.changed(number, adjustment.reason, **what)
+        else:
+            self.adaptation.events.noticed(number, adjustment.reason)
+        if adjustment.wait:
+            self.watchdog.enter(f"step {number}, waiting for memory", patience=None)
 
     def _validate(self) -> bool:
         """Validate if it is time to; whether a rank has been asked to stop meanwhile."""
@@ -168,7 +215,7 @@ class TrainingLoop:
 
     def _save(self, name: str, used: int) -> None:
         runner = self.runner
-        runner.watchdog.enter(f"saving the checkpoint epoch_{name}", patience=None)
+        self.watchdog.enter(f"saving the checkpoint epoch_{name}", patience=None)
         # What saving needs is not what training needs: neither should find the other's cached memory.
         runner.step.memory.release()
         try:
@@ -193,7 +240,7 @@ class TrainingLoop:
             "global_step": self.global_step,
             "samples": self.samples,
             "samples_of_epoch": used * self.loader.ranks,
-            "token_budget": self.runner.micro_batches.state(),
+            "token_budget": self.loader.micro_batches.state(),
             "generators": ranks.gather(Generators(device).state_dict()),
             "validated": self.global_step if self.validation is None else self.validation.done,
             **self.adaptation.state_dict(),

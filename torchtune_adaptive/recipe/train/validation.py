@@ -94,7 +94,7 @@ class Validation:
                     for name, mean in {"loss": outcome.loss, **outcome.metrics}.items():
                         sums[name] += mean * outcome.weight
                     used += self.size
-                if outcome.lost and not self._shrink(outcome.text(), number):
+                if outcome.lost and not self._shrink(outcome.trouble, number):
                     return False
         finally:
             generators.restore()
@@ -135,7 +135,8 @@ class Validation:
         """Use smaller micro-batches; False, and validation is given up this time, if there are none."""
         if self.size == 1:
             self.done = number
-            self.events.noticed(number, f"validation is left out: {where}, with a single row")
+            what = f"validation is left out: {where}, with a single row"
+            self.events.noticed(number, what)
             return False
         before, self.size = self.size, self.size // 2
         self.events.changed(number, where, validation_batch=(before, self.size))
