@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from torchtune_adaptive.common import Cache, NothingFits, UsageError
+from torchtune_adaptive.common import Cache, UsageError
 from torchtune_adaptive.core import (
     Probe,
     Rounding,
@@ -22,6 +22,11 @@ from torchtune_adaptive.library.step import AdaptiveStep
 
 log = logging.getLogger(__name__)
 
+_REMEDY = (
+    "Shorten the rows, use activation checkpointing or more ranks, or allow more memory (memory_limit, "
+    "headroom)."
+)
+"""What helps where not even one row fits."""
 _JUDGED_FROM = 4
 """Rows from which on a mean is told from a sum."""
 
@@ -72,7 +77,6 @@ def find_batch_size(
     worst = WorstCase(batch)
     probe = Probe(
         step=train_step,
-        batch=worst,
         accumulation=lambda size: accumulation,
         headroom=headroom,
         ranks=step.ranks,
@@ -82,27 +86,20 @@ def find_batch_size(
     )
     sizes = candidates(rounding, ceiling, ceiling)
     with probe:
-        first = probe.prime()
+        first = probe.prime(worst)
         if not first.fits:
-            raise _nothing_fits(first)
+            raise first.nothing_fits("row", _REMEDY)
         kept: Cache[int] = Cache(None, "batch size", lambda value: True)
-        found = SizeSearch(probe, first, sizes, search, step.ranks, kept).result({}, None)
+        found = SizeSearch(
+            lambda size: probe.trial(size, worst), first, sizes, search, step.ranks, kept
+        ).result({}, None)
     if found.size is None:
-        raise _nothing_fits(found.trials[-1])
+        raise found.trials[-1].nothing_fits("row", _REMEDY)
     size = BatchSize(found.size)
     size.status, size.trials = found.status, found.trials
     if step.ranks.rank == 0:
         log.info(f"micro-batch {size}: {found.status.value}")
     return size
-
-
-def _nothing_fits(trial: SizeTrial) -> NothingFits:
-    failed = trial.deciding
-    return NothingFits(
-        f"Not even {trial.size} row fits: {failed.trouble} on rank {trial.deciding_rank}, which needed more "
-        f"than {failed.peak_bytes:,} bytes and has {failed.usable_bytes:,} usable. Shorten the rows, use "
-        "activation checkpointing or more ranks, or allow more memory (memory_limit, headroom)."
-    )
 
 
 class WorstCase:
