@@ -91,19 +91,18 @@ def measure(name: str, asked: argparse.Namespace) -> None:
         started = time.perf_counter()
         probe = Probe(
             step=step,
-            batch=batch,
             accumulation=lambda size: 1,
             headroom=asked.headroom,
             ranks=ranks,
             entering=lambda phase: None,
         )
         with probe:
-            if not (first := probe.prime()).fits:
+            if not (first := probe.prime(batch)).fits:
                 print(f"not even one row: {trial_line(first)}")
                 return
 
             def trial(size: int, probe: Probe = probe) -> SizeTrial:
-                outcome = probe.trial(size)
+                outcome = probe.trial(size, batch)
                 print(f"  {trial_line(outcome)}", flush=True)
                 return outcome
 

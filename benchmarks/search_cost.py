@@ -95,7 +95,6 @@ def compare(cfg: DictConfig, rounding: str) -> None:
         tried: list[SizeTrial] = []
         probe = Probe(
             step=step,
-            batch=lambda size: worst.batch(size, data.collate),
             accumulation=lambda size: 1,
             headroom=settings.headroom,
             ranks=ranks,
@@ -103,10 +102,10 @@ def compare(cfg: DictConfig, rounding: str) -> None:
         )
         started = time.perf_counter()
         with probe:
-            probe.prime()
+            probe.prime(worst.batch)
 
             def trial(size: int, probe: Probe = probe, tried: list[SizeTrial] = tried) -> SizeTrial:
-                tried.append(probe.trial(size))
+                tried.append(probe.trial(size, worst.batch))
                 return tried[-1]
 
             found = way(trial)

@@ -116,10 +116,9 @@ class Bench:
             ranks=self.ranks,
         )
 
-    def probe(self, batch: Callable[[int], dict[str, Any]]) -> Probe:
+    def probe(self) -> Probe:
         return Probe(
             step=self.step,
-            batch=batch,
             accumulation=lambda size: 2,
             headroom=0.05,
             ranks=self.ranks,
@@ -127,9 +126,11 @@ class Bench:
         )
 
     def largest(self, batch: Callable[[int], dict[str, Any]]) -> int:
-        with self.probe(batch) as probe:
-            probe.prime()
-            size = find_largest("extrapolate", range(1, ROWS_IN_STEP + 1), probe.trial).size
+        with self.probe() as probe:
+            probe.prime(batch)
+            size = find_largest(
+                "extrapolate", range(1, ROWS_IN_STEP + 1), lambda rows: probe.trial(rows, batch)
+            ).size
         assert size is not None, "not even one row fits; give it more memory (--limit)"
         return size
 
@@ -207,16 +208,13 @@ def packed(bench: Bench, order: list[int], apart: bool = True) -> Batches:
 
 def budget(bench: Bench, order: list[int]) -> Batches:
     lengths = [len(row["tokens"]) for row in bench.rows]
-    length_now = bench.longest
-
-    def probe_at(length: int) -> Probe:
-        nonlocal length_now
-        length_now = length
-        return probe
-
-    with bench.probe(lambda rows: bench.longest_rows(rows, length_now)) as probe:
-        probe.prime()
-        found, _ = find_budget(probe_at, lengths_to_measure(lengths, bench.longest), ROWS_IN_STEP)
+    with bench.probe() as probe:
+        probe.prime(bench.longest_rows)
+        found, _ = find_budget(
+            lambda rows, length: probe.trial(rows, lambda n: bench.longest_rows(n, length)),
+            lengths_to_measure(lengths, bench.longest),
+            ROWS_IN_STEP,
+        )
     assert found is not None
     packer = ByTokens(found, lengths, padding_id=0, ignored=-100)
     for step in in_steps(order):

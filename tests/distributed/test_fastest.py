@@ -24,10 +24,12 @@ from torchtune_adaptive.core.ranks.watchdog import Watchdog
 from torchtune_adaptive.core.sizes.loader import SampleOrder
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, Choice
+from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.data.dataset import Data
-from torchtune_adaptive.recipe.search.context import SearchContext
+from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport
 from torchtune_adaptive.recipe.search.fastest_search import _Trials, find_fastest, possible_choices
+from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.knob_table import MICRO_BATCH, changes
 
@@ -71,32 +73,39 @@ class TimedMemory(SimulatedMemory):
         return self.modelled
 
 
-def run_of(cfg: DictConfig, memory: SimulatedMemory, **settings: Any) -> tuple[SearchContext, Any]:
+Run = tuple[DictConfig, AdaptiveSettings, Prober, RowsToTry]
+
+
+def run_of(cfg: DictConfig, memory: SimulatedMemory, **settings: Any) -> tuple[Run, Any]:
     trained = Training(cfg, memory)
     numbers = random.Random(0)
     rows = [[numbers.randrange(16) for _ in range(numbers.randrange(8, LENGTH))] for _ in range(64)]
     dataset = [{"tokens": row, "labels": row} for row in rows]
     ranks = trained.ranks
-    return SearchContext(
-        cfg=cfg,
-        settings=AdaptiveSettings(
-            use_fastest_configuration=True, probe_length=LENGTH, headroom=0.0, **settings
-        ),
-        configured=Split(ROWS, 1, ranks.size),
-        data=Data(dataset, SimpleNamespace(pad_id=0), padded_collate_sft, False),
-        order=SampleOrder(len(dataset), ranks.size, shuffle=True),
-        step=trained.step,
-        ranks=ranks,
-        watchdog=Watchdog(ranks, 20.0, on_duty=False),
-    ), trained
+    adaptive = AdaptiveSettings(
+        use_fastest_configuration=True, probe_length=LENGTH, headroom=0.0, **settings
+    )
+    prober = Prober(trained.step, ranks, Watchdog(ranks, 20.0, on_duty=False), 0.0, None)
+    rows_to_try = RowsToTry(
+        Data(dataset, SimpleNamespace(pad_id=0), padded_collate_sft, False),
+        SampleOrder(len(dataset), ranks.size, shuffle=True),
+        Split(ROWS, 1, ranks.size),
+        RowLengths(dataset, cfg, ranks, adaptive.cache),
+    )
+    return (cfg, adaptive, prober, rows_to_try), trained
 
 
-def every_choice(run: SearchContext, timed: bool = True) -> dict[str, tuple[Choice, int, float]]:
+def step_of(run: Run) -> TrainStep:
+    return run[2].step
+
+
+def every_choice(run: Run, timed: bool = True) -> dict[str, tuple[Choice, int, float]]:
     """Peak and, if they are timed, seconds of each."""
     found = {}
-    worst = run.worst_case(LENGTH)
-    choices = possible_choices(run)
-    with _Trials(run, worst, choices[:1]) as trials:
+    cfg, settings, prober, rows = run
+    worst = prober.worst_case(rows.data, rows.lengths, LENGTH)
+    choices = possible_choices(cfg, settings, prober)
+    with _Trials(prober, rows, worst, choices[:1]) as trials:
         for choice in choices:
             assert trials.fits(choice)
             peak = trials.last.usage.peak_bytes
@@ -112,7 +121,7 @@ def compared_with_brute_force(
     cfg = config_of(kind, "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
     memory = TimedMemory(1 << 40)
     run, _ = run_of(cfg, memory, may_change=may_change)
-    own = dict(run.step.options.switches.choice)
+    own = dict(step_of(run).options.switches.choice)
     table = every_choice(run)
     ranked = [
         (choice, seconds) for choice, _, seconds in sorted(table.values(), key=lambda one: one[2])
@@ -121,8 +130,8 @@ def compared_with_brute_force(
     wrong, tried = [], 0
     for number in range(offset % sample, limits, sample):
         memory.limit = int(peaks[0] + (peaks[-1] * 1.05 - peaks[0]) * number / (limits - 1))
-        run.step.switch(own)
-        chosen = find_fastest(run, rank=lambda length, capacity: ranked).chosen
+        step_of(run).switch(own)
+        chosen = find_fastest(*run, rank=lambda length, capacity: ranked).chosen
         tried += 1
         best = min(seconds for _, peak, seconds in table.values() if peak <= memory.limit)
         _, peak, seconds = table[str(chosen)]
@@ -154,14 +163,14 @@ def without_prediction(limit_share: float | None) -> tuple[FastestReport, bool]:
     cfg = config_of("full", "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
     memory = TimedMemory(1 << 40)
     run, trained = run_of(cfg, memory)
-    own = dict(run.step.options.switches.choice)
+    own = dict(step_of(run).options.switches.choice)
     if limit_share is not None:
         peaks = [peak for _, peak, _ in every_choice(run, timed=False).values()]
-        run.step.switch(own)
+        step_of(run).switch(own)
     expected = trained.train()
     if limit_share is not None:
         memory.limit = int(max(peaks) * limit_share)
-    report = find_fastest(run)
+    report = find_fastest(*run)
     memory.limit = 1 << 40
     return report, not differs(expected, trained.train())
 
@@ -194,7 +203,7 @@ def in_too_little_memory(may_change: str) -> str:
     whole = [peak for choice, peak, _ in table.values() if choice[MICRO_BATCH] == ROWS]
     memory.limit = min(whole) - 1
     try:
-        return str(find_fastest(run).chosen[MICRO_BATCH])
+        return str(find_fastest(*run).chosen[MICRO_BATCH])
     except ConfigError as error:
         return str(error)
 
@@ -209,9 +218,9 @@ def test_what_does_not_fit_says_what_would() -> None:
 def resumed() -> tuple[int, int, str]:
     cfg = config_of("full", "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
     run, _ = run_of(cfg, TimedMemory(1 << 40))
-    known = next(one for one in possible_choices(run) if one[CHECKPOINT] == "every_2")
-    report = find_fastest(run, known=known)
-    return len(report.tried), len(report.timed), run.step.options.switches.choice[CHECKPOINT]
+    known = next(one for one in possible_choices(*run[:3]) if one[CHECKPOINT] == "every_2")
+    report = find_fastest(*run, known=known)
+    return len(report.tried), len(report.timed), step_of(run).options.switches.choice[CHECKPOINT]
 
 
 def test_a_resumed_run_keeps_its_choice_after_one_trial() -> None:

@@ -55,6 +55,10 @@ FATES: dict[str, Callable[[], Any]] = {
 }
 
 
+def rows_of(number: int) -> dict[str, Any]:
+    return batch(rows=number)
+
+
 def search_until(fate: str) -> None:
     ranks = Ranks(timeout=2 * LIMIT)
     watchdog = Watchdog(ranks, limit=LIMIT)
@@ -63,20 +67,19 @@ def search_until(fate: str) -> None:
     step = train_step(model, [adamw(model)], memory=memory, ranks=ranks, launched=watchdog.tick)
     probe = Probe(
         step=step,
-        batch=lambda rows: batch(rows=rows),
         accumulation=lambda size: 1,
         headroom=0.0,
         ranks=ranks,
         entering=lambda phase: watchdog.enter(phase, LIMIT),
     )
     with watchdog, probe:
-        probe.prime()
-        probe.trial(2)
+        probe.prime(rows_of)
+        probe.trial(2, rows_of)
         if ranks.rank == VICTIM:
             with Fate(FATES[fate]):
-                probe.trial(4)
+                probe.trial(4, rows_of)
         else:
-            probe.trial(4)
+            probe.trial(4, rows_of)
             raise AssertionError("a trial without its victim came to an end")
 
 

@@ -57,21 +57,26 @@ def build(
     return model, optimizers, step
 
 
+def short_rows(rows: int) -> dict[str, torch.Tensor]:
+    return batch(rows=rows, length=16)
+
+
 def find(
     step: TrainStep, strategy: str = "extrapolate", accumulation: int = 1
 ) -> tuple[int | None, int]:
     """A real search; the size that it found, and how many trials failed."""
     probe = Probe(
         step=step,
-        batch=lambda rows: batch(rows=rows, length=16),
         accumulation=lambda size: accumulation,
         headroom=0.05,
         ranks=step.ranks,
         entering=lambda phase: None,
     )
     with probe:
-        assert probe.prime().fits
-        result = find_largest(strategy, candidates("none", 60, 60), probe.trial)
+        assert probe.prime(short_rows).fits
+        result = find_largest(
+            strategy, candidates("none", 60, 60), lambda n: probe.trial(n, short_rows)
+        )
     return result.size, sum(not trial.fits for trial in result.trials)
 
 
@@ -162,15 +167,16 @@ def find_twice() -> list[Any]:
     for _ in range(2):
         probe = Probe(
             step=step,
-            batch=lambda rows: batch(rows=rows, length=16),
             accumulation=lambda size: 1,
             headroom=0.0,
             ranks=step.ranks,
             entering=lambda phase: None,
         )
         with probe:
-            probe.prime()
-            measured.append([_without_seconds(probe.trial(n)) for n in (1, 2, 4, 50, 4, 2)])
+            probe.prime(short_rows)
+            measured.append(
+                [_without_seconds(probe.trial(n, short_rows)) for n in (1, 2, 4, 50, 4, 2)]
+            )
     return measured
 
 
@@ -193,15 +199,16 @@ def find_with_ranks_of_different_size() -> Any:
     step = train_step(model, [optimizer], memory=memory, ranks=ranks)
     probe = Probe(
         step=step,
-        batch=lambda rows: batch(rows=rows, length=16),
         accumulation=lambda size: 1,
         headroom=0.05,
         ranks=ranks,
         entering=lambda phase: None,
     )
     with probe:
-        probe.prime()
-        return find_largest("extrapolate", candidates("none", 60, 60), probe.trial)
+        probe.prime(short_rows)
+        return find_largest(
+            "extrapolate", candidates("none", 60, 60), lambda n: probe.trial(n, short_rows)
+        )
 
 
 def test_the_smallest_rank_decides_and_is_named() -> None:

@@ -87,15 +87,16 @@ class Everywhere:
         )
 
     def probe(self) -> Probe:
-        worst = batch(rows=1 if self.objective is None else 2)  # a pair
         return Probe(
             step=self.step,
-            batch=lambda rows: worst,
             accumulation=lambda size: self.accumulation,
             headroom=0.0,
             ranks=self.ranks,
             entering=lambda phase: None,
         )
+
+    def worst(self, rows: int) -> dict[str, Any]:
+        return batch(rows=1 if self.objective is None else 2)  # a pair
 
     def healthy_step(self) -> list[torch.Tensor]:
         """What a step makes of the model as it was in the beginning."""
@@ -109,7 +110,7 @@ class Everywhere:
 
     def count_operations(self, probe: Probe) -> int:
         with self.memory.fail_at(0) as fault:
-            assert probe.trial(1).fits
+            assert probe.trial(1, self.worst).fits
         return fault.seen
 
 
@@ -130,7 +131,7 @@ def fail_in_trials(
     """Fail at operations of a trial, on one rank after the other (or all); then take a healthy step."""
     run = Everywhere(**settings)
     with run.probe() as probe:
-        assert probe.prime().fits
+        assert probe.prime(run.worst).fits
         expected = run.healthy_step()
         operations = run.count_operations(probe)
         counts = dict.fromkeys(COUNTS, 0)
@@ -138,7 +139,7 @@ def fail_in_trials(
             victim = operation // stride % run.ranks.size
             here = everyone or run.ranks.rank == victim
             with run.memory.fail_at(operation if here else None) as fault:
-                trial = probe.trial(1)
+                trial = probe.trial(1, run.worst)
             counts["tried"] += 1
             counts["failed"] += trial.reports[victim].failed_in is not None
             counts["insisted"] += was_insisted_on(trial, fault.failed)
@@ -195,7 +196,7 @@ def fail_while_recording(stride: int, shard: int, settings: dict[str, Any]) -> d
     """Fail before the sequence of collectives is known, when ranks agree before each one."""
     run = Everywhere(**settings)
     with run.probe() as probe:
-        probe.prime()
+        probe.prime(run.worst)
         expected = run.healthy_step()
         operations = run.count_operations(probe)
     counts = dict.fromkeys(COUNTS, 0)
@@ -204,7 +205,7 @@ def fail_while_recording(stride: int, shard: int, settings: dict[str, Any]) -> d
         run.new_step()
         with run.probe() as probe:
             with run.memory.fail_at(operation if run.ranks.rank == victim else None) as fault:
-                trial = probe.prime()
+                trial = probe.prime(run.worst)
             counts["tried"] += 1
             counts["failed"] += trial.reports[victim].failed_in is not None
             counts["insisted"] += was_insisted_on(trial, fault.failed)

@@ -61,7 +61,6 @@ def batch(rows: int) -> dict[str, Any]:
 def probe_of(step: TrainStep) -> Probe:
     return Probe(
         step=step,
-        batch=batch,
         accumulation=lambda size: 2,
         headroom=0.05,
         ranks=step.ranks,
@@ -73,8 +72,10 @@ def test_all_strategies_find_one_size_under_a_real_cap(step: TrainStep) -> None:
     found = set()
     for strategy in STRATEGIES:
         with probe_of(step) as probe:
-            assert probe.prime().fits
-            result = find_largest(strategy, candidates("power_of_two", 1024, 0), probe.trial)
+            assert probe.prime(batch).fits
+            result = find_largest(
+                strategy, candidates("power_of_two", 1024, 0), lambda n: probe.trial(n, batch)
+            )
         found.add(result.size)
         for trial in result.trials:
             assert trial.deciding.peak_bytes <= LIMIT
@@ -83,16 +84,16 @@ def test_all_strategies_find_one_size_under_a_real_cap(step: TrainStep) -> None:
 
 def test_a_search_leaves_no_trace(step: TrainStep) -> None:
     with probe_of(step) as probe:
-        probe.prime()  # the workspaces of cuBLAS are made once, and stay
+        probe.prime(batch)  # the workspaces of cuBLAS are made once, and stay
     step.memory.release()
     before = [value.cpu() for value in local_values(step.model)]
     step.memory.release()
     in_use = step.memory.in_use()
     generator = torch.cuda.get_rng_state()
     with probe_of(step) as probe:
-        probe.prime()
-        assert not probe.trial(4096).fits
-        assert probe.trial(2).fits
+        probe.prime(batch)
+        assert not probe.trial(4096, batch).fits
+        assert probe.trial(2, batch).fits
     step.memory.release()
     left = step.memory.in_use()
     assert same_bits(before, [v.cpu() for v in local_values(step.model)])
@@ -102,12 +103,12 @@ def test_a_search_leaves_no_trace(step: TrainStep) -> None:
 
 def test_a_lost_step_is_followed_by_the_step_that_would_have_been(step: TrainStep) -> None:
     with probe_of(step) as probe:
-        probe.prime()
+        probe.prime(batch)
         step.forward_backward(batch(4))
         step.apply()
         expected = [value.cpu() for value in local_values(step.model)]
     with probe_of(step) as probe:
-        probe.prime()
+        probe.prime(batch)
         step.forward_backward(batch(4096))
         assert step.apply().lost
         step.forward_backward(batch(4))

@@ -78,7 +78,7 @@ def test_no_batch_is_larger_in_any_part(data: Data) -> None:
         tensors = [batch["tokens"], batch["labels"], batch["encoder_mask"], *images.values()]
         return [tensor.shape for tensor in tensors]
 
-    largest = shapes(worst_of(data).batch(8, data.collate))
+    largest = shapes(worst_of(data).batch(8))
     for start in range(0, len(data.dataset), 8):
         rows = [data.dataset[i] for i in range(start, start + 8)]
         for one, bound in zip(shapes(data.collate(rows)), largest, strict=True):
@@ -88,7 +88,7 @@ def test_no_batch_is_larger_in_any_part(data: Data) -> None:
 def test_another_length_keeps_the_images(data: Data) -> None:
     worst = worst_of(data, asked=200)
     assert worst.size == RowSize(200, 2, 4)
-    batch = worst.of_length(90).batch(3, data.collate)
+    batch = worst.of_length(90).batch(3)
     assert batch["tokens"].shape == (3, 90) and (batch["labels"] == 0).all()
     assert batch["encoder_mask"].shape == (3, 90, 2 * 4 * 5) and batch["encoder_mask"].all()
 
@@ -126,10 +126,10 @@ def measured(kind: str) -> dict[tuple[int, int], int]:
     row = next(
         row for row in data.dataset if TOKEN_ROWS.size(row) == RowSize(len(row["tokens"]), 1, 4)
     )
-    worst = WorstCase({**row, "labels": row["tokens"]}, "a row", TOKEN_ROWS)
+    worst = WorstCase({**row, "labels": row["tokens"]}, "a row", data)
 
     def batch(rows: int, length: int) -> dict[str, Any]:
-        made = worst.of_length(length).batch(rows, data.collate)
+        made = worst.of_length(length).batch(rows)
         text = torch.zeros_like(made["tokens"])
         # One image each, where repeating the row repeats the token that stands for it.
         text[:, 0] = data.tokenizer.tokenizer.image_id

@@ -232,7 +232,6 @@ class TestStep:
         _, step = start()
         probe = Probe(
             step=step,
-            batch=lambda rows: batch(rows=rows),
             accumulation=lambda size: 1,
             headroom=0.0,
             ranks=Alone(),
@@ -241,7 +240,7 @@ class TestStep:
         with probe:
             usage, left = step.memory.usage, list(retries)
             monkeypatch.setattr(step.memory, "usage", lambda: replace(usage(), retries=left.pop(0)))
-            assert probe.trial(2).fits is fits
+            assert probe.trial(2, lambda rows: batch(rows=rows)).fits is fits
             assert not left
         monkeypatch.undo()
 

@@ -50,7 +50,7 @@ def search(
     predictions = predictions or FakePredictions()
     kept = found_sizes(str(folder))
     return SizeSearch(
-        probe,  # type: ignore[arg-type]
+        probe.trial,
         first,
         SIZES,
         strategy,

@@ -132,17 +132,17 @@ def test_a_saved_growth_goes_on() -> None:
     first = growth(Geometric(), start=Split(2, 2, 2))
     first.before_step(Moment(200, 1.0, 8, 8))
     second = growth(Geometric(), start=Split(2, 2, 2))
-    second.load_state_dict(first.state_dict())
+    second.resume(first.state())
     assert second.split == first.split == Split(4, 2, 2) and second.decisions == [[200, 16]]
 
 
 def test_other_ranks_keep_the_global_batch_or_say_that_they_cannot() -> None:
-    state = growth(Geometric(), start=Split(2, 2, 3)).state_dict()
-    assert resumed_start(state, 8, 2) == Split(3, 2, 2)
+    start = growth(Geometric(), start=Split(2, 2, 3)).state().start
+    assert resumed_start(start, 8, 2) == Split(3, 2, 2)
     with pytest.raises(
         BatchIncreaseError, match=r"12 samples, which 5 ranks cannot share.*: 1, 2, 3, 4, 6, 12\."
     ):
-        resumed_start(state, 8, 5)
+        resumed_start(start, 8, 5)
 
 
 class TestLearningRate:

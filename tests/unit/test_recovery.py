@@ -106,11 +106,3 @@ def test_what_it_remembers_goes_with_a_checkpoint() -> None:
     without = Recovery(4, POWERS, calm_steps=9)
     without.load_state_dict(recovery.state_dict())
     assert state(without) == (4, 0), "there is no such relief here"
-
-
-def test_a_checkpoint_of_sizes_only_is_understood() -> None:
-    saved = {"size": 2, "given_up": [4], "wait": 9, "calm": 3, "on_trial": False, "retried": False}
-    resumed = Recovery(4, POWERS, calm_steps=9, reliefs=1)
-    resumed.load_state_dict(saved)
-    assert state(resumed) == (2, 0)
-    assert calm(resumed, 6)[-1] == 4

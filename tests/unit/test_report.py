@@ -6,7 +6,6 @@ import builtins
 import json
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,7 +141,7 @@ def test_a_folder_in_the_way_of_the_report_is_a_warning(
     monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "propagate", True)
     (tmp_path / name).mkdir()
     cfg = OmegaConf.create({"output_dir": str(tmp_path)})
-    _announce(SimpleNamespace(ranks=Alone(), cfg=cfg), report())  # type: ignore[arg-type]
+    _announce(cfg, Alone(), report())  # type: ignore[arg-type]
     assert "The report of the search was not written" in caplog.text and name in caplog.text
 
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -290,7 +289,7 @@ def test_two_jobs_at_once_leave_one_whole_result(tmp_path: Path) -> None:
 def found_by(strategy: Strategy | Literal["predict"], folder: Path) -> SearchResult[SizeTrial]:
     """A search among 1, 2, 4 and 8, of which all fit and 4 is predicted."""
     search: Any = SizeSearch(
-        probe=SimpleNamespace(trial=a_trial),  # type: ignore[arg-type]
+        trial=a_trial,
         first=a_trial(1),
         sizes=(1, 2, 4, 8),
         strategy=strategy,

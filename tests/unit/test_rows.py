@@ -223,7 +223,7 @@ def test_a_stretched_row_is_repeated_in_all_that_goes_with_its_tokens() -> None:
 @pytest.mark.parametrize("asked", [20, 27, None])
 def test_no_label_is_masked_so_that_a_trial_always_trains(asked: int | None) -> None:
     worst = find(Lengths([20]), asked=asked)
-    batch = worst.batch(3, padded_collate_sft)
+    batch = worst.batch(3)
     assert batch["tokens"].shape == (3, worst.length)
     assert (batch["labels"] == 0).all(), "not the tokens: those of images are in no vocabulary"
 

@@ -10,7 +10,11 @@ from torchtune.data import padded_collate_sft
 
 from torchtune_adaptive.core.sizes.micro_batches import ByTokens, length_buckets
 from torchtune_adaptive.core.sizes.packing import Budget
-from torchtune_adaptive.recipe.search.token_budget import fastest, is_slower, lengths_to_measure
+from torchtune_adaptive.recipe.search.token_budget import (
+    best_throughputs,
+    is_slower,
+    lengths_to_measure,
+)
 
 PADDING, IGNORED = 7, -100
 
@@ -74,6 +78,6 @@ def test_a_budget_is_given_up_only_if_it_is_clearly_and_repeatedly_slower(
     without: list[float | None], with_budget: list[float | None], rounds: int, slower: bool
 ) -> None:
     taken = [iter(without), iter(with_budget)]
-    best = fastest(lambda: next(taken[0]), lambda: next(taken[1]))
+    best = best_throughputs(lambda: next(taken[0]), lambda: next(taken[1]))
     assert is_slower(*best) is slower
     assert len(without) == rounds and [list(rest) for rest in taken] == [[], []], "all were taken"

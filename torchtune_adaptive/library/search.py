@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from torchtune_adaptive.common import NothingFits, UsageError
+from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import (
     Probe,
     Rounding,
@@ -23,6 +23,11 @@ from torchtune_adaptive.library.step import AdaptiveStep
 
 log = logging.getLogger(__name__)
 
+_REMEDY = (
+    "Shorten the rows, use activation checkpointing or more ranks, or allow more memory (memory_limit, "
+    "headroom)."
+)
+"""What helps where not even one row fits."""
 _JUDGED_FROM = 4
 """Rows from which on a mean is told from a sum."""
 
@@ -70,9 +75,9 @@ def find_batch_size(
             "memory_limit: a CPU has no memory of its own that a search could find the limit of. Pass "
             "AdaptiveStep(..., memory_limit='1GiB'), say."
         )
+    worst = CheckedBatch(batch)
     probe = Probe(
         step=train_step,
-        batch=CheckedBatch(batch),
         accumulation=lambda size: accumulation,
         headroom=headroom,
         ranks=step.ranks,
@@ -82,29 +87,22 @@ def find_batch_size(
     )
 
     def trial(size: int) -> SizeTrial:
-        tried = probe.trial(size)
+        tried = probe.trial(size, worst)
         log.info(trial_line(tried))
         return tried
 
     with probe:
-        first = probe.prime()
+        first = probe.prime(worst)
         if not first.fits:
-            raise _nothing_fits(first)
+            raise first.nothing_fits("row", _REMEDY)
         found = find_largest(search, candidates(rounding, ceiling, ceiling), trial)
     if found.size is None:
-        raise _nothing_fits(found.trials[-1])
+        raise found.trials[-1].nothing_fits("row", _REMEDY)
     size = BatchSize(found.size)
     size.status, size.trials = found.status, found.trials
     if step.ranks.rank == 0:
         log.info(f"micro-batch {size}: {found.status.value}")
     return size
-
-
-def _nothing_fits(trial: SizeTrial) -> NothingFits:
-    return NothingFits(
-        f"Not even {trial.size} row fits: {trial.shortage}. Shorten the rows, use activation checkpointing "
-        "or more ranks, or allow more memory (memory_limit, headroom)."
-    )
 
 
 class CheckedBatch:

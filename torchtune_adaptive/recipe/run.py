@@ -35,12 +35,14 @@ from torchtune_adaptive.core import (
 from torchtune_adaptive.recipe.checkpoints.folder import last_saved, require_output_folder
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.data.dataset import Data, load_data, validation_config
+from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.plan.ranking import BackgroundRanking
 from torchtune_adaptive.recipe.record import Record
-from torchtune_adaptive.recipe.search.context import SearchContext
 from torchtune_adaptive.recipe.search.decide import Batch, Planner, decide_batch
+from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
+from torchtune_adaptive.recipe.search.validation_size import ValidationRows
 from torchtune_adaptive.recipe.settings.batch import configured_batch
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kinds import KINDS
@@ -166,37 +168,37 @@ class Run:
         )
         step = self.train_step(model, optimizers, objective, measures_noise)
         require_something_to_learn(data, step)
-        context = SearchContext(
-            cfg=cfg,
-            settings=settings,
-            configured=configured_batch(cfg, model.data_ranks),
-            data=data,
-            order=order,
+        configured = configured_batch(cfg, model.data_ranks)
+        rows = RowsToTry(data, order, configured, self._lengths(data, cfg))
+        validation = self._validation_rows(tokenizer, objective, model.data_ranks)
+        prober = Prober(
             step=step,
             ranks=self.ranks,
             watchdog=self.watchdog,
-            validation=self._validation_data(tokenizer, objective),
+            headroom=settings.headroom,
+            rank_timeout=settings.rank_timeout,
+            compiled=bool(cfg.get("compile", False)),
         )
-        batch = decide_batch(context, saved, self.planner)
+        batch = decide_batch(cfg, settings, prober, rows, validation, saved, self.planner)
         self._close_planner()
         if settings.search_only:
             self._note(batch, batch.start)
             return None
-        return self._training_loop(model, optimizers, context, batch, save)
+        return self._training_loop(model, optimizers, step, rows, validation, batch, save)
 
     def _training_loop(
         self,
         model: Model,
         optimizers: Optimizers,
-        context: SearchContext,
+        step: TrainStep,
+        rows: RowsToTry,
+        validation: ValidationRows | None,
         batch: Batch,
         save: Save,
     ) -> TrainingLoop:
         """The loop that trains with the batch that was decided on."""
-        cfg, settings, data, step = self._cfg, self.settings, context.data, context.step
-        epochs = epochs_of(
-            context.order.rows_per_rank, batch.start, self.progress.max_steps_per_epoch
-        )
+        cfg, settings = self._cfg, self.settings
+        epochs = epochs_of(rows.order.rows_per_rank, batch.start, self.progress.max_steps_per_epoch)
         events = Events(Path(cfg.output_dir) if self.environment.is_rank_zero else None)
         noise = NoiseScale() if step.options.measure_noise else None
         metrics = Metrics(
@@ -219,9 +221,9 @@ class Run:
             step_timeout=settings.step_timeout,
             adaptation=self._adaptation(batch, optimizers, epochs, noise, events),
             loader=Loader(
-                data.dataset,
-                data.collate,
-                context.order,
+                rows.data.dataset,
+                rows.data.collate,
+                rows.order,
                 model.data_rank,
                 model.data_ranks,
                 batch.micro_batches,
@@ -235,30 +237,45 @@ class Run:
             save_every_n_steps=cfg.get("save_every_n_steps"),
             stop=self.stop,
             before_step=partial(self.kind.before_step, model.module),
-            validation=self._validation(context, batch, model, events, metrics),
+            validation=self._validation(step, validation, batch, model, events, metrics),
         )
         self._note(batch, loop.adaptation.split, loop)
         return loop
 
-    def _validation_data(self, tokenizer: Any, objective: Objective) -> Data | None:
+    def _lengths(self, data: Data, cfg: DictConfig) -> RowLengths:
+        return RowLengths(data.dataset, cfg, self.ranks, self.settings.cache, data.rows.length)
+
+    def _validation_rows(
+        self, tokenizer: Any, objective: Objective, ranks: int
+    ) -> ValidationRows | None:
         """What is validated on while training, if that is asked for."""
         if self._cfg.get("run_val_every_n_steps") is None:
             return None
         validating = validation_config(self._cfg)
         rows = recipe_kind(self.kind.about, validating, self.environment).rows()
-        return load_data(validating, tokenizer, rows, objective)
+        data, size = (
+            load_data(validating, tokenizer, rows, objective),
+            validating.get("batch_size_val"),
+        )
+        return ValidationRows(data, self._lengths(data, validating), size, ranks)
 
     def _validation(
-        self, context: SearchContext, batch: Batch, model: Model, events: Events, metrics: Metrics
+        self,
+        step: TrainStep,
+        rows: ValidationRows | None,
+        batch: Batch,
+        model: Model,
+        events: Events,
+        metrics: Metrics,
     ) -> Validation | None:
-        cfg, settings, data = self._cfg, self.settings, context.validation
-        if data is None:
+        cfg, settings = self._cfg, self.settings
+        if rows is None:
             return None
         return Validation(
-            step=context.step,
-            data=data,
+            step=step,
+            data=rows.data,
             every_n_steps=cfg.run_val_every_n_steps,
-            size=batch.validation or cfg.get("batch_size_val") or batch.start.micro_batch,
+            size=batch.validation or rows.size or batch.start.micro_batch,
             rank=model.data_rank,
             ranks=model.data_ranks,
             workers=settings.workers,
@@ -271,7 +288,7 @@ class Run:
     def _note(self, batch: Batch, split: Split, loop: TrainingLoop | None = None) -> None:
         """Put on record what was decided, and what training starts with."""
         if self.record is not None:
-            step = (self.progress.training or {}).get("global_step", 0)
+            step = self.progress.training.global_step if self.progress.training else 0
             self.record.decided(split, step, batch.report)
             self.record.loop = loop
 
@@ -304,9 +321,9 @@ class Run:
         )
         used = 0
         if saved:
-            used = saved["samples_of_epoch"] // batch.start.ranks
-            if settings.adapts and saved["growth"]["largest"] is not None:
-                growth.load_state_dict(saved["growth"])
+            used = saved.samples_of_epoch // batch.start.ranks
+            if settings.adapts and saved.growth.largest is not None:
+                growth.resume(saved.growth)
         learning_rate = LearningRate(
             optimizers,
             lambda position: build_lr_scheduler(

@@ -22,6 +22,8 @@ from torchtune_adaptive.core.step.failures import StepHalfApplied
 from torchtune_adaptive.core.step.snapshot import Snapshot
 from torchtune_adaptive.core.step.train_step import TrainStep
 
+BatchMaker = Callable[[int], Any]
+"""Makes the worst-case batch of a number of rows."""
 Attempt = Callable[[Sequence[dict[str, Any]]], str | None]
 """Computes micro-batches; gives the phase in which this rank ran out of memory, if it did."""
 
@@ -31,7 +33,6 @@ class Probe:
 
     Args:
         step: the step that training will use.
-        batch: makes the worst-case batch of a number of rows.
         accumulation: the micro-batches in a step, for a given size.
         headroom: the share of the capacity that must stay free.
         ranks: the ranks of the run.
@@ -44,7 +45,6 @@ class Probe:
         self,
         *,
         step: TrainStep,
-        batch: Callable[[int], dict[str, Any]],
         accumulation: Callable[[int], int],
         headroom: float,
         ranks: Ranks,
@@ -54,7 +54,6 @@ class Probe:
     ) -> None:
         self._step = step
         self._memory: DeviceMemory = step.memory
-        self._batch = batch
         self._accumulation = accumulation
         self._headroom = headroom
         self._ranks = ranks
@@ -72,21 +71,21 @@ class Probe:
         if self._compiled:
             torch.compiler.reset()
 
-    def prime(self) -> SizeTrial:
+    def prime(self, batch: BatchMaker) -> SizeTrial:
         """Take two steps of one row: the optimizer creates its state, the device its workspaces, and the
         sequence of collectives is recorded and checked. Only then is what remains free there for rows."""
         self._entering("first steps of the search, of 1 row")
         capacity = self._memory.capacity()
         with self._memory.capped(capacity):
-            trial = self._try(1, capacity, self._step_of(1), self._take_step)
+            trial = self._try(1, capacity, self._step_of(1, batch), self._take_step)
             if not trial.fits:
                 return trial
-            return self._try(1, capacity, self._step_of(1), self._take_step)
+            return self._try(1, capacity, self._step_of(1, batch), self._take_step)
 
-    def trial(self, size: int) -> SizeTrial:
+    def trial(self, size: int, batch: BatchMaker) -> SizeTrial:
         """Try one size."""
         self._entering(f"trial of {size} rows")
-        return self._trial(size, self._step_of(size), self._take_step)
+        return self._trial(size, self._step_of(size, batch), self._take_step)
 
     def trial_of_validation(self, size: int, batch: dict[str, Any]) -> SizeTrial:
         """Try a micro-batch of validation."""
@@ -112,9 +111,9 @@ class Probe:
             return None
         return [max(each) for each in zip(*(seconds for _, seconds in seen), strict=True)]
 
-    def _step_of(self, size: int) -> list[dict[str, Any]]:
+    def _step_of(self, size: int, batch: BatchMaker) -> list[Any]:
         # From the second micro-batch on, gradients are there; more of them make no new peak.
-        return [self._batch(size)] * min(self._accumulation(size), 2)
+        return [batch(size)] * min(self._accumulation(size), 2)
 
     def _trial(
         self, size: int, micro_batches: Sequence[dict[str, Any]], attempt: Attempt

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from torchtune_adaptive.common import Cache, cache_folder
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.search.strategies import SearchResult, Status, Strategy, find_largest
 from torchtune_adaptive.core.search.trial import SizeTrial, trial_line
 
@@ -24,7 +23,8 @@ PROOFS = (Status.NEXT_DOES_NOT_FIT, Status.CEILING)
 class SizeSearch:
     """One search: tries each size at most once, in the order that cache, prediction and strategy suggest."""
 
-    probe: Probe
+    trial: Callable[[int], SizeTrial]
+    """Tries a size."""
     first: SizeTrial
     """The trial of one row that came before the search."""
     sizes: tuple[int, ...]
@@ -60,7 +60,7 @@ class SizeSearch:
 
     def _trial(self, size: int) -> SizeTrial:
         if size not in self.tried:
-            self.tried[size] = self.probe.trial(size)
+            self.tried[size] = self.trial(size)
             log.info(trial_line(self.tried[size]))
         return self.tried[size]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchtune_adaptive.common import bytes_of, human_bytes
+from torchtune_adaptive.common import NothingFits, bytes_of, human_bytes
 from torchtune_adaptive.core.device.memory import Usage
 
 
@@ -118,15 +118,6 @@ class SizeTrial:
         return self.reports[self.deciding_rank]
 
     @property
-    def shortage(self) -> str:
-        """Why the size does not fit."""
-        failed = self.deciding
-        return (
-            f"{failed.trouble} on rank {self.deciding_rank}, which needed more than {failed.peak_bytes:,} "
-            f"bytes and has {failed.usable_bytes:,} usable"
-        )
-
-    @property
     def free_bytes(self) -> int:
         return self.deciding.free_bytes
 
@@ -137,6 +128,19 @@ class SizeTrial:
             max(report.peak_bytes for report in self.reports),
             max(report.peak_allocated_bytes for report in self.reports),
             sum(report.retries for report in self.reports),
+        )
+
+    def nothing_fits(self, row: str, remedy: str) -> NothingFits:
+        """Why not even one row can be trained.
+
+        Args:
+            row: what one is called.
+            remedy: what would change that.
+        """
+        failed = self.deciding
+        return NothingFits(
+            f"Not even {self.size} {row} fits: {failed.trouble} on rank {self.deciding_rank}, which needed "
+            f"more than {failed.peak_bytes:,} bytes and has {failed.usable_bytes:,} usable. {remedy}"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -106,11 +106,8 @@ class Recovery:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state_dict``, unless what is in it is not of this run."""
-        # Checkpoints of versions without reliefs have sizes only.
-        given_up = [
-            (each, 0) if isinstance(each, int) else tuple(each) for each in state["given_up"]
-        ]
-        now = (state["size"], state.get("relief", 0))
+        given_up = [(size, relief) for size, relief in state["given_up"]]
+        now = (state["size"], state["relief"])
         if max(size for size, _ in (now, *given_up)) != self.size:
             return
         if max(relief for _, relief in (now, *given_up)) > self._reliefs:

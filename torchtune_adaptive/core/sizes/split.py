@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torchtune_adaptive.common import BatchIncreaseError, ConfigError
 
@@ -86,9 +86,9 @@ def epochs_of(rows_per_rank: int, split: Split, max_steps: int | None) -> Epochs
     return Epochs(rows_per_rank, split.rows)
 
 
-def resumed_start(state: dict[str, Any], largest: int, ranks: int) -> Split:
+def resumed_start(start: Sequence[int], largest: int, ranks: int) -> Split:
     """The batch that a saved run began with, divided for a number of ranks and a largest micro-batch."""
-    micro_batch, accumulation, saved_ranks = state["start"]
+    micro_batch, accumulation, saved_ranks = start
     rows = share_equally(micro_batch * accumulation * saved_ranks, ranks)
     return Split(*split_rows(rows, largest, accumulation), ranks, rows)
 

@@ -223,14 +223,14 @@ class Checkpoints(ABC):
         )
 
     def _facts(self, progress: Progress) -> dict[str, Any]:
-        trained = progress.training or {}
+        trained = progress.training
         return {
             "id": self._all.ranks.from_rank_zero(uuid.uuid4().hex),
             "recipe": self._kind.name,
             "resumable": progress.is_unfinished,
             "epochs_run": progress.epochs_run,
-            "step": trained.get("global_step"),
-            "samples": trained.get("samples"),
+            "step": trained and trained.global_step,
+            "samples": trained and trained.samples,
         }
 
     def _optimizer_state(self, model: Model, optimizers: Optimizers) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torchtune import training
 from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 
 from torchtune_adaptive.common import CheckpointError
+from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class Progress:
     total_epochs: int
     max_steps_per_epoch: int | None
     epochs_run: int = 0
-    training: dict[str, Any] | None = None
+    training: TrainingState | None = None
     """What the training loop needs to continue exactly; None in torchtune's own checkpoints."""
 
     @property
@@ -48,7 +49,8 @@ class Progress:
             )
         epochs_run, seed, max_steps, total_epochs = (checkpoint[key] for key in keys)
         self.epochs_run = epochs_run
-        self.training = checkpoint.get(TRAINING_KEY)
+        saved = checkpoint.get(TRAINING_KEY)
+        self.training = TrainingState.read(saved) if saved is not None else None
         if self.seed != seed:
             log.warning(
                 f"seed {self.seed} -> {seed} (the checkpoint's; a resumed run keeps its seed)"
@@ -72,7 +74,7 @@ class Progress:
 
     def training_state(self) -> dict[str, Any]:
         """What torchtune's recipe state does not have."""
-        return {TRAINING_KEY: self.training}
+        return {TRAINING_KEY: self.training and self.training.write()}
 
     def state_dict(self) -> dict[str, Any]:
         """torchtune's recipe state, with ours in it."""

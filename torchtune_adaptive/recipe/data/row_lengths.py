@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -42,8 +43,12 @@ class RowLengths:
         self._dataset = dataset
         self._ranks = ranks
         self._cached = _cached(cache)
-        self._facts = _facts(dataset, cfg)
+        self._cfg = cfg
         self._lengths: list[int] | None = None
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        return _facts(self._dataset, self._cfg)
 
     def known(self) -> list[int] | None:
         """The lengths, if they have been looked up before."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+
+from omegaconf import DictConfig
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import (
@@ -19,9 +21,9 @@ from torchtune_adaptive.core import (
     found_sizes,
 )
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
-from torchtune_adaptive.recipe.search.context import SearchContext, nothing_fits, probe_of
+from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.size_report import SearchReport
-from torchtune_adaptive.recipe.search.validation_size import fit_validation
+from torchtune_adaptive.recipe.search.validation_size import ValidationRows, fit_validation
 from torchtune_adaptive.recipe.search.worst_case import WorstCase
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.fingerprint import search_facts
@@ -30,69 +32,81 @@ log = logging.getLogger(__name__)
 
 
 def find_batch_size(
-    run: SearchContext, known: int | None = None, planner: BackgroundPlanner | None = None
+    cfg: DictConfig,
+    settings: AdaptiveSettings,
+    prober: Prober,
+    rows: RowsToTry,
+    validation: ValidationRows | None = None,
+    known: int | None = None,
+    planner: BackgroundPlanner | None = None,
 ) -> SearchReport:
     """Search on the run itself, which is afterwards as it was before.
 
     Args:
-        run: the run to search on.
+        cfg: the config of the run.
+        settings: how it searches.
+        prober: makes trials of its step.
+        rows: what it trains on.
+        validation: what it is validated on.
         known: what an earlier part of this run has found; it is confirmed by one trial.
         planner: on rank 0, predicts the size that should be found.
     """
     started = time.perf_counter()
-    settings, configured = run.settings, run.configured
-    sizes = possible_sizes(settings, configured, run.order.rows_per_rank)
-    worst = run.worst_case(settings.probe_length)
+    sizes = possible_sizes(settings, rows.configured, rows.order.rows_per_rank)
+    worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
     log.info(f"Searching for the largest micro-batch with rows of {worst.size} ({worst.source}).")
 
     def accumulation(size: int) -> int:
         most = 2 if settings.grow_past_memory else 1
-        return max(split_for(settings, configured, size).accumulation, most)
+        return max(split_for(settings, rows.configured, size).accumulation, most)
 
-    probe = probe_of(run, lambda size: worst.batch(size, run.data.collate), accumulation)
-    with probe:
-        first = probe.prime()
+    with prober.probe(accumulation) as probe:
+        first = probe.prime(worst.batch)
         if not first.fits:
-            raise nothing_fits(first, worst)
+            raise worst.nothing_fits(first)
         capacity = min(report.usable_bytes for report in first.reports)
         if planner is not None and worst.size.images > 1:
             log.info("No prediction: it would be for rows with one image. Searching without it.")
             planner = None
-        predictions = _Predictions(run, planner, worst.length, capacity, accumulation)
+        predictions = _Predictions(prober, planner, worst.length, capacity, accumulation)
         about = search_facts(
-            run.cfg,
+            cfg,
             settings,
             row=asdict(worst.size),
-            packed=run.data.packed,
+            packed=rows.data.packed,
             largest_candidate=sizes[-1],
-            ranks=run.ranks.size,
-            device=run.step.memory.name,
+            ranks=prober.ranks.size,
+            device=prober.step.memory.name,
             capacity=capacity,
         )
         found = SizeSearch(
-            probe,
+            lambda size: probe.trial(size, worst.batch),
             first,
             sizes,
             settings.search,
-            run.ranks,
+            prober.ranks,
             found_sizes(settings.cache),
             predictions.largest,
         ).result(about, known)
-        validation = fit_validation(run, probe, lambda _: found.size or 1)
+        validated = fit_validation(prober, probe, validation, lambda _: found.size or 1)
+    if settings.search == "predict":
+        prober.enter("learning how good the prediction was")
     predictions.learn_from(found)
-    return _report(run, found, worst, validation, time.perf_counter() - started)
+    report = _report(cfg, settings, prober, rows, found, worst)
+    return replace(report, validation=validated, seconds=time.perf_counter() - started)
 
 
 def _report(
-    run: SearchContext,
+    cfg: DictConfig,
+    settings: AdaptiveSettings,
+    prober: Prober,
+    rows: RowsToTry,
     found: SearchResult[SizeTrial],
     worst: WorstCase,
-    validation: SizeTrial | None,
-    seconds: float,
 ) -> SearchReport:
-    settings, configured, rows = run.settings, run.configured, run.order.rows_per_rank
+    configured, rows_per_rank = rows.configured, rows.order.rows_per_rank
     if found.size is None:
-        raise nothing_fits(found.trials[-1], worst)
+        raise worst.nothing_fits(found.trials[-1])
     after = split_for(settings, configured, found.size)
     return SearchReport(
         result=found,
@@ -101,13 +115,12 @@ def _report(
         strategy=settings.search,
         row=worst.size,
         row_source=worst.source,
-        device=run.step.memory.name,
+        device=prober.step.memory.name,
         headroom=settings.headroom,
-        seconds=seconds,
-        rows_per_rank=rows,
-        lr=run.cfg.optimizer.get("lr"),
-        ceiling=what_limits(settings, configured, rows),
-        validation=validation,
+        seconds=0.0,
+        rows_per_rank=rows_per_rank,
+        lr=cfg.optimizer.get("lr"),
+        ceiling=what_limits(settings, configured, rows_per_rank),
     )
 
 
@@ -162,7 +175,7 @@ def split_for(settings: AdaptiveSettings, configured: Split, size: int) -> Split
 class _Predictions:
     """What the planner predicts for a search, the same on all ranks; nothing where there is no planner."""
 
-    run: SearchContext
+    prober: Prober
     planner: BackgroundPlanner | None
     row_length: int
     capacity: int
@@ -170,18 +183,16 @@ class _Predictions:
 
     def largest(self, after: SizeTrial | None) -> int:
         """The largest size that should fit, corrected by a trial; 0 if there is no prediction."""
-        self.run.watchdog.enter("predicting the batch size", patience=None)
+        self.prober.enter("predicting the batch size")
         rows = None
         if self.planner is not None:
             if after is not None:
                 self._correct_by(after)
             rows = self.planner.largest(self.row_length, self.capacity)
-        return self.run.ranks.from_rank_zero(rows) or 0
+        return self.prober.ranks.from_rank_zero(rows) or 0
 
     def learn_from(self, found: SearchResult[SizeTrial]) -> None:
         """Remember how good predictions were, once a search has tried its size."""
-        if self.run.settings.search == "predict":
-            self.run.watchdog.enter("learning how good the prediction was", patience=None)
         if self.planner is not None and found.status in PROOFS:
             self._correct_by(next(trial for trial in found.trials if trial.size == found.size))
 

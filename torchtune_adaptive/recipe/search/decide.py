@@ -5,28 +5,33 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from omegaconf import DictConfig
 
 from torchtune_adaptive.common import ConfigError, not_essential
 from torchtune_adaptive.core import (
     Budget,
     ByRows,
     MicroBatches,
+    Ranks,
     Rounding,
     SizeTrial,
     Split,
     resumed_start,
 )
+from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
 from torchtune_adaptive.recipe.data.images import images_of
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.plan.ranking import BackgroundRanking
 from torchtune_adaptive.recipe.search.batch_size import find_batch_size
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport
-from torchtune_adaptive.recipe.search.context import SearchContext
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport
 from torchtune_adaptive.recipe.search.fastest_search import find_fastest
+from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.size_report import SearchReport
 from torchtune_adaptive.recipe.search.token_budget import find_token_budget
+from torchtune_adaptive.recipe.search.validation_size import ValidationRows
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import token_budget_with_images
 
 log = logging.getLogger(__name__)
@@ -49,51 +54,71 @@ class Batch:
 
 
 def decide_batch(
-    run: SearchContext, saved: dict[str, Any] | None, planner: Planner | None
+    cfg: DictConfig,
+    settings: AdaptiveSettings,
+    prober: Prober,
+    rows: RowsToTry,
+    validation: ValidationRows | None,
+    saved: TrainingState | None,
+    planner: Planner | None,
 ) -> Batch:
     """Search where a search is asked for, and settle what training starts with.
 
     Args:
-        run: the run to search on.
+        cfg: the config of the run.
+        settings: how it searches.
+        prober: makes trials of its step.
+        rows: what it trains on.
+        validation: what it is validated on.
         saved: the training state of the checkpoint that is resumed.
         planner: on rank 0, predicts the size that should be found.
     """
-    # A resumed run is bound by what it decided before; one that decided nothing is not.
-    known = saved["growth"]["largest"] if saved and run.settings.adapts else None
-    batch = _searched(run, saved, known, planner)
+    batch = _searched(cfg, settings, prober, rows, validation, saved, planner)
+    known = _known_largest(settings, saved)
     if saved and known is not None:
-        start = resumed_start(saved["growth"], batch.largest or known, run.configured.ranks)
-        batch = replace(batch, start=start)
+        largest, ranks = batch.largest or known, rows.configured.ranks
+        batch = replace(batch, start=resumed_start(saved.growth.start, largest, ranks))
     return batch
 
 
+def _known_largest(settings: AdaptiveSettings, saved: TrainingState | None) -> int | None:
+    """A resumed run is bound by what it decided before; one that decided nothing is not."""
+    return saved.growth.largest if saved and settings.adapts else None
+
+
 def _searched(
-    run: SearchContext,
-    saved: dict[str, Any] | None,
-    known: int | None,
+    cfg: DictConfig,
+    settings: AdaptiveSettings,
+    prober: Prober,
+    rows: RowsToTry,
+    validation: ValidationRows | None,
+    saved: TrainingState | None,
     planner: Planner | None,
 ) -> Batch:
-    settings, configured = run.settings, run.configured
+    configured = rows.configured
     rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
     by_rows = ByRows(rounding)
     if settings.budgets:
-        if run.data.packed:
+        if rows.data.packed:
             log.info("token_budget has no effect: packed rows are all full.")
             return Batch(configured, None, by_rows)
-        budget = _by_tokens(run, saved)
+        budget = _by_tokens(settings, prober, rows, validation, saved)
+        if budget is not None:
+            _announce(cfg, prober.ranks, budget)
         if budget is None or not budget.used:
             size = _size_of(budget.validation) if budget else None
             return Batch(configured, None, ByRows(rounding, instead_of_budget=True), size, budget)
         # Tokens are bounded, not rows.
         size = _size_of(budget.validation)
-        return Batch(configured, run.order.rows_per_rank, budget.micro_batches, size, budget)
+        return Batch(configured, rows.order.rows_per_rank, budget.micro_batches, size, budget)
     if settings.use_fastest_configuration:
-        return _fastest(run, saved, planner)
+        return _fastest(cfg, settings, prober, rows, saved, planner)
     if not settings.searches:
         return Batch(configured, None, by_rows)
     sizes = planner if isinstance(planner, BackgroundPlanner) else None
-    report = find_batch_size(run, known, sizes)
-    _announce(run, report)
+    known = _known_largest(settings, saved)
+    report = find_batch_size(cfg, settings, prober, rows, validation, known, sizes)
+    _announce(cfg, prober.ranks, report)
     if not settings.use_maximum_batch_size and configured.micro_batch > report.largest:
         raise ConfigError(
             "batch_size",
@@ -108,41 +133,53 @@ def _size_of(trial: SizeTrial | None) -> int | None:
     return trial.size if trial else None
 
 
-def _fastest(run: SearchContext, saved: dict[str, Any] | None, planner: Planner | None) -> Batch:
+def _fastest(
+    cfg: DictConfig,
+    settings: AdaptiveSettings,
+    prober: Prober,
+    rows: RowsToTry,
+    saved: TrainingState | None,
+    planner: Planner | None,
+) -> Batch:
     ranking = planner if isinstance(planner, BackgroundRanking) else None
-    report = find_fastest(
-        run, saved.get("knobs") if saved else None, ranking.ranked if ranking else None
-    )
+    known, rank = saved.knobs if saved else None, ranking.ranked if ranking else None
+    report = find_fastest(cfg, settings, prober, rows, known, rank)
     compared = [each for each in report.timed if each.predicted and each.measured]
-    if ranking is not None and compared and not run.compiled:
+    if ranking is not None and compared and not prober.compiled:
         ranking.learn_from(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
-    _announce(run, report)
+    _announce(cfg, prober.ranks, report)
     return Batch(report.split, None, ByRows("divisor"))
 
 
-def _by_tokens(run: SearchContext, saved: dict[str, Any] | None) -> BudgetReport | None:
+def _by_tokens(
+    settings: AdaptiveSettings,
+    prober: Prober,
+    rows: RowsToTry,
+    validation: ValidationRows | None,
+    saved: TrainingState | None,
+) -> BudgetReport | None:
     """A token budget, found or confirmed; None if it was slower when the run began."""
-    known = saved["token_budget"] if saved else None
-    if known == [] and run.settings.token_budget is True:
+    known = saved.token_budget if saved else None
+    if known == [] and settings.token_budget is True:
         log.info("No token budget: it was slower when this run began (the checkpoint says).")
         return None
-    run.watchdog.enter("looking up the lengths of all rows", patience=None)
-    if run.order.rows_per_rank and images_of(run.data.dataset[0]):
-        raise token_budget_with_images(run.settings)
-    lengths = run.row_lengths.all(say_progress=run.ranks.rank == 0)
-    budget = Budget(tuple((length, rows) for length, rows in known)) if known else None
-    report = find_token_budget(run, lengths, budget)
-    _announce(run, report)
-    return report
+    prober.enter("looking up the lengths of all rows")
+    if rows.order.rows_per_rank and images_of(rows.data.dataset[0]):
+        raise token_budget_with_images(settings)
+    lengths = rows.lengths.all(say_progress=prober.ranks.rank == 0)
+    budget = Budget(tuple((length, size) for length, size in known)) if known else None
+    return find_token_budget(settings, prober, rows, lengths, validation, budget)
 
 
-def _announce(run: SearchContext, report: SearchReport | BudgetReport | FastestReport) -> None:
+def _announce(
+    cfg: DictConfig, ranks: Ranks, report: SearchReport | BudgetReport | FastestReport
+) -> None:
     """Log what was found, and write it to files; on rank 0."""
-    if run.ranks.rank != 0:
+    if ranks.rank != 0:
         return
     log.info(report.text())
     with not_essential("The report of the search"):
-        files = report.write(Path(run.cfg.output_dir))
+        files = report.write(Path(cfg.output_dir))
         log.info(f"Details: {', '.join(map(str, files))}")
     if isinstance(report, FastestReport) or (
         isinstance(report, SearchReport) and report.uses_what_was_found

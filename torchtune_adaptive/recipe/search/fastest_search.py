@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import (
     CHECKPOINT,
     ByRows,
     Choice,
-    Loader,
     Probe,
     SizeTrial,
     Split,
@@ -25,9 +26,10 @@ from torchtune_adaptive.core import (
     needs_as_much,
     recomputed_layers,
 )
-from torchtune_adaptive.recipe.search.context import SearchContext, nothing_fits, probe_of
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
+from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.worst_case import WorstCase
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.knob_table import (
     KNOBS_BY_KEY,
     MICRO_BATCH,
@@ -44,67 +46,74 @@ Ranked = Sequence[tuple[Choice, float]]
 
 
 def find_fastest(
-    run: SearchContext,
+    cfg: DictConfig,
+    settings: AdaptiveSettings,
+    prober: Prober,
+    rows: RowsToTry,
     known: Choice | None = None,
     rank: Callable[[int, int], Ranked | None] | None = None,
 ) -> FastestReport:
     """Choose on the run itself, which afterwards is as it was before, except for its knobs.
 
     Args:
-        run: the run.
+        cfg: the config of the run.
+        settings: what may be changed.
+        prober: makes trials of its step.
+        rows: what it trains on.
         known: what an earlier part of this run has chosen; it is confirmed by one trial.
         rank: on rank 0, predicts for the length of rows and the capacity of a rank.
     """
     started = time.perf_counter()
-    allowed = possible_choices(run)
+    allowed = possible_choices(cfg, settings, prober)
     own = allowed[0]
-    worst = run.worst_case(run.settings.probe_length)
+    worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
     log.info(
         f"Choosing the fastest of {len(allowed)} configurations that fit rows of {worst.length} tokens "
         f"({worst.source})."
     )
-    with _Trials(run, worst, leanest_of(allowed)) as trials:
+    with _Trials(prober, rows, worst, leanest_of(allowed)) as trials:
         if known is not None and known in allowed and trials.fits(known):
             log.info("The configuration that this run had chosen still fits.")
             timed, chosen = [Timing(known)], known
         else:
-            ranked = _ranked(run, worst.length, rank)
+            ranked = _ranked(prober, worst.length, rank)
             predicted = {str(choice): seconds for choice, seconds in ranked or ()}
             order = [choice for choice, _ in ranked or ()] or sorted(allowed, key=rough_cost)
             others = [one for one in order if one in allowed and one != own]
-            timed, chosen = _choose(run, trials, own, others, predicted)
-    run.step.switch(chosen)
+            timed, chosen = _choose(settings, trials, own, others, predicted)
+    prober.step.switch(chosen)
     return FastestReport(
-        cfg=run.cfg,
-        ranks=run.ranks.size,
+        cfg=cfg,
+        ranks=prober.ranks.size,
         own=own,
         chosen=chosen,
-        split=_split_of(run, chosen),
+        split=_split_of(rows.configured, chosen),
         timed=[TimedChoice(each.way, each.predicted, tuple(each.steps)) for each in timed],
         tried=trials.tried,
         tokens=trials.tokens,
         row_length=worst.length,
         row_source=worst.source,
-        device=run.step.memory.name,
-        headroom=run.settings.headroom,
+        device=prober.step.memory.name,
+        headroom=settings.headroom,
         seconds=time.perf_counter() - started,
     )
 
 
 def _ranked(
-    run: SearchContext, row_length: int, rank: Callable[[int, int], Ranked | None] | None
+    prober: Prober, row_length: int, rank: Callable[[int, int], Ranked | None] | None
 ) -> Ranked | None:
     """The same prediction on all ranks, or ranks would try different choices."""
-    run.watchdog.enter("predicting the fastest configuration", patience=None)
-    capacity = min(run.ranks.gather(run.step.memory.capacity()))
-    found: Ranked | None = run.ranks.from_rank_zero(rank(row_length, capacity) if rank else None)
+    prober.enter("predicting the fastest configuration")
+    capacity = min(prober.ranks.gather(prober.step.memory.capacity()))
+    predicted = rank(row_length, capacity) if rank else None
+    found: Ranked | None = prober.ranks.from_rank_zero(predicted)
     return found
 
 
-def possible_choices(run: SearchContext) -> list[Choice]:
+def possible_choices(cfg: DictConfig, settings: AdaptiveSettings, prober: Prober) -> list[Choice]:
     """What may be chosen without building another model, the config's own values first; nothing twice."""
-    switches, settings = run.step.options.switches, run.settings
-    own, *others = choices(run.cfg, run.ranks.size, settings.may_change, switches_only=True)
+    switches = prober.step.options.switches
+    own, *others = choices(cfg, prober.ranks.size, settings.may_change, switches_only=True)
 
     def meaning(choice: Choice) -> str:
         # With few layers, some values of the knob are the same.
@@ -129,7 +138,7 @@ def leanest_of(all_choices: Sequence[Choice]) -> list[Choice]:
 
 
 def _choose(
-    run: SearchContext,
+    settings: AdaptiveSettings,
     trials: _Trials,
     own: Choice,
     ranked: Sequence[Choice],
@@ -139,7 +148,7 @@ def _choose(
     own_fits = trials.fits(own)
     if not own_fits:
         log.info("The config's own values do not fit.")
-    others = fitting(ranked, trials.fits, needs_as_much, run.settings.speed_trials)
+    others = fitting(ranked, trials.fits, needs_as_much, settings.speed_trials)
     ways = [own, *others] if own_fits else others
     best, timings = fastest(
         ways,
@@ -148,25 +157,25 @@ def _choose(
         lambda choice: predicted.get(str(choice)),
     )
     if best is None:
-        raise _nothing_fits(run, trials)
+        raise _nothing_fits(settings, trials)
     return timings, best.way
 
 
-def _nothing_fits(run: SearchContext, trials: _Trials) -> Exception:
-    may_split = may_be_changed(KNOBS_BY_KEY[MICRO_BATCH], run.settings.may_change)
-    if may_split or run.configured.micro_batch == 1:
-        return nothing_fits(trials.last, trials.worst)
+def _nothing_fits(settings: AdaptiveSettings, trials: _Trials) -> Exception:
+    may_split = may_be_changed(KNOBS_BY_KEY[MICRO_BATCH], settings.may_change)
+    if may_split or trials.rows.configured.micro_batch == 1:
+        return trials.worst.nothing_fits(trials.last)
     return ConfigError(
         MICRO_BATCH,
-        run.configured.micro_batch,
+        trials.rows.configured.micro_batch,
         f"does not fit, whatever exact knobs are set to: {trials.last.deciding.trouble}",
         "Set adaptive_batching.may_change=rounding, so that it may be split into smaller micro-batches",
     )
 
 
-def _split_of(run: SearchContext, choice: Choice) -> Split:
-    rows, size = run.configured.rows, choice.get(MICRO_BATCH, run.configured.micro_batch)
-    return Split(size, rows // size, run.configured.ranks)
+def _split_of(configured: Split, choice: Choice) -> Split:
+    size = choice.get(MICRO_BATCH, configured.micro_batch)
+    return Split(size, configured.rows // size, configured.ranks)
 
 
 @dataclass
@@ -176,7 +185,8 @@ class _Trials:
     A context, which ends with the run as it was at its beginning.
     """
 
-    run: SearchContext
+    prober: Prober
+    rows: RowsToTry
     worst: WorstCase
     leanest: Sequence[Choice]
     """What may need the least memory."""
@@ -186,24 +196,27 @@ class _Trials:
     """In a step that is timed, over all ranks and without padding."""
 
     def __enter__(self) -> _Trials:
-        run = self.run
-        self._probe: Probe = probe_of(
-            run,
-            lambda size: self.worst.batch(size, run.data.collate),
+        step = self.prober.step
+        with ExitStack() as stack:
             # Also of the first steps, which have one row: so these need no more than what they stand for.
-            lambda size: _split_of(run, run.step.options.switches.choice).accumulation,
-        )
-        self._probe.__enter__()
-        for choice in self.leanest:
-            run.step.switch(choice)
-            first = self._probe.prime()
-            if first.fits:
-                return self
-        self._probe.__exit__()
-        raise nothing_fits(first, self.worst)
+            self._probe: Probe = stack.enter_context(
+                self.prober.probe(
+                    lambda size: self._split(step.options.switches.choice).accumulation
+                )
+            )
+            for choice in self.leanest:
+                step.switch(choice)
+                first = self._probe.prime(self.worst.batch)
+                if first.fits:
+                    self._open = stack.pop_all()
+                    return self
+            raise self.worst.nothing_fits(first)
 
     def __exit__(self, *error: Any) -> None:
-        self._probe.__exit__(*error)
+        self._open.close()
+
+    def _split(self, choice: Choice) -> Split:
+        return _split_of(self.rows.configured, choice)
 
     @property
     def last(self) -> SizeTrial:
@@ -213,28 +226,20 @@ class _Trials:
         """Whether a micro-batch of the longest rows fits; each choice is tried once."""
         name = str(choice)
         if name not in self.tried:
-            self.run.step.switch(choice)
-            self.tried[name] = self._probe.trial(_split_of(self.run, choice).micro_batch)
+            self.prober.step.switch(choice)
+            size = self._split(choice).micro_batch
+            self.tried[name] = self._probe.trial(size, self.worst.batch)
         return self.tried[name].fits
 
     def time(self, choice: Choice, steps: int) -> Sequence[float] | None:
         """Seconds of some steps of the run's first samples, after one that is not counted."""
-        self.run.step.switch(choice)
-        size = _split_of(self.run, choice).micro_batch
-        loader = Loader(
-            self.run.data.dataset,
-            self.run.data.collate,
-            self.run.order,
-            self.run.ranks.rank,
-            self.run.ranks.size,
-            ByRows("divisor"),
-        )
-        step = list(loader.epoch(0).step(self.run.configured.rows, size))
+        self.prober.step.switch(choice)
+        size, ranks, data = self._split(choice).micro_batch, self.prober.ranks, self.rows.data
+        step = list(self.rows.first_step(ranks, ByRows("divisor"), size))
         if not self.tokens:
             samples = [sample for each in step for sample in each.sample_ids]
-            rows = (self.run.data.dataset[sample] for sample in samples)
-            mine = sum(self.run.data.rows.length(row) for row in rows)
-            self.tokens = sum(self.run.ranks.gather(mine))
+            mine = sum(data.rows.length(data.dataset[sample]) for sample in samples)
+            self.tokens = sum(ranks.gather(mine))
         batches = _Fresh([each.batch for each in step])
         return self._probe.timed("to time it", batches, steps, warm_up=1)
 

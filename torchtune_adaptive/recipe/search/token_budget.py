@@ -16,7 +16,6 @@ from torchtune_adaptive.core import (
     ByRows,
     ByTokens,
     LengthTrial,
-    Loader,
     MicroBatches,
     Probe,
     SizeTrial,
@@ -25,11 +24,14 @@ from torchtune_adaptive.core import (
     trial_line,
 )
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport, Throughput, padding_shares
-from torchtune_adaptive.recipe.search.context import SearchContext, nothing_fits, probe_of
-from torchtune_adaptive.recipe.search.validation_size import fit_validation
+from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
+from torchtune_adaptive.recipe.search.validation_size import ValidationRows, fit_validation
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 
 log = logging.getLogger(__name__)
+
+TrialAt = Callable[[int, int], SizeTrial]
+"""Tries a number of rows, of a length."""
 
 _ESTIMATES_ARE_SHORT_BY = 0.03
 """The share of free memory that estimates leave: they miss by as much, and a failed trial is wasted."""
@@ -43,28 +45,25 @@ _FIRST_ROUNDS = 2
 
 
 def find_budget(
-    probe_at: Callable[[int], Probe], lengths: Sequence[int], most_rows: int
+    trial_at: TrialAt, lengths: Sequence[int], most_rows: int
 ) -> tuple[Budget | None, list[LengthTrial]]:
     """How many rows of each length fit; None if not even one of the longest does.
 
     Args:
-        probe_at: tries sizes at one length.
+        trial_at: tries them.
         lengths: to measure at, descending.
         most_rows: that a micro-batch may have: those that a step may have on one rank.
     """
     trials: list[LengthTrial] = []
 
-    def try_at(length: int, probe: Probe, rows: int) -> SizeTrial:
-        trial = probe.trial(rows)
+    def try_at(rows: int, length: int) -> SizeTrial:
+        trial = trial_at(rows, length)
         log.info(f"{length} tokens a row: {trial_line(trial)}")
         trials.append(LengthTrial(length, trial))
         return trial
 
     longest = lengths[0]
-    probe = probe_at(longest)
-    found = find_largest(
-        "extrapolate", range(1, most_rows + 1), lambda rows: try_at(longest, probe, rows)
-    )
+    found = find_largest("extrapolate", range(1, most_rows + 1), lambda rows: try_at(rows, longest))
     if found.size is None:
         return None, trials
     measured = {longest: found.size}
@@ -73,7 +72,7 @@ def find_budget(
         rows = min(most_rows, measured[min(measured)] * min(measured) // length)
         measured[length] = rows
         estimate = min(most_rows, _estimate(trials, length))
-        if rows < estimate and try_at(length, probe_at(length), estimate).fits:
+        if rows < estimate and try_at(estimate, length).fits:
             measured[length] = estimate
         if measured[length] == most_rows:
             break
@@ -103,7 +102,9 @@ def _estimate(trials: Sequence[LengthTrial], length: int) -> int:
     return int((tokens + room / each_token) // length)
 
 
-def confirm(tokens: int, probe: Probe, longest: int, most_rows: int) -> tuple[Budget, LengthTrial]:
+def confirm(
+    tokens: int, trial_at: TrialAt, longest: int, most_rows: int
+) -> tuple[Budget, LengthTrial]:
     """Take a budget that the user gives, if the longest rows in it fit.
 
     Raises:
@@ -116,7 +117,7 @@ def confirm(tokens: int, probe: Probe, longest: int, most_rows: int) -> tuple[Bu
             f"is less than the longest row ({longest} tokens)",
             f"Use {longest} or more, or cut rows with tokenizer.max_seq_len",
         )
-    trial = probe.trial(min(tokens // longest, most_rows))
+    trial = trial_at(min(tokens // longest, most_rows), longest)
     log.info(f"{longest} tokens a row: {trial_line(trial)}")
     if not trial.fits:
         raise ConfigError(
@@ -138,49 +139,51 @@ def lengths_to_measure(row_lengths: Sequence[int], longest: int) -> list[int]:
 
 
 def find_token_budget(
-    run: SearchContext, row_lengths: Sequence[int], known: Budget | None = None
+    settings: AdaptiveSettings,
+    prober: Prober,
+    rows: RowsToTry,
+    row_lengths: Sequence[int],
+    validation: ValidationRows | None = None,
+    known: Budget | None = None,
 ) -> BudgetReport:
     """Find the token budget on the run itself, which is afterwards as it was before.
 
     Args:
-        run: the run to search on.
+        settings: how it searches.
+        prober: makes trials of its step.
+        rows: what it trains on.
         row_lengths: of every row of the data.
+        validation: what it is validated on.
         known: what an earlier part of this run has found; it is confirmed by one trial.
     """
-    longest = _longest(run.settings, row_lengths)
-    worst = run.worst_case(longest)
-    length_now = longest
+    longest = _longest(settings, row_lengths)
+    worst = prober.worst_case(rows.data, rows.lengths, longest)
     log.info(f"Searching for the token budget: the longest row has {longest} tokens.")
-    probe = probe_of(
-        run,
-        batch=lambda rows: worst.of_length(length_now).batch(rows, run.data.collate),
-        accumulation=lambda rows: 2,  # a step has as many micro-batches as it takes
-    )
-
-    def probe_at(length: int) -> Probe:
-        nonlocal length_now
-        length_now = length
-        return probe
-
-    with probe:
-        first = probe.prime()
+    # A step has as many micro-batches as it takes.
+    with prober.probe(accumulation=lambda size: 2) as probe:
+        first = probe.prime(worst.of_length(longest).batch)
         if not first.fits:
-            raise nothing_fits(first, worst)
-        most_rows = run.order.rows_per_rank if run.settings.grows else run.configured.rows
-        lengths = lengths_to_measure(row_lengths, longest)
-        budget, trials = _find_or_confirm(run.settings, probe_at, lengths, most_rows, known)
+            raise worst.nothing_fits(first)
+        most_rows = rows.order.rows_per_rank if settings.grows else rows.configured.rows
+        budget, trials = _find_or_confirm(
+            settings,
+            lambda size, length: probe.trial(size, worst.of_length(length).batch),
+            lengths_to_measure(row_lengths, longest),
+            most_rows,
+            known,
+        )
         if budget is None:
-            raise nothing_fits(trials[-1].trial, worst)
-        buckets = length_buckets(longest, min(row_lengths)) if run.compiled else ()
-        ignored = run.step.objective.ignored
-        by_tokens = ByTokens(budget, row_lengths, run.data.tokenizer.pad_id, ignored, buckets)
-        speeds = _speeds(run, probe, by_tokens)
-        validation = fit_validation(run, probe, lambda length: budget.tokens // length)
-    without, with_budget = map(Throughput, padding_shares(by_tokens, run.configured), speeds)
+            raise worst.nothing_fits(trials[-1].trial)
+        buckets = length_buckets(longest, min(row_lengths)) if prober.compiled else ()
+        ignored = prober.step.objective.ignored
+        by_tokens = ByTokens(budget, row_lengths, rows.data.tokenizer.pad_id, ignored, buckets)
+        speeds = _speeds(prober, probe, rows, by_tokens)
+        fitting = fit_validation(prober, probe, validation, lambda length: budget.tokens // length)
+    without, with_budget = map(Throughput, padding_shares(by_tokens, rows.configured), speeds)
     # A budget of the user's own is meant, a checkpoint's is kept, and a batch that grows needs one.
-    is_ours = run.settings.token_budget is True and known is None and not run.settings.grows
+    is_ours = settings.token_budget is True and known is None and not settings.grows
     used = not (is_ours and is_slower(*speeds))
-    return BudgetReport(by_tokens, trials, run.configured, without, with_budget, used, validation)
+    return BudgetReport(by_tokens, trials, rows.configured, without, with_budget, used, fitting)
 
 
 def _longest(settings: AdaptiveSettings, row_lengths: Sequence[int]) -> int:
@@ -198,7 +201,7 @@ def _longest(settings: AdaptiveSettings, row_lengths: Sequence[int]) -> int:
 
 def _find_or_confirm(
     settings: AdaptiveSettings,
-    probe_at: Callable[[int], Probe],
+    trial_at: TrialAt,
     lengths: Sequence[int],
     most_rows: int,
     known: Budget | None,
@@ -206,14 +209,14 @@ def _find_or_confirm(
     """A budget that the user gives or a checkpoint has, confirmed by one trial; or a search."""
     longest = lengths[0]
     if settings.token_budget is not True:
-        budget, trial = confirm(settings.token_budget, probe_at(longest), longest, most_rows)
+        budget, trial = confirm(settings.token_budget, trial_at, longest, most_rows)
         return budget, [trial]
     if known is not None and known.longest == longest:
-        trial = LengthTrial(longest, probe_at(longest).trial(known.rows(longest)))
+        trial = LengthTrial(longest, trial_at(known.rows(longest), longest))
         if trial.trial.fits:
             return known, [trial]
         log.info("The checkpoint's token budget no longer fits; searching again.")
-    return find_budget(probe_at, lengths, most_rows)
+    return find_budget(trial_at, lengths, most_rows)
 
 
 def is_slower(without: float | None, with_budget: float | None) -> bool:
@@ -223,7 +226,7 @@ def is_slower(without: float | None, with_budget: float | None) -> bool:
     return with_budget < (1 - _SLOWER_BY) * without
 
 
-def fastest(
+def best_throughputs(
     without: Callable[[], float | None], with_budget: Callable[[], float | None]
 ) -> tuple[float | None, float | None]:
     """The highest throughput without a budget and with it; measured more often if the budget seems slower.
@@ -244,32 +247,24 @@ def fastest(
 
 
 def _speeds(
-    run: SearchContext, probe: Probe, by_tokens: ByTokens
+    prober: Prober, probe: Probe, rows: RowsToTry, by_tokens: ByTokens
 ) -> tuple[float | None, float | None]:
     """Tokens per second and rank in the first step, without the budget and with it; None if not measured.
 
     The same on all ranks, since a step takes as long as it takes the slowest.
     """
-    split = run.configured
-    if run.compiled or split.rows > run.order.rows_per_rank:
+    split = rows.configured
+    if prober.compiled or split.rows > rows.order.rows_per_rank:
         return None, None  # most of what would be measured is compiling; or there is no full step
-    samples = run.order.epoch(0)[: split.global_batch]
-    tokens = sum(by_tokens.row_lengths[sample] for sample in samples) / run.ranks.size
+    samples = rows.order.epoch(0)[: split.global_batch]
+    tokens = sum(by_tokens.row_lengths[sample] for sample in samples) / prober.ranks.size
 
     def measured(what: str, micro_batches: MicroBatches) -> float | None:
-        loader = Loader(
-            run.data.dataset,
-            run.data.collate,
-            run.order,
-            run.ranks.rank,
-            run.ranks.size,
-            micro_batches,
-        )
-        step = loader.epoch(0).step(split.rows, micro_batches.full_size(split))
+        step = rows.first_step(prober.ranks, micro_batches, micro_batches.full_size(split))
         seconds = probe.timed(what, [micro_batch.batch for micro_batch in step])
         return tokens / seconds[0] if seconds else None
 
-    return fastest(
+    return best_throughputs(
         lambda: measured("without a token budget", ByRows("none")),
         lambda: measured("with the token budget", by_tokens),
     )

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torchtune_adaptive.core import Probe, SizeTrial, trial_line
-from torchtune_adaptive.recipe.search.context import SearchContext, nothing_fits
+from torchtune_adaptive.recipe.data.dataset import Data
+from torchtune_adaptive.recipe.data.row_lengths import RowLengths
+from torchtune_adaptive.recipe.search.prober import Prober
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class ValidationRows:
+    """The rows that a run is validated on."""
+
+    data: Data
+    lengths: RowLengths
+    size: int | None
+    """The rows in a micro-batch, if the config says it."""
+    ranks: int
+    """The data-parallel ranks that share them."""
+
+
 def fit_validation(
-    run: SearchContext, probe: Probe, default: Callable[[int], int]
+    prober: Prober, probe: Probe, rows: ValidationRows | None, default: Callable[[int], int]
 ) -> SizeTrial | None:
     """Halve the wanted size until it fits; None where nothing is validated.
 
@@ -21,22 +35,22 @@ def fit_validation(
     longer, or if ``batch_size_val`` asks for more. The loss does not depend on the size.
 
     Args:
-        run: the run to try it on.
+        prober: finds the longest row.
         probe: tries it; inside its context, so that the optimizer's state is in memory.
+        rows: what is validated on.
         default: the size to start with where the config gives none, for rows of so many tokens.
     """
-    data = run.validation
-    if data is None:
+    if rows is None:
         return None
-    worst = run.worst_case(None, data)
+    worst = prober.worst_case(rows.data, rows.lengths)
     worst = replace(worst, source=f"dataset_val, {worst.source}")
-    size = run.cfg.get("batch_size_val") or default(worst.length)
-    size = max(1, min(size, -(-len(data.dataset) // run.configured.ranks)))
+    size = rows.size or default(worst.length)
+    size = max(1, min(size, -(-len(rows.data.dataset) // rows.ranks)))
     while True:
-        trial = probe.trial_of_validation(size, worst.batch(size, data.collate))
+        trial = probe.trial_of_validation(size, worst.batch(size))
         log.info(f"Validation, {worst.length} tokens a row: {trial_line(trial)}")
         if trial.fits:
             return trial
         if size == 1:
-            raise nothing_fits(trial, worst)
+            raise worst.nothing_fits(trial)
         size //= 2

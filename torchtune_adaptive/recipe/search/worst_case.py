@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from torchtune_adaptive.common import ConfigError, EmptyTrial
-from torchtune_adaptive.core import Ranks
+from torchtune_adaptive.common import ConfigError, EmptyTrial, NothingFits
+from torchtune_adaptive.core import Ranks, SizeTrial
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.images import RowSize, with_images
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
-from torchtune_adaptive.recipe.data.rows import Row, Rows
+from torchtune_adaptive.recipe.data.rows import Row
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 
 MOST_ROWS_SCANNED = 100_000
@@ -32,22 +32,31 @@ class WorstCase:
     row: Row
     source: str
     """Where its size comes from, for the log."""
-    rows: Rows
+    data: Data
+    """What the row is of."""
 
     @property
     def size(self) -> RowSize:
-        return self.rows.size(self.row)
+        return self.data.rows.size(self.row)
 
     @property
     def length(self) -> int:
         return self.size.tokens
 
-    def batch(self, rows: int, collate: Callable[[list[Row]], dict[str, Any]]) -> dict[str, Any]:
-        return collate([self.row] * rows)
+    def batch(self, rows: int) -> dict[str, Any]:
+        return self.data.collate([self.row] * rows)
 
     def of_length(self, length: int) -> WorstCase:
         """The same row, cut or repeated to another length."""
-        return WorstCase(self.rows.stretched(self.row, length), self.source, self.rows)
+        return replace(self, row=self.data.rows.stretched(self.row, length))
+
+    def nothing_fits(self, trial: SizeTrial) -> NothingFits:
+        """Why not even one row can be trained, and what would change that."""
+        return trial.nothing_fits(
+            f"row of {self.size} ({self.source})",
+            "Shorten the rows (tokenizer.max_seq_len), turn on enable_activation_checkpointing, use LoRA or "
+            f"QLoRA, use more ranks, or allow more memory ({BLOCK}.memory_limit, {BLOCK}.headroom).",
+        )
 
 
 def worst_case(
@@ -75,7 +84,7 @@ def worst_case(
         row = dataset[0]
         length = rows.length(row)
         _require_no_longer(length, 0, probe_length)
-        return WorstCase(rows.stretched(row, length), "packed rows are full", rows)
+        return WorstCase(rows.stretched(row, length), "packed rows are full", data)
     bound = _Bound.of(data)
     found = _known(lengths) or _scan(data, ranks, _enough(bound, probe_length), bound, lengths)
     _require_no_longer(found.size.tokens, found.longest, probe_length)
@@ -88,7 +97,7 @@ def worst_case(
     if found.size.images:
         tiles = found.size.tiles if found.complete else max(found.size.tiles, bound.tiles)
         row = with_images(row, dataset[found.most_tiles], found.size.images, tiles)
-    return WorstCase(row, source, rows)
+    return WorstCase(row, source, data)
 
 
 @dataclass(frozen=True)

@@ -107,15 +107,8 @@ class Adaptation:
             f"steps; {run}."
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "growth": self.growth.state_dict(),
-            "learning_rate": self.learning_rate.state_dict(),
-            "noise": self.noise.state_dict() if self.noise else None,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state_dict`` was called; ``growth`` is restored before anything depends on it."""
-        self.learning_rate.load_state_dict(state["learning_rate"])
-        if self.noise is not None and state["noise"] is not None:
-            self.noise.load_state_dict(state["noise"])
+    def resume(self, learning_rate: dict[str, Any], noise: dict[str, Any] | None) -> None:
+        """Continue from saved states; that of ``growth`` is restored before anything depends on it."""
+        self.learning_rate.load_state_dict(learning_rate)
+        if self.noise is not None and noise is not None:
+            self.noise.load_state_dict(noise)

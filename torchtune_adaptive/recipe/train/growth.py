@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import BatchIncreaseError, ConfigError
 from torchtune_adaptive.core import Epochs, Ranks, Split, share_equally, split_rows
+from torchtune_adaptive.recipe.checkpoints.training_state import GrowthState
 from torchtune_adaptive.recipe.registry import component
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.schedule import GradientNoise, IncreaseFunction, Moment, Schedule
@@ -159,21 +160,21 @@ class Growth:
                 steps += 1
         return steps
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "start": [self.start.micro_batch, self.start.accumulation, self.start.ranks],
-            "global_batch": self.split.global_batch,
-            "largest": self.largest if self._was_found else None,
-            "decisions": self.decisions,
-            "schedule": self.schedule.state_dict() if self.schedule else {},
-        }
+    def state(self) -> GrowthState:
+        return GrowthState(
+            start=[self.start.micro_batch, self.start.accumulation, self.start.ranks],
+            global_batch=self.split.global_batch,
+            largest=self.largest if self._was_found else None,
+            decisions=self.decisions,
+            schedule=self.schedule.state_dict() if self.schedule else {},
+        )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state_dict`` was called, on the same number of ranks or another."""
-        self.decisions = [list(decision) for decision in state["decisions"]]
+    def resume(self, saved: GrowthState) -> None:
+        """Continue from a saved state, on the same number of ranks or another."""
+        self.decisions = [list(decision) for decision in saved.decisions]
         if self.schedule is not None:
-            self.schedule.load_state_dict(state["schedule"])
-        self.set_rows(share_equally(state["global_batch"], self._ranks.size))
+            self.schedule.load_state_dict(saved.schedule)
+        self.set_rows(share_equally(saved.global_batch, self._ranks.size))
 
 
 def _trouble(answer: Any) -> str | None:

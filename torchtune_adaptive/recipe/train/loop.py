@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from torchtune_adaptive.core import (
     is_out_of_memory,
 )
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
+from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.train.adaptation import Adaptation
 from torchtune_adaptive.recipe.train.display import EpochDisplay, messages_beside_the_bar
@@ -233,29 +233,31 @@ class TrainingLoop:
         runner.step.memory.release()
         self.metrics.start_step()  # saving is no part of the next step
 
-    def _state(self, used: int) -> dict[str, Any]:
-        """Everything besides model and optimizer that a run needs to continue as if it had never stopped."""
+    def _state(self, used: int) -> TrainingState:
         ranks, device = self.runner.step.ranks, self.runner.step.device
-        return {
-            "global_step": self.global_step,
-            "samples": self.samples,
-            "samples_of_epoch": used * self.loader.ranks,
-            "token_budget": self.loader.micro_batches.state(),
-            "generators": ranks.gather(Generators(device).state_dict()),
-            "validated": self.global_step if self.validation is None else self.validation.done,
-            **self.adaptation.state_dict(),
+        adaptation = self.adaptation
+        return TrainingState(
+            global_step=self.global_step,
+            samples=self.samples,
+            samples_of_epoch=used * self.loader.ranks,
+            token_budget=self.loader.micro_batches.state(),
+            generators=ranks.gather(Generators(device).state_dict()),
+            validated=self.global_step if self.validation is None else self.validation.done,
+            growth=adaptation.growth.state(),
+            learning_rate=adaptation.learning_rate.state_dict(),
+            noise=adaptation.noise.state_dict() if adaptation.noise else None,
             **self.runner.state_dict(),
-        }
+        )
 
-    def _resume(self, state: dict[str, Any]) -> int:
+    def _resume(self, saved: TrainingState) -> int:
         """Restore a saved state; gives the rows of its epoch that each rank has used."""
-        self.global_step, self.samples = state["global_step"], state["samples"]
-        self.adaptation.load_state_dict(state)
-        self.runner.load_state_dict(state)
+        self.global_step, self.samples = saved.global_step, saved.samples
+        self.adaptation.resume(saved.learning_rate, saved.noise)
+        self.runner.load_state_dict(saved.write())
         if self.validation is not None:
-            self.validation.done = state.get("validated", self.global_step)
+            self.validation.done = saved.validated
         ranks, device = self.runner.step.ranks, self.runner.step.device
-        generators = state["generators"]
+        generators = saved.generators
         if len(generators) == ranks.size:
             Generators(device).load_state_dict(generators[ranks.rank])
         else:
@@ -263,7 +265,7 @@ class TrainingLoop:
                 f"The checkpoint was written by {len(generators)} ranks, this run has {ranks.size}: data "
                 "resumes at the same sample, but RNG state (dropout) is not restored."
             )
-        return int(state["samples_of_epoch"]) // self.loader.ranks
+        return saved.samples_of_epoch // self.loader.ranks
 
     def _summarize(self) -> None:
         retried, ranks = self.runner.retried_steps, self.runner.step.ranks

@@ -1,0 +1,103 @@
+"""What a checkpoint says of training: read as it was written, by this version or an earlier one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from torchtune_adaptive.common.errors import CheckpointError
+from torchtune_adaptive.core.sizes.recovery import Recovery
+from torchtune_adaptive.recipe.checkpoints.progress import TRAINING_KEY, Progress
+from torchtune_adaptive.recipe.checkpoints.training_state import VERSION, TrainingState
+
+UNNUMBERED: dict[str, Any] = {
+    "global_step": 6,
+    "samples": 192,
+    "samples_of_epoch": 64,
+    "token_budget": None,
+    "generators": [{"torch": torch.get_rng_state()}, {"torch": torch.get_rng_state()}],
+    "validated": 5,
+    "growth": {
+        "start": [16, 1, 2],
+        "global_batch": 32,
+        "largest": 16,
+        "decisions": [],
+        "schedule": {"asked_at": 160, "in_favour": 0, "since": 6},
+    },
+    "learning_rate": {
+        "start": 32,
+        "position": 6,
+        "base": [0.002851453301853629],
+        "highest": 0.003,
+        "batch": 32,
+        "factor": 1.0,
+        "beta2": [],
+        "scheduler": {"base_lrs": [0.003], "last_epoch": 6, "_step_count": 7, "lr_lambdas": [None]},
+    },
+    "noise": {"steps": 6, "sums": {"small": 1816184.6331945239, "big": 3250777.9087099805}},
+    "knobs": {"adaptive_batching.checkpoint": "none", "fsdp_reshard_after_forward": True},
+    "recovery": {
+        "size": 16,
+        "relief": 0,
+        "given_up": [],
+        "wait": 100,
+        "calm": 6,
+        "on_trial": False,
+        "retried": False,
+    },
+    "retried_steps": 0,
+    "allocation_retries": 0,
+}
+"""As a run on two ranks saved it before states had versions; of some long values only a part."""
+
+
+def test_a_state_without_a_version_is_read_whole_and_written_with_one() -> None:
+    state = TrainingState.read(UNNUMBERED)
+    assert (state.global_step, state.validated, state.samples_of_epoch) == (6, 5, 64)
+    assert (state.growth.start, state.growth.largest) == ([16, 1, 2], 16)
+    assert state.write() == {**UNNUMBERED, "version": VERSION}
+    assert TrainingState.read(state.write()) == state
+
+
+def test_the_first_release_had_fewer_values() -> None:
+    gave_up = {**UNNUMBERED["recovery"], "size": 2, "given_up": [4], "calm": 97}
+    del gave_up["relief"]
+    old = {**UNNUMBERED, "recovery": gave_up}
+    del old["knobs"], old["validated"]
+    state = TrainingState.read(old)
+    assert (state.knobs, state.validated) == (None, 6)
+    resumed = Recovery(4, [1, 2], calm_steps=9, reliefs=1)
+    resumed.load_state_dict(state.recovery or {})
+    assert (resumed.size, resumed.relief) == (2, 0)
+    assert [resumed.grow_back() for _ in range(3)] == [False, False, True] and resumed.size == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"version": VERSION + 1}, f"has version {VERSION + 1}, .* reads up to {VERSION}"),
+        ({"version": "new"}, "version is 'new'"),
+        ({"samples": "many"}, "samples is 'many'"),
+        ({"recovery": []}, r"recovery is \[\]"),
+        ({"growth": {}}, "start is missing"),
+        ({"growth": None}, "growth is missing"),
+    ],
+)
+def test_what_cannot_be_read_says_why(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        TrainingState.read({**UNNUMBERED, **changes})
+    without = {key: value for key, value in UNNUMBERED.items() if key not in changes}
+    for damaged in ([], None, {}, without if without != UNNUMBERED else {}):
+        with pytest.raises(CheckpointError, match=r"damaged: .* Resume from another checkpoint\."):
+            TrainingState.read(damaged)
+
+
+def test_the_recipe_state_of_torchtune_has_none() -> None:
+    theirs = {"epochs_run": 1, "seed": 1, "max_steps_per_epoch": None, "total_epochs": 2}
+    progress = Progress(1, 2, None)
+    progress.resume(theirs)
+    assert progress.training is None and progress.training_state() == {TRAINING_KEY: None}
+    progress.resume({**theirs, TRAINING_KEY: UNNUMBERED})
+    assert progress.training_state()[TRAINING_KEY]["global_step"] == 6

@@ -1,0 +1,92 @@
+"""What the searches of a run work with: what makes their trials, and the rows that these are made of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torchtune_adaptive.core import (
+    Generators,
+    Loader,
+    MicroBatch,
+    MicroBatches,
+    Probe,
+    Ranks,
+    SampleOrder,
+    Split,
+    TrainStep,
+    Watchdog,
+)
+from torchtune_adaptive.recipe.data.dataset import Data
+from torchtune_adaptive.recipe.data.row_lengths import RowLengths
+from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RowsToTry:
+    """The rows that a run trains on."""
+
+    data: Data
+    order: SampleOrder
+    configured: Split
+    """The batch that the config asks for."""
+    lengths: RowLengths
+
+    def first_step(
+        self, ranks: Ranks, micro_batches: MicroBatches, size: int
+    ) -> Iterator[MicroBatch]:
+        """A rank's rows of the first step, in micro-batches of a size."""
+        data, order = self.data, self.order
+        loader = Loader(data.dataset, data.collate, order, ranks.rank, ranks.size, micro_batches)
+        return loader.epoch(0).step(self.configured.rows, size)
+
+
+@dataclass(frozen=True)
+class Prober:
+    """Makes the trials of all searches of a run."""
+
+    step: TrainStep
+    """The step that training will use."""
+    ranks: Ranks
+    watchdog: Watchdog
+    headroom: float
+    """The share of the capacity that must stay free."""
+    rank_timeout: float | None
+    compiled: bool = False
+
+    def enter(self, phase: str) -> None:
+        """Tell the watchdog of a phase that may take any time."""
+        self.watchdog.enter(phase, patience=None)
+
+    def probe(self, accumulation: Callable[[int], int]) -> Probe:
+        """A probe, which is a context.
+
+        Args:
+            accumulation: the micro-batches in a step, for a given size.
+        """
+        if self.compiled and self.step.device.type == "cpu":
+            log.info(
+                "The simulated device sees single operations, so compiled regions run eager in trials."
+            )
+        # How long a rank compiles cannot be bounded.
+        patience = None if self.compiled else self.rank_timeout
+        return Probe(
+            step=self.step,
+            accumulation=accumulation,
+            headroom=self.headroom,
+            ranks=self.ranks,
+            entering=lambda phase: self.watchdog.enter(phase, patience=patience),
+            compiled=self.compiled,
+        )
+
+    def worst_case(self, data: Data, lengths: RowLengths, length: int | None = None) -> WorstCase:
+        """The row that trials are made of, of a given length or of the longest that the data can produce;
+        random numbers continue as if no row had been read."""
+        self.enter("looking for the longest row")
+        generators = Generators(self.step.device)
+        worst = worst_case(data, length, self.ranks, lengths)
+        generators.restore()
+        return worst
