@@ -23,9 +23,8 @@ from torchtune_adaptive.recipe.plan.ranking import BackgroundRanking
 from torchtune_adaptive.recipe.search.batch_size import find_batch_size
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport
 from torchtune_adaptive.recipe.search.context import SearchContext
-from torchtune_adaptive.recipe.search.fastest_report import FastestReport
 from torchtune_adaptive.recipe.search.fastest_search import find_fastest
-from torchtune_adaptive.recipe.search.size_report import SearchReport
+from torchtune_adaptive.recipe.search.report import Report, write
 from torchtune_adaptive.recipe.search.token_budget import find_token_budget
 from torchtune_adaptive.recipe.settings.checks import token_budget_with_images
 
@@ -44,8 +43,8 @@ class Batch:
     micro_batches: MicroBatches
     validation: int | None = None
     """The rows in a micro-batch of validation, where a search has tried it."""
-    report: SearchReport | BudgetReport | None = None
-    """Of the search, if there was one."""
+    report: Report | None = None
+    """What the search found, if there was one."""
 
 
 def decide_batch(
@@ -117,7 +116,7 @@ def _fastest(run: SearchContext, saved: dict[str, Any] | None, planner: Planner 
     if ranking is not None and compared and not run.compiled:
         ranking.learn_from(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
     _announce(run, report)
-    return Batch(report.split, None, ByRows("divisor"))
+    return Batch(report.split, None, ByRows("divisor"), report=report)
 
 
 def _by_tokens(run: SearchContext, saved: dict[str, Any] | None) -> BudgetReport | None:
@@ -136,15 +135,13 @@ def _by_tokens(run: SearchContext, saved: dict[str, Any] | None) -> BudgetReport
     return report
 
 
-def _announce(run: SearchContext, report: SearchReport | BudgetReport | FastestReport) -> None:
+def _announce(run: SearchContext, report: Report) -> None:
     """Log what was found, and write it to files; on rank 0."""
     if run.ranks.rank != 0:
         return
     log.info(report.text())
     with not_essential("The report of the search"):
-        files = report.write(Path(run.cfg.output_dir))
+        files = write(report, Path(run.cfg.output_dir))
         log.info(f"Details: {', '.join(map(str, files))}")
-    if isinstance(report, FastestReport) or (
-        isinstance(report, SearchReport) and report.uses_what_was_found
-    ):
-        log.info(f"To skip the search next time: {report.overrides()}")
+    if overrides := report.overrides():
+        log.info(f"To skip the search next time: {overrides}")
