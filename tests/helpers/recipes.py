@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from torchtune import training
 
-from torchtune_adaptive.recipe import record
+from torchtune_adaptive.common import document
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.settings.kinds import KINDS
 
@@ -64,7 +64,7 @@ def run_ours(kind: str, cfg: DictConfig) -> list[dict[str, float]]:
 def run_recipe_at(path: str, cfg: DictConfig) -> list[dict[str, float]]:
     """Run the recipe that a file of this repository defines."""
     # Drawing takes a third of a second, and this runs hundreds of times; test_record has it in full.
-    record.as_svg = lambda _: "<svg></svg>"
+    document.as_svg = lambda _: "<svg></svg>"
     module = _module_at(Path(__file__).parents[2] / path)
     recipe = _recipe_class(module)(cfg)
     with recipe.run:

@@ -12,8 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
-from torchtune_adaptive.cli.document import as_text
 from torchtune_adaptive.cli.speed_report import Job, job
+from torchtune_adaptive.common.document import as_text
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, CHUNKED, LOSS
 from torchtune_adaptive.planner.workers import processes

@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.cli.candidates_report import Fastest
-from torchtune_adaptive.cli.document import as_markdown, as_text
 from torchtune_adaptive.cli.plan_command import _config, add_arguments, plan_command
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_report import (
@@ -29,6 +28,7 @@ from torchtune_adaptive.cli.plan_report import (
 )
 from torchtune_adaptive.cli.speed_report import job
 from torchtune_adaptive.cli.what_if import what_ifs
+from torchtune_adaptive.common.document import as_markdown, as_text
 from torchtune_adaptive.common.errors import ConfigError, NoPrediction
 from torchtune_adaptive.planner.memory.gpus import GPUS, gpu
 from torchtune_adaptive.planner.memory.peak import Peak

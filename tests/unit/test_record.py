@@ -16,7 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.test_report import report
-from torchtune_adaptive.common import page
+from torchtune_adaptive.common.document import Paragraph, Table, as_page
 from torchtune_adaptive.common.errors import CheckpointError, RankLost
 from torchtune_adaptive.core.search.trial import LengthTrial
 from torchtune_adaptive.core.sizes.micro_batches import ByTokens
@@ -27,7 +27,7 @@ from torchtune_adaptive.recipe.search.budget_report import BudgetReport, Through
 from torchtune_adaptive.recipe.settings.kinds import FOUND
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME, Events
 from torchtune_adaptive.recipe.train.instruments import History, Point
-from torchtune_adaptive.recipe.train.metrics import Summary
+from torchtune_adaptive.recipe.train.metrics import Summary, Trained
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser")
 
@@ -61,19 +61,13 @@ def record(folder: Path) -> Record:
     return Record(cfg, "full", 2, Logger())
 
 
-def trained_loop(steps: int = 20) -> Any:
-    """As much of a training loop as a report reads."""
+def trained(steps: int = 20) -> Trained:
     history = History()
     for step in range(1, steps + 1):
         history.add(Point(32 * step, 32, 4, 1e-5 * step, 3 - step / 20, (20 + step % 5) << 30))
     split = Split(4, 4, 2)
-    return SimpleNamespace(
-        metrics=SimpleNamespace(history=history, losses=[1.0] * steps),
-        adaptation=SimpleNamespace(split=split, growth=SimpleNamespace(grows=True)),
-        runner=SimpleNamespace(retried_steps=3, recovery=None),
-        global_step=steps,
-        summary=Summary(steps, 3725.0, 5321.4, 21 << 30, 80 << 30, 3, split, (2.9, 2.1), 5),
-    )
+    summary = Summary(steps, 3725.0, 5321.4, 21 << 30, 80 << 30, 3, split, (2.9, 2.1), 5)
+    return Trained(split, steps, 3, may_change=True, history=history, summary=summary)
 
 
 def budget_report(used: bool = True) -> BudgetReport:
@@ -106,9 +100,8 @@ def test_a_browser_shows_the_whole_report(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     one = record(tmp_path)
     one.decided(Split(4, 4, 2), 0, report())
-    one.loop = trained_loop()
     Events(tmp_path).changed(7, "out of memory on rank 1, <backward>", micro_batch=(4, 2))
-    one.close(None)
+    one.close(None, trained())
     shown = opened(tmp_path / REPORT_NAME)
     assert f"<title>Run {tmp_path.name} (full)</title>" in shown
     headings = re.findall(r"<h2>(.*?)</h2>", shown)
@@ -207,11 +200,10 @@ def test_a_budget_on_record(used: bool, tmp_path: Path) -> None:
 def test_without_matplotlib_the_report_has_its_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtune_adaptive.recipe.search.size_report.new_figure", lambda *_: None)
-    monkeypatch.setattr("torchtune_adaptive.recipe.train.instruments.new_figure", lambda *_: None)
+    monkeypatch.setattr("torchtune_adaptive.common.plots.new_figure", lambda *_: None)
     one = record(tmp_path)
     one.decided(Split(4, 4, 2), 0, report())
-    one.loop = trained_loop()
+    one.trained = trained()
     html = one.html()
     assert html.count("matplotlib is not installed") == 2 and "<td>out of memory" in html
 
@@ -223,9 +215,8 @@ def test_what_cannot_be_written_is_a_warning(
     for name in (REPORT_NAME, CONFIG_NAME, "training.png"):
         (tmp_path / name).mkdir()
     one = record(tmp_path)
-    one.loop = trained_loop()
     one.save_config()
-    one.close(None)
+    one.close(None, trained())
     for what in ("The config", "The report of the run", "The plot of the run"):
         assert f"{what} was not written" in caplog.text
 
@@ -243,11 +234,11 @@ def test_a_report_that_cannot_be_made_does_not_end_a_run(
 ) -> None:
     monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
     one = record(tmp_path)
-    one.loop = SimpleNamespace()  # type: ignore[assignment]
+    one.trained = SimpleNamespace()  # type: ignore[assignment]
     assert one.write() is None
     assert "could not be made: AttributeError" in caplog.text
 
 
 def test_text_is_escaped() -> None:
-    html = page.page("<a>", [page.paragraph("<i>"), page.table(("<th>",), [("&",)])])
-    assert "<i>" not in html and "&lt;i&gt;" in html and "<td>&amp;</td>" in html
+    html = as_page("<a>", {"<u>": [Paragraph(["<i>"]), Table("", ("<th>",), [("&",)])]})
+    assert not re.search("<(a|u|i)>", html) and "&lt;i&gt;" in html and "<td>&amp;</td>" in html

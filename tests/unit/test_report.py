@@ -17,7 +17,8 @@ from torchtune_adaptive.core.search.trial import RankReport, SizeTrial, trial_li
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.recipe.data.images import RowSize
 from torchtune_adaptive.recipe.search.decide import _announce
-from torchtune_adaptive.recipe.search.size_report import JSON_NAME, PLOT_NAME, SearchReport
+from torchtune_adaptive.recipe.search.report import write
+from torchtune_adaptive.recipe.search.size_report import SearchReport
 
 GIB = 1 << 30
 
@@ -116,7 +117,7 @@ def test_overrides_can_be_pasted() -> None:
 
 
 def test_the_json_has_every_trial_of_every_rank(tmp_path: Path) -> None:
-    path, *_ = report().write(tmp_path / "out")
+    path, *_ = write(report(), tmp_path / "out")
     written = json.loads(path.read_text())
     assert written["batch_size"] == 4 and written["global_batch_size"] == 32
     assert written["before"]["global_batch_size"] == 16
@@ -128,12 +129,12 @@ def test_the_json_has_every_trial_of_every_rank(tmp_path: Path) -> None:
 
 def test_the_plot_is_drawn_where_matplotlib_is(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    paths = report().write(tmp_path)
+    paths = write(report(), tmp_path)
     assert [path.suffix for path in paths] == [".json", ".png"]
     assert paths[1].read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", [JSON_NAME, PLOT_NAME])
+@pytest.mark.parametrize("name", ["batch_size_search.json", "batch_size_search.png"])
 def test_a_folder_in_the_way_of_the_report_is_a_warning(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,4 +157,4 @@ def test_without_matplotlib_there_is_no_plot_and_no_error(
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert [path.suffix for path in report().write(tmp_path)] == [".json"]
+    assert [path.suffix for path in write(report(), tmp_path)] == [".json"]

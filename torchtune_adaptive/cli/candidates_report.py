@@ -6,20 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchtune_adaptive.cli.document import Block, Listing, Paragraph, Table
 from torchtune_adaptive.cli.what_if import overrides
-from torchtune_adaptive.common import (
-    BLUE,
-    GRAY,
-    GREEN,
-    ORANGE,
-    bytes_of,
-    human_bytes,
-    legend_beside,
-    memory_unit,
-    tidy,
-    whole_numbers,
-)
+from torchtune_adaptive.common import Block, Listing, Paragraph, Table, bytes_of, human_bytes, plots
 from torchtune_adaptive.recipe import Candidate, PlanRequest, chosen
 
 _MOST_LISTED = 12
@@ -147,31 +135,35 @@ def _as_dict(fastest: Fastest, one: Candidate) -> dict[str, Any]:
 def draw_fastest(axes: Any, fastest: Fastest) -> None:
     """Speed against memory: the candidates that were traced, the frontier, and the choice."""
     usable = fastest.plan.device.usable_bytes
-    unit, bytes_each = memory_unit(usable)
+    unit, bytes_each = plots.memory_unit(usable)
     seen = sorted(
         (one.reserved / bytes_each, one.tokens_per_second_per_gpu, one)
         for one in fastest.candidates
         if one.reserved is not None
     )
-    axes.scatter([x for x, _, _ in seen], [y for _, y, _ in seen], color=GRAY, label="candidates")
+    axes.scatter(
+        [x for x, _, _ in seen], [y for _, y, _ in seen], color=plots.GRAY, label="candidates"
+    )
     frontier: list[tuple[float, float]] = []
     for x, y, _ in seen:
         if not frontier or y > frontier[-1][1]:
             frontier.append((x, y))
-    axes.plot(*zip(*frontier, strict=True), drawstyle="steps-post", color=BLUE, label="frontier")
+    axes.plot(
+        *zip(*frontier, strict=True), drawstyle="steps-post", color=plots.BLUE, label="frontier"
+    )
     for name, one, color in (
-        ("as it is", fastest.own, ORANGE),
-        ("choice", fastest.choice, GREEN),
+        ("as it is", fastest.own, plots.ORANGE),
+        ("choice", fastest.choice, plots.GREEN),
     ):
         if one is not None and one.reserved is not None:
             at = one.reserved / bytes_each, one.tokens_per_second_per_gpu
             axes.scatter(*at, color=color, s=60, zorder=3, label=name)
-    axes.axvline(usable / bytes_each, color=GRAY, linestyle="--", label="usable memory")
+    axes.axvline(usable / bytes_each, color=plots.GRAY, linestyle="--", label="usable memory")
     axes.set(
         title="Speed and memory of the candidates that were traced",
         xlabel=f"peak held by the allocator ({unit})",
         ylabel="predicted tokens/s per GPU",
     )
-    whole_numbers(axes.yaxis)
-    tidy(axes)
-    legend_beside(axes)
+    plots.whole_numbers(axes.yaxis)
+    plots.tidy(axes)
+    plots.legend_beside(axes)

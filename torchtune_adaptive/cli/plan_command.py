@@ -15,7 +15,6 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.cli.answers import Answers
 from torchtune_adaptive.cli.candidates_report import Fastest
-from torchtune_adaptive.cli.document import Block, as_markdown, as_text
 from torchtune_adaptive.cli.hugging_face import METHODS, config_for
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import Progress
@@ -30,9 +29,12 @@ from torchtune_adaptive.cli.speed_report import Job, job
 from torchtune_adaptive.cli.what_if import what_ifs
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
+    Block,
     ConfigError,
     NoPrediction,
     amount_of_memory,
+    as_markdown,
+    as_text,
     human_bytes,
     table,
 )

@@ -7,17 +7,7 @@ from typing import Any
 
 from torchtune_adaptive.cli.candidates_report import draw_fastest
 from torchtune_adaptive.cli.plan_report import PlanReport
-from torchtune_adaptive.common import (
-    COLORS,
-    GRAY,
-    ConfigError,
-    legend_beside,
-    memory_unit,
-    new_figure,
-    save,
-    tidy,
-    whole_numbers,
-)
+from torchtune_adaptive.common import ConfigError, plots
 from torchtune_adaptive.recipe import Prediction
 
 _WHAT_IFS = 5
@@ -32,7 +22,7 @@ def draw(report: PlanReport, path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    figure = new_figure(9, 13 if report.fastest else 9)
+    figure = plots.new_figure(9, 13 if report.fastest else 9)
     if figure is None:
         raise ConfigError(
             "--plot", str(path), "needs matplotlib", "Install torchtune-adaptive[plot]"
@@ -46,19 +36,19 @@ def draw(report: PlanReport, path: Path) -> None:
     _draw_step(step, report.found)
     if report.fastest is not None:
         draw_fastest(more[0], report.fastest)
-    save(figure, path)
+    plots.save(figure, path)
 
 
 def _draw_sizes(axes: Any, report: PlanReport) -> None:
     usable = report.plan.device.usable_bytes
-    unit, bytes_each = memory_unit(usable)
+    unit, bytes_each = plots.memory_unit(usable)
     what_ifs = [(one.name, one.answer) for one in report.outcomes if one.answer]
     what_ifs.sort(key=lambda one: (-one[1].largest, one[1].configured.reserved))
     named = [("as configured", report.found), *what_ifs[:_WHAT_IFS]]
-    for (name, one), color in zip(named, COLORS, strict=False):
+    for (name, one), color in zip(named, plots.COLORS, strict=False):
         rows, _, reserved = zip(*one.curve, strict=True)
         axes.plot(rows, [n / bytes_each for n in reserved], marker=".", color=color, label=name)
-    axes.axhline(usable / bytes_each, color=GRAY, linestyle="--", label="usable memory")
+    axes.axhline(usable / bytes_each, color=plots.GRAY, linestyle="--", label="usable memory")
     shown = f": the {_WHAT_IFS} what-ifs that gain most" if len(what_ifs) > _WHAT_IFS else ""
     axes.set(
         title=f"Peak memory by micro-batch{shown}",
@@ -67,9 +57,9 @@ def _draw_sizes(axes: Any, report: PlanReport) -> None:
         ylim=(0, 1.25 * usable / bytes_each),
         xlim=(0, 1.05 * max(_in_sight(one, 1.25 * usable) for _, one in named)),
     )
-    whole_numbers(axes.xaxis)
-    tidy(axes)
-    legend_beside(axes)
+    plots.whole_numbers(axes.xaxis)
+    plots.tidy(axes)
+    plots.legend_beside(axes)
 
 
 def _in_sight(one: Prediction, top: float) -> int:
@@ -81,17 +71,17 @@ def _in_sight(one: Prediction, top: float) -> int:
 def _draw_step(axes: Any, found: Prediction) -> None:
     categories = sorted({category for _, parts in found.timeline for category in parts})
     most = max(sum(parts.values()) for _, parts in found.timeline)
-    unit, bytes_each = memory_unit(most)
+    unit, bytes_each = plots.memory_unit(most)
     stacks = [
         [parts.get(name, 0) / bytes_each for _, parts in found.timeline] for name in categories
     ]
     end = len(found.timeline)
-    axes.stackplot(range(end), *stacks, labels=categories, colors=COLORS, linewidth=0)
+    axes.stackplot(range(end), *stacks, labels=categories, colors=plots.COLORS, linewidth=0)
     top = 1.12 * most / bytes_each
     phases = [phase for phase, _ in found.timeline]
     begins = [at for at in range(end) if at == 0 or phases[at] != phases[at - 1]]
     for begin, stop in zip(begins, [*begins[1:], end], strict=True):
-        axes.axvline(begin, color=GRAY, linewidth=0.5)
+        axes.axvline(begin, color=plots.GRAY, linewidth=0.5)
         if stop - begin >= _NARROW * end * len(phases[begin]) / 4:
             axes.text(begin, top, f" {phases[begin]}", va="top", fontsize="x-small")
     axes.set(
@@ -102,5 +92,5 @@ def _draw_step(axes: Any, found: Prediction) -> None:
         ylim=(0, top),
         xticks=[],
     )
-    tidy(axes)
-    legend_beside(axes, stacked=True)
+    plots.tidy(axes)
+    plots.legend_beside(axes, stacked=True)

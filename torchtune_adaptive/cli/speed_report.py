@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_adaptive.cli.document import Block, Paragraph, Table
-from torchtune_adaptive.common import ConfigError, human_bytes
+from torchtune_adaptive.common import Block, ConfigError, Paragraph, Table, human_bytes
 from torchtune_adaptive.planner import Speed
 from torchtune_adaptive.recipe import OnDevice
 

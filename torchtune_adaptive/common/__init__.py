@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
+    from torchtune_adaptive.common import plots
     from torchtune_adaptive.common.amounts import AMOUNTS_OF_MEMORY, amount_of_memory, parse_memory
     from torchtune_adaptive.common.cache import (
         Cache,
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
         libraries,
         package_fingerprint,
         user_cache,
+    )
+    from torchtune_adaptive.common.document import (
+        Block,
+        Drawing,
+        Listing,
+        Paragraph,
+        Table,
+        Verbatim,
+        as_json,
+        as_markdown,
+        as_page,
+        as_text,
     )
     from torchtune_adaptive.common.durable import Damaged, Manifest, atomically
     from torchtune_adaptive.common.ending import another_rank_has_failed, end, explain
@@ -38,22 +51,6 @@ if TYPE_CHECKING:
         UsageError,
     )
     from torchtune_adaptive.common.lazy import interface
-    from torchtune_adaptive.common.plots import (
-        BLUE,
-        COLORS,
-        GRAY,
-        GREEN,
-        ORANGE,
-        RED,
-        as_svg,
-        legend_below,
-        legend_beside,
-        memory_unit,
-        new_figure,
-        save,
-        tidy,
-        whole_numbers,
-    )
     from torchtune_adaptive.common.text import (
         bytes_of,
         counted,

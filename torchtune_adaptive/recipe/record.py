@@ -15,21 +15,24 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
-    as_svg,
+    Block,
+    Drawing,
+    Listing,
+    Paragraph,
+    Table,
+    Verbatim,
+    as_page,
     bytes_of,
     duration,
     not_essential,
-    page,
-    save,
+    plots,
 )
 from torchtune_adaptive.core import Split
-from torchtune_adaptive.recipe.search.budget_report import BudgetReport
-from torchtune_adaptive.recipe.search.size_report import SearchReport
-from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+from torchtune_adaptive.recipe.search.report import Report
 from torchtune_adaptive.recipe.settings.kinds import FOUND
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME
 from torchtune_adaptive.recipe.train.instruments import PLOT_NAME
-from torchtune_adaptive.recipe.train.loop import TrainingLoop
+from torchtune_adaptive.recipe.train.metrics import Trained
 
 log = logging.getLogger(__name__)
 REPORT_NAME = "report.html"
@@ -49,8 +52,12 @@ class Record:
     logger: Any
     """torchtune's metric logger."""
     began: datetime = field(default_factory=datetime.now)
-    search: SearchReport | BudgetReport | None = None
-    loop: TrainingLoop | None = None
+    search: Report | None = None
+    trained: Trained | None = None
+    """What training came to, if it was begun."""
+    error: BaseException | None = None
+    """What ended the run early."""
+    _is_running: bool = True
     _config_is_logged: bool = False
 
     @property
@@ -70,23 +77,22 @@ class Record:
             OmegaConf.save(self.cfg, path)
         return path
 
-    def decided(self, batch: Split, step: int, report: SearchReport | BudgetReport | None) -> None:
+    def decided(self, batch: Split, step: int, report: Report | None) -> None:
         """The batch that training starts with, and the search that found it, if there was one."""
         self.search = report
         self.cfg = deepcopy(self.cfg)  # the run still works with its own
-        self.cfg.batch_size = batch.micro_batch
-        self.cfg.gradient_accumulation_steps = batch.accumulation
         if report is not None:
+            self.cfg = report.applied_to(self.cfg)
             found = report.numbers()
             OmegaConf.update(self.cfg, FOUND, found, force_add=True)
             self.logger.log_dict(
                 {f"search/{key}": value for key, value in found.items()}, step=step
             )
-        if isinstance(report, BudgetReport) and not report.used:
-            OmegaConf.update(self.cfg, f"{BLOCK}.token_budget", False, force_add=True)
+        self.cfg.batch_size = batch.micro_batch
+        self.cfg.gradient_accumulation_steps = batch.accumulation
         self._log_config()
         if report is not None:
-            self.write(running=True)
+            self.write()
 
     def _log_config(self) -> None:
         """Once: W&B refuses values that change."""
@@ -96,25 +102,25 @@ class Record:
 
     # --- the report -----------------------------------------------------------------------------------
 
-    def close(self, error: BaseException | None) -> None:
+    def close(self, error: BaseException | None, trained: Trained | None = None) -> None:
         """Write the report and the plot at the end of a run, whatever ended it."""
-        has_begun = self.search is not None or self.loop is not None
+        self.error, self.trained, self._is_running = error, trained, False
+        has_begun = self.search is not None or trained is not None
         if not has_begun and (self.folder / REPORT_NAME).is_file():
             return  # that of an earlier run, of which this one has changed nothing
         self._log_config()
-        changes = self.loop and (self.loop.runner.recovery or self.loop.adaptation.growth.grows)
-        if self.loop is not None and changes:
+        if trained is not None and trained.may_change and trained.history is not None:
             with not_essential("The plot of the run"):
-                if figure := self.loop.metrics.history.figure():
-                    save(figure, self.folder / PLOT_NAME)
-        if path := self.write(error):
+                if figure := trained.history.figure():
+                    plots.save(figure, self.folder / PLOT_NAME)
+        if path := self.write():
             log.info(f"Report: {path}. Everything else: {self.folder}")
 
-    def write(self, error: BaseException | None = None, running: bool = False) -> Path | None:
+    def write(self) -> Path | None:
         """Write the report; where it is, or None."""
         path = self.folder / REPORT_NAME
         try:
-            html = self.html(error, running)
+            html = self.html()
         except Exception as problem:  # whatever it is, it is not worth a run
             log.warning(
                 f"The report of the run could not be made: {problem!r}. Please report this."
@@ -126,72 +132,67 @@ class Record:
             return path
         return None
 
-    def html(self, error: BaseException | None = None, running: bool = False) -> str:
-        parts = [self._summary(error, running), self._search(), self._training(), self._events()]
+    def html(self) -> str:
         config = OmegaConf.to_yaml(self.cfg, resolve=True, sort_keys=True)
-        parts.append(page.section("Config", page.folded("as trained with", config)))
-        return page.page(f"Run {self.folder.name} ({self.kind})", parts)
+        sections: dict[str, list[Block]] = {
+            "Summary": self._summary(),
+            "Search": self._search(),
+            "Training and memory": [self._training()],
+            "Events": [_events(self.folder / EVENTS_NAME)],
+            "Config": [Verbatim(config, "as trained with")],
+        }
+        return as_page(f"Run {self.folder.name} ({self.kind})", sections)
 
-    def _summary(self, error: BaseException | None, running: bool) -> str:
-        summary = self.loop.summary if self.loop else None
-        state = "running" if running else "finished"
+    def _summary(self) -> list[Block]:
+        error, trained = self.error, self.trained
+        state = "running" if self._is_running else "finished"
         if error is not None:
             state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-        values = {
+        facts = {
             "state": state,
             "began": f"{self.began:%Y-%m-%d %H:%M:%S}",
             "written": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
             "output": str(self.folder.absolute()),
         }
-        if self.loop is not None:
-            split = self.loop.adaptation.split
-            values["global batch"] = f"{split.global_batch} rows ({split.text()})"
-            values["steps"] = f"{self.loop.global_step:,}"
-            values["retried steps"] = f"{self.loop.runner.retried_steps:,}"
-        if summary is not None:
-            values["time"] = duration(summary.seconds)
-            values["speed"] = f"{summary.tokens_per_second:,.0f} tokens/s over {self.ranks} ranks"
-            values["loss"] = summary.loss_text().removeprefix("loss ")
+        if trained is not None:
+            split = trained.split
+            facts["global batch"] = f"{split.global_batch} rows ({split.text()})"
+            facts["steps"] = f"{trained.steps:,}"
+            facts["retried steps"] = f"{trained.retried_steps:,}"
+        if trained is not None and (summary := trained.summary) is not None:
+            facts["time"] = duration(summary.seconds)
+            facts["speed"] = f"{summary.tokens_per_second:,.0f} tokens/s over {self.ranks} ranks"
+            facts["loss"] = summary.loss_text().removeprefix("loss ")
             if summary.capacity is not None:
-                values["peak memory"] = bytes_of(summary.peak_bytes, summary.capacity)
-        why = [] if error is None else [page.failure(_reason(error))]
-        return page.section("Summary", *why, page.facts(values))
+                facts["peak memory"] = bytes_of(summary.peak_bytes, summary.capacity)
+        why = [] if error is None else [Verbatim(_reason(error), failed=True)]
+        return [*why, Table("", ("", ""), list(facts.items()))]
 
-    def _search(self) -> str:
+    def _training(self) -> Block:
+        if self.trained is None or self.trained.history is None:
+            return Paragraph(["No step has been trained."])
+        return Drawing(self.trained.history.figure())
+
+    def _search(self) -> list[Block]:
         if self.search is None:
-            return page.section(
-                "Search", page.paragraph("There was no search: batch_size is as configured.")
-            )
-        paragraphs = [page.paragraph(line) for line in self.search.text().splitlines()]
-        header, rows = self.search.trial_table()
-        return page.section(
-            "Search", *paragraphs, _drawn(self.search.figure()), page.table(header, rows)
-        )
+            return [Paragraph(["There was no search: batch_size is as configured."])]
+        blocks = self.search.blocks()
+        if overrides := self.search.overrides():
+            blocks.append(Listing("To skip the search next time", [overrides]))
+        return blocks
 
-    def _training(self) -> str:
-        if self.loop is None or not self.loop.metrics.losses:
-            return page.section("Training and memory", page.paragraph("No step has been trained."))
-        return page.section("Training and memory", _drawn(self.loop.metrics.history.figure()))
 
-    def _events(self) -> str:
-        path = self.folder / EVENTS_NAME
-        if not path.is_file():
-            return page.section("Events", page.paragraph("Nothing changed the batch in training."))
-        events = []
-        for line in path.read_text().splitlines()[-_MOST_EVENTS:]:
-            with suppress(ValueError):  # a run that was killed has left a part of a line
-                events.append(json.loads(line))
-        rows = [
-            (
-                str(event.pop("step")),
-                event.pop("reason"),
-                "; ".join(
-                    f"{key.replace('_', ' ')} {_change(what)}" for key, what in event.items()
-                ),
-            )
-            for event in events
-        ]
-        return page.section("Events", page.table(("step", "reason", "change"), rows))
+def _events(path: Path) -> Block:
+    if not path.is_file():
+        return Paragraph(["Nothing changed the batch in training."])
+    rows = []
+    for line in path.read_text().splitlines()[-_MOST_EVENTS:]:
+        with suppress(ValueError):  # a run that was killed has left a part of a line
+            event = json.loads(line)
+            step, reason = str(event.pop("step")), event.pop("reason")
+            changes = (f"{key.replace('_', ' ')} {_change(what)}" for key, what in event.items())
+            rows.append((step, reason, "; ".join(changes)))
+    return Table("", ("step", "reason", "change"), rows)
 
 
 def _change(what: Any) -> str:
@@ -204,13 +205,3 @@ def _reason(error: BaseException) -> str:
     import traceback
 
     return "".join(traceback.format_exception(error))
-
-
-def _drawn(figure: Any) -> str:
-    if figure is None:
-        return page.paragraph(
-            "There is no plot: too few steps, or matplotlib is not installed "
-            "(pip install 'torchtune-adaptive[plot]').",
-            "note",
-        )
-    return as_svg(figure)

@@ -112,6 +112,7 @@ class Run:
             )
         self.metrics: Any = None  # torchtune's metric logger, on rank 0
         self.record: Record | None = None  # on rank 0
+        self._loop: TrainingLoop | None = None
         if self.environment.is_rank_zero:
             # torchtune's loggers print where they write.
             said = nullcontext() if log.isEnabledFor(logging.INFO) else redirect_stdout(StringIO())
@@ -139,7 +140,8 @@ class Run:
         finally:
             self._close_planner()
             if self.record is not None:
-                self.record.close(error or self.stop.reason)
+                trained = self._loop.trained() if self._loop else None
+                self.record.close(error or self.stop.reason, trained)
             self.stop.__exit__(kind, error, traceback)
 
     def _close_planner(self) -> None:
@@ -239,7 +241,8 @@ class Run:
             before_step=partial(self.kind.before_step, model.module),
             validation=self._validation(step, validation, batch, model, events, metrics),
         )
-        self._note(batch, loop.adaptation.split, loop)
+        self._note(batch, loop.adaptation.split)
+        self._loop = loop
         return loop
 
     def _lengths(self, data: Data, cfg: DictConfig) -> RowLengths:
@@ -285,12 +288,11 @@ class Run:
             record=metrics.record_validation,
         )
 
-    def _note(self, batch: Batch, split: Split, loop: TrainingLoop | None = None) -> None:
+    def _note(self, batch: Batch, split: Split) -> None:
         """Put on record what was decided, and what training starts with."""
         if self.record is not None:
             step = self.progress.training.global_step if self.progress.training else 0
             self.record.decided(split, step, batch.report)
-            self.record.loop = loop
 
     def _last_checkpoint(self) -> str:
         return last_saved(Path(self._cfg.checkpointer.output_dir))

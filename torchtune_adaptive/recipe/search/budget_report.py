@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.common import (
-    BLUE,
-    GRAY,
-    GREEN,
-    RED,
-    legend_below,
-    new_figure,
-    save,
-    tidy,
-    whole_numbers,
-)
+from torchtune_adaptive.common import Block, Drawing, Paragraph, Table, plots
 from torchtune_adaptive.core import (
     TRIAL_COLUMNS,
     Budget,
@@ -33,13 +22,12 @@ from torchtune_adaptive.core import (
     padding,
     trial_cells,
 )
+from torchtune_adaptive.recipe.search.report import Report
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-JSON_NAME = "token_budget.json"
-PLOT_NAME = "token_budget.png"
 _STEPS_COMPARED = 200
 
 
@@ -53,9 +41,10 @@ class Throughput:
 
 
 @dataclass(frozen=True)
-class BudgetReport:
+class BudgetReport(Report):
     """A budget that was found, and what it changes."""
 
+    name: ClassVar[str] = "token_budget"
     micro_batches: ByTokens
     trials: Sequence[LengthTrial]
     split: Split
@@ -103,8 +92,15 @@ class BudgetReport:
             "trials": [{"length": each.length, **each.trial.as_dict()} for each in self.trials],
         }
 
+    def overrides(self) -> str:
+        return ""  # a budget, too, is confirmed by a trial
+
+    def applied_to(self, cfg: DictConfig) -> DictConfig:
+        if not self.used:
+            OmegaConf.update(cfg, f"{BLOCK}.token_budget", False, force_add=True)
+        return cfg
+
     def numbers(self) -> dict[str, float]:
-        """The result for a metric logger."""
         found: dict[str, float] = {
             "token_budget": self.budget.tokens,
             "token_budget_used": int(self.used),
@@ -117,22 +113,17 @@ class BudgetReport:
                 found[key] = round(how.tokens_per_second, 1)
         return found
 
-    def trial_table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """The names of the columns, and a row for each trial."""
+    def blocks(self) -> list[Block]:
         rows = [(str(each.length), *trial_cells(each.trial)) for each in self.trials]
-        return ("row length", *TRIAL_COLUMNS), rows
-
-    def write(self, folder: Path) -> list[Path]:
-        """The JSON file and, where matplotlib is installed, the plot; the paths of what was written."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / JSON_NAME
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-        figure = self.figure()
-        return [path, save(figure, folder / PLOT_NAME)] if figure else [path]
+        return [
+            Paragraph(self.text().splitlines()),
+            Drawing(self.figure()),
+            Table("", ("row length", *TRIAL_COLUMNS), rows),
+        ]
 
     def figure(self) -> Figure | None:
         """Rows over length: what fits, what was tried."""
-        figure = new_figure(6.4, 4)
+        figure = plots.new_figure(6.4, 4)
         if figure is None:
             return None
         budget = self.budget
@@ -140,10 +131,10 @@ class BudgetReport:
         shortest = min(length for length, _ in budget.measured)
         lengths = range(max(1, shortest // 2), budget.longest + 1)
         rows = [budget.rows(length) for length in lengths]
-        axes.step(lengths, rows, color=BLUE, label="token budget", where="mid")
+        axes.step(lengths, rows, color=plots.BLUE, label="token budget", where="mid")
         for fits, marker, color, label in (
-            (True, "o", GREEN, "fits"),
-            (False, "X", RED, "does not fit"),
+            (True, "o", plots.GREEN, "fits"),
+            (False, "X", plots.RED, "does not fit"),
         ):
             tried = [each for each in self.trials if each.trial.fits is fits]
             if tried:
@@ -155,17 +146,19 @@ class BudgetReport:
                     label=f"tried: {label}",
                 )
         configured = self.split.micro_batch
-        axes.axhline(configured, color=GRAY, linestyle="--", label=f"without: {configured} rows")
+        axes.axhline(
+            configured, color=plots.GRAY, linestyle="--", label=f"without: {configured} rows"
+        )
         axes.set(
             title="Token budget" + ("" if self.used else " (slower, so not used)"),
             xlabel="longest row of a micro-batch (tokens)",
             ylabel="micro-batch (rows)",
             ylim=(0, None),
         )
-        whole_numbers(axes.xaxis)
-        whole_numbers(axes.yaxis)
-        tidy(axes)
-        legend_below(figure)
+        plots.whole_numbers(axes.xaxis)
+        plots.whole_numbers(axes.yaxis)
+        plots.tidy(axes)
+        plots.legend_below(figure)
         return figure
 
 

@@ -25,10 +25,9 @@ from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.plan.ranking import BackgroundRanking
 from torchtune_adaptive.recipe.search.batch_size import find_batch_size
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport
-from torchtune_adaptive.recipe.search.fastest_report import FastestReport
 from torchtune_adaptive.recipe.search.fastest_search import find_fastest
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
-from torchtune_adaptive.recipe.search.size_report import SearchReport
+from torchtune_adaptive.recipe.search.report import Report, write
 from torchtune_adaptive.recipe.search.token_budget import find_token_budget
 from torchtune_adaptive.recipe.search.validation_size import ValidationRows
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
@@ -49,8 +48,8 @@ class Batch:
     micro_batches: MicroBatches
     validation: int | None = None
     """The rows in a micro-batch of validation, where a search has tried it."""
-    report: SearchReport | BudgetReport | None = None
-    """Of the search, if there was one."""
+    report: Report | None = None
+    """What the search found, if there was one."""
 
 
 def decide_batch(
@@ -148,7 +147,7 @@ def _fastest(
     if ranking is not None and compared and not prober.compiled:
         ranking.learn_from(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
     _announce(cfg, prober.ranks, report)
-    return Batch(report.split, None, ByRows("divisor"))
+    return Batch(report.split, None, ByRows("divisor"), report=report)
 
 
 def _by_tokens(
@@ -171,17 +170,13 @@ def _by_tokens(
     return find_token_budget(settings, prober, rows, lengths, validation, budget)
 
 
-def _announce(
-    cfg: DictConfig, ranks: Ranks, report: SearchReport | BudgetReport | FastestReport
-) -> None:
+def _announce(cfg: DictConfig, ranks: Ranks, report: Report) -> None:
     """Log what was found, and write it to files; on rank 0."""
     if ranks.rank != 0:
         return
     log.info(report.text())
     with not_essential("The report of the search"):
-        files = report.write(Path(cfg.output_dir))
+        files = write(report, Path(cfg.output_dir))
         log.info(f"Details: {', '.join(map(str, files))}")
-    if isinstance(report, FastestReport) or (
-        isinstance(report, SearchReport) and report.uses_what_was_found
-    ):
-        log.info(f"To skip the search next time: {report.overrides()}")
+    if overrides := report.overrides():
+        log.info(f"To skip the search next time: {overrides}")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.common import bytes_of
+from torchtune_adaptive.common import Block, Paragraph, Table, bytes_of
 from torchtune_adaptive.core import Choice, SizeTrial, Split
-from torchtune_adaptive.recipe.settings.knob_table import changes, overrides
-
-JSON_NAME = "fastest_configuration.json"
+from torchtune_adaptive.recipe.search.report import Report, batch_numbers, trial_numbers
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+from torchtune_adaptive.recipe.settings.knob_table import changes, overrides, with_choice
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,10 @@ class TimedChoice:
 
 
 @dataclass(frozen=True)
-class FastestReport:
+class FastestReport(Report):
     """The configuration that was chosen, and why."""
 
+    name: ClassVar[str] = "fastest_configuration"
     cfg: DictConfig
     ranks: int
     own: Choice
@@ -53,18 +52,34 @@ class FastestReport:
     seconds: float
 
     def overrides(self) -> str:
-        """The command line that trains like this and does not choose again."""
-        return " ".join(
-            [*overrides(self.cfg, self.ranks, self.chosen), "use_fastest_configuration=False"]
-        )
+        words = overrides(self.cfg, self.ranks, self.chosen)
+        return " ".join([*words, "use_fastest_configuration=False"])
+
+    def applied_to(self, cfg: DictConfig) -> DictConfig:
+        found = with_choice(cfg, self.ranks, self.chosen)
+        # So that it trains the same when it is run again: timing might choose another.
+        found.use_fastest_configuration = False
+        if OmegaConf.select(found, f"{BLOCK}.search_only"):
+            found[BLOCK].search_only = False  # there is nothing to search for any more
+        return found
 
     def _speed(self, seconds: float | None) -> float | None:
         """Tokens per second and rank."""
         return self.tokens / self.ranks / seconds if seconds else None
 
-    def _name(self, choice: Choice) -> str:
-        changed = changes(self.own, choice)
-        return ", ".join(f"{change.key}={change.new}" for change in changed) or "as configured"
+    def _cells(self, each: TimedChoice) -> tuple[str, str, str, str]:
+        """The name of a configuration, its speed as measured and as predicted, and its peak."""
+        measured, predicted = (
+            f"{speed:,.0f}" if (speed := self._speed(seconds)) else ""
+            for seconds in (each.measured, each.predicted)
+        )
+        peak = ""
+        if (trial := self.tried.get(str(each.choice))) is not None:
+            peak = bytes_of(trial.deciding.peak_bytes, trial.deciding.usable_bytes)
+        changed = ", ".join(
+            f"{change.key}={change.new}" for change in changes(self.own, each.choice)
+        )
+        return changed or "as configured", measured, predicted, peak
 
     def text(self) -> str:
         lines = [
@@ -72,32 +87,22 @@ class FastestReport:
             f"({self.row_source}), {self.headroom:.0%} headroom; {self.seconds:.1f} s:"
         ]
         for each in self.timed:
-            measured, predicted = self._speed(each.measured), self._speed(each.predicted)
-            trial = self.tried.get(str(each.choice))
-            parts = [f"{measured:,.0f} tokens/s per rank" if measured else "not timed"]
-            if predicted:
-                parts.append(f"predicted {predicted:,.0f}")
-            if trial is not None:
-                peak = bytes_of(trial.deciding.peak_bytes, trial.deciding.usable_bytes)
-                parts.append(f"peak {peak}")
+            name, measured, predicted, peak = self._cells(each)
             mark = "*" if each.choice == self.chosen else " "
-            lines.append(f"{mark} {self._name(each.choice)}: {', '.join(parts)}")
+            parts = [f"{measured} tokens/s per rank" if measured else "not timed"]
+            parts += [f"predicted {predicted}"] if predicted else []
+            parts += [f"peak {peak}"] if peak else []
+            lines.append(f"{mark} {name}: {', '.join(parts)}")
         changed = [str(change) for change in changes(self.own, self.chosen)]
         lines += changed or ["The config's own values stay."]
         split = self.split
-        lines.append(
-            f"global batch unchanged: {split.global_batch} rows (micro-batch {split.micro_batch} x "
-            f"accumulation {split.accumulation} x {split.ranks} ranks)"
-        )
+        lines.append(f"global batch unchanged: {split.global_batch} rows ({split.text()})")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "chosen": dict(self.chosen),
-            "changes": [
-                {"key": c.key, "old": c.old, "new": c.new, "effect": c.effect}
-                for c in changes(self.own, self.chosen)
-            ],
+            "changes": [asdict(change) for change in changes(self.own, self.chosen)],
             "overrides": self.overrides(),
             "global_batch_size": self.split.global_batch,
             "ranks": self.ranks,
@@ -117,9 +122,18 @@ class FastestReport:
             "trials": {name: trial.as_dict() for name, trial in self.tried.items()},
         }
 
-    def write(self, folder: Path) -> list[Path]:
-        """Write it as JSON; the path."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / JSON_NAME
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-        return [path]
+    def numbers(self) -> dict[str, float]:
+        found: dict[str, float] = {
+            **batch_numbers(self.split),
+            "row_length": self.row_length,
+            **trial_numbers(self.tried[str(self.chosen)], len(self.tried), self.seconds),
+        }
+        (measured,) = (each.measured for each in self.timed if each.choice == self.chosen)
+        if (speed := self._speed(measured)) is not None:
+            found["tokens_per_second_per_gpu"] = round(speed, 1)
+        return found
+
+    def blocks(self) -> list[Block]:
+        header = ("configuration", "tokens/s per rank", "predicted", "peak")
+        rows = [self._cells(each) for each in self.timed]
+        return [Paragraph(self.text().splitlines()), Table("", header, rows)]

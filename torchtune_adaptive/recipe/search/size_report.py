@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torchtune_adaptive.common import (
-    BLUE,
-    GRAY,
-    GREEN,
-    RED,
-    human_bytes,
-    legend_below,
-    memory_unit,
-    new_figure,
-    save,
-    tidy,
-    whole_numbers,
-)
+from torchtune_adaptive.common import Block, Drawing, Paragraph, Table, human_bytes, plots
 from torchtune_adaptive.core import (
     TRIAL_COLUMNS,
     SearchResult,
@@ -30,23 +15,21 @@ from torchtune_adaptive.core import (
     trial_cells,
 )
 from torchtune_adaptive.recipe.data.images import RowSize
+from torchtune_adaptive.recipe.search.report import Report, batch_numbers, trial_numbers
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-log = logging.getLogger(__name__)
-JSON_NAME = "batch_size_search.json"
-PLOT_NAME = "batch_size_search.png"
-GIB = 1 << 30
 FEW_STEPS = 20
 """Below so many optimizer steps per epoch a larger batch rarely trains as well."""
 
 
 @dataclass(frozen=True)
-class SearchReport:
+class SearchReport(Report):
     """A finished search and what it was about."""
 
+    name: ClassVar[str] = "batch_size_search"
     result: SearchResult[SizeTrial]
     before: Split
     after: Split
@@ -108,7 +91,10 @@ class SearchReport:
         return lines
 
     def overrides(self) -> str:
-        """The command line that trains with this result and does not search again."""
+        # Training that may grow to what was found searches in any case.
+        return self._words() if self.uses_what_was_found else ""
+
+    def _words(self) -> str:
         return (
             f"batch_size={self.after.micro_batch} "
             f"gradient_accumulation_steps={self.after.accumulation} use_maximum_batch_size=False"
@@ -136,20 +122,12 @@ class SearchReport:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "batch_size": self.after.micro_batch,
+            **self._batch(self.after),
             "largest_batch_size": self.largest,
-            "gradient_accumulation_steps": self.after.accumulation,
-            "global_batch_size": self.after.global_batch,
-            "before": {
-                "batch_size": self.before.micro_batch,
-                "gradient_accumulation_steps": self.before.accumulation,
-                "global_batch_size": self.before.global_batch,
-                "steps_per_epoch": self.steps_per_epoch(self.before),
-            },
+            "before": self._batch(self.before),
             "ranks": self.after.ranks,
             "reason": self.reason(),
-            "overrides": self.overrides(),
-            "steps_per_epoch": self.steps_per_epoch(self.after),
+            "overrides": self._words(),
             "strategy": self.strategy,
             "row_length": self.row.tokens,
             "images_per_row": self.row.images,
@@ -162,63 +140,53 @@ class SearchReport:
             "validation": self.validation.as_dict() if self.validation else None,
         }
 
+    def _batch(self, split: Split) -> dict[str, int]:
+        return {**batch_numbers(split), "steps_per_epoch": self.steps_per_epoch(split)}
+
     def numbers(self) -> dict[str, float]:
-        """The result for a metric logger."""
         best = next(trial for trial in self.result.trials if trial.size == self.largest)
         found: dict[str, float] = {
-            "batch_size": self.after.micro_batch,
+            **batch_numbers(self.after),
             "largest_batch_size": self.largest,
-            "gradient_accumulation_steps": self.after.accumulation,
-            "global_batch_size": self.after.global_batch,
             "row_length": self.row.tokens,
-            "trials": len(self.result.trials),
-            "seconds": round(self.seconds, 3),
-            "peak_memory_gib": round(best.deciding.peak_bytes / GIB, 4),
-            "usable_memory_gib": round(best.deciding.usable_bytes / GIB, 4),
+            **trial_numbers(best, len(self.result.trials), self.seconds),
         }
         if (speed := best.tokens_per_second) is not None:
             found["tokens_per_second_per_gpu"] = round(speed, 1)
         return found
 
-    def trial_table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """The names of the columns, and a row for each trial."""
-        return TRIAL_COLUMNS, [trial_cells(trial) for trial in self.result.trials]
-
-    def write(self, folder: Path) -> list[Path]:
-        """The JSON file and, where matplotlib is installed, the plot; the paths of what was written."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / JSON_NAME
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-        figure = self.figure()
-        return [path, save(figure, folder / PLOT_NAME)] if figure else [path]
+    def blocks(self) -> list[Block]:
+        rows = [trial_cells(trial) for trial in self.result.trials]
+        lines = self.text().splitlines()
+        return [Paragraph(lines), Drawing(self.figure()), Table("", TRIAL_COLUMNS, rows)]
 
     def figure(self) -> Figure | None:
         """Peak memory over micro-batch size, with the usable memory and the size that was chosen."""
-        figure = new_figure(6.4, 4)
+        figure = plots.new_figure(6.4, 4)
         if figure is None:
             return None
         trials = sorted(self.result.trials, key=lambda trial: trial.size)
         fitting = [trial for trial in trials if trial.fits]
         failing = [trial for trial in trials if not trial.fits]
         usable = trials[0].deciding.usable_bytes
-        unit, bytes_each = memory_unit(usable)
+        unit, bytes_each = plots.memory_unit(usable)
         peaks = {trial.size: trial.deciding.peak_bytes / bytes_each for trial in fitting}
         axes = figure.subplots()
         axes.axhline(
             usable / bytes_each,
-            color=GRAY,
+            color=plots.GRAY,
             linestyle="--",
             label=f"usable memory: {human_bytes(usable)} ({self.headroom:.0%} headroom)",
         )
-        axes.plot(*zip(*peaks.items(), strict=True), "o-", color=BLUE, label="fits")
+        axes.plot(*zip(*peaks.items(), strict=True), "o-", color=plots.BLUE, label="fits")
         chosen = (self.largest, peaks[self.largest])
-        axes.plot(*chosen, "o", color=GREEN, markersize=11, label="largest that fits")
+        axes.plot(*chosen, "o", color=plots.GREEN, markersize=11, label="largest that fits")
         if failing:
             axes.plot(
                 [trial.size for trial in failing],
                 [usable / bytes_each] * len(failing),
                 "X",
-                color=RED,
+                color=plots.RED,
                 markersize=9,
                 label="does not fit",
                 clip_on=False,
@@ -234,7 +202,7 @@ class SearchReport:
             xlim=(0, 1.05 * trials[-1].size),
             ylim=(0, 1.15 * usable / bytes_each),
         )
-        whole_numbers(axes.xaxis)
-        tidy(axes)
-        legend_below(figure)
+        plots.whole_numbers(axes.xaxis)
+        plots.tidy(axes)
+        plots.legend_below(figure)
         return figure

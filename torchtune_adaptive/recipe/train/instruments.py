@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 
-from torchtune_adaptive.common import BLUE, ORANGE, memory_unit, new_figure, tidy, whole_numbers
+from torchtune_adaptive.common import plots
 from torchtune_adaptive.core import DeviceMemory
 from torchtune_adaptive.recipe.setup.environment import Environment
 
@@ -85,35 +85,40 @@ class History:
 
     def figure(self) -> Figure | None:
         """Batch, learning rate, loss and memory over samples, where there is something to see."""
-        if len(self._points) < 2 or (figure := new_figure(7, 8)) is None:
+        if len(self._points) < 2 or (figure := plots.new_figure(7, 8)) is None:
             return None
         samples, global_batch, micro_batch, lr, loss, peaks = zip(*self._points, strict=True)
         most = max(peak or 0 for peak in peaks)
         panels = figure.subplots(3 + bool(most), 1, sharex=True)
         batches, rates, losses = panels[:3]
         figure.suptitle("Training: batch, learning rate, loss" + (", memory" if most else ""))
-        batches.step(samples, global_batch, where="pre", color=BLUE, label="global batch")
+        batches.step(samples, global_batch, where="pre", color=plots.BLUE, label="global batch")
         batches.step(
-            samples, micro_batch, where="pre", color=ORANGE, linestyle="--", label="micro-batch"
+            samples,
+            micro_batch,
+            where="pre",
+            color=plots.ORANGE,
+            linestyle="--",
+            label="micro-batch",
         )
         batches.set(ylabel="batch (rows)", ylim=(0, 1.1 * max(global_batch)))
-        whole_numbers(batches.yaxis)
+        plots.whole_numbers(batches.yaxis)
         batches.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
-        rates.plot(samples, lr, color=BLUE)
+        rates.plot(samples, lr, color=plots.BLUE)
         rates.set(ylabel="learning rate", ylim=(0, None))
-        losses.plot(samples, loss, color=BLUE)
+        losses.plot(samples, loss, color=plots.BLUE)
         losses.set(ylabel=self._loss_label)
         if most:
-            unit, bytes_each = memory_unit(most)
-            panels[3].plot(samples, [(peak or 0) / bytes_each for peak in peaks], color=BLUE)
+            unit, bytes_each = plots.memory_unit(most)
+            panels[3].plot(samples, [(peak or 0) / bytes_each for peak in peaks], color=plots.BLUE)
             panels[3].set(ylabel=f"peak memory ({unit})", ylim=(0, None))
         for axes in panels:
-            tidy(axes)
+            plots.tidy(axes)
         figure.align_ylabels(panels)
         panels[-1].set(
             xlabel="samples trained on (memory: of rank 0)" if most else "samples trained on"
         )
-        whole_numbers(panels[-1].xaxis)
+        plots.whole_numbers(panels[-1].xaxis)
         return figure
 
 

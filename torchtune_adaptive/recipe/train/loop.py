@@ -30,7 +30,7 @@ from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.train.adaptation import Adaptation
 from torchtune_adaptive.recipe.train.display import EpochDisplay, messages_beside_the_bar
 from torchtune_adaptive.recipe.train.instruments import Profiling
-from torchtune_adaptive.recipe.train.metrics import Metrics, Summary
+from torchtune_adaptive.recipe.train.metrics import Metrics, Summary, Trained
 from torchtune_adaptive.recipe.train.stop import StopSignals
 from torchtune_adaptive.recipe.train.validation import Validation
 
@@ -266,6 +266,18 @@ class TrainingLoop:
                 "resumes at the same sample, but RNG state (dropout) is not restored."
             )
         return saved.samples_of_epoch // self.loader.ranks
+
+    def trained(self) -> Trained:
+        """What training has come to so far."""
+        runner, metrics = self.runner, self.metrics
+        return Trained(
+            split=self.adaptation.split,
+            steps=self.global_step,
+            retried_steps=runner.retried_steps,
+            may_change=runner.recovery is not None or self.adaptation.growth.grows,
+            history=metrics.history if metrics.losses else None,
+            summary=self.summary,
+        )
 
     def _summarize(self) -> None:
         retried, ranks = self.runner.retried_steps, self.runner.step.ranks

@@ -86,6 +86,22 @@ class Summary:
         ]
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What training has come to, as far as the record of a run shows it."""
+
+    split: Split
+    steps: int
+    """Steps since the run began, those before it was resumed included."""
+    retried_steps: int
+    may_change: bool
+    """Whether the batch can change in training."""
+    history: History | None
+    """The steps of this part of the run; None if there were none."""
+    summary: Summary | None
+    """Summary of a training that is done."""
+
+
 class Metrics:
     """Records the steps of a run.
 
