@@ -11,11 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
@@ -25,6 +22,7 @@ from torchtune_adaptive.common import (
 )
 from torchtune_adaptive.core import StepOptions, TrainStep, wrapped_in
 from torchtune_adaptive.library import usage as checks
+from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
 from torchtune_adaptive.library.search import WorstCase
 from torchtune_adaptive.library.summed_loss import SummedLoss
 from torchtune_adaptive.planner import (

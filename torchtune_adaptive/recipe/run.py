@@ -35,6 +35,7 @@ from torchtune_adaptive.core import (
 from torchtune_adaptive.recipe.checkpoints.folder import last_saved, require_output_folder
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.data.dataset import Data, load_data, validation_config
+from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.plan.ranking import BackgroundRanking
@@ -78,6 +79,7 @@ class Run:
     """
 
     def __init__(self, cfg: DictConfig, kind: str) -> None:
+        install()
         self._cfg = cfg
         self.settings = check(cfg, KINDS[kind])
         self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here

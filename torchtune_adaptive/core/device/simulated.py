@@ -11,15 +11,20 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchtune_adaptive.core.device.memory import DeviceMemory, Usage, plain_tensors
+from torchtune_adaptive.core.private import (
+    FakeTensor,
+    TorchDispatchMode,
+    schema_of,
+    tree_leaves,
+    tree_map_only,
+)
 
 
 class SimulatedMemory(DeviceMemory):
@@ -134,9 +139,9 @@ class _CountNewTensors(TorchDispatchMode):
 
 
 @functools.cache
-def allocates(func: torch._ops.OpOverload) -> bool:
+def allocates(func: Any) -> bool:
     """Whether an operation gives new tensors, not views of its inputs or the inputs themselves."""
-    return any(returned.alias_info is None for returned in func._schema.returns)
+    return any(returned.alias_info is None for returned in schema_of(func).returns)
 
 
 def _communicate_through_copies(func, args, kwargs):  # type: ignore[no-untyped-def]

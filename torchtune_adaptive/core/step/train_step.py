@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtune_adaptive.common import TrainingOutOfMemory
 from torchtune_adaptive.core.device.memory import DeviceMemory, is_out_of_memory
+from torchtune_adaptive.core.private import tree_leaves, tree_map
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives, NoCollectives

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import Cache, cache_folder
+from torchtune_adaptive.recipe.private import fingerprint
 
 if TYPE_CHECKING:
     from torchtune_adaptive.core import Ranks
@@ -110,8 +111,7 @@ def _facts(dataset: Any, cfg: DictConfig) -> dict[str, Any]:
     """What decides how many tokens each row has."""
     return {
         **_facts_of_config(cfg),
-        # Hugging Face's own name for what a dataset holds, where there is one.
-        "fingerprint": getattr(getattr(dataset, "_data", None), "_fingerprint", None),
+        "fingerprint": fingerprint(dataset),
         "rows": len(dataset),
     }
 

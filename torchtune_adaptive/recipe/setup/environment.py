@@ -126,8 +126,7 @@ def _let_gloo_use_the_interface_of_nccl() -> None:
 def _log_on_rank_zero() -> None:
     """Our messages, once: what we say on every rank, the others only say when it is a warning.
 
-    A level that is set already stays (``--quiet``). torchtune's own messages are left out unless they warn:
-    we say the same, of the places where things end up.
+    A level that is set already stays (``--quiet``).
     """
     ours = logging.getLogger("torchtune_adaptive")
     if int(os.environ.get("RANK", 0)) != 0:
@@ -137,9 +136,3 @@ def _log_on_rank_zero() -> None:
     if not ours.handlers:
         ours.addHandler(logging.StreamHandler())
     ours.propagate = False
-    theirs = utils.get_logger()
-    theirs.filters = [_is_a_warning]
-
-
-def _is_a_warning(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING

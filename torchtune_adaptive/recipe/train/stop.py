@@ -178,16 +178,13 @@ _LISTENING: list[int] = []
 """What signals are written to in this process."""
 
 
-def _leave_to_parent() -> None:
+def leave_to_parent() -> None:
     """In a forked process: its signals are not those of the run, though it has inherited the socket."""
     if _LISTENING:
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         _LISTENING.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _name(number: int) -> str:
