@@ -156,7 +156,7 @@ def test_a_launched_run_that_fails_ends_with_torchruns_report_alone(
 
 def start(cwd: Path, *arguments: str, pythonpath: str = "") -> subprocess.CompletedProcess[str]:
     """``python -m`` as torchrun starts a recipe, up to the versions' check."""
-    program = "from torchtune_adaptive import shadowing; shadowing.stop_if_shadowed()"
+    program = "from torchtune_adaptive.recipe import shadowing; shadowing.stop_if_shadowed()"
     paths = [str(REPOSITORY), str(REPOSITORY / "recipes"), pythonpath]
     return subprocess.run(
         [sys.executable, *(arguments or ("-c", program))],

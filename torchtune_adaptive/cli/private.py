@@ -8,14 +8,7 @@ from typing import Any
 
 
 def torchtune_command(name: str, kind: str) -> Any:
-    """The class of one of torchtune's commands, without the others, whose imports take seconds.
-
-    Checked on torchtune 0.6.1.
-
-    Args:
-        name: the command, after which its module is called.
-        kind: the class.
-    """
+    """The class of one of torchtune's commands, without the imports of the others (torchtune 0.6.1)."""
     return getattr(import_module(f"torchtune._cli.{name}"), kind)
 
 

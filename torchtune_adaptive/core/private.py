@@ -3,6 +3,7 @@
 Each was checked on torch 2.11, 2.13 and 2.15, where it does not say otherwise.
 """
 
+# ruff: noqa: F401 - what is imported here is for the other modules of the package
 from __future__ import annotations
 
 from typing import Any
@@ -15,15 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
-
-__all__ = [
-    "FakeTensor",
-    "TorchDispatchMode",
-    "is_traceable_wrapper_subclass",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-]
 
 # What torch's own clipping and optimizers are made of: one kernel for many tensors. The public
 # ``get_total_norm`` would round bf16 norms to bf16.

@@ -217,14 +217,14 @@ class _ModelTracer(StepTracer):
             fill(model, self.device)
             optimizer = checks.plain_optimizer(question.optimizer(model.parameters()))
             checks.require_trainable(model, optimizer)
-            checks.require_supported(model, self.ranks)  # type: ignore[arg-type]
+            checks.require_supported(model, self.ranks)
             step = TrainStep(
                 model=model,
                 objective=SummedLoss(partial(self._forward, question.forward, model), ()),
                 optimizers=[optimizer],
                 device=self.device,
                 memory=self.memory,
-                ranks=self.ranks,  # type: ignore[arg-type]
+                ranks=self.ranks,
                 options=StepOptions(survive=False, clip_grad_norm=question.max_grad_norm),
             )
         self.begin(step, [model])

@@ -3,6 +3,7 @@
 Each was checked on torch 2.11, 2.13 and 2.15, where it does not say otherwise.
 """
 
+# ruff: noqa: F401 - what is imported here is for the other modules of the package
 from __future__ import annotations
 
 from typing import Any
@@ -14,8 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "tree_leaves", "tree_map_only"]
 
 
 def has_communication_hook(wrapped: DistributedDataParallel) -> bool:

@@ -91,7 +91,7 @@ def find_batch_size(
         raise _nothing_fits(found.trials[-1])
     size = BatchSize(found.size)
     size.status, size.trials = found.status, found.trials
-    if step.ranks.rank == 0:
+    if step.ranks.is_zero:
         log.info(f"micro-batch {size}: {found.status.value}")
     return size
 

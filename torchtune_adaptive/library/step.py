@@ -138,7 +138,7 @@ class AdaptiveStep:
             ),
             watchdog=_Unwatched(),
             step_timeout=0.0,
-            events=_Log(self.ranks.rank == 0),
+            events=_Log(self.ranks.is_zero),
             advice=lambda: (
                 "Resume from a checkpoint with a smaller size, a larger headroom, or shorter rows."
             ),

@@ -4,6 +4,7 @@ Each was checked on torch 2.11, 2.13 and 2.15, where it does not say otherwise. 
 the installed version is checked as well, before one is used (see ``recipe.tracing.self_check``).
 """
 
+# ruff: noqa: F401 - what is imported here is for the other modules of the package
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -24,15 +25,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "OpOverload",
-    "TorchDispatchMode",
-    "is_traceable_wrapper_subclass",
-    "tree_leaves",
-]
 
 without_dispatch = torch._C._DisableTorchDispatch
 """A context in which no dispatch mode or subclass sees an operation."""
@@ -57,17 +49,9 @@ def join_fake_group(backend: str, devices: list[str], rank: int, ranks: int) -> 
     dist.init_process_group(backend, rank=rank, world_size=ranks, store=fake_pg.FakeStore())
 
 
-# --- operations and autograd ----------------------------------------------------------------------------
-
-
 def schema_of(operation: Any) -> Any:
     """The name, arguments and results of an operation."""
     return operation._schema
-
-
-def packet(operation: Any) -> Any:
-    """The operation of which this is an overload; formulas for FLOPs are registered for it."""
-    return operation._overloadpacket
 
 
 def in_backward() -> bool:
@@ -83,9 +67,6 @@ def references(storage: torch.UntypedStorage) -> int:
 def is_same(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
     """Whether two Python objects stand for one storage."""
     return one._cdata == other._cdata
-
-
-# --- sharded tensors ------------------------------------------------------------------------------------
 
 
 def with_shard(sharded: DTensor, make: Callable[[torch.Tensor], torch.Tensor]) -> DTensor:

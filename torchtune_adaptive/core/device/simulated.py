@@ -7,7 +7,6 @@ Every tensor that a step creates is counted, and the operation that passes the l
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from torchtune_adaptive.common import launcher
 from torchtune_adaptive.core.device.memory import DeviceMemory, Usage, plain_tensors
 from torchtune_adaptive.core.private import (
     FakeTensor,
@@ -45,8 +45,7 @@ class SimulatedMemory(DeviceMemory):
     def capacity(self) -> int:
         if self.limit is not None:
             return self.limit
-        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return self._in_use + psutil.virtual_memory().available // neighbours
+        return self._in_use + psutil.virtual_memory().available // launcher.local_size()
 
     @contextmanager
     def capped(self, limit: int) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torchtune_adaptive.planner.private import packet, schema_of, tree_leaves
+from torchtune_adaptive.planner.private import schema_of, tree_leaves
 from torchtune_adaptive.planner.speed.operations import (
     ATTENTION,
     COLLECTIVE,
@@ -260,7 +260,7 @@ def _signature(func: Any) -> _Signature:
     )
     infos = [one.alias_info for one in schema.returns]
     is_view = bool(infos) and all(info is not None and not info.is_write for info in infos)
-    flops = flop_registry.get(packet(func))
+    flops = flop_registry.get(func.overloadpacket)
     causal = next((at for at, one in enumerate(schema.arguments) if one.name == "is_causal"), None)
     if func.namespace == "c10d":
         kind = COLLECTIVE if schema.returns and name != "barrier" else ""

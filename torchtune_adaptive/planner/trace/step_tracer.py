@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune_adaptive.core import Batch, DeviceMemory, TrainStep, Usage, plain_tensors
+from torchtune_adaptive.core import Batch, DeviceMemory, Ranks, TrainStep, Usage, plain_tensors
 from torchtune_adaptive.planner import private
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.trace import fake_device
@@ -77,11 +77,11 @@ class FakeMemory(DeviceMemory):
                     self._recorder.see(plain.untyped_storage(), "")
 
 
-class FakeRanks:
-    """The ranks of a run, as far as a step that succeeds needs them."""
+class FakeRanks(Ranks):
+    """Ranks of which only this one runs: the others always agree with it."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.size = rank, ranks
+        self.rank, self.size, self._group = rank, ranks, None
 
 
 class StepTracer:

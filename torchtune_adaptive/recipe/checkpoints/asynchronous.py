@@ -100,15 +100,14 @@ class AsynchronousCheckpoints:
         written: Future[Any],
     ) -> None:
         """In a thread. That rank 0 is done means that all are: it writes the metadata last."""
-        is_rank_zero = self._all.ranks.rank == 0
         try:
             written.result()
-            if is_rank_zero:
+            if self._all.ranks.is_zero:
                 self._folder.publish(name, facts)
                 log.info(f"Saved the checkpoint {self._folder.path / name}.")
         except BaseException as error:
             log.error(f"The checkpoint {name} could not be written: {reason(error)}.")
-            if is_rank_zero:
+            if self._all.ranks.is_zero:
                 self._folder.abandon(name)
             running.set_exception(RuntimeError(describe(error)))
         else:

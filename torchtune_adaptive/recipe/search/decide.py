@@ -129,7 +129,7 @@ def _by_tokens(run: SearchContext, saved: dict[str, Any] | None) -> BudgetReport
     run.watchdog.enter("looking up the lengths of all rows", patience=None)
     if run.order.rows_per_rank and images_of(run.data.dataset[0]):
         raise token_budget_with_images(run.settings)
-    lengths = run.row_lengths.all(say_progress=run.ranks.rank == 0)
+    lengths = run.row_lengths.all(say_progress=run.ranks.is_zero)
     budget = Budget(tuple((length, rows) for length, rows in known)) if known else None
     report = find_token_budget(run, lengths, budget)
     _announce(run, report)
@@ -138,7 +138,7 @@ def _by_tokens(run: SearchContext, saved: dict[str, Any] | None) -> BudgetReport
 
 def _announce(run: SearchContext, report: SearchReport | BudgetReport | FastestReport) -> None:
     """Log what was found, and write it to files; on rank 0."""
-    if run.ranks.rank != 0:
+    if not run.ranks.is_zero:
         return
     log.info(report.text())
     with not_essential("The report of the search"):

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from torchtune_adaptive.common import Stopped, another_rank_has_failed
+from torchtune_adaptive.common import Stopped, another_rank_has_failed, launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_REQUEST = 2.0
@@ -194,4 +194,4 @@ def _name(number: int) -> str:
 def _say(what: str) -> None:
     if another_rank_has_failed():
         return  # that is why the launcher ends this one
-    print(f"\nrank {os.environ.get('RANK', '0')}: {what}", file=sys.stderr, flush=True)
+    print(f"\nrank {launcher.rank()}: {what}", file=sys.stderr, flush=True)
