@@ -119,7 +119,8 @@ def build_step(cfg: DictConfig, ranks: int, memory: DeviceMemory) -> TrainStep:
     """A step of torchtune's model in its real shape, with zeros for weights, as one of several ranks."""
     device = torch.device(cfg.device)
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    environment = Environment(device, training.get_dtype(cfg.dtype, torch.device("cpu")), 0, ranks)
+    dtype = training.get_dtype(cfg.dtype, torch.device("cpu"))
+    environment = Environment(device, dtype, FakeRanks(0, ranks))
     kind = recipe_kind(kind_of(cfg), cfg, environment)
     model = kind.model_without_weights()
     fill(model, device)
@@ -136,7 +137,7 @@ def build_step(cfg: DictConfig, ranks: int, memory: DeviceMemory) -> TrainStep:
         optimizers=optimizers.steppers,
         device=device,
         memory=memory,
-        ranks=FakeRanks(0, ranks),  # type: ignore[arg-type]
+        ranks=environment.ranks,
         options=StepOptions(
             survive=False, switches=build_switches(cfg, environment, model, objective)
         ),

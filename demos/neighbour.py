@@ -40,7 +40,7 @@ class Neighbour:
 class FullFinetuneWithANeighbour(AdaptiveFullFinetuneRecipeDistributed):
     def setup(self, cfg: DictConfig) -> None:
         assert isinstance(self.run.memory, SimulatedMemory)
-        if self.run.environment.is_rank_zero:
+        if self.run.ranks.is_zero:
             self.run.metrics = Neighbour(self.run.metrics, self.run.memory)
         super().setup(cfg)
 

@@ -53,7 +53,7 @@ class Training:
     def __init__(self, cfg: DictConfig, memory: SimulatedMemory | None = None) -> None:
         self.ranks = Ranks(timeout=20)
         dtype = training.get_dtype(cfg.dtype, torch.device("cpu"))
-        environment = Environment(torch.device("cpu"), dtype, self.ranks.rank, self.ranks.size)
+        environment = Environment(torch.device("cpu"), dtype, self.ranks)
         torch.manual_seed(0)
         with training.set_default_dtype(dtype):
             whole = config.instantiate(cfg.model)

@@ -23,6 +23,7 @@ from tests.helpers.models import (
     tiny_llama,
     train_step,
 )
+from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
 from torchtune_adaptive.core.sizes.loader import EpochRows, Loader, SampleOrder
@@ -137,7 +138,7 @@ class Training:
         micro_batches = ByRows("none")
         growth = Growth(self.split, self.split.micro_batch, None, False, epochs.rows, self.ranks)
         rate = LearningRate(optimizers, falling, 0, "none", False, self.split.global_batch)
-        environment = Environment(torch.device("cpu"), torch.float32, 0, self.ranks.size)
+        environment = Environment(torch.device("cpu"), torch.float32, Alone(self.ranks.size))
         loop = TrainingLoop(
             runner=StepRunner(
                 self.step,

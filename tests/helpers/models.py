@@ -15,6 +15,7 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss, ForwardKLWithChunked
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.training.quantization import Int8DynActInt4WeightQATQuantizer
 
+from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.device.memory import DeviceMemory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks
@@ -120,8 +121,8 @@ def train_step(
 def switches_of(model: nn.Module, objective: Objective) -> Switches:
     """The switches that a run has on such a model."""
     cfg = OmegaConf.create({"model": {}, "loss": {"_component_": CHUNKED}})
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    environment = Environment(torch.device("cpu"), torch.float32, 0, ranks)
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    environment = Environment(torch.device("cpu"), torch.float32, Alone(size))
     return build_switches(cfg, environment, model, objective)
 
 

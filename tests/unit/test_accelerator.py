@@ -249,7 +249,7 @@ class TestStep:
     ) -> None:
         card, step = start()
         monkeypatch.setattr(torchtune_memory, "get_torch_device_namespace", lambda: card)
-        here = Environment(torch.device("cuda", 0), torch.float32, 0, 1)
+        here = Environment(torch.device("cuda", 0), torch.float32, Alone())
         for watch_memory in (True, False):
             metrics = Metrics(Logging(None, 1, True), here, step.memory, watch_memory)
             self.take(step, self.LARGE)

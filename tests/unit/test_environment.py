@@ -52,15 +52,15 @@ class TestStart:
             dist.destroy_process_group()
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
-    def start(self, longest_wait: float | None = 1200.0) -> None:
-        start_environment(OmegaConf.create({"device": "cpu", "dtype": "fp32"}), longest_wait)
+    def start(self, patience: float = 1200.0, watched: bool = True) -> None:
+        start_environment(OmegaConf.create({"device": "cpu", "dtype": "fp32"}), patience, watched)
 
     @pytest.mark.skipif(torch.accelerator.is_available(), reason="is about a machine without one")
     @pytest.mark.parametrize("device", ["cuda", "cuda:0", "mps", "nonsense"])
     def test_a_device_that_is_not_there_is_not_replaced_by_the_cpu(self, device: str) -> None:
         cfg = OmegaConf.create({"device": device, "dtype": "fp32"})
         with pytest.raises(ConfigError, match=rf"device: '{device}' cannot be used: .*device=cpu"):
-            start_environment(cfg)
+            start_environment(cfg, 1200.0)
         assert not dist.is_initialized()
 
     def test_images_need_torchvision(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ class TestStart:
         collate = "torchtune.data.padded_collate_tiled_images_and_mask"
         cfg = OmegaConf.create({"device": "cpu", "dtype": "fp32", "collate_fn": collate})
         with pytest.raises(ConfigError, match="needs torchvision, and that is not installed"):
-            start_environment(cfg)
+            start_environment(cfg, 1200.0)
 
     def test_the_process_group_waits_longer_than_the_watchdog(
         self, monkeypatch: pytest.MonkeyPatch
@@ -81,13 +81,13 @@ class TestStart:
             init(*arguments, **settings)
 
         monkeypatch.setattr(environment.dist, "init_process_group", record)
-        for longest_wait in (1.0, 1200.0, 86400.0):
-            self.start(longest_wait)
+        for patience in (1.0, 1200.0, 86400.0):
+            self.start(patience)
             timeout: timedelta = asked["timeout"]
-            assert timeout.total_seconds() > longest_wait
+            assert timeout.total_seconds() > patience
             assert timeout.total_seconds() > LONGEST_SILENCE, "one that saves is waited for as well"
             dist.destroy_process_group()
-        self.start(None)
+        self.start(watched=False)
         assert asked["timeout"] is None, "without a watchdog it is torch's own"
 
     @pytest.mark.parametrize(
@@ -105,7 +105,5 @@ class TestStart:
             if value is not None:
                 monkeypatch.setenv(name, value)
         monkeypatch.setattr(environment.dist, "init_process_group", lambda *_, **__: None)
-        monkeypatch.setattr(environment.dist, "get_rank", lambda: 0)
-        monkeypatch.setattr(environment.dist, "get_world_size", lambda: 1)
         self.start()
         assert os.environ.get("GLOO_SOCKET_IFNAME") == used

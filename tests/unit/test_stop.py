@@ -16,6 +16,7 @@ from tests.helpers.killing import in_child
 from tests.helpers.models import adamw, tiny_llama, train_step
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.common.errors import AdaptiveBatchingError, Stopped
+from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.train import stop as stop_module
 from torchtune_adaptive.recipe.train.stop import StopSignals
 
@@ -113,6 +114,7 @@ def test_an_interrupt_that_a_callback_swallows_is_raised_again(
 
 
 def test_other_signals_and_forked_processes_do_not_count() -> None:
+    install()
     stop, process = signals()
     handler = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:

@@ -24,7 +24,7 @@ def metrics_of(losses: list[float], seconds: float, monkeypatch: pytest.MonkeyPa
     )
     logged: list[dict[str, float]] = []
     logger = SimpleNamespace(log_dict=lambda record, step: logged.append(record))
-    environment = SimpleNamespace(is_rank_zero=True, ranks=2)
+    environment = SimpleNamespace(ranks=Alone(2))
     metrics = Metrics(Logging(logger, 1, False), environment, memory, watch_memory=False)  # type: ignore[arg-type]
     for number, loss in enumerate(losses, start=1):
         now[0] += seconds

@@ -6,7 +6,6 @@ Only the module of the command that is called is imported: torchtune's take seco
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from torchtune_adaptive import __version__
+from torchtune_adaptive.cli import private
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
     ConfigError,
@@ -121,11 +121,10 @@ def _parsers(command: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.
 
 def _add_torchtunes(name: str, commands: Any) -> None:
     """Add one of torchtune's commands, whose help shows this program's name instead of torchtune's."""
-    module = importlib.import_module(f"torchtune._cli.{name}")
-    getattr(module, _TORCHTUNES[name]).create(commands)
+    private.torchtune_command(name, _TORCHTUNES[name]).create(commands)
     added = commands.choices[name]
     texts = [(added, attribute) for attribute in ("prog", "usage", "description", "epilog")]
-    for owner, attribute in [*texts, *((action, "help") for action in added._actions)]:
+    for owner, attribute in [*texts, *((action, "help") for action in private.actions(added))]:
         if text := getattr(owner, attribute):
             setattr(owner, attribute, re.sub(r"\btune (?=[a-z])", f"{PROGRAM} ", text))
 

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from torchtune_adaptive.common import launcher
+
 MOMENT = 5.0
 """Seconds in which a launcher ends a rank after another one has failed; torchrun looks every 0.1 s."""
 _CLAIM = "reason"
@@ -28,7 +30,7 @@ def explain(reason: str, *, known_to_all: bool = False) -> None:
         reason: one line.
         known_to_all: whether every rank ends for this reason, so that one of them may speak for all.
     """
-    if known_to_all and _rank() != "0":
+    if known_to_all and launcher.local_rank() != 0:
         # Rank 0 says it, and has a moment to write the run's report; unless it is slow.
         _sleep_unless(another_rank_has_failed)
     if (file := _error_file()) is None:
@@ -99,10 +101,5 @@ def _claim(file: Path) -> Path:
     return file.parent.parent / _CLAIM
 
 
-def _rank() -> str:
-    """On this machine, where there may be several."""
-    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-
-
 def _prefix() -> str:
-    return f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    return f"rank {launcher.rank()}: " if launcher.has_started_this() else ""

@@ -11,11 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
@@ -25,6 +22,7 @@ from torchtune_adaptive.common import (
 )
 from torchtune_adaptive.core import StepOptions, TrainStep, wrapped_in
 from torchtune_adaptive.library import usage as checks
+from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
 from torchtune_adaptive.library.search import CheckedBatch
 from torchtune_adaptive.library.summed_loss import SummedLoss
 from torchtune_adaptive.planner import (
@@ -216,14 +214,14 @@ class _ModelTracer(StepTracer):
             fill(model, self.device)
             optimizer = checks.plain_optimizer(question.optimizer(model.parameters()))
             checks.require_trainable(model, optimizer)
-            checks.require_supported(model, self.ranks)  # type: ignore[arg-type]
+            checks.require_supported(model, self.ranks)
             step = TrainStep(
                 model=model,
                 objective=SummedLoss(partial(self._forward, question.forward, model), ()),
                 optimizers=[optimizer],
                 device=self.device,
                 memory=self.memory,
-                ranks=self.ranks,  # type: ignore[arg-type]
+                ranks=self.ranks,
                 options=StepOptions(survive=False, clip_grad_norm=question.max_grad_norm),
             )
         self.begin(step, [model])

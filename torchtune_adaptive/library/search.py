@@ -100,7 +100,7 @@ def find_batch_size(
         raise found.trials[-1].nothing_fits("row", _REMEDY)
     size = BatchSize(found.size)
     size.status, size.trials = found.status, found.trials
-    if step.ranks.rank == 0:
+    if step.ranks.is_zero:
         log.info(f"micro-batch {size}: {found.status.value}")
     return size
 

@@ -202,7 +202,7 @@ class AdaptiveStep:
         what = f"{reason} (step {adjustment.step})"
         if before != after:
             what = f"micro-batch {before} -> {after} ({reason}, step {adjustment.step})"
-        log.log(logging.WARNING if self.ranks.rank == 0 else logging.DEBUG, what)
+        log.log(logging.WARNING if self.ranks.is_zero else logging.DEBUG, what)
 
     def state_dict(self) -> dict[str, Any]:
         """What recovery has learned, for a checkpoint."""

@@ -10,10 +10,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import Ranks, fsdp, wrapped_in
+from torchtune_adaptive.library import private
+from torchtune_adaptive.library.private import tree_leaves
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -101,7 +102,7 @@ def _require_plain_replicas(
         problem = "it broadcasts buffers in each forward pass. Pass broadcast_buffers=False"
     elif wrapped.mixed_precision is not None:
         problem = "its mixed_precision is not supported. Use torch.autocast in forward"
-    elif getattr(wrapped, "_comm_hooks", None):  # no public way to ask (torch 2.13)
+    elif private.has_communication_hook(wrapped):
         problem = "a communication hook would be bypassed. Do not register any"
     if problem:
         raise UsageError(f"model: DistributedDataParallel: {problem}.")
@@ -185,10 +186,9 @@ def require_sum(loss: torch.Tensor, weight: int) -> None:
     node = loss.grad_fn
     while node is not None and node.name() in _SAME_NUMBER:
         node = node.next_functions[0][0]
-    # What a node has saved for backward is part of its interface: the ``reduction`` of torch's losses.
-    mean = getattr(node, "_saved_reduction", None) == _MEAN
+    mean = private.saved(node, "reduction") == _MEAN
     if node is not None and node.name() == "MeanBackward0":
-        mean = getattr(node, "_saved_self_sym_numel", 1) > 1
+        mean = private.saved(node, "self_sym_numel", 1) > 1
     if mean:
         raise UsageError(
             f"forward: the loss is a mean, and its weight is {weight}, so it would be divided twice. Return "
@@ -219,12 +219,5 @@ def rows_in(batch: Any) -> int:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether ``torch.compile`` was applied to the model or a part of it.
-
-    There is no public way to ask: these are what ``module.compile()`` sets, and what the wrapper of
-    ``torch.compile(module)`` has (torch 2.13).
-    """
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-        for module in model.modules()
-    )
+    """Whether ``torch.compile`` was applied to the model or a part of it."""
+    return any(map(private.is_compiled, model.modules()))

@@ -24,6 +24,7 @@ from torchtune_adaptive.common import (
     RankLost,
     Stopped,
     ending,
+    launcher,
 )
 from torchtune_adaptive.core import leave_all_groups
 from torchtune_adaptive.recipe.registry import find_config, load_config
@@ -107,8 +108,8 @@ def _end_interrupted(interrupt: KeyboardInterrupt) -> None:
     if not isinstance(interrupt, Stopped):
         what = "stopped by Ctrl-C outside training, where there is nothing to save."
         interrupt = Stopped(what, exit_status(signal.SIGINT))
-    rank = os.environ.get("RANK", "0")
-    if (rank == "0" or not interrupt.everywhere) and not ending.another_rank_has_failed():
+    rank = launcher.rank()
+    if (rank == 0 or not interrupt.everywhere) and not ending.another_rank_has_failed():
         print(f"\nrank {rank}: {interrupt}\n", file=sys.stderr, flush=True)
         ending.note(str(interrupt))
     sys.stdout.flush()

@@ -19,6 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.recipe.install import install
+from torchtune_adaptive.recipe.private import component_at, recipe_registry
 from torchtune_adaptive.recipe.settings.kinds import KINDS
 
 _PACKAGE = Path(__file__).parents[1]
@@ -32,26 +34,6 @@ RECIPES = {kind.recipe: kind.name for kind in KINDS.values()}
 """Our recipes, each with the name of its kind, which the names of its configs contain."""
 
 
-def _tiny_assets() -> str:
-    from torchtune_adaptive.recipe import tiny
-
-    return str(tiny.assets())
-
-
-def _tiny_vision_assets() -> str:
-    from torchtune_adaptive.recipe import tiny_vision
-
-    return str(tiny_vision.assets())
-
-
-# ${tiny_assets:} and ${tiny_vision_assets:} in the tiny configs: made on first use.
-_register_resolver = (
-    getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
-)
-_register_resolver("tiny_assets", _tiny_assets, replace=True)
-_register_resolver("tiny_vision_assets", _tiny_vision_assets, replace=True)
-
-
 def _torchtune_folder() -> Path:
     spec = importlib.util.find_spec("torchtune")
     assert spec is not None and spec.origin is not None, "versions.py has checked that it is there"
@@ -59,19 +41,8 @@ def _torchtune_folder() -> Path:
 
 
 def torchtune_recipes() -> list[Any]:
-    """torchtune's registry: the list itself, with the recipes that were added to it.
-
-    Private API (torchtune 0.6.1, its last release). It is loaded by its file, because ``import torchtune``
-    takes seconds; under its own name, so that torchtune finds the same list later.
-    """
-    name = "torchtune._recipe_registry"
-    if name not in sys.modules:
-        path = _torchtune_folder() / "_recipe_registry.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    recipes: list[Any] = sys.modules[name].get_all_recipes()
+    """torchtune's registry: the list itself, with the recipes that were added to it."""
+    recipes: list[Any] = recipe_registry(_torchtune_folder()).get_all_recipes()
     return recipes
 
 
@@ -107,11 +78,12 @@ def torchtune_configs() -> dict[str, Path]:
 
 
 def find_config(name: str) -> Path:
-    """The file of a config, given its name or its path.
+    """The file of a config, given its name or its path; from now on, what it refers to can be resolved.
 
     Raises:
         ConfigError: there is no such config; the message names the nearest ones.
     """
+    install()
     theirs = torchtune_configs()
     for path in (Path(name), CONFIGS / f"{name}.yaml", theirs.get(name)):
         if path is not None and path.is_file():
@@ -215,9 +187,7 @@ def _kind_in(name: str) -> str | None:
 
 def component(path: str) -> Callable[..., Any]:
     """A function by its dotted path; modules in the working directory count, after those installed."""
-    from torchtune.config._utils import _get_component_from_path
-
     with suppress(FileNotFoundError):  # the working directory was deleted
         if (here := os.getcwd()) not in sys.path:
             sys.path.append(here)
-    return _get_component_from_path(path)
+    return component_at(path)

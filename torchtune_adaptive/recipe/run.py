@@ -21,7 +21,6 @@ from torchtune_adaptive.core import (
     MicroBatches,
     NoiseScale,
     Objective,
-    Ranks,
     Recovery,
     SampleOrder,
     Split,
@@ -36,6 +35,7 @@ from torchtune_adaptive.recipe.checkpoints.folder import last_saved, require_out
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.data.dataset import Data, load_data, validation_config
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
+from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.plan.ranking import BackgroundRanking
@@ -80,15 +80,14 @@ class Run:
     """
 
     def __init__(self, cfg: DictConfig, kind: str) -> None:
+        install()
         self._cfg = cfg
         self.settings = check(cfg, KINDS[kind])
         self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here
         patience = self.settings.agreement_timeout(cfg.get("compile", False))
-        self.environment = start_environment(
-            cfg, longest_wait=patience if self.settings.survives else None
-        )
+        self.environment = start_environment(cfg, patience, watched=self.settings.survives)
         self.kind = recipe_kind(KINDS[kind], cfg, self.environment)
-        self.ranks = Ranks(patience)
+        self.ranks = self.environment.ranks
         if not self.settings.search_only:
             require_output_folder(cfg, self.ranks)
         self.stop = StopSignals(self.settings.stop_timeout)
@@ -102,18 +101,18 @@ class Run:
         # Before the model: a cap on memory holds for its weights as well.
         self.memory = device_memory(self.environment.device, self.settings.memory_limit)
         self.planner: Planner | None = None  # on rank 0, in parallel with the set-up
-        if self.settings.predicts and self.environment.is_rank_zero:
+        if self.settings.predicts and self.ranks.is_zero:
             self.planner = BackgroundPlanner.begin(
                 cfg, self.settings, self.ranks.size, self.memory.name
             )
-        if self.settings.use_fastest_configuration and self.environment.is_rank_zero:
+        if self.settings.use_fastest_configuration and self.ranks.is_zero:
             self.planner = BackgroundRanking.begin(
                 cfg, self.settings, self.ranks.size, self.memory.name
             )
         self.metrics: Any = None  # torchtune's metric logger, on rank 0
         self.record: Record | None = None  # on rank 0
         self._loop: TrainingLoop | None = None
-        if self.environment.is_rank_zero:
+        if self.ranks.is_zero:
             # torchtune's loggers print where they write.
             said = nullcontext() if log.isEnabledFor(logging.INFO) else redirect_stdout(StringIO())
             with said:
@@ -201,7 +200,7 @@ class Run:
         """The loop that trains with the batch that was decided on."""
         cfg, settings = self._cfg, self.settings
         epochs = epochs_of(rows.order.rows_per_rank, batch.start, self.progress.max_steps_per_epoch)
-        events = Events(Path(cfg.output_dir) if self.environment.is_rank_zero else None)
+        events = Events(Path(cfg.output_dir) if self.ranks.is_zero else None)
         noise = NoiseScale() if step.options.measure_noise else None
         metrics = Metrics(
             Logging.from_config(cfg, self.metrics, self.environment),

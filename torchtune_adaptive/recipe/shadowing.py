@@ -11,7 +11,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from torchtune_adaptive.common import end
+from torchtune_adaptive.common import end, launcher
 
 _LIBRARIES = (
     "datasets",
@@ -44,7 +44,7 @@ def stop_if_shadowed() -> None:
             )
     recipe = Path(getattr(sys.modules["__main__"], "__file__", None) or "").stem
     for name in ("torchtune_adaptive", recipe):
-        if (found := shadowing(name)) and os.environ.get("RANK", "0") == "0":
+        if (found := shadowing(name)) and launcher.rank() == 0:
             print(f"Using {found} in place of the installed {name}.", file=sys.stderr)
 
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from torchtune_adaptive.recipe.private import llama3_vision_tune_to_hf
 from torchtune_adaptive.recipe.tiny import made_once
 
 TILE = 28  # pixels; a patch has 14, as in the large models
@@ -156,8 +157,6 @@ def _row(choose: random.Random) -> dict[str, Any]:
 
 
 def _make_checkpoint(folder: Path) -> None:
-    from torchtune.models.llama3_2_vision._convert_weights import llama3_vision_tune_to_hf
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = tiny_vision()

@@ -1,7 +1,6 @@
 """What differs between torchtune 0.6.1 and its main branch (0.7.0, not released), told apart by feature.
 
-Private parts of torchtune and torchao that are used here exist in torchtune 0.6.1 with torchao 0.15, and in
-torchtune's main branch (bd2a0fc) with torchao 0.18.
+Checked on torchtune 0.6.1 with torchao 0.15, and on the main branch (bd2a0fc) with torchao 0.18.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from functools import cache
 from typing import Any
 
 from torch import nn
-from torchtune.datasets._sft import SFTTransform
+
+from torchtune_adaptive.recipe.private import sft_transform
 
 try:
     from torchao.quantization import NF4Tensor, to_nf4
@@ -34,7 +34,9 @@ def labels_are_shifted() -> bool:
     On 0.6.1 recipes shift labels. On main datasets do, and a recipe that did it again would learn to predict
     the token after the next.
     """
-    transform = SFTTransform(model_transform=lambda _: {"tokens": [1, 2], "mask": [False, False]})
+    transform = sft_transform()(
+        model_transform=lambda _: {"tokens": [1, 2], "mask": [False, False]}
+    )
     return int(transform({})["labels"][0]) == 2
 
 

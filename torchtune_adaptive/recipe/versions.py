@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from torchtune_adaptive.common import UnsupportedVersion, end
+from torchtune_adaptive.common import UnsupportedVersion, end, launcher
 from torchtune_adaptive.recipe.shadowing import stop_if_shadowed
 
 OLDEST_PYTHON = (3, 11)
@@ -51,7 +51,7 @@ def require_supported_versions() -> None:
 def _hush_libraries() -> None:
     """Leave out what libraries say when they are imported, and bars that a file would keep."""
     logging.getLogger("torchao").setLevel(logging.ERROR)
-    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+    if not sys.stderr.isatty() or launcher.rank() != 0:
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 

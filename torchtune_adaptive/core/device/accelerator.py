@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from torchtune_adaptive.core import private
 from torchtune_adaptive.core.device.memory import DeviceMemory, Usage
 
 
@@ -82,22 +83,8 @@ class AcceleratorMemory(DeviceMemory):
         # watchdog cannot be heard. Waiting for the device beforehand does not.
         self.synchronize()
         torch.accelerator.empty_cache()
-        _empty_host_cache()
+        private.empty_host_cache()
 
     def record_history(self, enabled: bool) -> None:
-        # Private, and the only way; torchtune's recipes use it as well.
         if self._device.type == "cuda":
-            torch.cuda.memory._record_memory_history(enabled="all" if enabled else None)
-
-
-def _empty_host_cache() -> None:
-    """Give back pinned host memory, as offloaded activations leave it, which is cached like the device's.
-
-    Public since torch 2.13; before, there was only ``torch._C._host_emptyCache``, in builds for CUDA. Checked
-    on torch 2.13 (both names); in the sources, on 2.11.
-    """
-    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(
-        torch._C, "_host_emptyCache", None
-    )
-    if empty is not None:
-        empty()
+            private.record_memory_history(self._device, enabled)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchtune_adaptive.core.private import is_traceable_wrapper_subclass
 
 # Out of memory, said by something other than ``torch.OutOfMemoryError``. Triton's "out of resource" is
 # not among them: it is about a kernel's shared memory, and no batch size cures it.

@@ -7,19 +7,24 @@ Every tensor that a step creates is counted, and the operation that passes the l
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torchtune_adaptive.common import launcher
 from torchtune_adaptive.core.device.memory import DeviceMemory, Usage, plain_tensors
+from torchtune_adaptive.core.private import (
+    FakeTensor,
+    TorchDispatchMode,
+    schema_of,
+    tree_leaves,
+    tree_map_only,
+)
 
 
 class SimulatedMemory(DeviceMemory):
@@ -40,8 +45,7 @@ class SimulatedMemory(DeviceMemory):
     def capacity(self) -> int:
         if self.limit is not None:
             return self.limit
-        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return self._in_use + psutil.virtual_memory().available // neighbours
+        return self._in_use + psutil.virtual_memory().available // launcher.local_size()
 
     @contextmanager
     def capped(self, limit: int) -> Iterator[None]:
@@ -134,9 +138,9 @@ class _CountNewTensors(TorchDispatchMode):
 
 
 @functools.cache
-def allocates(func: torch._ops.OpOverload) -> bool:
+def allocates(func: Any) -> bool:
     """Whether an operation gives new tensors, not views of its inputs or the inputs themselves."""
-    return any(returned.alias_info is None for returned in func._schema.returns)
+    return any(returned.alias_info is None for returned in schema_of(func).returns)
 
 
 def _communicate_through_copies(func, args, kwargs):  # type: ignore[no-untyped-def]

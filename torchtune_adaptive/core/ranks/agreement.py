@@ -14,10 +14,10 @@ _SETTLING = 0.1  # seconds; what it waits for takes microseconds on a machine th
 
 
 class Ranks:
-    """The ranks of a run. They agree through a gloo group, on the CPU and never on the device.
+    """The ranks of a run, and which of them this is.
 
-    Every wait is bounded: if a rank does not answer within ``timeout`` seconds, the others fail. Without a
-    process group there is one rank.
+    They agree through a gloo group, on the CPU and never on the device. Every wait is bounded: if a rank does
+    not answer within ``timeout`` seconds, the others fail. Without a process group there is one rank.
     """
 
     def __init__(self, timeout: float = 45.0) -> None:
@@ -31,6 +31,11 @@ class Ranks:
         self._flag_value = self._flag.numpy()  # the same memory
         self._ends = torch.zeros(2, dtype=torch.int64)
         self._ends_value = self._ends.numpy()
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether this is the rank that writes and speaks for all."""
+        return self.rank == 0
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank.
@@ -55,7 +60,7 @@ class Ranks:
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
         if self._group is None:
-            return [value]
+            return [value] * self.size
         values: list[T | None] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values  # type: ignore[return-value]

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtune_adaptive.core.private import launches_of
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 
@@ -196,7 +197,7 @@ class _Open:
         self.size = size
         self.returned = False
         """Whether the first launch has returned."""
-        self._before = [(group, fsdp.launches_of(group)) for group in groups]
+        self._before = [(group, launches_of(group)) for group in groups]
 
     def launched(self) -> int:
         """How many of them have been launched."""
@@ -207,7 +208,7 @@ class _Open:
         group, before = self._before[at]
         if before is None:  # The best guess: what raises in a launch does so where it waits.
             return at == 0 or self.returned
-        return fsdp.launches_of(group) != before
+        return launches_of(group) != before
 
 
 class NoCollectives:

@@ -1,7 +1,4 @@
-"""What we need from FSDP2 beyond training: to see its collectives, and to reset it after an exception.
-
-Everything here that reaches below FSDP2's public interface says why, and on which torch it was checked.
-"""
+"""What we need from FSDP2 beyond training: to see its collectives, and to reset it after an exception."""
 
 from __future__ import annotations
 
@@ -14,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from torchtune_adaptive.core import private
 
 # torch 2.13 renamed both; the old names warn from there on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -41,18 +40,6 @@ class Collective:
 
     def launch(self, output: torch.Tensor, input: torch.Tensor) -> None:
         self.operation(output, input, group=self.group, **dict(self.extra))
-
-
-def launches_of(group: dist.ProcessGroup) -> int | None:
-    """How many collectives a group has launched; None if it does not count them, as NCCL and gloo do.
-
-    Private, as there is no public way to tell whether a launch that raised has taken place (checked on torch
-    2.13).
-    """
-    try:
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError):
-        return None
 
 
 Watcher = Callable[[Callable[[], Any], tuple[Callable[[], Collective], ...]], Any]
@@ -180,15 +167,9 @@ def reset(model: nn.Module) -> None:
     """
     _drop_gradients(model)
     for root in roots(model):
-        # Private: whether FSDP has run at all; before that there is nothing to reset, and
-        # ``reset_iter_state`` fails (checked on torch 2.11 to 2.15).
-        has_run = root._get_fsdp_state()._is_root is not None
-        if has_run and hasattr(root, "reset_iter_state"):
-            root.reset_iter_state()
-        elif has_run:
-            _reset_by_hand(root)
-        if has_run:
-            _free_gathered(root)
+        if private.has_run(root):
+            private.reset_iter_state(root)
+            private.free_gathered(root)
         _check_sharded(root)  # type: ignore[arg-type]
     _drop_gradients(model)
 
@@ -196,49 +177,6 @@ def reset(model: nn.Module) -> None:
 def _drop_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
-
-
-def _reset_by_hand(root: FSDPModule) -> None:
-    """Do what ``FSDPModule.reset_iter_state`` does, for torch 2.11 and 2.12, which do not have it.
-
-    Private attributes throughout; those that only one of the two versions has are set where they exist.
-    """
-    root_state = root._get_fsdp_state()
-    if root_state._device.type != "cpu":
-        torch.accelerator.synchronize(root_state._device)  # instead of waiting for each event
-    idle = type(root_state._training_state).IDLE
-    shared = root_state._comm_ctx
-    shared.all_gather_state = None
-    if hasattr(shared, "reduce_scatter_states"):
-        shared.reduce_scatter_states.clear()
-    else:
-        shared.reduce_scatter_state = None  # type: ignore[attr-defined]
-    shared.post_forward_order.clear()
-    for state in root_state._state_ctx.all_states:
-        state._modules_to_run_forward.clear()
-        state._training_state = idle
-        for group in _parameter_groups(state):
-            group._all_gather_result = None
-            group._post_reduce_event = None
-            group._all_reduce_state = None
-            group._reshard_after_forward_event = None
-            group._partial_reduce_output = None
-            group._post_forward_indices.clear()
-            group._training_state = idle
-            group._to_sharded()
-    root_state._state_ctx.iter_forward_root = None
-    root_state._state_ctx.post_backward_final_callback_queued = False
-
-
-def _free_gathered(root: FSDPModule) -> None:
-    """Free what a gathering that failed had allocated: FSDP takes its parameters for sharded already.
-
-    Private (checked on torch 2.13); without it, the bytes stay until the parameters are gathered again.
-    """
-    for state in root._get_fsdp_state()._state_ctx.all_states:
-        for group in _parameter_groups(state):
-            for parameter in group.fsdp_params:
-                parameter.free_unsharded_param()
 
 
 def _check_sharded(model: nn.Module) -> None:
@@ -252,24 +190,6 @@ def _check_sharded(model: nn.Module) -> None:
 
 
 def changed_reduction(model: nn.Module) -> str | None:
-    """Which method of FSDP2 has changed how gradients are reduced, if any has; there is no public way to ask
-    (checked on torch 2.13)."""
-    groups = [
-        group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in _parameter_groups(module._get_fsdp_state())
-    ]
-    changed = {
-        "set_gradient_divide_factor": lambda group: group.gradient_divide_factor is not None,
-        "set_requires_gradient_sync(False)": lambda group: not group.reduce_grads,
-        "set_requires_all_reduce(False)": lambda group: not group.all_reduce_grads,
-        "set_all_reduce_hook": lambda group: group._all_reduce_hook is not None,
-    }
-    return next((name for name, is_so in changed.items() if any(map(is_so, groups))), None)
-
-
-def _parameter_groups(state: Any) -> list[Any]:
-    """The parameters that an FSDP module shards together; private, and one until torch 2.12."""
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
+    """Which method of FSDP2 has changed how gradients are reduced, if any has."""
+    modules = (module for module in model.modules() if isinstance(module, FSDPModule))
+    return next((name for module in modules for name in private.changed_reduction(module)), None)

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from torchtune_adaptive.common import launcher
 from torchtune_adaptive.core.ranks.agreement import Ranks
 
 _LOOPBACK = "127.0.0.1"
@@ -22,7 +23,7 @@ def open_store(ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
     It listens on loopback if all ranks share a machine, else on rank 0's address in ``MASTER_ADDR``.
     """
     store, host, port = None, "", 0
-    if ranks.rank == 0:
+    if ranks.is_zero:
         host = _host(ranks.size)
         listener = _listen(host)
         port = listener.getsockname()[1]
@@ -43,7 +44,7 @@ def open_store(ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
 
 def _host(ranks: int) -> str:
     """Where the ranks reach rank 0."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(ranks):
+    if launcher.local_size() == ranks:
         return _LOOPBACK
     return os.environ.get("MASTER_ADDR") or socket.gethostname()
 

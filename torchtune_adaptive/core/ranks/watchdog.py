@@ -130,7 +130,7 @@ class Watchdog:
         with suppress(Exception):  # nobody may be left
             store.set(_left(self._ranks.rank), "")
             # The host leaves last: the others still need it for their last calls, and to read why it ends.
-            if self._ranks.rank == 0:
+            if self._ranks.is_zero:
                 patience = self._limit if self._stopped == DONE else 2 * self._beat
                 others = [_left(rank) for rank in range(1, self._ranks.size)]
                 store.wait(others, timedelta(seconds=patience))

@@ -54,7 +54,7 @@ class SizeSearch:
         if found is None:
             strategy = "extrapolate" if self.strategy == "predict" else self.strategy
             found = find_largest(strategy, self.sizes, self._trial)
-        if self.ranks.rank == 0 and found.size is not None and found.status in PROOFS:
+        if self.ranks.is_zero and found.size is not None and found.status in PROOFS:
             self.cache.put(about, found.size)
         return SearchResult(found.size, found.status, tuple(self.tried.values()))
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from torchtune_adaptive.core.private import foreach_mul_, foreach_norm
 from torchtune_adaptive.core.step.loss_scale import LossScale
 
 
@@ -36,11 +37,8 @@ def squared_norm(
     by_share: dict[float, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_share.setdefault(share(gradient, ranks), []).append(local(gradient))
-    # ``torch._foreach_*`` is what torch's own clipping and optimizers are made of: one kernel for
-    # all gradients. The public ``get_total_norm`` would round bf16 norms to bf16.
     norms = [
-        torch.stack(torch._foreach_norm(group, 2.0, dtype=torch.float32)).double().square().sum()
-        * part
+        torch.stack(foreach_norm(group, 2.0, dtype=torch.float32)).double().square().sum() * part
         for part, group in by_share.items()
     ]
     return torch.stack(norms).sum() if norms else torch.zeros((), device=device)
@@ -56,7 +54,7 @@ def scale(
     """Multiply gradients in place; ``run`` is given each kernel with its arguments, to call it."""
     pieces = [local(gradient) for gradient in gradients]
     if device.type != "cpu" and pieces:
-        run(torch._foreach_mul_, pieces, factor)
+        run(foreach_mul_, pieces, factor)
     else:  # where foreach would round the factor to the gradients' dtype first
         for piece in pieces:
             run(piece.mul_, factor)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from torchtune_adaptive.core.private import schema_of
 from torchtune_adaptive.core.step.knobs import checkpoints_every
 
 Recomputed = Literal["nothing", "operations", "everything"]
@@ -73,7 +74,7 @@ def _policy(context: Any, operation: Any, *arguments: Any, **named: Any) -> Chec
 def _drops_out(operation: Any, arguments: Sequence[Any], named: dict[str, Any]) -> bool:
     """Whether an attention draws random numbers; kept, it would not draw them again, and what follows it
     would get other ones than in forward."""
-    names = (argument.name for argument in operation._schema.arguments)
+    names = (argument.name for argument in schema_of(operation).arguments)
     given = {**dict(zip(names, arguments, strict=False)), **named}
     return bool(given.get("dropout_p", 0.0))
 

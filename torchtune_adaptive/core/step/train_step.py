@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtune_adaptive.core.device.memory import DeviceMemory
+from torchtune_adaptive.core.private import tree_leaves, tree_map
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.collectives import Collectives, NoCollectives

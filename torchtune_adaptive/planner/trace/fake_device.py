@@ -8,14 +8,13 @@ What is registered here stays for the life of the process: never call it in a pr
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from itertools import count
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from torchtune_adaptive.planner import private
 from torchtune_adaptive.planner.speed.operations import HOST_WAIT, RECORD, WAIT
 
 NAME = "fakegpu"
@@ -25,23 +24,22 @@ _BACKEND = "fake_ranks"
 class Listener(Protocol):
     """Is told what streams and events do, and of copies that are only pretended."""
 
-    def synchronise(self, kind: str, stream: int, event: int) -> None: ...
+    def synchronize(self, kind: str, stream: int, event: int) -> None: ...
 
     def copied(self, nbytes: int) -> None: ...
-
-
-listener: Listener | None = None
-_events = count(1)
 
 
 class FakeEvent:
     """An event that has always happened: nothing runs. Only the listener learns of it."""
 
+    made = 0
+
     def __init__(self, *_: Any, **__: Any) -> None:
         self.number = 0
 
     def record(self, stream: FakeStream | None = None) -> None:
-        self.number = next(_events)
+        FakeEvent.made += 1
+        self.number = FakeEvent.made
         self._tell(RECORD, stream)
 
     def wait(self, stream: FakeStream | None = None) -> None:
@@ -51,8 +49,8 @@ class FakeEvent:
         self._tell(HOST_WAIT, None)
 
     def _tell(self, kind: str, stream: FakeStream | None) -> None:
-        if listener is not None and self.number:
-            listener.synchronise(kind, (stream or current_stream()).number, self.number)
+        if _here.listener is not None and self.number:
+            _here.listener.synchronize(kind, (stream or current_stream()).number, self.number)
 
     def query(self) -> bool:
         return True
@@ -81,8 +79,8 @@ class FakeStream:
         return event
 
     def synchronize(self) -> None:
-        if listener is not None:
-            listener.synchronise(HOST_WAIT, self.number, 0)
+        if _here.listener is not None:
+            _here.listener.synchronize(HOST_WAIT, self.number, 0)
 
     def is_capturing(self) -> bool:
         return False
@@ -91,23 +89,47 @@ class FakeStream:
         return True
 
     def __enter__(self) -> FakeStream:
-        _entered.append(self)
+        _here.streams.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _entered.pop()
+        _here.streams.pop()
 
 
-_main = FakeStream()
-_entered = [_main]
+class _Here:
+    """Where the program is on the fake device, of which torch has one."""
+
+    def __init__(self) -> None:
+        self.listener: Listener | None = None
+        self.streams = [FakeStream()]
+        """The default stream, and those that were entered."""
+
+
+_here = _Here()
+
+
+@contextmanager
+def heard_by(listener: Listener | None) -> Iterator[None]:
+    """In this context, the listener is told what happens."""
+    _here.listener = listener
+    try:
+        yield
+    finally:
+        _here.listener = None
+
+
+def copied(nbytes: int) -> None:
+    """Tell the listener of a copy that is only pretended."""
+    if _here.listener is not None:
+        _here.listener.copied(nbytes)
 
 
 def current_stream(device: Any = None) -> FakeStream:
-    return _entered[-1]
+    return _here.streams[-1]
 
 
 def default_stream(device: Any = None) -> FakeStream:
-    return _main
+    return _here.streams[0]
 
 
 def in_stream(stream: FakeStream | None) -> AbstractContextManager[Any]:
@@ -158,25 +180,13 @@ class _DeviceModule:
 
 
 def device() -> torch.device:
-    """Register the fake device with torch, and return it.
-
-    Private API, and the only way to have a device without building torch (checked on torch 2.11, 2.13 and
-    2.15).
-    """
+    """Register the fake device with torch, and return it."""
     if not hasattr(torch, NAME):
-        _setup_privateuseone_for_python_backend(NAME, backend_module=_DeviceModule())
+        private.register_device(NAME, _DeviceModule())
     return torch.device(NAME, 0)
 
 
 def init_fake_ranks(rank: int, ranks: int) -> None:
     """Join a fake process group, whose collectives return tensors of the right shapes, as a rank."""
-    from torch.testing._internal.distributed import fake_pg
-
-    if _BACKEND not in dist.Backend.backend_list:
-        devices = ["cpu", NAME] if hasattr(torch, NAME) else ["cpu"]
-        dist.Backend.register_backend(
-            _BACKEND, fake_pg._create_fake_pg, extended_api=True, devices=devices
-        )
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group(_BACKEND, rank=rank, world_size=ranks, store=fake_pg.FakeStore())
+    devices = ["cpu", NAME] if hasattr(torch, NAME) else ["cpu"]
+    private.join_fake_group(_BACKEND, devices, rank, ranks)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from torchtune_adaptive.planner.private import schema_of
+
 _aten = torch.ops.aten
 
 
@@ -30,7 +32,7 @@ def _elementwise_loss(predicted: torch.Tensor, target: torch.Tensor, *_: Any) ->
 
 def _keeping_size(loss: Any) -> Callable[..., torch.Tensor]:
     """A loss whose kernel gives its sum, one number, in memory of the size of the loss of each element."""
-    at = [argument.name for argument in loss._schema.arguments].index("reduction")
+    at = [argument.name for argument in schema_of(loss).arguments].index("reduction")
 
     def result(*args: Any, **kwargs: Any) -> torch.Tensor:
         reduction = kwargs.pop("reduction", args[at] if len(args) > at else _MEAN)

@@ -11,7 +11,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from torchtune_adaptive.planner.private import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    is_same,
+    schema_of,
+    without_dispatch,
+)
 
 _DEPENDS_ON_VALUES = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _CHANGES_ITS_ARGUMENT = frozenset(("aten::resize_", "aten::resize_as_", "aten::set_"))
@@ -129,7 +137,7 @@ class KnownResults:
             return part.value
         if isinstance(part, _Given):
             return tensors[part.number]
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             if part.view_of is None:
                 plain = torch.empty_strided(
                     part.shape, part.stride, dtype=part.dtype, device="meta"
@@ -144,11 +152,11 @@ class KnownResults:
 def _is_regular(func: Any) -> bool:
     """Whether only the kinds of its arguments decide what results, and they stay as they are."""
     return (
-        isinstance(func, torch._ops.OpOverload)
+        isinstance(func, OpOverload)
         and func.namespace in ("aten", "fsdp")
         and not _DEPENDS_ON_VALUES & set(func.tags)
         and torch.Tag.inplace_view not in func.tags
-        and func._schema.name not in _CHANGES_ITS_ARGUMENT
+        and schema_of(func).name not in _CHANGES_ITS_ARGUMENT
     )
 
 
@@ -177,7 +185,7 @@ def _part(value: Any, tensors: list[FakeTensor]) -> _Part | None:
         *(value.dtype, value.fake_device, None),
     )
     for number, given in enumerate(tensors):
-        if storage._cdata == given.untyped_storage()._cdata:
+        if is_same(storage, given.untyped_storage()):
             return made._replace(view_of=number)
     extent = 1 + sum((n - 1) * step for n, step in zip(made.shape, made.stride, strict=True))
     nbytes = extent * value.element_size() if value.numel() else 0

@@ -1,7 +1,7 @@
 """What every operation of a traced step computes, reads and writes, and how streams wait for each other.
 
 The dispatch mode that records memory sees each operation anyway; here it is also noted for the time model. On
-a fake device, streams and events report what they do (``fake_device.listener``).
+a fake device, streams and events report what they do (``fake_device.heard_by``).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from torchtune_adaptive.planner.private import schema_of, tree_leaves
 from torchtune_adaptive.planner.speed.operations import (
     ATTENTION,
     COLLECTIVE,
@@ -115,7 +115,7 @@ class OperationLog:
         self._parts = [[]]
         return StepOperations(parts[:-1], parts[-1])
 
-    def synchronise(self, kind: str, stream: int, event: int) -> None:
+    def synchronize(self, kind: str, stream: int, event: int) -> None:
         """A stream records an event or waits for one, or the host waits."""
         self._add(Operation(kind, "", self._phase(), stream, event=event))
 
@@ -131,7 +131,7 @@ class OperationLog:
     def read_by_host(self, tensor: torch.Tensor) -> None:
         """The host reads a value, and so waits for the device."""
         if tensor.device.type == self._device_type:
-            self.synchronise(HOST_WAIT, _stream(), 0)
+            self.synchronize(HOST_WAIT, _stream(), 0)
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operation that has just run."""
@@ -159,7 +159,7 @@ class OperationLog:
                 and returned[0].device.type != self._device_type
                 and not _async(args, kwargs)
             ):
-                self.synchronise(HOST_WAIT, _stream(), 0)
+                self.synchronize(HOST_WAIT, _stream(), 0)
             if size >= _SMALL:
                 return
         changed = [
@@ -251,7 +251,8 @@ def _async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _signature(func: Any) -> _Signature:
     """What is known of an operation before it runs."""
-    schema, name = func._schema, func._schema.name.split("::")[1]
+    schema = schema_of(func)
+    name = schema.name.split("::")[1]
     writes = tuple(
         (at, one.name, not (one.name == "out" or name in _ONLY_WRITTEN))
         for at, one in enumerate(schema.arguments)
@@ -259,7 +260,7 @@ def _signature(func: Any) -> _Signature:
     )
     infos = [one.alias_info for one in schema.returns]
     is_view = bool(infos) and all(info is not None and not info.is_write for info in infos)
-    flops = flop_registry.get(func._overloadpacket)
+    flops = flop_registry.get(func.overloadpacket)
     causal = next((at for at, one in enumerate(schema.arguments) if one.name == "is_causal"), None)
     if func.namespace == "c10d":
         kind = COLLECTIVE if schema.returns and name != "barrier" else ""

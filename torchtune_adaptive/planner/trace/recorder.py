@@ -14,12 +14,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive.core import allocates, plain_tensors
 from torchtune_adaptive.planner.memory.recorded_step import Label, MemoryEvent, RecordedStep
+from torchtune_adaptive.planner.private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    in_backward,
+    references,
+    tree_leaves,
+    without_dispatch,
+)
 from torchtune_adaptive.planner.trace import fake_device, kernels
 from torchtune_adaptive.planner.trace.known_results import KnownResults
 from torchtune_adaptive.planner.trace.operation_log import OperationLog
@@ -171,7 +177,7 @@ class Watch(TorchDispatchMode):
         if func is _PIN:
             return args[0]  # host memory is not traced
         if func in _PROFILING:  # FSDP names its parts for profilers
-            with torch._C._DisableTorchDispatch():
+            with without_dispatch():
                 return func(*args)
         if func is _RECORD_STREAM:
             return None  # would delay the release until another stream is done
@@ -218,11 +224,8 @@ def _any_value(tensor: torch.Tensor) -> bool | float:
 
 
 def _is_accumulation(summands: tuple[Any, ...], recorder: Recorder) -> bool:
-    """Whether this is autograd's sum of two gradients: in place on real tensors, but never on fake ones.
-
-    Private API: the two counts that autograd itself checks (torch 2.11, 2.13 and 2.15).
-    """
-    if torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+    """Whether this is autograd's sum of two gradients: in place on real tensors, but never on fake ones."""
+    if torch.is_grad_enabled() or not in_backward():
         return False
     left, right = summands
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
@@ -230,5 +233,5 @@ def _is_accumulation(summands: tuple[Any, ...], recorder: Recorder) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype or not left.is_contiguous():
         return False
     storage = left.untyped_storage()
-    alone = torch._C._storage_Use_Count(storage._cdata) <= 2
+    alone = references(storage) <= 2
     return alone and recorder.knows(storage) and storage.nbytes() == left.nbytes

@@ -17,13 +17,10 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, _sharding_prop
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
-from torchtune_adaptive.core import Batch, DeviceMemory, TrainStep, Usage, plain_tensors
+from torchtune_adaptive.core import Batch, DeviceMemory, Ranks, TrainStep, Usage, plain_tensors
+from torchtune_adaptive.planner import private
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.kernels import attention
@@ -82,11 +79,11 @@ class FakeMemory(DeviceMemory):
                     self._recorder.see(plain.untyped_storage(), "")
 
 
-class FakeRanks:
-    """The ranks of a run, as far as a step that succeeds needs them."""
+class FakeRanks(Ranks):
+    """Ranks of which only this one runs: the others always agree with it."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.size = rank, ranks
+        self.rank, self.size, self._group = rank, ranks, None
 
 
 class StepTracer:
@@ -110,7 +107,7 @@ class StepTracer:
         self.ranks = FakeRanks(rank, ranks)
         self.recorder = Recorder(self.device)
         self.memory = FakeMemory(self.recorder)
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = private.FakeTensorMode(allow_non_fake_inputs=True)
         self._watch = Watch(self.recorder, self._fake)
         self._within: Callable[[], AbstractContextManager[Any]] = nullcontext
         """What else to trace in."""
@@ -150,10 +147,10 @@ class StepTracer:
             layer is not None and self._optimizer_state_is_there
         ):  # the first step is not like the others
             log = OperationLog(recorder.device.type, recorder.block_of, recorder.phase, layer)
-        recorder.log = fake_device.listener = log
+        recorder.log = log
         gc.disable()  # or when reference cycles are freed would depend on earlier traces
         try:
-            with self.tracing():
+            with self.tracing(), fake_device.heard_by(log):
                 batch = make_batch()
                 recorder.peak = recorder.in_use
                 for _ in range(micro_batches):
@@ -172,7 +169,7 @@ class StepTracer:
             gc.collect()
             gc.freeze()  # what is left stays, so later collections can skip it
         finally:
-            recorder.log = fake_device.listener = None
+            recorder.log = None
             gc.enable()
         traced = recorder.take_events()
         self._label_streams(traced)
@@ -195,21 +192,15 @@ class StepTracer:
                 yield
 
     def _replacements(self) -> list[tuple[Any, str, Any]]:
-        """What is replaced in torch while tracing: owner, name, replacement. Partly private (checked on torch
-        2.11, 2.13 and 2.15)."""
+        """What is replaced in torch while tracing: owner, name, replacement."""
         recorder, watch = self.recorder, self._watch
         resize = torch.UntypedStorage.resize_
-        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def seen_resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
             resize(storage, nbytes)
             if recorder.knows(storage):
                 recorder.see(storage, "resize_", GATHERED)
             return storage
-
-        def unseen_propagation(propagator: ShardingPropagator, schema: Any) -> Any:
-            with watch.paused():  # computes shapes on tensors of the whole model's size
-                return propagate(propagator, schema)
 
         def as_one_kernel(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
             """What an 8-bit optimizer compiles for each parameter: nothing in it takes memory."""
@@ -233,15 +224,13 @@ class StepTracer:
             (torch, "tensor", made_on_host),
             (torch, "compile", as_one_kernel),
             (torch.UntypedStorage, "resize_", seen_resize),
-            (ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen_propagation),
+            *private.of_sharding(unseen=watch.paused),
         ]
         if not recorder.simulated:
             replacements += [
                 (F, "scaled_dot_product_attention", attention),
                 (torch.accelerator, "current_stream", fake_device.current_stream),
             ]
-        if hasattr(_sharding_prop, _FOR_STRIDED):  # in torch 2.13; not every version has it
-            replacements.append((_sharding_prop, _FOR_STRIDED, _once_for_each_schema()))
         return replacements
 
     def _label_streams(self, step: RecordedStep) -> None:
@@ -252,47 +241,23 @@ class StepTracer:
                 step.labels[block] = step.labels[block]._replace(category=category)
 
     def stream_categories(self) -> dict[int, str]:
-        """What FSDP allocates on its own streams. Private names (checked on torch 2.11, 2.13 and 2.15)."""
+        """What FSDP allocates on its own streams."""
         named = {
             "all_gather_copy_in_stream": GATHERED,
             "all_gather_stream": GATHERED,
             "reduce_scatter_stream": GRADIENTS,
             "all_reduce_stream": GRADIENTS,
         }
-        contexts = [
-            model._get_fsdp_state()._comm_ctx
-            for model in self._models
-            if isinstance(model, FSDPModule)
-        ]
         found = [
-            (named[name], getattr(streams, name, None)) for streams in contexts for name in named
+            (category, getattr(private.communication_streams(model), name, None))
+            for model in self._models
+            for name, category in named.items()
         ]
         return {
             stream.number: category
             for category, stream in found
             if isinstance(stream, fake_device.FakeStream)
         }
-
-
-_FOR_STRIDED = "_propagate_use_strided_shard_flag"
-
-
-def _once_for_each_schema() -> Callable[..., None]:
-    """What torch does with placements that are strided, in linear time: it looks for them in all tensors of a
-    list (of an optimizer, say) once for each of these tensors, which takes as long as a layer."""
-    correct = getattr(_sharding_prop, _FOR_STRIDED)
-    without: list[Any] = [None]
-
-    def propagate(strategy: Any, schema: Any, *others: Any) -> None:
-        if schema is without[0]:
-            return
-        placements = (one for spec in schema.args_spec for one in spec.placements)
-        if any(isinstance(one, _StridedShard) for one in placements):
-            correct(strategy, schema, *others)
-        else:
-            without[0] = schema  # for which it does nothing
-
-    return propagate
 
 
 def _state(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:

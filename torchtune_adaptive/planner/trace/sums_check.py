@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtune_adaptive.common import NoPrediction
+from torchtune_adaptive.planner.private import FakeTensorMode
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
 

@@ -7,7 +7,8 @@ import dataclasses
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchtune_adaptive.planner.private import is_traceable_wrapper_subclass, with_shard
 
 
 def fill(
@@ -32,8 +33,7 @@ def fill(
     def new(parameter: torch.Tensor) -> nn.Parameter:
         trained = parameter.requires_grad
         if isinstance(parameter, DTensor):
-            local = _empty(parameter._local_tensor, device)
-            parameter = DTensor(local, parameter._spec, requires_grad=False)
+            parameter = with_shard(parameter, lambda shard: _empty(shard, device))
         else:
             parameter = _empty(parameter.detach(), device)
         return nn.Parameter(parameter, requires_grad=trained)
@@ -44,9 +44,9 @@ def fill(
         assign=True,
     )
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type != device.type:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+        for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+            if buffer.device.type != device.type:
+                setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def _empty(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

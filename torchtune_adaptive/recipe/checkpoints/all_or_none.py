@@ -32,7 +32,7 @@ class AllOrNone:
         """What rank 0 decides, on every rank; its error as well."""
         decided: T | None = None
         problem: Exception | None = None
-        if self.ranks.rank == 0:
+        if self.ranks.is_zero:
             try:
                 decided = decide()
             except Exception as error:

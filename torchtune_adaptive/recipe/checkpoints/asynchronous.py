@@ -14,11 +14,10 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch.distributed.checkpoint import FileSystemWriter, async_save
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torchtune import training
-from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
 
 from torchtune_adaptive.common import CheckpointError
+from torchtune_adaptive.recipe import private
 from torchtune_adaptive.recipe.checkpoints.all_or_none import (
     LONGEST_SAVE,
     AllOrNone,
@@ -101,15 +100,14 @@ class AsynchronousCheckpoints:
         written: Future[Any],
     ) -> None:
         """In a thread. That rank 0 is done means that all are: it writes the metadata last."""
-        is_rank_zero = self._all.ranks.rank == 0
         try:
             written.result()
-            if is_rank_zero:
+            if self._all.ranks.is_zero:
                 self._folder.publish(name, facts)
                 log.info(f"Saved the checkpoint {self._folder.path / name}.")
         except BaseException as error:
             log.error(f"The checkpoint {name} could not be written: {reason(error)}.")
-            if is_rank_zero:
+            if self._all.ranks.is_zero:
                 self._folder.abandon(name)
             running.set_exception(RuntimeError(describe(error)))
         else:
@@ -139,11 +137,8 @@ class AsynchronousCheckpoints:
             # Only what the optimizer holds already is loaded. The client sees to that for one optimizer, and
             # forgets it for many, which would continue without their state.
             for optimizer in optimizers.steppers:
-                _init_optim_state(optimizer)
-        client = CheckpointClient(self._cfg)
-        # The client makes its checkpointer on first use and has no setting for the folder to load from,
-        # nor for the group, hence the private attribute (torchtune 0.6.1).
-        client._dcp_checkpointer = _FromFolder(folder, self._group)
+                private.initialize_state(optimizer)
+        client = private.checkpoint_client(self._cfg, _FromFolder(folder, self._group))
 
         def read() -> dict[str, Any]:
             try:

@@ -111,11 +111,10 @@ class Checkpoints(ABC):
             CheckpointError: on all ranks, if it could not be written; earlier ones are as they were.
         """
         started = time.perf_counter()
-        is_rank_zero = self._environment.is_rank_zero
         log.info("Saving checkpoint. This may take some time. Retrieving full model state dict...")
         weights = training.gather_cpu_state_dict(
             model.module,
-            is_rank_zero,
+            self._environment.ranks.is_zero,
             device=self._environment.device,
             adapter_weights_only=self._adapters_only,
         )
@@ -166,7 +165,7 @@ class Checkpoints(ABC):
         """
         given = self._cfg.checkpointer
         # Where the rank does not save, a folder that exists, since torchtune makes it.
-        saves = self._environment.is_rank_zero
+        saves = self._environment.ranks.is_zero
         changes: dict[str, Any] = {
             "output_dir": str(self._folder.staging if saves else self._output_dir),
             "should_load_recipe_state": False,
@@ -202,7 +201,7 @@ class Checkpoints(ABC):
     def _write(self, write: Callable[[], None], name: str) -> None:
         """Write on rank 0, while the others wait."""
         problem: Exception | None = None
-        if self._environment.is_rank_zero:
+        if self._environment.ranks.is_zero:
             try:
                 write()
             except Exception as error:
@@ -238,7 +237,7 @@ class Checkpoints(ABC):
             return training.get_full_optimizer_state_dict(
                 model.module,
                 optimizer,
-                self._environment.is_rank_zero,
+                self._environment.ranks.is_zero,
                 device=self._environment.device,
             )
 
@@ -252,7 +251,7 @@ class Checkpoints(ABC):
         between_epochs = cfg.epochs > 1 or cfg.get("save_every_n_steps") is not None
         if (
             optimizer.startswith("torchao.optim.")
-            and self._environment.ranks > 1
+            and self._environment.ranks.size > 1
             and between_epochs
         ):
             raise ConfigError(  # or the first checkpoint would end the run

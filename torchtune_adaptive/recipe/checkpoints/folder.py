@@ -237,7 +237,7 @@ class CheckpointFolder:
 def require_output_folder(cfg: DictConfig, ranks: Ranks) -> None:
     """Raise on all ranks unless checkpoints can be written where the config says; nothing is loaded yet."""
     problem = None
-    if ranks.rank == 0:
+    if ranks.is_zero:
         try:
             for key in {cfg.output_dir, cfg.checkpointer.output_dir}:
                 CheckpointFolder(Path(key)).require_usable()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtune import training
-from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 
 from torchtune_adaptive.common import CheckpointError
 from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
+from torchtune_adaptive.recipe.private import training_progress
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ class Progress:
         if self.total_epochs != total_epochs:
             log.warning(f"epochs {total_epochs} -> {self.total_epochs} (the config's)")
 
-    def as_torchtune(self) -> TrainingProgress:
-        return TrainingProgress(
+    def as_torchtune(self) -> Any:
+        return training_progress(
             seed=self.seed,
             epochs_run=self.epochs_run,
             total_epochs=self.total_epochs,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import Cache, cache_folder
+from torchtune_adaptive.recipe.private import fingerprint
 
 if TYPE_CHECKING:
     from torchtune_adaptive.core import Ranks
@@ -55,7 +56,7 @@ class RowLengths:
         if self._lengths is not None:
             return self._lengths
         known = None
-        if self._ranks.rank == 0:
+        if self._ranks.is_zero:
             known = self._cached.get(self._facts)
             if known is not None and (reason := _stale(known, self._dataset, self._length)):
                 log.warning(f"Ignoring cached row lengths: {reason}; recomputing.")
@@ -68,7 +69,7 @@ class RowLengths:
     def keep(self, lengths: list[int]) -> None:
         """Remember lengths that have been looked up elsewhere."""
         self._lengths = lengths
-        if self._ranks.rank == 0:
+        if self._ranks.is_zero:
             self._cached.put(self._facts, lengths)
 
     def all(self, say_progress: bool) -> list[int]:
@@ -115,8 +116,7 @@ def _facts(dataset: Any, cfg: DictConfig) -> dict[str, Any]:
     """What decides how many tokens each row has."""
     return {
         **_facts_of_config(cfg),
-        # Hugging Face's own name for what a dataset holds, where there is one.
-        "fingerprint": getattr(getattr(dataset, "_data", None), "_fingerprint", None),
+        "fingerprint": fingerprint(dataset),
         "rows": len(dataset),
     }
 

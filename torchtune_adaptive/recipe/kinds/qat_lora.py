@@ -9,6 +9,7 @@ from torchtune.training.quantization import swap_lora_linear_with_qat
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.recipe.kinds.lora import LoRA
 from torchtune_adaptive.recipe.kinds.quantisation import build_quantizer, quantise_from, quantised
+from torchtune_adaptive.recipe.private import has_quantised_base
 from torchtune_adaptive.recipe.upstream import fake_quantisation_for_lora
 
 
@@ -38,11 +39,9 @@ class QATLoRA(LoRA):
 
     def _require_plain_adapters(self, model: nn.Module) -> None:
         for module in model.modules():
-            has_quantised_base = isinstance(module, LoRALinear) and getattr(
-                module, "_quantize_base", False
-            )
-            if isinstance(module, DoRALinear) or has_quantised_base:
-                key = "model.quantize_base" if has_quantised_base else "model.use_dora"
+            quantised_base = isinstance(module, LoRALinear) and has_quantised_base(module)
+            if isinstance(module, DoRALinear) or quantised_base:
+                key = "model.quantize_base" if quantised_base else "model.use_dora"
                 raise ConfigError(
                     key,
                     True,

@@ -165,14 +165,14 @@ def _by_tokens(
     prober.enter("looking up the lengths of all rows")
     if rows.order.rows_per_rank and images_of(rows.data.dataset[0]):
         raise token_budget_with_images(settings)
-    lengths = rows.lengths.all(say_progress=prober.ranks.rank == 0)
+    lengths = rows.lengths.all(say_progress=prober.ranks.is_zero)
     budget = Budget(tuple((length, size) for length, size in known)) if known else None
     return find_token_budget(settings, prober, rows, lengths, validation, budget)
 
 
 def _announce(cfg: DictConfig, ranks: Ranks, report: Report) -> None:
     """Log what was found, and write it to files; on rank 0."""
-    if ranks.rank != 0:
+    if not ranks.is_zero:
         return
     log.info(report.text())
     with not_essential("The report of the search"):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import training, utils
 
-from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.core import LONGEST_SILENCE
+from torchtune_adaptive.common import ConfigError, launcher
+from torchtune_adaptive.core import LONGEST_SILENCE, Ranks
 from torchtune_adaptive.recipe.settings.checks import require_torchvision
 
 
@@ -25,24 +25,19 @@ class Environment:
 
     device: torch.device
     dtype: torch.dtype
-    rank: int
-    ranks: int
+    ranks: Ranks
     launched: bool = True
     """Whether a launcher started this rank; or else it is the only one, as in a single-device recipe."""
 
-    @property
-    def is_rank_zero(self) -> bool:
-        return self.rank == 0
 
-
-def start_environment(cfg: DictConfig, longest_wait: float | None = None) -> Environment:
+def start_environment(cfg: DictConfig, patience: float, watched: bool = True) -> Environment:
     """Join the other ranks; alone, without a launcher, be the only one.
 
     Args:
         cfg: the config.
-        longest_wait: seconds for which our own limits let a rank wait for another. The process group gets
-            more, or NCCL would end the run before the watchdog names the rank that is waited for. None where
-            there is no watchdog: the group's own limit is all there is.
+        patience: seconds for which a rank waits until the others agree.
+        watched: whether a watchdog names the rank that is waited for. Then the process group waits longer, or
+            NCCL would end the run before that; without one, the group's own limit is all there is.
     """
     require_torchvision(cfg)
     _log_on_rank_zero()
@@ -54,8 +49,8 @@ def start_environment(cfg: DictConfig, longest_wait: float | None = None) -> Env
         cfg.device, offload_ops_to_cpu=on_cpu_too and device.type != "cpu"
     )
     timeout = None
-    if longest_wait is not None:
-        timeout = timedelta(seconds=process_group_timeout(longest_wait))
+    if watched:
+        timeout = timedelta(seconds=process_group_timeout(patience))
     launched = training.is_distributed()
     if launched:
         dist.init_process_group(backend, timeout=timeout)
@@ -65,7 +60,7 @@ def start_environment(cfg: DictConfig, longest_wait: float | None = None) -> Env
         )
     if cfg.get("fsdp_cpu_offload", False):
         training.set_torch_num_threads()  # the optimizer runs on the CPU
-    return Environment(device, dtype, dist.get_rank(), dist.get_world_size(), launched)
+    return Environment(device, dtype, Ranks(patience), launched)
 
 
 def _device(name: str) -> torch.device:
@@ -126,20 +121,13 @@ def _let_gloo_use_the_interface_of_nccl() -> None:
 def _log_on_rank_zero() -> None:
     """Our messages, once: what we say on every rank, the others only say when it is a warning.
 
-    A level that is set already stays (``--quiet``). torchtune's own messages are left out unless they warn:
-    we say the same, of the places where things end up.
+    A level that is set already stays (``--quiet``).
     """
     ours = logging.getLogger("torchtune_adaptive")
-    if int(os.environ.get("RANK", 0)) != 0:
+    if launcher.rank() != 0:
         ours.setLevel(logging.WARNING)
     elif ours.level == logging.NOTSET:
         ours.setLevel(logging.INFO)
     if not ours.handlers:
         ours.addHandler(logging.StreamHandler())
     ours.propagate = False
-    theirs = utils.get_logger()
-    theirs.filters = [_is_a_warning]
-
-
-def _is_a_warning(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING

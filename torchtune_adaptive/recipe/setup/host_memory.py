@@ -7,11 +7,12 @@ size that does not fit.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import psutil
 import torch
+
+from torchtune_adaptive.common import launcher
 
 _RESERVE = 0.05  # of the machine's memory, for everything that is not offloaded
 _NOTICED = 1 << 20  # smaller tensors are not worth a look at the machine
@@ -40,7 +41,7 @@ def check_host_memory(nbytes: int) -> None:
         return
     # The allocator of pinned memory rounds up to powers of two.
     pinned = 1 << (nbytes - 1).bit_length()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    ranks = launcher.local_size()
     memory = psutil.virtual_memory()
     if memory.available - pinned * ranks < _RESERVE * memory.total:
         raise torch.OutOfMemoryError(

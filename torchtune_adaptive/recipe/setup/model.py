@@ -89,11 +89,12 @@ def full_model_without_weights(
         prepare: changes the model before it is sharded.
     """
     tensor_ranks = cfg.get("tensor_parallel_dim", 1)
-    if environment.ranks % tensor_ranks != 0:
+    data_ranks, left = divmod(environment.ranks.size, tensor_ranks)
+    if left:
         raise ValueError(
-            f"tensor_parallel_dim {tensor_ranks} does not divide the {environment.ranks} ranks of this run"
+            f"tensor_parallel_dim {tensor_ranks} does not divide the "
+            f"{environment.ranks.size} ranks of this run"
         )
-    data_ranks = environment.ranks // tensor_ranks
     model = _on_meta(cfg.model, environment)
     if cfg.get("compile", False):
         _compile(model)
@@ -146,7 +147,7 @@ def lora_model(
             f"The checkpoint does not fit the model: {error}. Look at the LoRA settings of model."
         ) from error
     offloading = _finish(model, cfg, environment, started)
-    return Model(model, offloading, environment.rank, environment.ranks)
+    return Model(model, offloading, environment.ranks.rank, environment.ranks.size)
 
 
 def lora_model_without_weights(
@@ -160,7 +161,7 @@ def lora_model_without_weights(
     set_trainable_params(model, get_adapter_params(model))
     if cfg.get("compile", False):
         _compile(model)
-    mesh = init_device_mesh(environment.device.type, (environment.ranks,))
+    mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
     with sharding:
         _shard(model, cfg, mesh)
     return model
@@ -188,7 +189,7 @@ def frozen_model_without_weights(
     model = _on_meta(cfg[block], environment).requires_grad_(False).eval()
     if cfg.get("compile", False):
         _compile(model)
-    mesh = init_device_mesh(environment.device.type, (environment.ranks,))
+    mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
     with sharding:
         # Always: parameters that were kept after forward would stay for ever, as no backward frees them.
         _shard(model, cfg, mesh, reshard_after_forward=True)
@@ -345,6 +346,6 @@ def _announce(model: nn.Module, environment: Environment, started: float) -> Non
     log.info(
         f"Instantiating model and loading checkpoint took {time.perf_counter() - started:.2f} secs"
     )
-    if environment.is_rank_zero and environment.device.type != "cpu":
+    if environment.ranks.is_zero and environment.device.type != "cpu":
         training.log_memory_stats(training.get_memory_stats(device=environment.device))
     dist.barrier()

@@ -77,7 +77,7 @@ def build_loss(
     """The loss that a block describes, and a model whose output comes in the chunks that the loss wants."""
     loss_fn = config.instantiate(cfg[block])
     if cfg.get("compile", False):
-        loss_fn = training.compile_loss(loss_fn, verbose=environment.is_rank_zero)
+        loss_fn = training.compile_loss(loss_fn, verbose=environment.ranks.is_zero)
     give_output_to_loss(loss_fn, model)
     log.debug("Loss is initialized.")
     return loss_fn

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchtune_adaptive.planner import fake_device
+from torchtune_adaptive.recipe.private import offloading_module
 
 
 class _OnHost:
@@ -21,12 +22,10 @@ class _OnHost:
         self._nbytes = tensor.numel() * tensor.element_size()
 
     def copy_(self, *_: Any, **__: Any) -> None:
-        if fake_device.listener is not None:
-            fake_device.listener.copied(self._nbytes)
+        fake_device.copied(self._nbytes)
 
     def to(self, *_: Any, **__: Any) -> torch.Tensor:
-        if fake_device.listener is not None:
-            fake_device.listener.copied(self._nbytes)
+        fake_device.copied(self._nbytes)
         return torch.empty_strided(
             *self._like, dtype=self._dtype, device=torch.device(fake_device.NAME, 0)
         )
@@ -53,10 +52,9 @@ class _Torch:
 @contextmanager
 def for_offloading() -> Iterator[None]:
     """Let torchtune's activation offloading work with the fake device."""
-    from torchtune.training import _activation_offloading
-
-    _activation_offloading.torch = _Torch()
+    module = offloading_module()
+    module.torch = _Torch()
     try:
         yield
     finally:
-        _activation_offloading.torch = torch
+        module.torch = torch

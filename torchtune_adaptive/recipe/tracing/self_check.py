@@ -127,7 +127,7 @@ def measured_peaks(
 def _real_kind(cfg: DictConfig) -> RecipeKind:
     device = torch.device("cpu")
     dtype = training.get_dtype(cfg.dtype, device)
-    environment = Environment(device, dtype, dist.get_rank(), dist.get_world_size())
+    environment = Environment(device, dtype, Ranks(timeout=20))
     return recipe_kind(kind_of(cfg), cfg, environment)
 
 
@@ -150,7 +150,7 @@ def _real_step(kind: RecipeKind, memory: SimulatedMemory) -> TrainStep:
         optimizers=optimizers.steppers,
         device=environment.device,
         memory=memory,
-        ranks=Ranks(timeout=20),
+        ranks=environment.ranks,
         options=StepOptions(
             switches=build_switches(cfg, environment, model.module, objective),
             clip_grad_norm=cfg.clip_grad_norm,

@@ -52,7 +52,7 @@ class Tracer(StepTracer):
     def __init__(self, cfg: DictConfig, ranks: int, rank: int = 0) -> None:
         super().__init__(cfg.device == "cpu", rank, ranks)
         dtype = training.get_dtype(cfg.dtype, torch.device("cpu"))
-        environment = Environment(self.device, dtype, rank, ranks)
+        environment = Environment(self.device, dtype, self.ranks)
         self._within = nullcontext if self.recorder.simulated else for_offloading
         self._accumulation = min(cfg.gradient_accumulation_steps, 2)  # as in a trial
         self._layer_running = 0
@@ -96,7 +96,7 @@ class Tracer(StepTracer):
             objective=objective,
             device=environment.device,
             memory=self.memory,
-            ranks=self.ranks,  # type: ignore[arg-type]
+            ranks=self.ranks,
             options=StepOptions(
                 survive=False,
                 activations=offloading,

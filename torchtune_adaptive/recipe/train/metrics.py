@@ -169,7 +169,7 @@ class Metrics:
         """
         seconds = time.perf_counter() - self._step_started
         self.seconds += seconds
-        tokens = self._tokens(outcome, micro_batches) * self._environment.ranks
+        tokens = self._tokens(outcome, micro_batches) * self._environment.ranks.size
         self.tokens_per_second = tokens / seconds
         self.tokens += int(tokens)
         self.losses.append(outcome.loss)
@@ -178,11 +178,11 @@ class Metrics:
         self.peak_bytes = max(self.peak_bytes, peak or 0)
         point = Point(samples, split.global_batch, micro_batch, lr, outcome.loss, peak)
         self.history.add(point)
-        if self._environment.is_rank_zero and number % self._logging.every_n_steps == 0:
+        if self._environment.ranks.is_zero and number % self._logging.every_n_steps == 0:
             record: dict[str, Any] = {
                 "loss": outcome.loss,
                 "lr": lr,
-                "tokens_per_second_per_gpu": self.tokens_per_second / self._environment.ranks,
+                "tokens_per_second_per_gpu": self.tokens_per_second / self._environment.ranks.size,
                 "batch_size": split.micro_batch,
                 "micro_batch_size": micro_batch,
                 "gradient_accumulation_steps": len(micro_batches),
@@ -201,12 +201,12 @@ class Metrics:
         """Of a step on each rank, as torchtune's recipes count them: those that are predicted or, where the
         loss is no mean over tokens, all of them with padding."""
         if self._counts_tokens:
-            return outcome.weight / self._environment.ranks
+            return outcome.weight / self._environment.ranks.size
         return sum(each.tokens for each in micro_batches)
 
     def record_validation(self, number: int, found: dict[str, float]) -> None:
         """Record what validation after a step found; its time is not the next step's."""
-        if self._environment.is_rank_zero:
+        if self._environment.ranks.is_zero:
             self._logging.logger.log_dict(found, step=number)
         self.start_step()
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from torchtune_adaptive.common import Stopped, another_rank_has_failed
+from torchtune_adaptive.common import Stopped, another_rank_has_failed, launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_REQUEST = 2.0
@@ -178,16 +178,13 @@ _LISTENING: list[int] = []
 """What signals are written to in this process."""
 
 
-def _leave_to_parent() -> None:
+def leave_to_parent() -> None:
     """In a forked process: its signals are not those of the run, though it has inherited the socket."""
     if _LISTENING:
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         _LISTENING.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _name(number: int) -> str:
@@ -197,4 +194,4 @@ def _name(number: int) -> str:
 def _say(what: str) -> None:
     if another_rank_has_failed():
         return  # that is why the launcher ends this one
-    print(f"\nrank {os.environ.get('RANK', '0')}: {what}", file=sys.stderr, flush=True)
+    print(f"\nrank {launcher.rank()}: {what}", file=sys.stderr, flush=True)

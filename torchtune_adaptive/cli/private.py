@@ -1,0 +1,17 @@
+"""All private interfaces that the command line needs, as there is no public way."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from typing import Any
+
+
+def torchtune_command(name: str, kind: str) -> Any:
+    """The class of one of torchtune's commands, without the imports of the others (torchtune 0.6.1)."""
+    return getattr(import_module(f"torchtune._cli.{name}"), kind)
+
+
+def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """The arguments of a parser that somebody else has made (Python 3.11)."""
+    return parser._actions

@@ -1,0 +1,25 @@
+"""What the launcher, such as torchrun, tells a process in its environment: all there is before the ranks have
+joined a process group, which is when ``core.Ranks`` takes over."""
+
+from __future__ import annotations
+
+import os
+
+
+def has_started_this() -> bool:
+    return "RANK" in os.environ
+
+
+def rank() -> int:
+    """The rank of this process; 0 without a launcher."""
+    return int(os.environ.get("RANK", 0))
+
+
+def local_rank() -> int:
+    """The rank among those on this machine."""
+    return int(os.environ.get("LOCAL_RANK", rank()))
+
+
+def local_size() -> int:
+    """How many ranks this machine has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

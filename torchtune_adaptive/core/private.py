@@ -1,0 +1,129 @@
+"""All private interfaces of torch that the core needs, as there is no public way.
+
+Each was checked on torch 2.11, 2.13 and 2.15, where it does not say otherwise.
+"""
+
+# ruff: noqa: F401 - what is imported here is for the other modules of the package
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Dispatch modes see each operation; trees are how torch itself walks through arguments and results.
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+# What torch's own clipping and optimizers are made of: one kernel for many tensors. The public
+# ``get_total_norm`` would round bf16 norms to bf16.
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
+
+
+def schema_of(operation: Any) -> Any:
+    """The arguments and results of an operation, with what they share."""
+    return operation._schema
+
+
+def record_memory_history(device: torch.device, enabled: bool) -> None:
+    """Start or stop the recording that a memory snapshot shows; torchtune's recipes do it in this way."""
+    memory = torch.get_device_module(device).memory
+    memory._record_memory_history(enabled="all" if enabled else None)
+
+
+def empty_host_cache() -> None:
+    """Give back pinned host memory, as offloaded activations leave it, which is cached like the device's.
+
+    Public since torch 2.13; before, there was only ``torch._C._host_emptyCache``, in builds for CUDA. Checked
+    on torch 2.13 (both names); in the sources, on 2.11.
+    """
+    empty = getattr(torch.accelerator, "empty_host_cache", None) or getattr(
+        torch._C, "_host_emptyCache", None
+    )
+    if empty is not None:
+        empty()
+
+
+def launches_of(group: dist.ProcessGroup) -> int | None:
+    """How many collectives a group has launched; None if it does not count them, as NCCL and gloo do.
+
+    It tells whether a launch that raised has taken place (checked on torch 2.13).
+    """
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return None
+
+
+# --- FSDP2 ----------------------------------------------------------------------------------------------
+
+
+def has_run(root: FSDPModule) -> bool:
+    """Whether FSDP has run at all; before that, ``reset_iter_state`` fails."""
+    return root._get_fsdp_state()._is_root is not None
+
+
+def reset_iter_state(root: FSDPModule) -> None:
+    """``FSDPModule.reset_iter_state``, also for torch 2.11 and 2.12, which do not have it.
+
+    What only one of these two versions has is set where it exists.
+    """
+    if hasattr(root, "reset_iter_state"):
+        return root.reset_iter_state()
+    root_state = root._get_fsdp_state()
+    if root_state._device.type != "cpu":
+        torch.accelerator.synchronize(root_state._device)  # instead of waiting for each event
+    idle = type(root_state._training_state).IDLE
+    shared = root_state._comm_ctx
+    shared.all_gather_state = None
+    if hasattr(shared, "reduce_scatter_states"):
+        shared.reduce_scatter_states.clear()
+    else:
+        shared.reduce_scatter_state = None  # type: ignore[attr-defined]
+    shared.post_forward_order.clear()
+    for state in root_state._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = idle
+        for group in _parameter_groups(state):
+            group._all_gather_result = None
+            group._post_reduce_event = None
+            group._all_reduce_state = None
+            group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = idle
+            group._to_sharded()
+    root_state._state_ctx.iter_forward_root = None
+    root_state._state_ctx.post_backward_final_callback_queued = False
+
+
+def free_gathered(root: FSDPModule) -> None:
+    """Free what a gathering that failed had allocated: FSDP takes its parameters for sharded already.
+
+    Without it, the bytes stay until the parameters are gathered again (checked on torch 2.13).
+    """
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        for group in _parameter_groups(state):
+            for parameter in group.fsdp_params:
+                parameter.free_unsharded_param()
+
+
+def changed_reduction(module: FSDPModule) -> list[str]:
+    """The methods of FSDP2 that have changed how gradients are reduced (checked on torch 2.13)."""
+    changes = {
+        "set_gradient_divide_factor": lambda group: group.gradient_divide_factor is not None,
+        "set_requires_gradient_sync(False)": lambda group: not group.reduce_grads,
+        "set_requires_all_reduce(False)": lambda group: not group.all_reduce_grads,
+        "set_all_reduce_hook": lambda group: group._all_reduce_hook is not None,
+    }
+    groups = _parameter_groups(module._get_fsdp_state())
+    return [name for name, is_so in changes.items() if any(map(is_so, groups))]
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    """The parameters that an FSDP module shards together; one until torch 2.12."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]

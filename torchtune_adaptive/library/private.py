@@ -1,0 +1,33 @@
+"""All private interfaces of torch that the library needs, as there is no public way.
+
+Each was checked on torch 2.11, 2.13 and 2.15, where it does not say otherwise.
+"""
+
+# ruff: noqa: F401 - what is imported here is for the other modules of the package
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+# Fake tensors have shapes, but no memory; dispatch modes see each operation; trees are nested arguments.
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+def has_communication_hook(wrapped: DistributedDataParallel) -> bool:
+    """Whether a hook was registered that communicates in place of DDP (torch 2.13)."""
+    return bool(getattr(wrapped, "_comm_hooks", None))
+
+
+def saved(node: Any, name: str, default: Any = None) -> Any:
+    """What a node of the graph has saved for backward, as the ``reduction`` of torch's losses."""
+    return getattr(node, f"_saved_{name}", default)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to a module: what ``module.compile()`` sets, and what the wrapper
+    of ``torch.compile(module)`` has (torch 2.13)."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

@@ -1,0 +1,97 @@
+"""All private interfaces of torch and torchtune that recipes need, as there is no public way.
+
+Each was checked on torchtune 0.6.1, its last release, with torch 2.13, where it does not say otherwise. None
+of the two is imported with this module, which would take seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+TORCHTUNE_LOGGER = "torchtune.utils._logging"
+"""The logger of ``torchtune.utils.get_logger``, which is named after its module."""
+
+
+def recipe_registry(torchtune: Path) -> ModuleType:
+    """torchtune's registry of recipes: loaded by its file, because ``import torchtune`` takes seconds; under
+    its own name, so that torchtune finds the same lists later.
+
+    Args:
+        torchtune: the folder of the package.
+    """
+    name = "torchtune._recipe_registry"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, torchtune / "_recipe_registry.py")
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def component_at(path: str) -> Callable[..., Any]:
+    """What ``_component_`` names in a config."""
+    from torchtune.config._utils import _get_component_from_path
+
+    return _get_component_from_path(path)
+
+
+def sft_transform() -> Any:
+    """What makes tokens and labels of a row, as datasets for fine-tuning do it; also on main (bd2a0fc)."""
+    from torchtune.datasets._sft import SFTTransform
+
+    return SFTTransform
+
+
+def fingerprint(dataset: Any) -> str | None:
+    """Hugging Face's own name for what a dataset of torchtune holds, where there is one."""
+    return getattr(getattr(dataset, "_data", None), "_fingerprint", None)
+
+
+def has_quantised_base(lora: Any) -> bool:
+    """Whether the weights that a LoRA layer adapts are quantised."""
+    return getattr(lora, "_quantize_base", False)
+
+
+def offloading_module() -> Any:
+    """Where torchtune offloads activations, by the ``torch`` that it has imported."""
+    from torchtune.training import _activation_offloading
+
+    return _activation_offloading
+
+
+def training_progress(**how_far: Any) -> Any:
+    """A recipe's state, as torchtune keeps it in checkpoints."""
+    from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
+
+    return TrainingProgress(**how_far)
+
+
+def checkpoint_client(cfg: Any, reader: Any) -> Any:
+    """torchtune's client for asynchronous checkpoints, with a reader of ours.
+
+    It makes its own on first use, and has no setting for the folder to load from, nor for the group.
+    """
+    from torchtune.training.checkpointing._checkpoint_client import CheckpointClient
+
+    client = CheckpointClient(cfg)
+    client._dcp_checkpointer = reader
+    return client
+
+
+def initialize_state(optimizer: Any) -> None:
+    """Give an optimizer the state that its first step would make, for a checkpoint to be loaded into."""
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+    _init_optim_state(optimizer)
+
+
+def llama3_vision_tune_to_hf(*weights: Any, **sizes: Any) -> dict[str, Any]:
+    """Llama 3.2 Vision's weights under the names of Hugging Face."""
+    from torchtune.models.llama3_2_vision import _convert_weights
+
+    return _convert_weights.llama3_vision_tune_to_hf(*weights, **sizes)
