@@ -28,7 +28,7 @@ from torchtune_adaptive.core.device.select import device_memory
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.search.strategies import STRATEGIES, find_largest
-from torchtune_adaptive.core.search.trial import SizeTrial, trial_line
+from torchtune_adaptive.core.search.trial import SizeTrial
 from torchtune_adaptive.core.sizes.candidates import candidates
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.core.step.train_step import TrainStep
@@ -98,12 +98,12 @@ def measure(name: str, asked: argparse.Namespace) -> None:
         )
         with probe:
             if not (first := probe.prime(batch)).fits:
-                print(f"not even one row: {trial_line(first)}")
+                print(f"not even one row: {first.line()}")
                 return
 
             def trial(size: int, probe: Probe = probe) -> SizeTrial:
                 outcome = probe.trial(size, batch)
-                print(f"  {trial_line(outcome)}", flush=True)
+                print(f"  {outcome.line()}", flush=True)
                 return outcome
 
             result = find_largest(strategy, sizes, trial)

@@ -9,7 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtune_adaptive.common import interface
+from torchtune_adaptive.common.lazy import interface
+
+__version__ = "0.1.0"
+
+# Copied recipes and configs name modules by paths of their own: ``torchtune_adaptive.launch``.
+__path__.append(str(Path(__file__).parent / "recipe" / "stable"))
 
 if TYPE_CHECKING:
     from torchtune_adaptive.common import (
@@ -30,10 +35,5 @@ if TYPE_CHECKING:
         steps_of,
     )
     from torchtune_adaptive.schedule import Moment, Schedule
-
-__version__ = "0.1.0"
-
-# Copied recipes and configs name modules by paths of their own: ``torchtune_adaptive.launch``.
-__path__.append(str(Path(__file__).parent / "recipe" / "stable"))
-
-__getattr__, __dir__, __all__ = interface(__name__)
+else:
+    __getattr__, __dir__, __all__ = interface(__name__)

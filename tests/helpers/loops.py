@@ -29,7 +29,7 @@ from torchtune_adaptive.core.ranks.watchdog import Watchdog
 from torchtune_adaptive.core.sizes.loader import EpochRows, Loader, SampleOrder
 from torchtune_adaptive.core.sizes.micro_batches import ByRows, MicroBatch
 from torchtune_adaptive.core.sizes.recovery import Recovery
-from torchtune_adaptive.core.sizes.split import Split, epochs_of
+from torchtune_adaptive.core.sizes.split import Epochs, Split
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.core.step.retry import StepRunner
 from torchtune_adaptive.core.step.snapshot import Snapshot
@@ -127,7 +127,7 @@ class Training:
         trained = Trained()
         optimizers = Optimizers((self.optimizer,), self.optimizer)
         order = SampleOrder(len(self.dataset), self.ranks.size, shuffle=True)
-        epochs = epochs_of(order.rows_per_rank, self.split, None)
+        epochs = Epochs.of(order.rows_per_rank, self.split, None)
 
         def falling(position: int) -> torch.optim.lr_scheduler.LRScheduler:
             return torch.optim.lr_scheduler.LambdaLR(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.core.search.size_search import SizeSearch, found_sizes
+from torchtune_adaptive.core.search.size_search import SizeSearch
 from torchtune_adaptive.core.search.strategies import Status
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.sizes.candidates import candidates
@@ -48,7 +48,7 @@ def search(
 ) -> Any:
     first = FakeProbe(limit=10**9).trial(1)
     predictions = predictions or FakePredictions()
-    kept = found_sizes(str(folder))
+    kept = SizeSearch.remembered(str(folder))
     return SizeSearch(
         probe.trial,
         first,
@@ -61,18 +61,18 @@ def search(
 
 
 def remembered(folder: Path) -> int | None:
-    return found_sizes(str(folder)).get(ABOUT)
+    return SizeSearch.remembered(str(folder)).get(ABOUT)
 
 
 def test_a_remembered_size_takes_one_trial(tmp_path: Path) -> None:
-    found_sizes(str(tmp_path)).put(ABOUT, 16)
+    SizeSearch.remembered(str(tmp_path)).put(ABOUT, 16)
     found = search(tmp_path, probe := FakeProbe())
     assert (found.size, found.status, probe.tried) == (16, Status.REMEMBERED, [16])
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_a_size_that_was_found_beside_a_neighbour_is_corrected(size: int, tmp_path: Path) -> None:
-    found_sizes(str(tmp_path)).put(ABOUT, size)
+    SizeSearch.remembered(str(tmp_path)).put(ABOUT, size)
     found = search(tmp_path, probe := FakeProbe())
     assert (found.size, found.status) == (16, Status.NEXT_DOES_NOT_FIT)
     assert remembered(tmp_path) == 16
@@ -80,7 +80,7 @@ def test_a_size_that_was_found_beside_a_neighbour_is_corrected(size: int, tmp_pa
 
 
 def test_a_remembered_size_that_no_longer_fits_is_corrected(tmp_path: Path) -> None:
-    found_sizes(str(tmp_path)).put(ABOUT, 64)
+    SizeSearch.remembered(str(tmp_path)).put(ABOUT, 64)
     found = search(tmp_path, probe := FakeProbe())
     assert found.size == remembered(tmp_path) == 16
     assert probe.tried.count(64) == 1

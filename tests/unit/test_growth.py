@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from tests.helpers.ranks import Alone, run_ranks
 from torchtune_adaptive.common.errors import BatchIncreaseError
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.core.sizes.split import Epochs, Split, resumed_start
+from torchtune_adaptive.core.sizes.split import Epochs, Split
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
 from torchtune_adaptive.recipe.train.growth import Growth
 from torchtune_adaptive.recipe.train.learning_rate import LearningRate
@@ -138,11 +139,11 @@ def test_a_saved_growth_goes_on() -> None:
 
 def test_other_ranks_keep_the_global_batch_or_say_that_they_cannot() -> None:
     start = growth(Geometric(), start=Split(2, 2, 3)).state().start
-    assert resumed_start(start, 8, 2) == Split(3, 2, 2)
+    assert Split.resumed(math.prod(start), 2, 8, start[1]) == Split(3, 2, 2)
     with pytest.raises(
         BatchIncreaseError, match=r"12 samples, which 5 ranks cannot share.*: 1, 2, 3, 4, 6, 12\."
     ):
-        resumed_start(start, 8, 5)
+        Split.resumed(math.prod(start), 5, 8, start[1])
 
 
 class TestLearningRate:

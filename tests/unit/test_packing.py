@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from torchtune_adaptive.core.sizes.packing import COST_OF_A_MICRO_BATCH, Budget, pack, padding
+from torchtune_adaptive.core.sizes.packing import COST_OF_A_MICRO_BATCH, Budget, pack
+from torchtune_adaptive.recipe.search.budget_report import padding
 
 SHAPES: dict[str, Callable[[random.Random], int]] = {
     "log-normal": lambda r: min(2048, max(1, int(r.lognormvariate(5, 1)))),

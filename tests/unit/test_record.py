@@ -18,12 +18,11 @@ from omegaconf import OmegaConf
 from tests.unit.test_report import report
 from torchtune_adaptive.common.document import Paragraph, Table, as_page
 from torchtune_adaptive.common.errors import CheckpointError, RankLost
-from torchtune_adaptive.core.search.trial import LengthTrial
 from torchtune_adaptive.core.sizes.micro_batches import ByTokens
 from torchtune_adaptive.core.sizes.packing import Budget
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.recipe.record import CONFIG_NAME, REPORT_NAME, Record
-from torchtune_adaptive.recipe.search.budget_report import BudgetReport, Throughput
+from torchtune_adaptive.recipe.search.budget_report import BudgetReport, LengthTrial, Throughput
 from torchtune_adaptive.recipe.settings.kinds import FOUND
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME, Events
 from torchtune_adaptive.recipe.train.instruments import History, Point

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.search.strategies import SearchResult, Status
-from torchtune_adaptive.core.search.trial import RankReport, SizeTrial, trial_line
+from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.recipe.data.images import RowSize
 from torchtune_adaptive.recipe.search.decide import _announce
@@ -60,8 +60,8 @@ def report(**changes: Any) -> SearchReport:
 
 
 def test_a_trial_is_one_line() -> None:
-    assert trial_line(TRIALS[0]) == "micro-batch 1: fits, peak 21 of 76 GiB (rank 1), 1.2 s"
-    line = trial_line(TRIALS[2])
+    assert TRIALS[0].line() == "micro-batch 1: fits, peak 21 of 76 GiB (rank 1), 1.2 s"
+    line = TRIALS[2].line()
     assert line == "micro-batch 8: out of memory in backward, peak 74 of 76 GiB (rank 1), 1.2 s"
 
 
@@ -74,7 +74,7 @@ def test_the_deciding_rank_is_the_one_in_trouble_or_else_the_tightest() -> None:
 def test_retries_do_not_fit() -> None:
     thrashing = trial(4, [GIB, GIB], retries=3)
     assert not thrashing.fits
-    assert "3 allocation retries" in trial_line(thrashing)
+    assert "3 allocation retries" in thrashing.line()
 
 
 def test_the_report_gives_the_choice_and_its_reason() -> None:

@@ -19,7 +19,7 @@ from tests.helpers.ranks import Alone
 from torchtune_adaptive.common import cache as caching
 from torchtune_adaptive.common.cache import Cache, cache_folder
 from torchtune_adaptive.common.durable import atomically
-from torchtune_adaptive.core.search.size_search import SizeSearch, found_sizes
+from torchtune_adaptive.core.search.size_search import SizeSearch
 from torchtune_adaptive.core.search.strategies import SearchResult, Status, Strategy
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.recipe import tiny
@@ -37,7 +37,7 @@ FACTS = {"model": {"layers": 2}, "row_length": 128}
 
 
 def sizes_in(folder: Path) -> Cache[int]:
-    return found_sizes(str(folder))
+    return SizeSearch.remembered(str(folder))
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +176,10 @@ def test_a_run_continues_without_a_cache_and_says_so_once(
 ) -> None:
     setting = obstacle(tmp_path, monkeypatch)
     for _ in range(2):
-        for cache in (found_sizes(setting), Cache(cache_folder(setting, "b"), "b", lambda _: True)):
+        for cache in (
+            SizeSearch.remembered(setting),
+            Cache(cache_folder(setting, "b"), "b", lambda _: True),
+        ):
             assert cache.get(FACTS) is None
             cache.put(FACTS, 8)
             assert cache.get(FACTS) is None
@@ -241,7 +244,7 @@ def test_the_tiny_model_is_made_elsewhere_where_the_cache_cannot_be_written(
 
 
 def test_without_a_folder_nothing_is_remembered() -> None:
-    cache = found_sizes(False)
+    cache = SizeSearch.remembered(False)
     cache.put(FACTS, 8)
     assert cache.get(FACTS) is None
 
@@ -250,9 +253,9 @@ def test_the_folder_is_the_users_or_the_one_that_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    found_sizes(True).put(FACTS, 8)
+    SizeSearch.remembered(True).put(FACTS, 8)
     assert list((tmp_path / "home").rglob("*.json"))
-    found_sizes(str(tmp_path / "mine")).put(FACTS, 8)
+    SizeSearch.remembered(str(tmp_path / "mine")).put(FACTS, 8)
     assert list((tmp_path / "mine").rglob("*.json"))
 
 
@@ -294,7 +297,7 @@ def found_by(strategy: Strategy | Literal["predict"], folder: Path) -> SearchRes
         sizes=(1, 2, 4, 8),
         strategy=strategy,
         ranks=Alone(),
-        cache=found_sizes(str(folder)),
+        cache=SizeSearch.remembered(str(folder)),
         predicted=lambda last: 4,
     )
     return search.result(FACTS, None)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from torchtune_adaptive.core.sizes.scaling import beta2_at, lr_factor
-from torchtune_adaptive.core.sizes.split import Epochs, split_rows
+from torchtune_adaptive.core.sizes.scaling import lr_factor
+from torchtune_adaptive.core.sizes.split import Epochs, Split
+from torchtune_adaptive.recipe.train.learning_rate import beta2_at
 from torchtune_adaptive.schedule import (
     Geometric,
     GradientNoise,
@@ -138,7 +139,8 @@ def test_a_step_is_split_into_as_few_and_equal_parts_as_can_be(
     largest: int, accumulation: int
 ) -> None:
     for rows in range(accumulation, 60):
-        micro_batch, parts = split_rows(rows, largest, accumulation)
+        split = Split.of_rows(rows, 1, largest, accumulation)
+        micro_batch, parts = split.micro_batch, split.accumulation
         assert micro_batch <= largest and (parts - 1) * micro_batch < rows <= parts * micro_batch
         if rows % accumulation == 0 and rows // accumulation <= largest:
             assert (micro_batch, parts) == (rows // accumulation, accumulation)

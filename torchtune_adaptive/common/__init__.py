@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         Paragraph,
         Table,
         Verbatim,
-        as_json,
         as_markdown,
         as_page,
         as_text,
@@ -59,5 +58,5 @@ if TYPE_CHECKING:
         not_essential,
         table,
     )
-
-__getattr__, __dir__, __all__ = interface(__name__)
+else:
+    __getattr__, __dir__, __all__ = interface(__name__)

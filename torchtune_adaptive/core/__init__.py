@@ -12,61 +12,38 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
-    from torchtune_adaptive.core.device.memory import (
-        DeviceMemory,
-        Usage,
-        is_out_of_memory,
-        plain_tensors,
-    )
+    from torchtune_adaptive.core.device.memory import DeviceMemory, Usage
     from torchtune_adaptive.core.device.select import device_memory
-    from torchtune_adaptive.core.device.simulated import SimulatedMemory, allocates
+    from torchtune_adaptive.core.device.simulated import SimulatedMemory
     from torchtune_adaptive.core.ranks import fsdp
-    from torchtune_adaptive.core.ranks.agreement import Ranks, leave_all_groups
+    from torchtune_adaptive.core.ranks.agreement import Ranks
     from torchtune_adaptive.core.ranks.reduction import wrapped_in
-    from torchtune_adaptive.core.ranks.signs import LONGEST_SILENCE
     from torchtune_adaptive.core.ranks.watchdog import Watchdog
+    from torchtune_adaptive.core.search import timings
     from torchtune_adaptive.core.search.probe import Probe
-    from torchtune_adaptive.core.search.size_search import PROOFS, SizeSearch, found_sizes
+    from torchtune_adaptive.core.search.size_search import SizeSearch
     from torchtune_adaptive.core.search.strategies import (
         SearchResult,
         Status,
         Strategy,
         find_largest,
     )
-    from torchtune_adaptive.core.search.timings import Timing, fastest, fitting
-    from torchtune_adaptive.core.search.trial import (
-        TRIAL_COLUMNS,
-        LengthTrial,
-        SizeTrial,
-        trial_cells,
-        trial_line,
-    )
+    from torchtune_adaptive.core.search.trial import SizeTrial
     from torchtune_adaptive.core.sizes.candidates import Rounding, candidates
-    from torchtune_adaptive.core.sizes.loader import (
-        EpochRows,
-        Loader,
-        SampleOrder,
-        leave_signals_to_the_run,
-    )
+    from torchtune_adaptive.core.sizes.loader import EpochRows, Loader, SampleOrder
     from torchtune_adaptive.core.sizes.micro_batches import (
         ByRows,
         ByTokens,
         Computed,
+        MicroBatch,
         MicroBatches,
-        length_buckets,
     )
     from torchtune_adaptive.core.sizes.noise import GrowthController, NoiseScale, NoiseSums
-    from torchtune_adaptive.core.sizes.packing import Budget, padding
+    from torchtune_adaptive.core.sizes.packing import Budget
     from torchtune_adaptive.core.sizes.recovery import Recovery
-    from torchtune_adaptive.core.sizes.scaling import LrScaling, beta2_at, lr_factor
-    from torchtune_adaptive.core.sizes.split import (
-        Epochs,
-        Split,
-        epochs_of,
-        resumed_start,
-        share_equally,
-        split_rows,
-    )
+    from torchtune_adaptive.core.sizes.scaling import LrScaling, lr_factor
+    from torchtune_adaptive.core.sizes.split import Epochs, Split
+    from torchtune_adaptive.core.step import recompute
     from torchtune_adaptive.core.step.exchange import StepDone, StepOutcome
     from torchtune_adaptive.core.step.knobs import (
         CHECKPOINT,
@@ -89,14 +66,9 @@ if TYPE_CHECKING:
         Objective,
         Summed,
     )
-    from torchtune_adaptive.core.step.recompute import (
-        RecomputedChunks,
-        SwitchedLayer,
-        recomputed_layers,
-    )
     from torchtune_adaptive.core.step.retry import Adjustment, StepRunner
     from torchtune_adaptive.core.step.snapshot import Generators
     from torchtune_adaptive.core.step.switches import Switches
     from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
-
-__getattr__, __dir__, __all__ = interface(__name__)
+else:
+    __getattr__, __dir__, __all__ = interface(__name__)

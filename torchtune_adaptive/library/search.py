@@ -16,7 +16,6 @@ from torchtune_adaptive.core import (
     Strategy,
     candidates,
     find_largest,
-    trial_line,
 )
 from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.step import AdaptiveStep
@@ -88,7 +87,7 @@ def find_batch_size(
 
     def trial(size: int) -> SizeTrial:
         tried = probe.trial(size, worst)
-        log.info(trial_line(tried))
+        log.info(tried.line())
         return tried
 
     with probe:

@@ -34,5 +34,5 @@ if TYPE_CHECKING:
     from torchtune_adaptive.planner.trace.weights import fill
     from torchtune_adaptive.planner.traced_run import TracedRun
     from torchtune_adaptive.planner.workers import Worker, call_alone, processes, traced
-
-__getattr__, __dir__, __all__ = interface(__name__)
+else:
+    __getattr__, __dir__, __all__ = interface(__name__)

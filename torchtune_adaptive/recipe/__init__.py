@@ -48,5 +48,5 @@ if TYPE_CHECKING:
     from torchtune_adaptive.recipe.tracing.traces import NotRemembered
     from torchtune_adaptive.recipe.train.growth import batch_increase
     from torchtune_adaptive.recipe.versions import require_supported_versions
-
-__getattr__, __dir__, __all__ = interface(__name__)
+else:
+    __getattr__, __dir__, __all__ = interface(__name__)

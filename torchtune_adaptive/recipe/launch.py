@@ -26,7 +26,7 @@ from torchtune_adaptive.common import (
     ending,
     launcher,
 )
-from torchtune_adaptive.core import leave_all_groups
+from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.recipe.registry import find_config, load_config
 from torchtune_adaptive.recipe.train.stop import exit_status
 
@@ -52,7 +52,7 @@ def recipe(run: Callable[[DictConfig], None]) -> Callable[[], None]:
             on_one_rank = isinstance(error, (RankLost, OutOfMemoryElsewhere))
             ending.explain(f"{type(error).__name__}: {error}", known_to_all=not on_one_rank)
             if dist.is_initialized() and not isinstance(error, RankLost):
-                leave_all_groups()
+                Ranks.leave_all_groups()
             sys.exit(1)
         except KeyboardInterrupt as interrupt:
             _end_interrupted(interrupt)

@@ -29,7 +29,6 @@ from torchtune_adaptive.core import (
     TrainStep,
     Watchdog,
     device_memory,
-    epochs_of,
 )
 from torchtune_adaptive.recipe.checkpoints.folder import last_saved, require_output_folder
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
@@ -199,7 +198,7 @@ class Run:
     ) -> TrainingLoop:
         """The loop that trains with the batch that was decided on."""
         cfg, settings = self._cfg, self.settings
-        epochs = epochs_of(rows.order.rows_per_rank, batch.start, self.progress.max_steps_per_epoch)
+        epochs = Epochs.of(rows.order.rows_per_rank, batch.start, self.progress.max_steps_per_epoch)
         events = Events(Path(cfg.output_dir) if self.ranks.is_zero else None)
         noise = NoiseScale() if step.options.measure_noise else None
         metrics = Metrics(

@@ -92,6 +92,9 @@ class Usage:
 class DeviceMemory(ABC):
     """One device's memory, as this process sees it."""
 
+    is_out_of_memory = staticmethod(is_out_of_memory)
+    plain_tensors = staticmethod(plain_tensors)
+
     name: str
 
     @abstractmethod

@@ -27,12 +27,20 @@ from torchtune_adaptive.core.private import (
 )
 
 
+@functools.cache
+def allocates(func: Any) -> bool:
+    """Whether an operation gives new tensors, not views of its inputs or the inputs themselves."""
+    return any(returned.alias_info is None for returned in schema_of(func).returns)
+
+
 class SimulatedMemory(DeviceMemory):
     """The CPU as a device with a limit: live tensor bytes, counted one by one.
 
     Nothing is counted until there is a limit, and then only what happens in ``running``: what the host
     does between steps (loading, collating, saving) happens outside a device's memory.
     """
+
+    allocates = staticmethod(allocates)
 
     name = "simulated device"
 
@@ -135,12 +143,6 @@ class _CountNewTensors(TorchDispatchMode):
                     self._memory.count(tensor.untyped_storage())
             self._memory.check()
         return result
-
-
-@functools.cache
-def allocates(func: Any) -> bool:
-    """Whether an operation gives new tensors, not views of its inputs or the inputs themselves."""
-    return any(returned.alias_info is None for returned in schema_of(func).returns)
 
 
 def _communicate_through_copies(func, args, kwargs):  # type: ignore[no-untyped-def]

@@ -86,8 +86,8 @@ class Ranks:
             del group
             time.sleep(_SETTLING)
 
-
-def leave_all_groups() -> None:
-    """Destroy every process group, and let their threads end; see ``Ranks.close``."""
-    dist.destroy_process_group()
-    time.sleep(_SETTLING)
+    @staticmethod
+    def leave_all_groups() -> None:
+        """Destroy every process group, and let their threads end; see ``close``."""
+        dist.destroy_process_group()
+        time.sleep(_SETTLING)

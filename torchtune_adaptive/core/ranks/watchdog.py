@@ -20,12 +20,20 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import ClassVar
 
 import torch.distributed as dist
 
 from torchtune_adaptive.common import RankLost, explain
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.core.ranks.signs import DONE, Sign, lost_rank, opened, sealed
+from torchtune_adaptive.core.ranks.signs import (
+    DONE,
+    LONGEST_SILENCE,
+    Sign,
+    lost_rank,
+    opened,
+    sealed,
+)
 from torchtune_adaptive.core.ranks.store import open_store
 
 log = logging.getLogger(__name__)
@@ -53,6 +61,8 @@ class Watchdog:
         limit: seconds without any sign of life after which a rank is lost.
         on_duty: if not, it does nothing.
     """
+
+    LONGEST_SILENCE: ClassVar = LONGEST_SILENCE
 
     def __init__(self, ranks: Ranks, limit: float, on_duty: bool = True) -> None:
         self._ranks = ranks

@@ -11,12 +11,9 @@ from typing import Any, Literal
 from torchtune_adaptive.common import Cache, cache_folder
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.search.strategies import SearchResult, Status, Strategy, find_largest
-from torchtune_adaptive.core.search.trial import SizeTrial, trial_line
+from torchtune_adaptive.core.search.trial import SizeTrial
 
 log = logging.getLogger(__name__)
-
-PROOFS = (Status.NEXT_DOES_NOT_FIT, Status.CEILING)
-"""How a search ends that has shown its size to be the largest."""
 
 
 @dataclass
@@ -37,6 +34,12 @@ class SizeSearch:
     """The largest size that should fit, corrected by a trial; 0 where there is no prediction."""
     tried: dict[int, SizeTrial] = field(default_factory=dict)
 
+    @staticmethod
+    def remembered(setting: bool | str) -> Cache[int]:
+        """The sizes that searches found, kept where the setting ``cache`` says."""
+        folder = cache_folder(setting, "batch_sizes")
+        return Cache(folder, "batch size", lambda n: type(n) is int and n >= 1)
+
     def result(self, about: dict[str, Any], known: int | None) -> SearchResult[SizeTrial]:
         """Search, or confirm what an earlier search found, and correct the cache.
 
@@ -54,14 +57,14 @@ class SizeSearch:
         if found is None:
             strategy = "extrapolate" if self.strategy == "predict" else self.strategy
             found = find_largest(strategy, self.sizes, self._trial)
-        if self.ranks.is_zero and found.size is not None and found.status in PROOFS:
+        if self.ranks.is_zero and found.size is not None and found.status.is_proof:
             self.cache.put(about, found.size)
         return SearchResult(found.size, found.status, tuple(self.tried.values()))
 
     def _trial(self, size: int) -> SizeTrial:
         if size not in self.tried:
             self.tried[size] = self.trial(size)
-            log.info(trial_line(self.tried[size]))
+            log.info(self.tried[size].line())
         return self.tried[size]
 
     def _confirm(self, size: int) -> SearchResult[SizeTrial] | None:
@@ -101,10 +104,3 @@ class SizeSearch:
                 "It does not fit: the prediction was too high. Falling back to a normal search."
             )
         return None
-
-
-def found_sizes(cache: bool | str) -> Cache[int]:
-    """The sizes that searches found, kept where the setting says."""
-    return Cache(
-        cache_folder(cache, "batch_sizes"), "batch size", lambda n: type(n) is int and n >= 1
-    )

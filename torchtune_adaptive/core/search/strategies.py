@@ -54,6 +54,11 @@ class Status(Enum):
     PREDICTED = "it was predicted, and it fits"
     REMEMBERED = "an earlier run found it, and it still fits"
 
+    @property
+    def is_proof(self) -> bool:
+        """Whether the search has shown its size to be the largest."""
+        return self in (Status.NEXT_DOES_NOT_FIT, Status.CEILING)
+
 
 @dataclass(frozen=True)
 class SearchResult(Generic[T]):

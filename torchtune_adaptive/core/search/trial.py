@@ -3,53 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtune_adaptive.common import NothingFits, bytes_of, human_bytes
 from torchtune_adaptive.core.device.memory import Usage
-
-
-def trial_line(trial: SizeTrial) -> str:
-    """One line for a trial, as soon as it is over."""
-    decided, speed = trial.deciding, trial.tokens_per_second
-    return (
-        f"micro-batch {trial.size}: {decided.trouble or 'fits'}, peak "
-        f"{bytes_of(decided.peak_bytes, decided.usable_bytes)} (rank {trial.deciding_rank}), "
-        f"{trial.seconds:.1f} s" + (f", {speed:,.0f} tokens/s per rank" if speed else "")
-    )
-
-
-TRIAL_COLUMNS = (
-    "rows",
-    "verdict",
-    "peak",
-    "usable",
-    "tightest rank",
-    "tokens/s per rank",
-    "seconds",
-)
-
-
-def trial_cells(trial: SizeTrial) -> tuple[str, ...]:
-    """A trial in a table with these columns."""
-    decided, speed = trial.deciding, trial.tokens_per_second
-    return (
-        str(trial.size),
-        decided.trouble or "fits",
-        human_bytes(decided.peak_bytes),
-        human_bytes(decided.usable_bytes),
-        str(trial.deciding_rank),
-        f"{speed:,.0f}" if speed else "",
-        f"{trial.seconds:.1f}",
-    )
-
-
-@dataclass(frozen=True)
-class LengthTrial:
-    """A trial, and the length of its rows."""
-
-    length: int
-    trial: SizeTrial
 
 
 @dataclass(frozen=True)
@@ -83,6 +40,11 @@ class RankReport:
 @dataclass(frozen=True)
 class SizeTrial:
     """The outcome of trying one size, on all ranks."""
+
+    COLUMNS: ClassVar = tuple(
+        ["rows", "verdict", "peak", "usable", "tightest rank", "tokens/s per rank", "seconds"]
+    )
+    """The headings of ``cells``."""
 
     size: int
     seconds: float
@@ -141,6 +103,28 @@ class SizeTrial:
         return NothingFits(
             f"Not even {self.size} {row} fits: {failed.trouble} on rank {self.deciding_rank}, which needed "
             f"more than {failed.peak_bytes:,} bytes and has {failed.usable_bytes:,} usable. {remedy}"
+        )
+
+    def line(self) -> str:
+        """One line for the log, as soon as the trial is over."""
+        decided, speed = self.deciding, self.tokens_per_second
+        return (
+            f"micro-batch {self.size}: {decided.trouble or 'fits'}, peak "
+            f"{bytes_of(decided.peak_bytes, decided.usable_bytes)} (rank {self.deciding_rank}), "
+            f"{self.seconds:.1f} s" + (f", {speed:,.0f} tokens/s per rank" if speed else "")
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        """The trial as a row of a table."""
+        decided, speed = self.deciding, self.tokens_per_second
+        return (
+            str(self.size),
+            decided.trouble or "fits",
+            human_bytes(decided.peak_bytes),
+            human_bytes(decided.usable_bytes),
+            str(self.deciding_rank),
+            f"{speed:,.0f}" if speed else "",
+            f"{self.seconds:.1f}",
         )
 
     def as_dict(self) -> dict[str, Any]:

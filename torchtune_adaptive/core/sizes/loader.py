@@ -107,22 +107,23 @@ class Loader:
             collate_fn=self.collate,
             generator=torch.Generator(),  # or each loader would draw from the run's own
             num_workers=self._workers,
-            worker_init_fn=leave_signals_to_the_run if self._workers else None,
+            worker_init_fn=self.leave_signals_to_the_run if self._workers else None,
         )
         for portion, batch in zip(brought, loader, strict=True):
             self.micro_batches.finish(portion, batch)
             sample_ids = () if portion.weightless else tuple(portion.sample_ids)
             yield MicroBatch(sample_ids, batch)
 
+    @staticmethod
+    def leave_signals_to_the_run(_: int) -> None:
+        """Workers get the signals of their group, too, and the run needs them until it has saved a
+        checkpoint."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
     @property
     def ranks(self) -> int:
         return self._ranks
-
-
-def leave_signals_to_the_run(_: int) -> None:
-    """Workers get the signals of their group, too, and the run needs them until it has saved a checkpoint."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
 
 
 class _SampleIds(Sampler[list[int]]):

@@ -188,11 +188,5 @@ class ByTokens(MicroBatches):
         return [list(each) for each in self.budget.measured]
 
 
-def length_buckets(longest: int, shortest: int, count: int = 8) -> list[int]:
-    """A few lengths from the shortest to the longest, each the same share longer than the one before."""
-    ratio = (longest / max(shortest, 1)) ** (1 / max(count - 1, 1))
-    return sorted({min(longest, -(-round(shortest * ratio**i) // 8) * 8) for i in range(count)})
-
-
 def _rounded_up(buckets: Sequence[int], length: int) -> int:
     return next((bucket for bucket in buckets if bucket >= length), length)

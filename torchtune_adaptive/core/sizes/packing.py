@@ -10,7 +10,7 @@ as without a budget, so the shuffling stays the same, and so does the gradient o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 COST_OF_A_MICRO_BATCH = 1 / 32
@@ -116,12 +116,3 @@ def _pieces(part: list[int], lengths: Sequence[int], budget: Budget) -> list[lis
     if saved <= budget.tokens * COST_OF_A_MICRO_BATCH:
         return [part]
     return [piece for half in (part[:cut], part[cut:]) for piece in _pieces(half, lengths, budget)]
-
-
-def padding(micro_batches: Iterable[Iterable[int]]) -> float:
-    """The fraction of computed tokens that is padding, given the row lengths of each micro-batch."""
-    tokens = computed = 0
-    for lengths in map(list, micro_batches):
-        tokens += sum(lengths)
-        computed += len(lengths) * max(lengths)
-    return 1 - tokens / computed if computed else 0.0

@@ -29,8 +29,3 @@ def lr_factor(
     if rule == "gain" and noise is not None:
         return float(((1 + noise / start) / (1 + noise / batch)) ** exponent)
     return 1.0
-
-
-def beta2_at(beta2: float, batch: int, start: int) -> float:
-    """The beta2 at ``batch`` with the same half-life in samples as ``beta2`` has at ``start``."""
-    return float(beta2 ** (batch / start))

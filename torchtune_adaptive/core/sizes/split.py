@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtune_adaptive.common import BatchIncreaseError, ConfigError
@@ -25,6 +24,31 @@ class Split:
     def global_batch(self) -> int:
         return self.rows * self.ranks
 
+    @classmethod
+    def of_rows(cls, rows: int, ranks: int, largest: int, accumulation: int) -> Split:
+        """The split of ``rows`` on each rank: no more micro-batches than are needed, as equal as can be, and
+        no fewer than configured, so that a growing batch widens its micro-batches first."""
+        accumulation = max(accumulation, -(-rows // largest))
+        micro_batch = -(-rows // accumulation)
+        return cls(micro_batch, -(-rows // micro_batch), ranks, rows)
+
+    @classmethod
+    def resumed(cls, global_batch: int, ranks: int, largest: int, accumulation: int) -> Split:
+        """The split of a global batch that a checkpoint has, on another number of ranks.
+
+        Raises:
+            BatchIncreaseError: the ranks cannot share it equally.
+        """
+        rows, left = divmod(global_batch, ranks)
+        if left or not rows:
+            work = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+            nearest = sorted(sorted(work, key=lambda n: abs(n - ranks))[:6])
+            raise BatchIncreaseError(
+                f"The checkpoint's global batch is {global_batch} samples, which {ranks} ranks cannot share "
+                f"equally. Resume on a number of ranks that divides it: {', '.join(map(str, nearest))}."
+            )
+        return cls.of_rows(rows, ranks, largest, accumulation)
+
     def text(self) -> str:
         ranks = f"{self.ranks} rank{'s'[: self.ranks != 1]}"
         return f"micro-batch {self.micro_batch} x accumulation {self.accumulation} x {ranks}"
@@ -43,6 +67,27 @@ class Epochs:
     base_rows: int
     """Rows per rank in a base step."""
 
+    @classmethod
+    def of(cls, rows_per_rank: int, split: Split, max_steps: int | None) -> Epochs:
+        """The epochs of a run. A run without a step would save untrained weights, and is refused.
+
+        Args:
+            rows_per_rank: the rows that there are.
+            split: the split of the first step.
+            max_steps: the most steps of that size in an epoch.
+        """
+        if rows_per_rank < split.rows:
+            raise ConfigError(
+                "batch_size",
+                split.micro_batch,
+                f"with gradient_accumulation_steps {split.accumulation} makes steps of "
+                f"{split.rows} rows per rank, and the data has {rows_per_rank}",
+                "Lower batch_size or gradient_accumulation_steps, or use more data",
+            )
+        if max_steps is not None:
+            rows_per_rank = min(rows_per_rank, max_steps * split.rows)
+        return cls(rows_per_rank, split.rows)
+
     @property
     def base_steps(self) -> int:
         """In an epoch."""
@@ -54,52 +99,3 @@ class Epochs:
 
     def progress(self, epoch: int, used: int) -> float:
         return epoch + used / self.rows
-
-
-def split_rows(rows: int, largest: int, accumulation: int) -> tuple[int, int]:
-    """Micro-batch and accumulation for ``rows`` on each rank: no more micro-batches than are needed, as
-    equal as can be, and no fewer than configured, so that a growing batch widens its micro-batches first.
-    """
-    accumulation = max(accumulation, -(-rows // largest))
-    micro_batch = -(-rows // accumulation)
-    return micro_batch, -(-rows // micro_batch)
-
-
-def epochs_of(rows_per_rank: int, split: Split, max_steps: int | None) -> Epochs:
-    """The epochs of a run. A run without a step would save untrained weights as its result, and is refused.
-
-    Args:
-        rows_per_rank: that there are.
-        split: of the first step.
-        max_steps: of that size, in an epoch.
-    """
-    if rows_per_rank < split.rows:
-        raise ConfigError(
-            "batch_size",
-            split.micro_batch,
-            f"with gradient_accumulation_steps {split.accumulation} makes steps of "
-            f"{split.rows} rows per rank, and the data has {rows_per_rank}",
-            "Lower batch_size or gradient_accumulation_steps, or use more data",
-        )
-    if max_steps is not None:
-        rows_per_rank = min(rows_per_rank, max_steps * split.rows)
-    return Epochs(rows_per_rank, split.rows)
-
-
-def resumed_start(start: Sequence[int], largest: int, ranks: int) -> Split:
-    """The batch that a saved run began with, divided for a number of ranks and a largest micro-batch."""
-    micro_batch, accumulation, saved_ranks = start
-    rows = share_equally(micro_batch * accumulation * saved_ranks, ranks)
-    return Split(*split_rows(rows, largest, accumulation), ranks, rows)
-
-
-def share_equally(global_batch: int, ranks: int) -> int:
-    rows, left = divmod(global_batch, ranks)
-    if left or not rows:
-        work = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
-        nearest = sorted(sorted(work, key=lambda n: abs(n - ranks))[:6])
-        raise BatchIncreaseError(
-            f"The checkpoint's global batch is {global_batch} samples, which {ranks} ranks cannot share "
-            f"equally. Resume on a number of ranks that divides it: {', '.join(map(str, nearest))}."
-        )
-    return rows

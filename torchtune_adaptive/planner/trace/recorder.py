@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune_adaptive.core import allocates, plain_tensors
+from torchtune_adaptive.core import DeviceMemory, SimulatedMemory
 from torchtune_adaptive.planner.memory.recorded_step import Label, MemoryEvent, RecordedStep
 from torchtune_adaptive.planner.private import (
     FakeTensor,
@@ -97,7 +97,7 @@ class Recorder:
     def relabel(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Correct the category of tensors, where it is only known later."""
         for tensor in tensors:
-            for plain in plain_tensors(tensor):
+            for plain in DeviceMemory.plain_tensors(tensor):
                 known = self._blocks.get(id(plain.untyped_storage()))
                 if known and known[1] in self.labels:
                     self.labels[known[1]] = self.labels[known[1]]._replace(category=category)
@@ -202,7 +202,7 @@ class Watch(TorchDispatchMode):
             result.whether_zero = True
         if in_place:
             recorder.hand_over(args[0].untyped_storage(), result.untyped_storage())
-        if allocates(func):
+        if SimulatedMemory.allocates(func):
             name = str(func)
             for tensor in tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and tensor.device.type == recorder.device.type:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune_adaptive.core import Batch, DeviceMemory, Ranks, TrainStep, Usage, plain_tensors
+from torchtune_adaptive.core import Batch, DeviceMemory, Ranks, TrainStep, Usage
 from torchtune_adaptive.planner import private
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.trace import fake_device
@@ -74,7 +74,7 @@ class FakeMemory(DeviceMemory):
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            for plain in plain_tensors(tensor):
+            for plain in DeviceMemory.plain_tensors(tensor):
                 if plain.device.type == self._recorder.device.type:
                     self._recorder.see(plain.untyped_storage(), "")
 
@@ -208,7 +208,9 @@ class StepTracer:
             def run(*arguments: Any) -> Any:
                 if recorder.log is not None:
                     tensors = (t for t in arguments if isinstance(t, torch.Tensor))
-                    recorder.log.compiled(part for t in tensors for part in plain_tensors(t))
+                    recorder.log.compiled(
+                        part for t in tensors for part in DeviceMemory.plain_tensors(t)
+                    )
                 with watch.paused():
                     return function(*arguments)
 

@@ -10,16 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from omegaconf import DictConfig
 
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.core import (
-    PROOFS,
-    Rounding,
-    SearchResult,
-    SizeSearch,
-    SizeTrial,
-    Split,
-    candidates,
-    found_sizes,
-)
+from torchtune_adaptive.core import Rounding, SearchResult, SizeSearch, SizeTrial, Split, candidates
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.size_report import SearchReport
@@ -85,7 +76,7 @@ def find_batch_size(
             sizes,
             settings.search,
             prober.ranks,
-            found_sizes(settings.cache),
+            SizeSearch.remembered(settings.cache),
             predictions.largest,
         ).result(about, known)
         validated = fit_validation(prober, probe, validation, lambda _: found.size or 1)
@@ -193,7 +184,7 @@ class _Predictions:
 
     def learn_from(self, found: SearchResult[SizeTrial]) -> None:
         """Remember how good predictions were, once a search has tried its size."""
-        if self.planner is not None and found.status in PROOFS:
+        if self.planner is not None and found.status.is_proof:
             self._correct_by(next(trial for trial in found.trials if trial.size == found.size))
 
     def _correct_by(self, trial: SizeTrial) -> None:

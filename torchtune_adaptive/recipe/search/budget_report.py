@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,18 +10,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import Block, Drawing, Paragraph, Table, plots
-from torchtune_adaptive.core import (
-    TRIAL_COLUMNS,
-    Budget,
-    ByRows,
-    ByTokens,
-    LengthTrial,
-    MicroBatches,
-    SizeTrial,
-    Split,
-    padding,
-    trial_cells,
-)
+from torchtune_adaptive.core import Budget, ByRows, ByTokens, MicroBatches, SizeTrial, Split
 from torchtune_adaptive.recipe.search.report import Report
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 
@@ -29,6 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _STEPS_COMPARED = 200
+
+
+@dataclass(frozen=True)
+class LengthTrial:
+    """A trial, and the length of its rows."""
+
+    length: int
+    trial: SizeTrial
 
 
 @dataclass(frozen=True)
@@ -114,11 +111,11 @@ class BudgetReport(Report):
         return found
 
     def blocks(self) -> list[Block]:
-        rows = [(str(each.length), *trial_cells(each.trial)) for each in self.trials]
+        rows = [(str(each.length), *each.trial.cells()) for each in self.trials]
         return [
             Paragraph(self.text().splitlines()),
             Drawing(self.figure()),
-            Table("", ("row length", *TRIAL_COLUMNS), rows),
+            Table("", ("row length", *SizeTrial.COLUMNS), rows),
         ]
 
     def figure(self) -> Figure | None:
@@ -184,3 +181,12 @@ def padding_shares(by_tokens: ByTokens, split: Split) -> tuple[float, float]:
         )
 
     return share(ByRows("none")), share(by_tokens)
+
+
+def padding(micro_batches: Iterable[Iterable[int]]) -> float:
+    """The fraction of computed tokens that is padding, given the row lengths of each micro-batch."""
+    tokens = computed = 0
+    for lengths in map(list, micro_batches):
+        tokens += sum(lengths)
+        computed += len(lengths) * max(lengths)
+    return 1 - tokens / computed if computed else 0.0

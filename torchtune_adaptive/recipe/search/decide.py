@@ -9,16 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from torchtune_adaptive.common import ConfigError, not_essential
-from torchtune_adaptive.core import (
-    Budget,
-    ByRows,
-    MicroBatches,
-    Ranks,
-    Rounding,
-    SizeTrial,
-    Split,
-    resumed_start,
-)
+from torchtune_adaptive.core import Budget, ByRows, MicroBatches, Ranks, Rounding, SizeTrial, Split
 from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
 from torchtune_adaptive.recipe.data.images import images_of
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
@@ -76,7 +67,10 @@ def decide_batch(
     known = _known_largest(settings, saved)
     if saved and known is not None:
         largest, ranks = batch.largest or known, rows.configured.ranks
-        batch = replace(batch, start=resumed_start(saved.growth.start, largest, ranks))
+        micro_batch, accumulation, saved_ranks = saved.growth.start
+        rows_before = micro_batch * accumulation * saved_ranks
+        start = Split.resumed(rows_before, ranks, largest, accumulation)
+        batch = replace(batch, start=start)
     return batch
 
 

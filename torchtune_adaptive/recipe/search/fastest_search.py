@@ -20,11 +20,9 @@ from torchtune_adaptive.core import (
     Probe,
     SizeTrial,
     Split,
-    Timing,
-    fastest,
-    fitting,
     needs_as_much,
-    recomputed_layers,
+    recompute,
+    timings,
 )
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
@@ -74,7 +72,7 @@ def find_fastest(
     with _Trials(prober, rows, worst, leanest_of(allowed)) as trials:
         if known is not None and known in allowed and trials.fits(known):
             log.info("The configuration that this run had chosen still fits.")
-            timed, chosen = [Timing(known)], known
+            timed, chosen = [timings.Timing(known)], known
         else:
             ranked = _ranked(prober, worst.length, rank)
             predicted = {str(choice): seconds for choice, seconds in ranked or ()}
@@ -117,7 +115,7 @@ def possible_choices(cfg: DictConfig, settings: AdaptiveSettings, prober: Prober
 
     def meaning(choice: Choice) -> str:
         # With few layers, some values of the knob are the same.
-        layers = recomputed_layers(choice[CHECKPOINT], switches.layers)
+        layers = recompute.recomputed_layers(choice[CHECKPOINT], switches.layers)
         return str({**choice, CHECKPOINT: layers})
 
     found = {meaning(own): own}
@@ -143,14 +141,14 @@ def _choose(
     own: Choice,
     ranked: Sequence[Choice],
     predicted: Mapping[str, float],
-) -> tuple[list[Timing[Choice]], Choice]:
+) -> tuple[list[timings.Timing[Choice]], Choice]:
     """Time the first that fit, and the config's own."""
     own_fits = trials.fits(own)
     if not own_fits:
         log.info("The config's own values do not fit.")
-    others = fitting(ranked, trials.fits, needs_as_much, settings.speed_trials)
+    others = timings.fitting(ranked, trials.fits, needs_as_much, settings.speed_trials)
     ways = [own, *others] if own_fits else others
-    best, timings = fastest(
+    best, found = timings.fastest(
         ways,
         trials.time,
         own if own_fits else None,
@@ -158,7 +156,7 @@ def _choose(
     )
     if best is None:
         raise _nothing_fits(settings, trials)
-    return timings, best.way
+    return found, best.way
 
 
 def _nothing_fits(settings: AdaptiveSettings, trials: _Trials) -> Exception:

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchtune_adaptive.common import Block, Drawing, Paragraph, Table, human_bytes, plots
-from torchtune_adaptive.core import (
-    TRIAL_COLUMNS,
-    SearchResult,
-    SizeTrial,
-    Split,
-    Status,
-    trial_cells,
-)
+from torchtune_adaptive.core import SearchResult, SizeTrial, Split, Status
 from torchtune_adaptive.recipe.data.images import RowSize
 from torchtune_adaptive.recipe.search.report import Report, batch_numbers, trial_numbers
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
@@ -156,9 +149,9 @@ class SearchReport(Report):
         return found
 
     def blocks(self) -> list[Block]:
-        rows = [trial_cells(trial) for trial in self.result.trials]
+        rows = [trial.cells() for trial in self.result.trials]
         lines = self.text().splitlines()
-        return [Paragraph(lines), Drawing(self.figure()), Table("", TRIAL_COLUMNS, rows)]
+        return [Paragraph(lines), Drawing(self.figure()), Table("", SizeTrial.COLUMNS, rows)]
 
     def figure(self) -> Figure | None:
         """Peak memory over micro-batch size, with the usable memory and the size that was chosen."""

@@ -15,15 +15,17 @@ from torchtune_adaptive.core import (
     Budget,
     ByRows,
     ByTokens,
-    LengthTrial,
     MicroBatches,
     Probe,
     SizeTrial,
     find_largest,
-    length_buckets,
-    trial_line,
 )
-from torchtune_adaptive.recipe.search.budget_report import BudgetReport, Throughput, padding_shares
+from torchtune_adaptive.recipe.search.budget_report import (
+    BudgetReport,
+    LengthTrial,
+    Throughput,
+    padding_shares,
+)
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.validation_size import ValidationRows, fit_validation
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
@@ -58,7 +60,7 @@ def find_budget(
 
     def try_at(rows: int, length: int) -> SizeTrial:
         trial = trial_at(rows, length)
-        log.info(f"{length} tokens a row: {trial_line(trial)}")
+        log.info(f"{length} tokens a row: {trial.line()}")
         trials.append(LengthTrial(length, trial))
         return trial
 
@@ -118,7 +120,7 @@ def confirm(
             f"Use {longest} or more, or cut rows with tokenizer.max_seq_len",
         )
     trial = trial_at(min(tokens // longest, most_rows), longest)
-    log.info(f"{longest} tokens a row: {trial_line(trial)}")
+    log.info(f"{longest} tokens a row: {trial.line()}")
     if not trial.fits:
         raise ConfigError(
             "adaptive_batching.token_budget",
@@ -268,3 +270,9 @@ def _speeds(
         lambda: measured("without a token budget", ByRows("none")),
         lambda: measured("with the token budget", by_tokens),
     )
+
+
+def length_buckets(longest: int, shortest: int, count: int = 8) -> list[int]:
+    """A few lengths from the shortest to the longest, each the same share longer than the one before."""
+    ratio = (longest / max(shortest, 1)) ** (1 / max(count - 1, 1))
+    return sorted({min(longest, -(-round(shortest * ratio**i) // 8) * 8) for i in range(count)})

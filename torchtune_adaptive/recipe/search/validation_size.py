@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torchtune_adaptive.core import Probe, SizeTrial, trial_line
+from torchtune_adaptive.core import Probe, SizeTrial
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.search.prober import Prober
@@ -48,7 +48,7 @@ def fit_validation(
     size = max(1, min(size, -(-len(rows.data.dataset) // rows.ranks)))
     while True:
         trial = probe.trial_of_validation(size, worst.batch(size))
-        log.info(f"Validation, {worst.length} tokens a row: {trial_line(trial)}")
+        log.info(f"Validation, {worst.length} tokens a row: {trial.line()}")
         if trial.fits:
             return trial
         if size == 1:

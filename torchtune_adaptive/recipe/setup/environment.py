@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from torchtune import training, utils
 
 from torchtune_adaptive.common import ConfigError, launcher
-from torchtune_adaptive.core import LONGEST_SILENCE, Ranks
+from torchtune_adaptive.core import Ranks, Watchdog
 from torchtune_adaptive.recipe.settings.checks import require_torchvision
 
 
@@ -87,7 +87,7 @@ def _device(name: str) -> torch.device:
 
 def process_group_timeout(longest_wait: float) -> float:
     """Seconds after which the process group gives a collective up: later than the watchdog does."""
-    return 1.5 * max(longest_wait, LONGEST_SILENCE)
+    return 1.5 * max(longest_wait, Watchdog.LONGEST_SILENCE)
 
 
 def gloo_interface(nccl: str, interfaces: Iterable[str]) -> str | None:

@@ -20,10 +20,8 @@ from torchtune_adaptive.core import (
     RESHARD,
     NextTokenPrediction,
     Objective,
-    RecomputedChunks,
-    SwitchedLayer,
     Switches,
-    recomputed_layers,
+    recompute,
 )
 from torchtune_adaptive.recipe.settings.knob_table import (
     KNOBS_BY_KEY,
@@ -58,13 +56,15 @@ def build_switches(
         offloading: of its activations.
     """
     layers = [
-        SwitchedLayer(layer)
+        recompute.SwitchedLayer(layer)
         for layer in model.modules()
         if isinstance(layer, modules.TransformerSelfAttentionLayer)
     ]
 
     def checkpoint(value: str) -> None:
-        for layer, recomputed in zip(layers, recomputed_layers(value, len(layers)), strict=True):
+        for layer, recomputed in zip(
+            layers, recompute.recomputed_layers(value, len(layers)), strict=True
+        ):
             layer.recomputed = recomputed
 
     setters: dict[str, Any] = {CHECKPOINT: checkpoint}
@@ -96,7 +96,7 @@ def _of_the_loss(
     setters: dict[str, Any] = {} if apart else {LOSS: loss}
     head = _head(model)
     if head is not None and isinstance(objective.loss_fn, CEWithChunkedOutputLoss):
-        objective.recomputed = chunks = RecomputedChunks(
+        objective.recomputed = chunks = recompute.RecomputedChunks(
             head, lambda logits, labels: objective.loss_fn.compute_cross_entropy(logits, labels)
         )
         setters[RECOMPUTE_LOSS] = lambda value: setattr(chunks, "on", value)

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import BatchIncreaseError, ConfigError
-from torchtune_adaptive.core import Epochs, Ranks, Split, share_equally, split_rows
+from torchtune_adaptive.core import Epochs, Ranks, Split
 from torchtune_adaptive.recipe.checkpoints.training_state import GrowthState
 from torchtune_adaptive.recipe.registry import component
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
@@ -109,8 +109,7 @@ class Growth:
 
     def set_rows(self, rows: int) -> None:
         """Use steps of ``rows`` rows on each rank."""
-        micro_batch, accumulation = split_rows(rows, self.largest, self.start.accumulation)
-        self.split = Split(micro_batch, accumulation, self._ranks.size, rows)
+        self.split = Split.of_rows(rows, self._ranks.size, self.largest, self.start.accumulation)
 
     def _ask_all_ranks(self, function: IncreaseFunction, epoch: int, current: int) -> int:
         """The function's answer on rank 0, once it is sure that every rank got one."""
@@ -174,7 +173,9 @@ class Growth:
         self.decisions = [list(decision) for decision in saved.decisions]
         if self.schedule is not None:
             self.schedule.load_state_dict(saved.schedule)
-        self.set_rows(share_equally(saved.global_batch, self._ranks.size))
+        self.split = Split.resumed(
+            saved.global_batch, self._ranks.size, self.largest, self.start.accumulation
+        )
 
 
 def _trouble(answer: Any) -> str | None:

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtune_adaptive.core import LrScaling, beta2_at, lr_factor
+from torchtune_adaptive.core import LrScaling, lr_factor
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
 
 SchedulerFactory = Callable[[int], LRScheduler | None]
@@ -158,3 +158,8 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
 
 def _number(rate: float | torch.Tensor) -> float:
     return float(rate)
+
+
+def beta2_at(beta2: float, batch: int, start: int) -> float:
+    """The beta2 at ``batch`` with the same half-life in samples as ``beta2`` has at ``start``."""
+    return float(beta2 ** (batch / start))

@@ -14,6 +14,7 @@ from torchtune_adaptive.core import (
     Adjustment,
     Batch,
     Computed,
+    DeviceMemory,
     EpochRows,
     Generators,
     Loader,
@@ -22,7 +23,6 @@ from torchtune_adaptive.core import (
     StepDone,
     StepRunner,
     Watchdog,
-    is_out_of_memory,
 )
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
@@ -222,7 +222,7 @@ class TrainingLoop:
             self.progress.training = self._state(used)
             self.save(name)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not DeviceMemory.is_out_of_memory(error):
                 raise
             raise OutOfMemoryElsewhere(
                 f"Out of memory while saving the checkpoint epoch_{name}, not in a training step, so the "

@@ -15,13 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.data import DataLoader
 
-from torchtune_adaptive.core import (
-    Generators,
-    StepOutcome,
-    TrainStep,
-    Watchdog,
-    leave_signals_to_the_run,
-)
+from torchtune_adaptive.core import Generators, Loader, StepOutcome, TrainStep, Watchdog
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.train.events import Events
 
@@ -125,7 +119,7 @@ class Validation:
             collate_fn=self.data.collate,
             generator=torch.Generator(),  # or it would draw from the run's own
             num_workers=self.workers,
-            worker_init_fn=leave_signals_to_the_run if self.workers else None,
+            worker_init_fn=Loader.leave_signals_to_the_run if self.workers else None,
         )
         for portion, batch in zip(portions, loader, strict=True):
             self.watchdog.tick()
