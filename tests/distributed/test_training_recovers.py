@@ -266,7 +266,14 @@ def test_size_one_is_the_end() -> None:
         )
 
 
-def short_of_memory_for_a_moment(folder: str) -> tuple[bool, int, list[Any]]:
+class Phases(Watchdog):
+    """Keeps the phases that it is told of."""
+
+    def enter(self, phase: str, patience: float | None) -> None:
+        self.entered = [*getattr(self, "entered", ()), phase]
+
+
+def short_of_memory_for_a_moment(folder: str) -> tuple[bool, int, list[Any], list[str]]:
     training = Training(rows=2, micro_batch=1, steps=2)
     unharmed = training.run(Sizes([1]))
     operations = training.operations_before_the_optimizer()
@@ -275,16 +282,18 @@ def short_of_memory_for_a_moment(folder: str) -> tuple[bool, int, list[Any]]:
         if step == 1 and training.ranks.rank == 1:
             training.memory.arm(operations // 2)
 
-    recovery = Recovery(1, (1,), None)
-    trained = training.run(recovery, once, Path(folder), wait_for_memory=5)
+    recovery, phases = Recovery(1, (1,), None), Phases(training.ranks, 20.0)
+    trained = training.run(recovery, once, Path(folder), watchdog=phases, wait_for_memory=5)
     rows = (Path(folder) / "batch_size_events.jsonl").read_text().splitlines()
     same = same_bits(trained.parameters, unharmed.parameters)
-    return same, trained.redone, [json.loads(row) for row in rows]
+    return same, trained.redone, [json.loads(row) for row in rows], phases.entered
 
 
 def test_size_one_is_retried_when_memory_was_short_for_a_moment(tmp_path: Path) -> None:
-    for same, retried, events in run_ranks(short_of_memory_for_a_moment, 2, str(tmp_path)):
+    for same, retried, events, phases in run_ranks(short_of_memory_for_a_moment, 2, str(tmp_path)):
         assert same and retried == 1
+        again = ["step 2 in micro-batches of 1 rows"]
+        assert phases[1:4] == [*again, "step 2, waiting for memory", *again]
         assert {event["step"] for event in events} == {2}
         assert "out of memory on rank 1" in events[0]["reason"]
         assert "retrying in 1 s" in events[0]["reason"]

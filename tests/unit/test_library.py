@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import runpy
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchtune_adaptive
-from tests.helpers.library import Trained, collate, rows_of, tiny_model
+from tests.helpers.library import Trained, collate, failing, rows_of, tiny_model
 from torchtune_adaptive import AdaptiveStep, UsageError, find_batch_size, steps_of
+from torchtune_adaptive.core.step import retry
 from torchtune_adaptive.core.step.loss_scale import LossScale
 
 SIGNATURES = {
@@ -249,6 +251,26 @@ def test_a_step_continues_from_its_state() -> None:
     again.step.load_state_dict(run.step.state_dict())
     sizes = [again.step(rows_of(4), collate, 4).micro_batch for _ in range(3)]
     assert sizes == [2, 2, 4] and again.step.steps == 4
+
+
+def test_what_is_done_about_memory_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(retry.time, "sleep", waited.append)
+    monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "propagate", True)
+    run, memory = failing("alone", wait_for_memory=5, grow_back_after=2)
+    for rows, fault, size in ((3, 5, 1), (3, None, 1), (3, None, 3), (1, 5, 1)):
+        with memory.fail_at(fault):
+            outcome = run.step(rows_of(rows), collate, rows)
+        assert (outcome.micro_batch, outcome.retried) == (size, fault is not None)
+    assert waited == [1.0]
+    out_of_memory = "out of memory on rank 0, forward"
+    assert [record.message for record in caplog.records] == [
+        f"micro-batch 3 -> 1 ({out_of_memory}, step 1)",
+        "micro-batch 1 -> 3 (no OOM for 2 steps, step 3)",
+        f"{out_of_memory}, at the smallest size: retrying in 1 s (step 4)",
+    ]
 
 
 def test_the_reference_is_that_of_the_docstrings() -> None:
