@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtune_adaptive.common.lazy import interface
+from torchtune_adaptive.common import interface
 
 __version__ = "0.1.0"
 

@@ -40,8 +40,7 @@ from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.plan.ranking import BackgroundRanking
 from torchtune_adaptive.recipe.record import Record
 from torchtune_adaptive.recipe.search.decide import Batch, Planner, decide_batch
-from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
-from torchtune_adaptive.recipe.search.validation_size import ValidationRows
+from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry, ValidationRows
 from torchtune_adaptive.recipe.settings.batch import configured_batch
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kinds import KINDS
@@ -169,8 +168,8 @@ class Run:
         step = self.train_step(model, optimizers, objective, measures_noise)
         require_something_to_learn(data, step)
         configured = configured_batch(cfg, model.data_ranks)
-        rows = RowsToTry(data, order, configured, self._lengths(data, cfg))
-        validation = self._validation_rows(tokenizer, objective, model.data_ranks)
+        validation = self._validation_rows(tokenizer, objective)
+        rows = RowsToTry(data, order, configured, self._lengths(data, cfg), validation)
         prober = Prober(
             step=step,
             ranks=self.ranks,
@@ -179,12 +178,12 @@ class Run:
             rank_timeout=settings.rank_timeout,
             compiled=bool(cfg.get("compile", False)),
         )
-        batch = decide_batch(cfg, settings, prober, rows, validation, saved, self.planner)
+        batch = decide_batch(cfg, settings, prober, rows, saved, self.planner)
         self._close_planner()
         if settings.search_only:
             self._note(batch, batch.start)
             return None
-        return self._training_loop(model, optimizers, step, rows, validation, batch, save)
+        return self._training_loop(model, optimizers, step, rows, batch, save)
 
     def _training_loop(
         self,
@@ -192,7 +191,6 @@ class Run:
         optimizers: Optimizers,
         step: TrainStep,
         rows: RowsToTry,
-        validation: ValidationRows | None,
         batch: Batch,
         save: Save,
     ) -> TrainingLoop:
@@ -237,7 +235,7 @@ class Run:
             save_every_n_steps=cfg.get("save_every_n_steps"),
             stop=self.stop,
             before_step=partial(self.kind.before_step, model.module),
-            validation=self._validation(step, validation, batch, model, events, metrics),
+            validation=self._validation(step, rows.validation, batch, model, events, metrics),
         )
         self._note(batch, loop.adaptation.split)
         self._loop = loop
@@ -246,19 +244,15 @@ class Run:
     def _lengths(self, data: Data, cfg: DictConfig) -> RowLengths:
         return RowLengths(data.dataset, cfg, self.ranks, self.settings.cache, data.rows.length)
 
-    def _validation_rows(
-        self, tokenizer: Any, objective: Objective, ranks: int
-    ) -> ValidationRows | None:
+    def _validation_rows(self, tokenizer: Any, objective: Objective) -> ValidationRows | None:
         """What is validated on while training, if that is asked for."""
         if self._cfg.get("run_val_every_n_steps") is None:
             return None
         validating = validation_config(self._cfg)
         rows = recipe_kind(self.kind.about, validating, self.environment).rows()
-        data, size = (
-            load_data(validating, tokenizer, rows, objective),
-            validating.get("batch_size_val"),
-        )
-        return ValidationRows(data, self._lengths(data, validating), size, ranks)
+        data = load_data(validating, tokenizer, rows, objective)
+        size = validating.get("batch_size_val")
+        return ValidationRows(data, self._lengths(data, validating), size)
 
     def _validation(
         self,

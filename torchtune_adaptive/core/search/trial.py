@@ -93,12 +93,7 @@ class SizeTrial:
         )
 
     def nothing_fits(self, row: str, remedy: str) -> NothingFits:
-        """Why not even one row can be trained.
-
-        Args:
-            row: what one is called.
-            remedy: what would change that.
-        """
+        """Why not even one row can be trained, and what would change that."""
         failed = self.deciding
         return NothingFits(
             f"Not even {self.size} {row} fits: {failed.trouble} on rank {self.deciding_rank}, which needed "

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
 from torchtune_adaptive.common import CheckpointError
 
 VERSION = 1
-"""The version of what is written; the first had no number yet."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class GrowthState:
 class TrainingState:
     """Everything besides model and optimizer that a run needs to continue as if it had never stopped.
 
-    Others only see what they read here; what is of type ``dict`` belongs to the object that made it.
+    What is of type ``dict`` is known to the object that made it only.
     """
 
     global_step: int
@@ -65,46 +61,20 @@ class TrainingState:
         Raises:
             CheckpointError: a newer version wrote it, or it is damaged.
         """
-        if not isinstance(saved, dict):
-            raise _damaged("all of it", saved)
-        version = saved.get("version", VERSION)
-        if not isinstance(version, int):
-            raise _damaged("version", version)
-        if version > VERSION:
+        try:
+            # Version 0.1.0 wrote no version, knobs and step of validation, and sizes without reliefs.
+            values = {"version": 1, "knobs": None, "validated": saved["global_step"], **saved}
+            if (version := values.pop("version")) > VERSION:
+                raise CheckpointError(
+                    f"The checkpoint's training state has version {version}, and this torchtune-adaptive "
+                    f"reads up to {VERSION}. Resume with the newer torchtune-adaptive that saved it."
+                )
+            if recovery := values["recovery"]:
+                given_up = [[x, 0] if isinstance(x, int) else x for x in recovery["given_up"]]
+                values["recovery"] = {"relief": 0, **recovery, "given_up": given_up}
+            return cls(**{**values, "growth": GrowthState(**values["growth"])})
+        except (KeyError, TypeError) as wrong:
             raise CheckpointError(
-                f"The checkpoint's training state has version {version}, and this torchtune-adaptive reads "
-                f"up to {VERSION}. Resume with the newer torchtune-adaptive that saved it."
-            )
-        # Version 0.1.0 had neither of these, and of what recovery gave up it had sizes only.
-        values = {"knobs": None, "validated": saved.get("global_step"), **saved}
-        if isinstance(recovery := values.get("recovery"), dict):
-            given_up = recovery.get("given_up", ())
-            given_up = [[each, 0] if isinstance(each, int) else each for each in given_up]
-            values["recovery"] = {"relief": 0, **recovery, "given_up": given_up}
-        if isinstance(growth := values.get("growth"), dict):
-            values["growth"] = _made(GrowthState, growth)
-        return _made(cls, values)
-
-
-def _made(kind: type[T], values: dict[str, Any]) -> T:
-    expected = get_type_hints(kind)
-    for name in expected:
-        if name not in values:
-            raise _damaged(name, None)
-        if not _is(values[name], expected[name]):
-            raise _damaged(name, values[name])
-    return kind(**{name: values[name] for name in expected})
-
-
-def _damaged(name: str, found: Any) -> CheckpointError:
-    what = "missing" if found is None else repr(found)[:80]
-    return CheckpointError(
-        f"The checkpoint's training state is damaged: {name} is {what}. Resume from another checkpoint."
-    )
-
-
-def _is(value: Any, expected: Any) -> bool:
-    """Whether a value is of an annotated type, whatever is in it."""
-    if isinstance(expected, UnionType):
-        return any(_is(value, each) for each in get_args(expected))
-    return isinstance(value, get_origin(expected) or expected)
+                f"The checkpoint's training state is damaged ({type(wrong).__name__}: {wrong}). Resume from "
+                "another checkpoint."
+            ) from None

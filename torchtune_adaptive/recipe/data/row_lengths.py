@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -44,12 +43,8 @@ class RowLengths:
         self._dataset = dataset
         self._ranks = ranks
         self._cached = _cached(cache)
-        self._cfg = cfg
+        self._facts = lambda: _facts(dataset, cfg)
         self._lengths: list[int] | None = None
-
-    @cached_property
-    def _facts(self) -> dict[str, Any]:
-        return _facts(self._dataset, self._cfg)
 
     def known(self) -> list[int] | None:
         """The lengths, if they have been looked up before."""
@@ -57,7 +52,7 @@ class RowLengths:
             return self._lengths
         known = None
         if self._ranks.is_zero:
-            known = self._cached.get(self._facts)
+            known = self._cached.get(self._facts())
             if known is not None and (reason := _stale(known, self._dataset, self._length)):
                 log.warning(f"Ignoring cached row lengths: {reason}; recomputing.")
                 known = None
@@ -70,7 +65,7 @@ class RowLengths:
         """Remember lengths that have been looked up elsewhere."""
         self._lengths = lengths
         if self._ranks.is_zero:
-            self._cached.put(self._facts, lengths)
+            self._cached.put(self._facts(), lengths)
 
     def all(self, say_progress: bool) -> list[int]:
         """The lengths, looked up if need be.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from omegaconf import DictConfig
 
@@ -14,7 +14,7 @@ from torchtune_adaptive.core import Rounding, SearchResult, SizeSearch, SizeTria
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.size_report import SearchReport
-from torchtune_adaptive.recipe.search.validation_size import ValidationRows, fit_validation
+from torchtune_adaptive.recipe.search.validation_size import fit_validation
 from torchtune_adaptive.recipe.search.worst_case import WorstCase
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.fingerprint import search_facts
@@ -27,22 +27,49 @@ def find_batch_size(
     settings: AdaptiveSettings,
     prober: Prober,
     rows: RowsToTry,
-    validation: ValidationRows | None = None,
     known: int | None = None,
     planner: BackgroundPlanner | None = None,
 ) -> SearchReport:
     """Search on the run itself, which is afterwards as it was before.
 
     Args:
-        cfg: the config of the run.
-        settings: how it searches.
-        prober: makes trials of its step.
-        rows: what it trains on.
-        validation: what it is validated on.
+        cfg: the config of the run, with its ``settings``.
+        prober: makes trials of the run's step with its ``rows``.
         known: what an earlier part of this run has found; it is confirmed by one trial.
         planner: on rank 0, predicts the size that should be found.
     """
     started = time.perf_counter()
+    found, worst, validation = _search(cfg, settings, prober, rows, known, planner)
+    if found.size is None:
+        raise worst.nothing_fits(found.trials[-1])
+    configured, rows_per_rank = rows.configured, rows.order.rows_per_rank
+    after = split_for(settings, configured, found.size)
+    return SearchReport(
+        result=found,
+        before=configured,
+        after=after if settings.use_maximum_batch_size else configured,
+        strategy=settings.search,
+        row=worst.size,
+        row_source=worst.source,
+        device=prober.step.memory.name,
+        headroom=settings.headroom,
+        seconds=time.perf_counter() - started,
+        rows_per_rank=rows_per_rank,
+        lr=cfg.optimizer.get("lr"),
+        ceiling=what_limits(settings, configured, rows_per_rank),
+        validation=validation,
+    )
+
+
+def _search(
+    cfg: DictConfig,
+    settings: AdaptiveSettings,
+    prober: Prober,
+    rows: RowsToTry,
+    known: int | None,
+    planner: BackgroundPlanner | None,
+) -> tuple[SearchResult[SizeTrial], WorstCase, SizeTrial | None]:
+    """What was found, the row that it was found with, and the trial of validation."""
     sizes = possible_sizes(settings, rows.configured, rows.order.rows_per_rank)
     worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
     log.info(f"Searching for the largest micro-batch with rows of {worst.size} ({worst.source}).")
@@ -79,40 +106,11 @@ def find_batch_size(
             SizeSearch.remembered(settings.cache),
             predictions.largest,
         ).result(about, known)
-        validated = fit_validation(prober, probe, validation, lambda _: found.size or 1)
+        validation = fit_validation(prober, probe, rows, lambda _: found.size or 1)
     if settings.search == "predict":
         prober.enter("learning how good the prediction was")
     predictions.learn_from(found)
-    report = _report(cfg, settings, prober, rows, found, worst)
-    return replace(report, validation=validated, seconds=time.perf_counter() - started)
-
-
-def _report(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    prober: Prober,
-    rows: RowsToTry,
-    found: SearchResult[SizeTrial],
-    worst: WorstCase,
-) -> SearchReport:
-    configured, rows_per_rank = rows.configured, rows.order.rows_per_rank
-    if found.size is None:
-        raise worst.nothing_fits(found.trials[-1])
-    after = split_for(settings, configured, found.size)
-    return SearchReport(
-        result=found,
-        before=configured,
-        after=after if settings.use_maximum_batch_size else configured,
-        strategy=settings.search,
-        row=worst.size,
-        row_source=worst.source,
-        device=prober.step.memory.name,
-        headroom=settings.headroom,
-        seconds=0.0,
-        rows_per_rank=rows_per_rank,
-        lr=cfg.optimizer.get("lr"),
-        ceiling=what_limits(settings, configured, rows_per_rank),
-    )
+    return found, worst, validation
 
 
 def possible_sizes(

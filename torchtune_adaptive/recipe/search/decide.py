@@ -20,7 +20,6 @@ from torchtune_adaptive.recipe.search.fastest_search import find_fastest
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.report import Report, write
 from torchtune_adaptive.recipe.search.token_budget import find_token_budget
-from torchtune_adaptive.recipe.search.validation_size import ValidationRows
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import token_budget_with_images
 
@@ -48,23 +47,20 @@ def decide_batch(
     settings: AdaptiveSettings,
     prober: Prober,
     rows: RowsToTry,
-    validation: ValidationRows | None,
     saved: TrainingState | None,
     planner: Planner | None,
 ) -> Batch:
     """Search where a search is asked for, and settle what training starts with.
 
     Args:
-        cfg: the config of the run.
-        settings: how it searches.
-        prober: makes trials of its step.
-        rows: what it trains on.
-        validation: what it is validated on.
+        cfg: the config of the run, with its ``settings``.
+        prober: makes trials of the run's step with its ``rows``.
         saved: the training state of the checkpoint that is resumed.
         planner: on rank 0, predicts the size that should be found.
     """
-    batch = _searched(cfg, settings, prober, rows, validation, saved, planner)
-    known = _known_largest(settings, saved)
+    # A resumed run is bound by what it decided before; one that decided nothing is not.
+    known = saved.growth.largest if saved and settings.adapts else None
+    batch = _searched(cfg, settings, prober, rows, saved, known, planner)
     if saved and known is not None:
         largest, ranks = batch.largest or known, rows.configured.ranks
         micro_batch, accumulation, saved_ranks = saved.growth.start
@@ -74,18 +70,13 @@ def decide_batch(
     return batch
 
 
-def _known_largest(settings: AdaptiveSettings, saved: TrainingState | None) -> int | None:
-    """A resumed run is bound by what it decided before; one that decided nothing is not."""
-    return saved.growth.largest if saved and settings.adapts else None
-
-
 def _searched(
     cfg: DictConfig,
     settings: AdaptiveSettings,
     prober: Prober,
     rows: RowsToTry,
-    validation: ValidationRows | None,
     saved: TrainingState | None,
+    known: int | None,
     planner: Planner | None,
 ) -> Batch:
     configured = rows.configured
@@ -95,9 +86,7 @@ def _searched(
         if rows.data.packed:
             log.info("token_budget has no effect: packed rows are all full.")
             return Batch(configured, None, by_rows)
-        budget = _by_tokens(settings, prober, rows, validation, saved)
-        if budget is not None:
-            _announce(cfg, prober.ranks, budget)
+        budget = _by_tokens(cfg, settings, prober, rows, saved)
         if budget is None or not budget.used:
             size = _size_of(budget.validation) if budget else None
             return Batch(configured, None, ByRows(rounding, instead_of_budget=True), size, budget)
@@ -109,8 +98,7 @@ def _searched(
     if not settings.searches:
         return Batch(configured, None, by_rows)
     sizes = planner if isinstance(planner, BackgroundPlanner) else None
-    known = _known_largest(settings, saved)
-    report = find_batch_size(cfg, settings, prober, rows, validation, known, sizes)
+    report = find_batch_size(cfg, settings, prober, rows, known, sizes)
     _announce(cfg, prober.ranks, report)
     if not settings.use_maximum_batch_size and configured.micro_batch > report.largest:
         raise ConfigError(
@@ -145,10 +133,10 @@ def _fastest(
 
 
 def _by_tokens(
+    cfg: DictConfig,
     settings: AdaptiveSettings,
     prober: Prober,
     rows: RowsToTry,
-    validation: ValidationRows | None,
     saved: TrainingState | None,
 ) -> BudgetReport | None:
     """A token budget, found or confirmed; None if it was slower when the run began."""
@@ -161,7 +149,9 @@ def _by_tokens(
         raise token_budget_with_images(settings)
     lengths = rows.lengths.all(say_progress=prober.ranks.is_zero)
     budget = Budget(tuple((length, size) for length, size in known)) if known else None
-    return find_token_budget(settings, prober, rows, lengths, validation, budget)
+    report = find_token_budget(settings, prober, rows, lengths, budget)
+    _announce(cfg, prober.ranks, report)
+    return report
 
 
 def _announce(cfg: DictConfig, ranks: Ranks, report: Report) -> None:

@@ -54,10 +54,8 @@ def find_fastest(
     """Choose on the run itself, which afterwards is as it was before, except for its knobs.
 
     Args:
-        cfg: the config of the run.
-        settings: what may be changed.
-        prober: makes trials of its step.
-        rows: what it trains on.
+        cfg: the config of the run, with its ``settings``.
+        prober: makes trials of the run's step with its ``rows``.
         known: what an earlier part of this run has chosen; it is confirmed by one trial.
         rank: on rank 0, predicts for the length of rows and the capacity of a rank.
     """

@@ -26,14 +26,25 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class ValidationRows:
+    """The rows that a run is validated on."""
+
+    data: Data
+    lengths: RowLengths
+    size: int | None
+    """The rows in a micro-batch, if the config says it."""
+
+
+@dataclass(frozen=True)
 class RowsToTry:
-    """The rows that a run trains on."""
+    """The rows that a run trains on, and is validated on."""
 
     data: Data
     order: SampleOrder
     configured: Split
     """The batch that the config asks for."""
     lengths: RowLengths
+    validation: ValidationRows | None = None
 
     def first_step(
         self, ranks: Ranks, micro_batches: MicroBatches, size: int

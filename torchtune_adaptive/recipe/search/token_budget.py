@@ -27,7 +27,7 @@ from torchtune_adaptive.recipe.search.budget_report import (
     padding_shares,
 )
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
-from torchtune_adaptive.recipe.search.validation_size import ValidationRows, fit_validation
+from torchtune_adaptive.recipe.search.validation_size import fit_validation
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 
 log = logging.getLogger(__name__)
@@ -145,17 +145,14 @@ def find_token_budget(
     prober: Prober,
     rows: RowsToTry,
     row_lengths: Sequence[int],
-    validation: ValidationRows | None = None,
     known: Budget | None = None,
 ) -> BudgetReport:
     """Find the token budget on the run itself, which is afterwards as it was before.
 
     Args:
-        settings: how it searches.
-        prober: makes trials of its step.
-        rows: what it trains on.
+        settings: those of the run.
+        prober: makes trials of the run's step with its ``rows``.
         row_lengths: of every row of the data.
-        validation: what it is validated on.
         known: what an earlier part of this run has found; it is confirmed by one trial.
     """
     longest = _longest(settings, row_lengths)
@@ -180,12 +177,12 @@ def find_token_budget(
         ignored = prober.step.objective.ignored
         by_tokens = ByTokens(budget, row_lengths, rows.data.tokenizer.pad_id, ignored, buckets)
         speeds = _speeds(prober, probe, rows, by_tokens)
-        fitting = fit_validation(prober, probe, validation, lambda length: budget.tokens // length)
+        validation = fit_validation(prober, probe, rows, lambda length: budget.tokens // length)
     without, with_budget = map(Throughput, padding_shares(by_tokens, rows.configured), speeds)
     # A budget of the user's own is meant, a checkpoint's is kept, and a batch that grows needs one.
     is_ours = settings.token_budget is True and known is None and not settings.grows
     used = not (is_ours and is_slower(*speeds))
-    return BudgetReport(by_tokens, trials, rows.configured, without, with_budget, used, fitting)
+    return BudgetReport(by_tokens, trials, rows.configured, without, with_budget, used, validation)
 
 
 def _longest(settings: AdaptiveSettings, row_lengths: Sequence[int]) -> int:

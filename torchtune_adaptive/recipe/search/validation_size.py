@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torchtune_adaptive.core import Probe, SizeTrial
-from torchtune_adaptive.recipe.data.dataset import Data
-from torchtune_adaptive.recipe.data.row_lengths import RowLengths
-from torchtune_adaptive.recipe.search.prober import Prober
+from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ValidationRows:
-    """The rows that a run is validated on."""
-
-    data: Data
-    lengths: RowLengths
-    size: int | None
-    """The rows in a micro-batch, if the config says it."""
-    ranks: int
-    """The data-parallel ranks that share them."""
-
-
 def fit_validation(
-    prober: Prober, probe: Probe, rows: ValidationRows | None, default: Callable[[int], int]
+    prober: Prober, probe: Probe, rows: RowsToTry, default: Callable[[int], int]
 ) -> SizeTrial | None:
     """Halve the wanted size until it fits; None where nothing is validated.
 
@@ -37,15 +23,16 @@ def fit_validation(
     Args:
         prober: finds the longest row.
         probe: tries it; inside its context, so that the optimizer's state is in memory.
-        rows: what is validated on.
+        rows: those of the run.
         default: the size to start with where the config gives none, for rows of so many tokens.
     """
-    if rows is None:
+    validation = rows.validation
+    if validation is None:
         return None
-    worst = prober.worst_case(rows.data, rows.lengths)
+    worst = prober.worst_case(validation.data, validation.lengths)
     worst = replace(worst, source=f"dataset_val, {worst.source}")
-    size = rows.size or default(worst.length)
-    size = max(1, min(size, -(-len(rows.data.dataset) // rows.ranks)))
+    size = validation.size or default(worst.length)
+    size = max(1, min(size, -(-len(validation.data.dataset) // rows.configured.ranks)))
     while True:
         trial = probe.trial_of_validation(size, worst.batch(size))
         log.info(f"Validation, {worst.length} tokens a row: {trial.line()}")
