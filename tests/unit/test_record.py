@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from tests.unit.test_knobs import config
 from tests.unit.test_report import report
 from torchtune_adaptive.common.document import Paragraph, Table, as_page
 from torchtune_adaptive.common.errors import CheckpointError, RankLost
@@ -23,7 +24,10 @@ from torchtune_adaptive.core.sizes.packing import Budget
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.recipe.record import CONFIG_NAME, REPORT_NAME, Record
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport, LengthTrial, Throughput
-from torchtune_adaptive.recipe.settings.kinds import FOUND
+from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
+from torchtune_adaptive.recipe.settings.checks import check
+from torchtune_adaptive.recipe.settings.kinds import FOUND, KINDS
+from torchtune_adaptive.recipe.settings.knob_table import MICRO_BATCH, choices, configured_choice
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME, Events
 from torchtune_adaptive.recipe.train.instruments import History, Point
 from torchtune_adaptive.recipe.train.metrics import Summary, Trained
@@ -194,6 +198,28 @@ def test_a_budget_on_record(used: bool, tmp_path: Path) -> None:
     assert block.get("token_budget", "as it was") == ("as it was" if used else False)
     assert ("The token budget is not used, because it is slower" in one.html()) is not used
     assert "Token budget" in one.html()
+
+
+def test_a_config_with_what_was_chosen_can_be_run_again(tmp_path: Path) -> None:
+    asked = {"use_fastest_configuration": True, "adaptive_batching.search_only": True}
+    fixed = {"use_maximum_batch_size": False, "output_dir": str(tmp_path), "batch_size": 4}
+    one = record(tmp_path)
+    one.cfg = config(**fixed, **asked)
+    own, *_, chosen = choices(one.cfg, 1, "rounding", switches_only=True)
+    (tried,) = report().result.trials[:1]
+    found = FastestReport(
+        *(one.cfg, 1, own, chosen, Split(chosen[MICRO_BATCH], 4 // chosen[MICRO_BATCH], 1)),
+        *([TimedChoice(chosen, 0.25, (0.5, 1.5, 1.0))], {str(chosen): tried}, 100, 103),
+        *("the longest row", "H100", 0.05, 12.34),
+    )
+    one.decided(found.split, 0, found)
+    logged = one.logger.config
+    assert configured_choice(logged, 1) == chosen != own
+    settings = check(logged, KINDS["full"])
+    assert not settings.use_fastest_configuration and not settings.search_only
+    assert logged[FOUND].tokens_per_second_per_gpu == 100 and logged[FOUND].trials == 1
+    assert "<td>100</td><td>400</td><td>21 of 76 GiB</td>" in one.html()
+    assert f"<li>{found.overrides()}</li>" in one.html()
 
 
 def test_without_matplotlib_the_report_has_its_tables(

@@ -41,8 +41,8 @@ from torchtune_adaptive.recipe import (
 
 PROGRAM = "tune-adaptive"
 _FASTEST = "use_fastest_configuration"
-_FOUND = "batch_size_search.json"  # as in search/report.py, which needs torch
-_FOUND_FASTEST = "fastest_configuration.json"  # as in search/fastest_report.py
+_FOUND = "batch_size_search.json"  # as in recipe/search/size_report.py, which needs torch
+_FOUND_FASTEST = "fastest_configuration.json"  # as in recipe/search/fastest_report.py
 _HELP = {
     "find": "Find the largest micro-batch that fits, or, with use_fastest_configuration=True, the "
     "fastest configuration, and print the overrides that use it.",

@@ -90,7 +90,7 @@ class BudgetReport(Report):
         }
 
     def overrides(self) -> str:
-        return ""  # a budget, too, is confirmed by a trial
+        return ""  # a budget that is given is tried as well
 
     def applied_to(self, cfg: DictConfig) -> DictConfig:
         if not self.used:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import Block, Paragraph, Table, bytes_of
 from torchtune_adaptive.core import Choice, SizeTrial, Split
-from torchtune_adaptive.recipe.search.report import Report, batch_numbers, trial_numbers
+from torchtune_adaptive.recipe.search.report import Report, numbers_of
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.knob_table import changes, overrides, with_choice
 
@@ -123,15 +123,10 @@ class FastestReport(Report):
         }
 
     def numbers(self) -> dict[str, float]:
-        found: dict[str, float] = {
-            **batch_numbers(self.split),
-            "row_length": self.row_length,
-            **trial_numbers(self.tried[str(self.chosen)], len(self.tried), self.seconds),
-        }
-        (measured,) = (each.measured for each in self.timed if each.choice == self.chosen)
-        if (speed := self._speed(measured)) is not None:
-            found["tokens_per_second_per_gpu"] = round(speed, 1)
-        return found
+        trial = self.tried[str(self.chosen)]
+        result = self.split, self.row_length, trial, len(self.tried), self.seconds
+        timed = next((each for each in self.timed if each.choice == self.chosen), None)
+        return numbers_of(*result, self._speed(timed.measured) if timed else None)
 
     def blocks(self) -> list[Block]:
         header = ("configuration", "tokens/s per rank", "predicted", "peak")

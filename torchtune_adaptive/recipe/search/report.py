@@ -66,11 +66,21 @@ def batch_numbers(split: Split) -> dict[str, int]:
     }
 
 
-def trial_numbers(trial: SizeTrial, trials: int, seconds: float) -> dict[str, float]:
-    """The trial of what was chosen, and what the search took."""
-    return {
+def numbers_of(
+    split: Split,
+    row_length: int,
+    trial: SizeTrial,
+    trials: int,
+    seconds: float,
+    speed: float | None,
+) -> dict[str, float]:
+    """What a search came to: the batch, the trial of what was chosen, and its tokens per second and rank."""
+    found: dict[str, float] = {
+        **batch_numbers(split),
+        "row_length": row_length,
         "trials": trials,
         "seconds": round(seconds, 3),
         "peak_memory_gib": round(trial.deciding.peak_bytes / _GIB, 4),
         "usable_memory_gib": round(trial.deciding.usable_bytes / _GIB, 4),
     }
+    return found if speed is None else {**found, "tokens_per_second_per_gpu": round(speed, 1)}

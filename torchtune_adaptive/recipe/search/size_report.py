@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torchtune_adaptive.common import Block, Drawing, Paragraph, Table, human_bytes, plots
 from torchtune_adaptive.core import SearchResult, SizeTrial, Split, Status
 from torchtune_adaptive.recipe.data.images import RowSize
-from torchtune_adaptive.recipe.search.report import Report, batch_numbers, trial_numbers
+from torchtune_adaptive.recipe.search.report import Report, batch_numbers, numbers_of
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 
 if TYPE_CHECKING:
@@ -137,16 +137,11 @@ class SearchReport(Report):
         return {**batch_numbers(split), "steps_per_epoch": self.steps_per_epoch(split)}
 
     def numbers(self) -> dict[str, float]:
-        best = next(trial for trial in self.result.trials if trial.size == self.largest)
-        found: dict[str, float] = {
-            **batch_numbers(self.after),
-            "largest_batch_size": self.largest,
-            "row_length": self.row.tokens,
-            **trial_numbers(best, len(self.result.trials), self.seconds),
-        }
-        if (speed := best.tokens_per_second) is not None:
-            found["tokens_per_second_per_gpu"] = round(speed, 1)
-        return found
+        trials = self.result.trials
+        best = next(trial for trial in trials if trial.size == self.largest)
+        result = self.after, self.row.tokens, best, len(trials), self.seconds
+        found = numbers_of(*result, best.tokens_per_second)
+        return {"largest_batch_size": self.largest, **found}
 
     def blocks(self) -> list[Block]:
         rows = [trial.cells() for trial in self.result.trials]
