@@ -214,7 +214,8 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    path.write_text(json.dumps({model: measure(model) for model in MODELS}, indent=1))
+    table = {model: measure(model) for model in MODELS}
+    path.write_text(json.dumps(table, indent=1, default=dict))
 
 
 if __name__ == "__main__":

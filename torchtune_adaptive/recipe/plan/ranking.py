@@ -107,7 +107,4 @@ class _Ranker:
         if pace is None:
             raise NoPrediction(*reasons)
         found = rank_candidates(request.query(pace=pace), settings.may_change)
-        return [
-            (dict(configured_choice(OmegaConf.create(one.cfg), ranks)), one.seconds)
-            for one in found
-        ]
+        return [(configured_choice(OmegaConf.create(one.cfg), ranks), one.seconds) for one in found]

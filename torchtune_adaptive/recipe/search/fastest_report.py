@@ -43,7 +43,7 @@ class FastestReport:
     split: Split
     timed: Sequence[TimedChoice]
     """The config's own values first, if they fit."""
-    tried: Mapping[str, SizeTrial]
+    tried: Mapping[Choice, SizeTrial]
     tokens: int
     """In a step that was timed, over all ranks."""
     row_length: int
@@ -73,7 +73,7 @@ class FastestReport:
         ]
         for each in self.timed:
             measured, predicted = self._speed(each.measured), self._speed(each.predicted)
-            trial = self.tried.get(str(each.choice))
+            trial = self.tried.get(each.choice)
             parts = [f"{measured:,.0f} tokens/s per rank" if measured else "not timed"]
             if predicted:
                 parts.append(f"predicted {predicted:,.0f}")
@@ -114,7 +114,7 @@ class FastestReport:
                 }
                 for each in self.timed
             ],
-            "trials": {name: trial.as_dict() for name, trial in self.tried.items()},
+            "trials": {str(dict(one)): trial.as_dict() for one, trial in self.tried.items()},
         }
 
     def write(self, folder: Path) -> list[Path]:

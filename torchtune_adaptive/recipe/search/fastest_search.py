@@ -22,7 +22,6 @@ from torchtune_adaptive.core import (
     Timing,
     fastest,
     fitting,
-    needs_as_much,
     recomputed_layers,
 )
 from torchtune_adaptive.recipe.search.context import SearchContext, nothing_fits, probe_of
@@ -45,7 +44,7 @@ Ranked = Sequence[tuple[Choice, float]]
 
 def find_fastest(
     run: SearchContext,
-    known: Choice | None = None,
+    known: Mapping[str, Any] | None = None,
     rank: Callable[[int, int], Ranked | None] | None = None,
 ) -> FastestReport:
     """Choose on the run itself, which afterwards is as it was before, except for its knobs.
@@ -63,14 +62,15 @@ def find_fastest(
         f"Choosing the fastest of {len(allowed)} configurations that fit rows of {worst.length} tokens "
         f"({worst.source})."
     )
-    with _Trials(run, worst, leanest_of(allowed)) as trials:
-        if known is not None and known in allowed and trials.fits(known):
+    confirmed = next((one for one in allowed if one == known), None)
+    with _Trials(run, worst, Choice.leanest(allowed)) as trials:
+        if confirmed is not None and trials.fits(confirmed):
             log.info("The configuration that this run had chosen still fits.")
-            timed, chosen = [Timing(known)], known
+            timed, chosen = [Timing(confirmed)], confirmed
         else:
             ranked = _ranked(run, worst.length, rank)
-            predicted = {str(choice): seconds for choice, seconds in ranked or ()}
-            order = [choice for choice, _ in ranked or ()] or sorted(allowed, key=rough_cost)
+            predicted = dict(ranked or ())
+            order = list(predicted) or sorted(allowed, key=rough_cost)
             others = [one for one in order if one in allowed and one != own]
             timed, chosen = _choose(run, trials, own, others, predicted)
     run.step.switch(chosen)
@@ -106,10 +106,10 @@ def possible_choices(run: SearchContext) -> list[Choice]:
     switches, settings = run.step.options.switches, run.settings
     own, *others = choices(run.cfg, run.ranks.size, settings.may_change, switches_only=True)
 
-    def meaning(choice: Choice) -> str:
+    def meaning(choice: Choice) -> Choice:
         # With few layers, some values of the knob are the same.
         layers = recomputed_layers(choice[CHECKPOINT], switches.layers)
-        return str({**choice, CHECKPOINT: layers})
+        return choice | {CHECKPOINT: tuple(layers)}
 
     found = {meaning(own): own}
     for choice in others:
@@ -119,34 +119,20 @@ def possible_choices(run: SearchContext) -> list[Choice]:
     return list(found.values())
 
 
-def leanest_of(all_choices: Sequence[Choice]) -> list[Choice]:
-    """Those that may need the least memory: no other certainly needs no more than them."""
-    return [
-        one
-        for one in all_choices
-        if not any(other != one and needs_as_much(one, other) for other in all_choices)
-    ]
-
-
 def _choose(
     run: SearchContext,
     trials: _Trials,
     own: Choice,
     ranked: Sequence[Choice],
-    predicted: Mapping[str, float],
+    predicted: Mapping[Choice, float],
 ) -> tuple[list[Timing[Choice]], Choice]:
     """Time the first that fit, and the config's own."""
     own_fits = trials.fits(own)
     if not own_fits:
         log.info("The config's own values do not fit.")
-    others = fitting(ranked, trials.fits, needs_as_much, run.settings.speed_trials)
+    others = fitting(ranked, trials.fits, Choice.needs_as_much_as, run.settings.speed_trials)
     ways = [own, *others] if own_fits else others
-    best, timings = fastest(
-        ways,
-        trials.time,
-        own if own_fits else None,
-        lambda choice: predicted.get(str(choice)),
-    )
+    best, timings = fastest(ways, trials.time, own if own_fits else None, predicted.get)
     if best is None:
         raise _nothing_fits(run, trials)
     return timings, best.way
@@ -180,8 +166,7 @@ class _Trials:
     worst: WorstCase
     leanest: Sequence[Choice]
     """What may need the least memory."""
-    tried: dict[str, SizeTrial] = field(default_factory=dict)
-    """The trial of each choice, by what it is."""
+    tried: dict[Choice, SizeTrial] = field(default_factory=dict)
     tokens: int = 0
     """In a step that is timed, over all ranks and without padding."""
 
@@ -211,11 +196,10 @@ class _Trials:
 
     def fits(self, choice: Choice) -> bool:
         """Whether a micro-batch of the longest rows fits; each choice is tried once."""
-        name = str(choice)
-        if name not in self.tried:
+        if choice not in self.tried:
             self.run.step.switch(choice)
-            self.tried[name] = self._probe.trial(_split_of(self.run, choice).micro_batch)
-        return self.tried[name].fits
+            self.tried[choice] = self._probe.trial(_split_of(self.run, choice).micro_batch)
+        return self.tried[choice].fits
 
     def time(self, choice: Choice, steps: int) -> Sequence[float] | None:
         """Seconds of some steps of the run's first samples, after one that is not counted."""

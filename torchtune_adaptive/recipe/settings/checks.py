@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.core import CHECKPOINT, CHUNKED, RECOMPUTE_LOSS, checkpoints_every
+from torchtune_adaptive.core import CHECKPOINT, CHUNKED, RECOMPUTE_LOSS, Choice
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.kinds import (
     Kind,
@@ -318,7 +318,7 @@ def _check_activation_memory(cfg: DictConfig) -> None:
             f"needs a CUDA device, but device is {cfg.device}",
             "Set enable_activation_offloading=False",
         )
-    if checkpoints_every(configured_checkpoint(cfg)) is None:
+    if Choice({CHECKPOINT: configured_checkpoint(cfg)}).checkpoints_every is None:
         raise ConfigError(
             "enable_activation_offloading",
             True,

@@ -23,8 +23,6 @@ from torchtune_adaptive.core import (
     RECOMPUTE_LOSS,
     RESHARD,
     Choice,
-    checkpoints_every,
-    is_possible,
 )
 from torchtune_adaptive.recipe.settings.batch import configured_batch
 from torchtune_adaptive.recipe.settings.kinds import kind_of
@@ -167,7 +165,7 @@ def may_be_changed(knob: Knob, may_change: str | Iterable[str]) -> bool:
 
 def configured_choice(cfg: DictConfig, ranks: int) -> Choice:
     """The value of each knob that has a meaning for a config, as the config sets it."""
-    return {knob.key: knob.configured(cfg) for knob in KNOBS if knob.values(cfg, ranks)}
+    return Choice({knob.key: knob.configured(cfg) for knob in KNOBS if knob.values(cfg, ranks)})
 
 
 def choices(
@@ -190,8 +188,8 @@ def choices(
         else (value,)
         for key, value in own.items()
     ]
-    found = [dict(zip(own, values, strict=True)) for values in product(*possible)]
-    return [own, *(one for one in found if one != own and is_possible(one))]
+    found = (Choice(dict(zip(own, values, strict=True))) for values in product(*possible))
+    return [own, *(one for one in found if one != own and one.is_possible())]
 
 
 @dataclass(frozen=True)
@@ -270,7 +268,7 @@ _COSTS_OF_VALUES = {
 def rough_cost(choice: Choice) -> float:
     """Orders choices where no prediction is to be had, from the one that should be fastest."""
     costs = [_COSTS_OF_VALUES.get((key, value), 0.0) for key, value in choice.items()]
-    if (every := checkpoints_every(choice[CHECKPOINT])) is not None and every > 1:
+    if (every := choice.checkpoints_every) is not None and every > 1:
         costs.append(_COSTS_OF_VALUES[CHECKPOINT, "all"] / every)
     # Each micro-batch gathers parameters and launches kernels once more.
     return sum(costs) + 0.05 / choice.get(MICRO_BATCH, 1)

@@ -86,9 +86,8 @@ def _of_the_loss(
     cfg: DictConfig, environment: Environment, model: nn.Module, objective: NextTokenPrediction
 ) -> dict[str, Any]:
     def loss(component: str) -> None:
-        changed = with_choice(
-            cfg, environment.ranks, {**configured_choice(cfg, environment.ranks), LOSS: component}
-        )
+        ranks = environment.ranks
+        changed = with_choice(cfg, ranks, configured_choice(cfg, ranks) | {LOSS: component})
         model.set_num_output_chunks(0)  # type: ignore[operator]
         objective.loss_fn = build_loss(changed, environment, model)
 

@@ -89,7 +89,7 @@ class Tracer(StepTracer):
         optimizers = build_optimizers(cfg, environment, model, None)
         offloading = _Offloading(model, cfg.get("enable_activation_offloading", False))
         switches = build_switches(cfg, environment, model, objective, offloading)
-        self._own = dict(switches.choice)
+        self._own = switches.choice
         return TrainStep(
             model=model,
             optimizers=optimizers.steppers,
@@ -121,7 +121,7 @@ class Tracer(StepTracer):
             choice: other values of knobs that are switches, for this step.
             micro_batches: how many; None is as configured, but no more than two.
         """
-        self.step.switch({**self._own, **(choice or {})})
+        self.step.switch(self._own | (choice or {}))
         return self.trace(
             lambda: self._batch(rows, length),
             micro_batches or self._accumulation,
