@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtune_adaptive.cli.document import Block, Listing, Paragraph, Table
-from torchtune_adaptive.cli.what_if import overrides
 from torchtune_adaptive.common import (
     BLUE,
     GRAY,
@@ -20,7 +19,7 @@ from torchtune_adaptive.common import (
     tidy,
     whole_numbers,
 )
-from torchtune_adaptive.recipe import Candidate, PlanRequest, chosen
+from torchtune_adaptive.recipe import Candidate, PlanRequest, chosen, overrides
 
 _MOST_LISTED = 12
 

@@ -35,9 +35,13 @@ if TYPE_CHECKING:
     from torchtune_adaptive.planner.speed.roofline import seconds
     from torchtune_adaptive.planner.speed.speed import Pace, Speed, predicted_speed
     from torchtune_adaptive.planner.trace import fake_device
-    from torchtune_adaptive.planner.trace.recorder import ACTIVATIONS, LOSS
+    from torchtune_adaptive.planner.trace.recorder import (
+        ACTIVATIONS,
+        LOSS,
+        check_sums,
+        no_prediction,
+    )
     from torchtune_adaptive.planner.trace.step_tracer import StepTracer
-    from torchtune_adaptive.planner.trace.sums_check import check_sums, no_prediction
     from torchtune_adaptive.planner.trace.weights import fill
     from torchtune_adaptive.planner.traced_run import ROWS_TRACED, TracedRun
     from torchtune_adaptive.planner.workers import Worker, call_alone, processes, traced

@@ -39,7 +39,6 @@ from torchtune_adaptive.planner import (
 from torchtune_adaptive.planner import seconds as seconds_of
 from torchtune_adaptive.recipe.plan.predict import Prediction, Query
 from torchtune_adaptive.recipe.settings.knob_table import (
-    ACCUMULATION,
     KNOBS,
     KNOBS_BY_KEY,
     MICRO_BATCH,
@@ -169,7 +168,7 @@ def _candidate(
     changed: Any = OmegaConf.to_container(with_choice(cfg, query.ranks, choice), resolve=True)
     found = traced.get(choice)
     seconds = found.seconds if found else estimated[choice]
-    tokens = query.rows * query.cfg[ACCUMULATION] * query.length
+    tokens = query.rows_per_step * query.length
     return Candidate(
         cfg=changed,
         changes=(),
@@ -195,7 +194,7 @@ class Steps:
         self._traces = traces
         self._own = own
         self._many_sizes = many_sizes
-        self._rows = query.rows * query.cfg[ACCUMULATION]
+        self._rows = query.rows_per_step
         self._beginning = traces.start_up(query.length)
         self._bases: dict[tuple[Any, ...], tuple[StepOperations, float]] = {}
         self.leanest: list[_Traced] = []

@@ -19,7 +19,6 @@ from torchtune_adaptive.core import (
 )
 from torchtune_adaptive.recipe.data.images import images_of
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
-from torchtune_adaptive.recipe.plan.ranking import BackgroundRanking
 from torchtune_adaptive.recipe.search.batch_size import find_batch_size
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport
 from torchtune_adaptive.recipe.search.context import SearchContext
@@ -30,7 +29,6 @@ from torchtune_adaptive.recipe.search.token_budget import find_token_budget
 from torchtune_adaptive.recipe.settings.checks import token_budget_with_images
 
 log = logging.getLogger(__name__)
-Planner = BackgroundPlanner | BackgroundRanking
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Batch:
 
 
 def decide_batch(
-    run: SearchContext, saved: dict[str, Any] | None, planner: Planner | None
+    run: SearchContext, saved: dict[str, Any] | None, planner: BackgroundPlanner | None
 ) -> Batch:
     """Search where a search is asked for, and settle what training starts with.
 
@@ -71,7 +69,7 @@ def _searched(
     run: SearchContext,
     saved: dict[str, Any] | None,
     known: int | None,
-    planner: Planner | None,
+    planner: BackgroundPlanner | None,
 ) -> Batch:
     settings, configured = run.settings, run.configured
     rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
@@ -91,8 +89,7 @@ def _searched(
         return _fastest(run, saved, planner)
     if not settings.searches:
         return Batch(configured, None, by_rows)
-    sizes = planner if isinstance(planner, BackgroundPlanner) else None
-    report = find_batch_size(run, known, sizes)
+    report = find_batch_size(run, known, planner)
     _announce(run, report)
     if not settings.use_maximum_batch_size and configured.micro_batch > report.largest:
         raise ConfigError(
@@ -108,14 +105,14 @@ def _size_of(trial: SizeTrial | None) -> int | None:
     return trial.size if trial else None
 
 
-def _fastest(run: SearchContext, saved: dict[str, Any] | None, planner: Planner | None) -> Batch:
-    ranking = planner if isinstance(planner, BackgroundRanking) else None
-    report = find_fastest(
-        run, saved.get("knobs") if saved else None, ranking.ranked if ranking else None
-    )
+def _fastest(
+    run: SearchContext, saved: dict[str, Any] | None, planner: BackgroundPlanner | None
+) -> Batch:
+    known = saved.get("knobs") if saved else None
+    report = find_fastest(run, known, planner.ranked if planner else None)
     compared = [each for each in report.timed if each.predicted and each.measured]
-    if ranking is not None and compared and not run.compiled:
-        ranking.learn_from(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
+    if planner is not None and compared and not run.compiled:
+        planner.learn_seconds(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
     _announce(run, report)
     return Batch(report.split, None, ByRows("divisor"))
 

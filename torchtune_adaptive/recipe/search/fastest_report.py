@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.common import bytes_of
 from torchtune_adaptive.core import Choice, SizeTrial, Split
-from torchtune_adaptive.recipe.settings.knob_table import changes, overrides
+from torchtune_adaptive.recipe.settings.knob_table import changes, overrides, with_choice
 
 JSON_NAME = "fastest_configuration.json"
 
@@ -54,9 +54,8 @@ class FastestReport:
 
     def overrides(self) -> str:
         """The command line that trains like this and does not choose again."""
-        return " ".join(
-            [*overrides(self.cfg, self.ranks, self.chosen), "use_fastest_configuration=False"]
-        )
+        changed = with_choice(self.cfg, self.ranks, self.chosen)
+        return " ".join([*overrides(self.cfg, changed), "use_fastest_configuration=False"])
 
     def _speed(self, seconds: float | None) -> float | None:
         """Tokens per second and rank."""

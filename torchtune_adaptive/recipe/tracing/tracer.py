@@ -16,6 +16,7 @@ from torchtune_adaptive.core import Batch, Choice, Objective, StepOptions, Train
 from torchtune_adaptive.planner import ACTIVATIONS, LOSS, RecordedStep, StepTracer, fill
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import initialize_ropes, parameters_by_name
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
@@ -54,7 +55,7 @@ class Tracer(StepTracer):
         dtype = training.get_dtype(cfg.dtype, torch.device("cpu"))
         environment = Environment(self.device, dtype, rank, ranks)
         self._within = nullcontext if self.recorder.simulated else for_offloading
-        self._accumulation = min(cfg.gradient_accumulation_steps, 2)  # as in a trial
+        self._accumulation = min(configured_accumulation(cfg), 2)  # as in a trial
         self._layer_running = 0
 
         kind = recipe_kind(kind_of(cfg), cfg, environment)
