@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
@@ -26,7 +27,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.search.timings import fastest
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, LOSS, OFFLOADING, RECOMPUTE_LOSS, Choice
-from torchtune_adaptive.recipe.plan.ranking import BackgroundRanking
+from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.registry import load_config
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.knob_table import MICRO_BATCH, choices, configured_choice
@@ -110,11 +111,12 @@ def predictions(
     cfg: DictConfig, length: int, device: str = "simulated device", capacity: int = 1 << 36
 ) -> dict[str, float]:
     """Predicted seconds by configuration, as a run asks for them."""
-    ranking = BackgroundRanking(cfg, AdaptiveSettings.from_config(cfg), 1, device)
+    settings = replace(AdaptiveSettings.from_config(cfg), use_fastest_configuration=True)
+    planner = BackgroundPlanner(cfg, settings, 1, device)
     try:
-        found = ranking.ranked(length, capacity)
+        found = planner.ranked(length, capacity)
     finally:
-        ranking.close()
+        planner.close()
     assert found is not None, "no prediction"
     return {name_of(choice): seconds for choice, seconds in found}
 
@@ -214,7 +216,8 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    path.write_text(json.dumps({model: measure(model) for model in MODELS}, indent=1))
+    table = {model: measure(model) for model in MODELS}
+    path.write_text(json.dumps(table, indent=1, default=dict))
 
 
 if __name__ == "__main__":

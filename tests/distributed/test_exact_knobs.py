@@ -211,7 +211,7 @@ def fail_at_allocations(stride: int, shard: int) -> tuple[int, list[str]]:
     lost, wrong = 0, []
     values = (("none", "every_2", "operations", "all"), (False, True), (False, True))
     for checkpoint, reshard, recompute in product(*values):
-        choice = {CHECKPOINT: checkpoint, RESHARD: reshard, RECOMPUTE_LOSS: recompute}
+        choice = Choice({CHECKPOINT: checkpoint, RESHARD: reshard, RECOMPUTE_LOSS: recompute})
         run.trained.step.switch(choice)
         run.take()  # the first step with these collectives
         allocations = run.take()[1]

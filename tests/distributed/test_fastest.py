@@ -99,7 +99,7 @@ def step_of(run: Run) -> TrainStep:
     return run[2].step
 
 
-def every_choice(run: Run, timed: bool = True) -> dict[str, tuple[Choice, int, float]]:
+def every_choice(run: Run, timed: bool = True) -> dict[Choice, tuple[int, float]]:
     """Peak and, if they are timed, seconds of each."""
     found = {}
     cfg, settings, prober, rows = run
@@ -110,7 +110,7 @@ def every_choice(run: Run, timed: bool = True) -> dict[str, tuple[Choice, int, f
             assert trials.fits(choice)
             peak = trials.last.usage.peak_bytes
             (seconds,) = trials.time(choice, 1) or () if timed else (0.0,)
-            found[str(choice)] = (choice, peak, seconds)
+            found[choice] = (peak, seconds)
     return found
 
 
@@ -121,20 +121,20 @@ def compared_with_brute_force(
     cfg = config_of(kind, "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
     memory = TimedMemory(1 << 40)
     run, _ = run_of(cfg, memory, may_change=may_change)
-    own = dict(step_of(run).options.switches.choice)
+    own = step_of(run).options.switches.choice
     table = every_choice(run)
-    ranked = [
-        (choice, seconds) for choice, _, seconds in sorted(table.values(), key=lambda one: one[2])
-    ]
-    peaks = sorted(peak for _, peak, _ in table.values())
+    ranked = sorted(
+        ((choice, seconds) for choice, (_, seconds) in table.items()), key=lambda one: one[1]
+    )
+    peaks = sorted(peak for peak, _ in table.values())
     wrong, tried = [], 0
     for number in range(offset % sample, limits, sample):
         memory.limit = int(peaks[0] + (peaks[-1] * 1.05 - peaks[0]) * number / (limits - 1))
         step_of(run).switch(own)
         chosen = find_fastest(*run, rank=lambda length, capacity: ranked).chosen
         tried += 1
-        best = min(seconds for _, peak, seconds in table.values() if peak <= memory.limit)
-        _, peak, seconds = table[str(chosen)]
+        best = min(seconds for peak, seconds in table.values() if peak <= memory.limit)
+        peak, seconds = table[chosen]
         if peak > memory.limit or seconds > best * (1 + 1e-9):
             wrong.append(f"{memory.limit}: {chosen} takes {seconds}, not {best}")
     return tried, wrong
@@ -163,9 +163,9 @@ def without_prediction(limit_share: float | None) -> tuple[FastestReport, bool]:
     cfg = config_of("full", "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
     memory = TimedMemory(1 << 40)
     run, trained = run_of(cfg, memory)
-    own = dict(step_of(run).options.switches.choice)
+    own = step_of(run).options.switches.choice
     if limit_share is not None:
-        peaks = [peak for _, peak, _ in every_choice(run, timed=False).values()]
+        peaks = [peak for peak, _ in every_choice(run, timed=False).values()]
         step_of(run).switch(own)
     expected = trained.train()
     if limit_share is not None:
@@ -179,15 +179,15 @@ def without_prediction(limit_share: float | None) -> tuple[FastestReport, bool]:
 def test_what_is_chosen_is_exact_was_tried_and_is_not_slower(limit_share: float | None) -> None:
     results = run_ranks(without_prediction, 2, limit_share, timeout=120)
     report, _ = results[0]
-    assert [dict(each.chosen) for each, _ in results] == [dict(report.chosen)] * 2
+    assert [each.chosen for each, _ in results] == [report.chosen] * 2
     assert all(bits for _, bits in results), "training after the choice has the config's bits"
     assert len(report.timed) <= 4 and report.chosen in [each.choice for each in report.timed]
-    measured = {str(each.choice): each.measured for each in report.timed}
-    if str(report.own) in measured:
-        assert measured[str(report.chosen)] <= measured[str(report.own)]  # type: ignore[operator]
+    measured = {each.choice: each.measured for each in report.timed}
+    if report.own in measured:
+        assert measured[report.chosen] <= measured[report.own]  # type: ignore[operator]
     assert {change.effect for change in changes(report.own, report.chosen)} <= {"exact"}
     assert report.split.global_batch == ROWS * 2
-    assert all(report.tried[str(each.choice)].fits for each in report.timed)
+    assert all(report.tried[each.choice].fits for each in report.timed)
     text = report.text()
     assert "tokens/s per rank" in text and "global batch unchanged: 8 rows" in text
     for change in changes(report.own, report.chosen):
@@ -200,7 +200,7 @@ def in_too_little_memory(may_change: str) -> str:
     memory = TimedMemory(1 << 40)
     run, _ = run_of(cfg, memory, may_change=may_change)
     table = every_choice(run, timed=False)
-    whole = [peak for choice, peak, _ in table.values() if choice[MICRO_BATCH] == ROWS]
+    whole = [peak for choice, (peak, _) in table.items() if choice[MICRO_BATCH] == ROWS]
     memory.limit = min(whole) - 1
     try:
         return str(find_fastest(*run).chosen[MICRO_BATCH])
@@ -219,7 +219,7 @@ def resumed() -> tuple[int, int, str]:
     cfg = config_of("full", "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
     run, _ = run_of(cfg, TimedMemory(1 << 40))
     known = next(one for one in possible_choices(*run[:3]) if one[CHECKPOINT] == "every_2")
-    report = find_fastest(*run, known=known)
+    report = find_fastest(*run, known=dict(known))  # as a checkpoint has it
     return len(report.tried), len(report.timed), step_of(run).options.switches.choice[CHECKPOINT]
 
 

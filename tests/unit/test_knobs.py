@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common.errors import ConfigError
-from torchtune_adaptive.core.step.knobs import CHECKPOINT, LOSS
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, LOSS, OFFLOADING, RECOMPUTE_LOSS, Choice
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check
@@ -49,8 +50,8 @@ def test_every_choice_becomes_the_config_that_it_is_read_from(name: str, may_cha
         assert configured_choice(changed, 2) == choice
         check(changed, kind_of(changed))  # no choice is one that a run would refuse
         assert changed.batch_size * changed[ACCUMULATION] == cfg.batch_size * cfg[ACCUMULATION]
-        assert bool(overrides(cfg, 2, choice)) == (choice != found[0])
-    assert len({str(choice) for choice in found}) == len(found)
+        assert bool(overrides(cfg, changed)) == (choice != found[0])
+    assert len(set(found)) == len(found)
 
 
 def test_only_what_is_allowed_changes() -> None:
@@ -88,14 +89,15 @@ def test_torchtunes_keys_for_checkpointing(keys: dict[str, Any], expected: str) 
 
 def test_overrides_can_be_typed() -> None:
     cfg = config(batch_size=4, **{"loss.num_output_chunks": 4})
-    choice = {**configured_choice(cfg, 2), MICRO_BATCH: 2, LOSS: WHOLE}
-    assert overrides(cfg, 2, choice) == [
+    choice = configured_choice(cfg, 2) | {MICRO_BATCH: 2, LOSS: WHOLE}
+    changed = with_choice(cfg, 2, choice)
+    assert sorted(overrides(cfg, changed)) == [
         "batch_size=2",
         "gradient_accumulation_steps=2",
         f"loss._component_={WHOLE}",
         "~loss.num_output_chunks",
     ]
-    assert with_choice(cfg, 2, choice).loss == {"_component_": WHOLE}
+    assert changed.loss == {"_component_": WHOLE}
     assert str(changes(configured_choice(cfg, 2), choice)[0]) == "batch_size: 4 -> 2 (rounding)"
 
 
@@ -128,6 +130,30 @@ def test_overrides_can_be_typed() -> None:
 def test_what_cannot_work_is_refused(keys: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         check(config(**{"use_maximum_batch_size": False, **keys}), KINDS["full"])
+
+
+def test_a_choice_is_compared_by_its_values() -> None:
+    own = Choice({CHECKPOINT: "every_2", OFFLOADING: False})
+    same = Choice({OFFLOADING: False, CHECKPOINT: "every_2"})
+    assert own == same == dict(own) and hash(own) == hash(same) and {own: 1}[same] == 1
+    more = own | {CHECKPOINT: "none"}
+    assert own[CHECKPOINT] == "every_2" and more[CHECKPOINT] == "none" != own
+    assert pickle.loads(pickle.dumps(more)) == more
+    with pytest.raises(TypeError):
+        own[CHECKPOINT] = "all"  # type: ignore[index]
+
+
+def test_what_is_certainly_leaner() -> None:
+    def choice(checkpoint: str, offloading: bool = False, recompute: bool = False) -> Choice:
+        return Choice({CHECKPOINT: checkpoint, OFFLOADING: offloading, RECOMPUTE_LOSS: recompute})
+
+    lean, moved, again = choice("all"), choice("all", True), choice("all", recompute=True)
+    assert lean.leaner_than(choice("every_2")) and choice("every_2").leaner_than(choice("every_4"))
+    assert not choice("every_4").leaner_than(choice("every_2"))
+    assert not choice("every_2").leaner_than(choice("operations"))
+    assert lean.needs_as_much_as(lean) and not lean.leaner_than(lean)
+    assert moved.leaner_than(lean) and not again.leaner_than(lean) and not lean.leaner_than(again)
+    assert Choice.leanest([choice("none"), lean, again, moved]) == [again, moved]
 
 
 def test_a_list_of_keys_is_read() -> None:

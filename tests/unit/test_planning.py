@@ -36,9 +36,8 @@ from torchtune_adaptive.planner.speed.speed import Speed
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.recipe.plan.candidates import Candidate
-from torchtune_adaptive.recipe.plan.compare import OnDevice
 from torchtune_adaptive.recipe.plan.limits import LengthLimits
-from torchtune_adaptive.recipe.plan.predict import Prediction
+from torchtune_adaptive.recipe.plan.predict import OnDevice, Prediction
 from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import find_config, load_config, with_overrides
 from torchtune_adaptive.recipe.settings.knob_table import Change
@@ -369,7 +368,7 @@ class TestWhatIsAssumed:
             ("One", 3e9, cfg, 1),
             ("Compiled", 4e9, compiled, 8),
         ):
-            kept = Calibrations(str(tmp_path), run, ranks)
+            kept = Calibrations(Calibration, str(tmp_path), run, ranks)
             kept.keep(Calibration(device, 20 << 30, 1.02, 1.01, when))
         plan = plan_request(cfg, 4, "here")
         assert (plan.device.name, plan.device.correction) == ("New", 1.02)
@@ -378,7 +377,7 @@ class TestWhatIsAssumed:
         assert plan_request(cfg, 1, "here").device.name == "One"
         assert plan_request(compiled, 2, "here").device.name == "Compiled"
         absurd = Calibration("Absurd", 20 << 30, reserved_ratio=3.0, allocated_ratio=1.0, when=5e9)
-        Calibrations(str(tmp_path), cfg, 8).keep(absurd)
+        Calibrations(Calibration, str(tmp_path), cfg, 8).keep(absurd)
         assert plan_request(cfg, 4, "here").device.name == "New"
 
     @pytest.mark.parametrize(
@@ -424,7 +423,7 @@ class TestWhatIsAssumed:
         plan = plan_request(cfg, 8)
         assert (plan.length, plan.length_source) == expected
         assert any("packed rows" in line for line in plan.assumptions) is packed
-        Calibrations(False, cfg, 8)
+        Calibrations(Calibration, False, cfg, 8)
 
     def test_what_cannot_be_predicted_is_refused(self) -> None:
         changes = {

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchtune_adaptive.cli.what_if import overrides
 from torchtune_adaptive.common import Block, Listing, Paragraph, Table, bytes_of, human_bytes, plots
-from torchtune_adaptive.recipe import Candidate, PlanRequest, chosen
+from torchtune_adaptive.recipe import Candidate, PlanRequest, chosen, overrides
 
 _MOST_LISTED = 12
 

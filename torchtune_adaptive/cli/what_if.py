@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -13,10 +13,18 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cli.hugging_face import ADAPTERS
-from torchtune_adaptive.recipe import PlanRequest, Query, kind_of
+from torchtune_adaptive.core import CHUNKED, LOSS, OFFLOADING, RESHARD
+from torchtune_adaptive.recipe import (
+    ACCUMULATION,
+    FUSED,
+    KNOBS,
+    WHOLE,
+    PlanRequest,
+    Query,
+    kind_of,
+    overrides,
+)
 
-_CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
-_WHOLE = "torch.nn.CrossEntropyLoss"
 _EIGHT_BIT = "torchao.optim.AdamW8bit"
 
 
@@ -32,7 +40,7 @@ class WhatIf:
 def what_ifs(plan: PlanRequest) -> Iterator[WhatIf]:
     """The alternatives that apply to this config."""
     for name, changed in _changed_configs(plan.cfg):
-        override = shlex.join(overrides(_plain(plan.cfg), _plain(changed)))
+        override = shlex.join(overrides(plan.cfg, changed))
         yield WhatIf(name, replace(plan, cfg=changed).query(), override)
     for ranks in (plan.ranks // 2, plan.ranks * 2):
         if ranks:
@@ -56,60 +64,33 @@ def _changed_configs(cfg: DictConfig) -> Iterator[tuple[str, DictConfig]]:
         yield name, changed
 
 
-def _plain(cfg: DictConfig) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(cfg)
-    return plain
-
-
-def overrides(before: Mapping[str, Any], after: Mapping[str, Any], block: str = "") -> list[str]:
-    """What turns one config into another on the command line: ``key=value``, and ``~key`` to remove a key."""
-    found = [f"~{block}{key}" for key in before if key not in after]
-    for key, value in after.items():
-        old = before.get(key)
-        if isinstance(value, Mapping):
-            inner = old if isinstance(old, Mapping) else {}
-            found += overrides(inner, value, f"{block}{key}.")
-        elif key not in before or value != old:
-            found.append(f"{block}{key}={_as_yaml(value)}")
-    return found
-
-
-def _as_yaml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(map(_as_yaml, value))}]"
-    return "null" if value is None else str(value)
-
-
 def _changes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     kind = kind_of(cfg)
-    full = not kind.adapters
+    now = {knob.key: knob.configured(cfg) for knob in KNOBS}
     checkpointing = "enable_activation_checkpointing"
-    offloading = "enable_activation_offloading"
     if cfg.get(checkpointing, False):
-        yield "no activation checkpointing", {checkpointing: False, offloading: False}
+        yield "no activation checkpointing", {checkpointing: False, OFFLOADING: False}
     else:
-        selective = {"ac_mode": None} if full else {}
+        selective = {} if kind.adapters else {"ac_mode": None}
         yield "activation checkpointing", {checkpointing: True, **selective}
-    if not cfg.get(offloading, False) and cfg.device != "cpu":
-        yield "activations offloaded", {checkpointing: True, offloading: True}
+    if not now[OFFLOADING] and cfg.device != "cpu":
+        yield "activations offloaded", {checkpointing: True, OFFLOADING: True}
     if kind.frozen or kind.sample == "pair":
         pass  # another loss would be another recipe, or would not go with the other model's
-    elif cfg.loss._component_ == _CHUNKED:
-        yield "loss not in chunks", {"loss": {"_component_": _WHOLE}}
+    elif now[LOSS] == CHUNKED:
+        yield "loss not in chunks", {"loss": {"_component_": WHOLE}}
     else:
-        yield "loss in chunks", {"loss": {"_component_": _CHUNKED}}
-    if not full:
+        yield "loss in chunks", {"loss": {"_component_": CHUNKED}}
+    if kind.adapters:
         return
-    reshard = not cfg.get("fsdp_reshard_after_forward", True)
-    name = "parameters freed after forward" if reshard else "parameters kept after forward"
-    yield name, {"fsdp_reshard_after_forward": reshard}
+    kept_or_freed = "kept" if now[RESHARD] else "freed"
+    yield f"parameters {kept_or_freed} after forward", {RESHARD: not now[RESHARD]}
     if not cfg.get("optimizer_in_bwd", False):
-        in_backward = {"gradient_accumulation_steps": 1, "clip_grad_norm": None}
+        in_backward = {ACCUMULATION: 1, "clip_grad_norm": None}
         yield "optimizer in backward", {"optimizer_in_bwd": True, **in_backward}
     if cfg.optimizer._component_ == "torch.optim.AdamW":
-        fused = not cfg.optimizer.get("fused", False)
-        name = "fused optimizer" if fused else "optimizer not fused"
-        yield name, {"optimizer": {"fused": fused}}
+        name = "optimizer not fused" if now[FUSED] else "fused optimizer"
+        yield name, {"optimizer": {"fused": not now[FUSED]}}
 
 
 def _other_parts(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -54,9 +54,6 @@ if TYPE_CHECKING:
         RECOMPUTE_LOSS,
         RESHARD,
         Choice,
-        checkpoints_every,
-        is_possible,
-        needs_as_much,
     )
     from torchtune_adaptive.core.step.loss_scale import LossScale
     from torchtune_adaptive.core.step.objective import (

@@ -61,7 +61,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Question:
+class _StepQuestion:
     """What to predict; it is sent to the process that traces."""
 
     build: Callable[[], nn.Module]
@@ -140,7 +140,7 @@ def plan_batch_size(
         device, assumptions = DeviceLimits.simulated(bytes_given, headroom), ()
     else:
         raise UsageError("memory: a CPU has none of its own to plan for. Pass memory='1GiB', say.")
-    question = _Question(
+    question = _StepQuestion(
         build=build,
         optimizer=optimizer,
         forward=forward,
@@ -172,7 +172,7 @@ def _require_importable(name: str, function: object) -> None:
         )
 
 
-def _answer(question: _Question) -> Plan:
+def _answer(question: _StepQuestion) -> Plan:
     """Trace and predict, in a process that does nothing else."""
     if question.device.caching:
         check_sums()
@@ -188,7 +188,7 @@ def _answer(question: _Question) -> Plan:
 class _Steps:
     """The steps of one question, each traced once."""
 
-    def __init__(self, question: _Question) -> None:
+    def __init__(self, question: _StepQuestion) -> None:
         self._tracer = _ModelTracer(question)
         self._first = self._tracer.take_step(TracedRun.ROWS[0])
         self._known: dict[int, RecordedStep] = {}
@@ -205,7 +205,7 @@ class _Steps:
 class _ModelTracer(StepTracer):
     """One rank of a run with a model that the user builds."""
 
-    def __init__(self, question: _Question) -> None:
+    def __init__(self, question: _StepQuestion) -> None:
         super().__init__(not question.device.caching, 0, question.ranks)
         self._batch = CheckedBatch(question.batch)
         self._accumulation = question.accumulation

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from torchtune_adaptive.planner.speed.roofline import seconds
     from torchtune_adaptive.planner.speed.speed import Pace, Speed
     from torchtune_adaptive.planner.trace import fake_device
+    from torchtune_adaptive.planner.trace.recorder import check_sums, no_prediction
     from torchtune_adaptive.planner.trace.step_tracer import StepTracer
-    from torchtune_adaptive.planner.trace.sums_check import check_sums, no_prediction
     from torchtune_adaptive.planner.trace.weights import fill
     from torchtune_adaptive.planner.traced_run import TracedRun
     from torchtune_adaptive.planner.workers import Worker, call_alone, processes, traced

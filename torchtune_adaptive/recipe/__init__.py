@@ -20,14 +20,13 @@ if TYPE_CHECKING:
         other_builds,
         rank_candidates,
     )
-    from torchtune_adaptive.recipe.plan.compare import OnDevice, compare
     from torchtune_adaptive.recipe.plan.limits import (
         TOKENS,
         LengthLimits,
         confirm,
         largest_adapter_rank,
     )
-    from torchtune_adaptive.recipe.plan.predict import Prediction, Query, predict
+    from torchtune_adaptive.recipe.plan.predict import OnDevice, Prediction, Query, compare, predict
     from torchtune_adaptive.recipe.plan.request import HERE, PlanRequest, on_devices, plan_request
     from torchtune_adaptive.recipe.registry import (
         RECIPES,
@@ -42,10 +41,16 @@ if TYPE_CHECKING:
     from torchtune_adaptive.recipe.settings.adaptive import BLOCK
     from torchtune_adaptive.recipe.settings.checks import check
     from torchtune_adaptive.recipe.settings.kinds import kind_of
-    from torchtune_adaptive.recipe.settings.knob_table import KNOBS_BY_KEY
-    from torchtune_adaptive.recipe.tracing.passed_check import PassedCheck
+    from torchtune_adaptive.recipe.settings.knob_table import (
+        ACCUMULATION,
+        FUSED,
+        KNOBS,
+        KNOBS_BY_KEY,
+        WHOLE,
+        overrides,
+    )
     from torchtune_adaptive.recipe.tracing.self_check import check_method
-    from torchtune_adaptive.recipe.tracing.traces import NotRemembered
+    from torchtune_adaptive.recipe.tracing.traces import NotRemembered, PassedCheck
     from torchtune_adaptive.recipe.train.growth import batch_increase
     from torchtune_adaptive.recipe.versions import require_supported_versions
 else:

@@ -37,13 +37,12 @@ from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
-from torchtune_adaptive.recipe.plan.ranking import BackgroundRanking
 from torchtune_adaptive.recipe.record import Record
-from torchtune_adaptive.recipe.search.decide import Batch, Planner, decide_batch
+from torchtune_adaptive.recipe.search.decide import Batch, decide_batch
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry, ValidationRows
-from torchtune_adaptive.recipe.settings.batch import configured_batch
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kinds import KINDS
+from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.setup.environment import start_environment
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
@@ -98,13 +97,10 @@ class Run:
         self.progress = Progress(seed, cfg.epochs, cfg.max_steps_per_epoch)
         # Before the model: a cap on memory holds for its weights as well.
         self.memory = device_memory(self.environment.device, self.settings.memory_limit)
-        self.planner: Planner | None = None  # on rank 0, in parallel with the set-up
-        if self.settings.predicts and self.ranks.is_zero:
+        self.planner: BackgroundPlanner | None = None  # on rank 0, in parallel with the set-up
+        asks = self.settings.predicts or self.settings.use_fastest_configuration
+        if asks and self.ranks.is_zero:
             self.planner = BackgroundPlanner.begin(
-                cfg, self.settings, self.ranks.size, self.memory.name
-            )
-        if self.settings.use_fastest_configuration and self.ranks.is_zero:
-            self.planner = BackgroundRanking.begin(
                 cfg, self.settings, self.ranks.size, self.memory.name
             )
         self.metrics: Any = None  # torchtune's metric logger, on rank 0

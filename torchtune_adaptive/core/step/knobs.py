@@ -5,12 +5,8 @@ A knob is known by its key in a config; a step without a config uses the same na
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-Choice = Mapping[str, Any]
-"""A value for each knob of a config, by its key."""
-
 
 CHECKPOINT = "adaptive_batching.checkpoint"
 RECOMPUTE_LOSS = "adaptive_batching.recompute_loss"
@@ -22,25 +18,65 @@ COMPILE = "compile"
 CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
 
 
+class Choice(Mapping[str, Any]):
+    """A value for each knob, by its key. It never changes, and equal ones have the same hash."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values.items()))
+
+    def __repr__(self) -> str:
+        return f"Choice({self._values})"
+
+    def __or__(self, values: Mapping[str, Any]) -> Choice:
+        """The choice with other values for some knobs."""
+        return Choice({**self, **values})
+
+    @property
+    def checkpoints_every(self) -> int | None:
+        """The n where every n-th layer is checkpointed; None where none is as a whole."""
+        return checkpoints_every(self[CHECKPOINT])
+
+    def is_possible(self) -> bool:
+        """Whether the values go together."""
+        if self.get(OFFLOADING) and self[CHECKPOINT] != "all":
+            return False  # elsewhere there is too much to move in the time that there is
+        if self.get(COMPILE) and self[CHECKPOINT] == "operations":
+            return False
+        return not (self.get(RECOMPUTE_LOSS) and self.get(LOSS, CHUNKED) != CHUNKED)
+
+    def needs_as_much_as(self, other: Choice) -> bool:
+        """Whether it certainly needs no less memory than another one: in no knob does it save any."""
+        return all(_saves_nothing(key, self[key], value) for key, value in other.items())
+
+    def leaner_than(self, other: Choice) -> bool:
+        """Whether it is another choice that certainly needs no more memory."""
+        return other.needs_as_much_as(self) and self != other
+
+    @staticmethod
+    def leanest(choices: Sequence[Choice]) -> list[Choice]:
+        """Those that may need the least memory: no other is certainly leaner."""
+        return [one for one in choices if not any(other.leaner_than(one) for other in choices)]
+
+
 def checkpoints_every(checkpoint: str) -> int | None:
     """The n of ``every_n``; 1 where all layers are checkpointed, None where none is as a whole."""
     if checkpoint == "all":
         return 1
     return int(checkpoint.removeprefix("every_")) if checkpoint.startswith("every_") else None
-
-
-def is_possible(choice: Choice) -> bool:
-    """Whether the values go together."""
-    if choice.get(OFFLOADING) and choice[CHECKPOINT] != "all":
-        return False  # elsewhere there is too much to move in the time that there is
-    if choice.get(COMPILE) and choice[CHECKPOINT] == "operations":
-        return False
-    return not (choice.get(RECOMPUTE_LOSS) and choice.get(LOSS, CHUNKED) != CHUNKED)
-
-
-def needs_as_much(one: Choice, other: Choice) -> bool:
-    """Whether a choice certainly needs no less memory than another: in no knob does it save any."""
-    return all(_saves_nothing(key, one[key], value) for key, value in other.items())
 
 
 def _saves_nothing(key: str, one: Any, other: Any) -> bool:

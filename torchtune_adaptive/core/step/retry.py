@@ -11,7 +11,7 @@ from torchtune_adaptive.common import TrainingOutOfMemory
 from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.step.exchange import StepDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import StepHalfApplied
-from torchtune_adaptive.core.step.knobs import CHECKPOINT, Choice, is_possible
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, Choice
 from torchtune_adaptive.core.step.objective import Batch
 from torchtune_adaptive.core.step.snapshot import Generators
 from torchtune_adaptive.core.step.switches import Switches
@@ -203,9 +203,8 @@ class StepRunner:
 
 def reliefs(switches: Switches) -> list[Choice]:
     """The knobs as they are, and then with all layers computed again in backward, which changes no bit."""
-    found = [dict(switches.choice)]
-    more = {**found[0], CHECKPOINT: "all"}
+    own = switches.choice
+    more = own | {CHECKPOINT: "all"}
     # Not the loss as well: where memory runs out while it is computed again, torch 2.13 may keep the rest.
-    if CHECKPOINT in switches and more != found[0] and is_possible(more):
-        found.append(more)
-    return found  # type: ignore[return-value]
+    relieves = CHECKPOINT in switches and more != own and more.is_possible()
+    return [own, more] if relieves else [own]

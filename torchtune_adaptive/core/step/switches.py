@@ -20,11 +20,11 @@ class Switches:
     def __init__(
         self,
         setters: Mapping[str, Callable[[Any], None]] | None = None,
-        choice: Choice | None = None,
+        choice: Mapping[str, Any] | None = None,
         layers: int = 0,
     ) -> None:
         self._setters = setters or {}
-        self.choice: Choice = dict(choice or {})
+        self.choice = Choice(choice or {})
         self.layers = layers
 
     def __contains__(self, key: str) -> bool:
@@ -39,7 +39,7 @@ class Switches:
         }
         for key, value in changed.items():
             self._setters[key](value)
-        self.choice = {**self.choice, **choice}
+        self.choice |= choice
         # Parameters that are kept are not gathered again. A last projection that is sharded by itself is
         # gathered for each chunk. What is computed again is computed with what backward gathers anyway.
         return bool(changed.keys() & {RESHARD, LOSS})

@@ -1,6 +1,6 @@
-"""A prediction for a run that is about to search, made in another process while the run sets up.
+"""Predictions for a run that is about to search, made in another process while the run sets up.
 
-The process traces while the run loads its model. When the run knows the length of its rows and how much
+The process starts before the run loads its model. When the run knows the length of its rows and how much
 memory there is, it asks. If there is no answer, the search continues without one and logs why.
 """
 
@@ -14,19 +14,42 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.core import Usage
+from torchtune_adaptive.core import Choice, Usage
 from torchtune_adaptive.planner import TracedRun, Worker
-from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
-from torchtune_adaptive.recipe.plan.request import device_for, row_length
+from torchtune_adaptive.recipe.plan.calibration import (
+    Calibration,
+    Calibrations,
+    SpeedCalibration,
+)
+from torchtune_adaptive.recipe.plan.candidates import rank_candidates
+from torchtune_adaptive.recipe.plan.pace import pace_for
+from torchtune_adaptive.recipe.plan.request import device_for, plan_request, row_length
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.knob_table import (
+    ACCUMULATION,
+    configured_accumulation,
+    configured_choice,
+)
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 120.0
 """Seconds that an answer may take."""
+
+
+@dataclass(frozen=True)
+class PeakQuestion:
+    """How much memory do so many rows take?"""
+
+    row_length: int
+    capacity: int
+    """Bytes of one rank."""
+    correction: float = 1.0
+    rows: int | None = None
+    """None asks for the largest number of rows that fits."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +62,17 @@ class PredictedPeak:
 
 
 @dataclass(frozen=True)
-class _Question:
+class RankingQuestion:
+    """Which choice of knobs is the fastest?"""
+
     row_length: int
     capacity: int
-    """Of one rank."""
-    correction: float = 1.0
-    rows: int | None = None
-    """None asks for the largest number of rows that fits."""
+    """Bytes of one rank."""
 
 
 class BackgroundPlanner:
-    """What ``tune-adaptive plan`` would predict for a run.
+    """What ``tune-adaptive plan`` would predict for a run: the largest micro-batch that fits; or, where the
+    run chooses its fastest configuration, the ranking of ``--fastest``.
 
     Args:
         cfg: the config of the run.
@@ -58,23 +81,28 @@ class BackgroundPlanner:
         device: the device's name for itself.
 
     Raises:
-        OSError: the process that traces cannot be started.
+        OSError: the process that predicts cannot be started.
     """
 
     def __init__(
         self, cfg: DictConfig, settings: AdaptiveSettings, ranks: int, device: str
     ) -> None:
         self._device = device
-        self._calibrations = Calibrations(settings.cache, cfg, ranks)
-        self._learned = self._calibrations.of(device)
-        self._about = _Question(0, 0)
+        self._peaks = Calibrations(Calibration, settings.cache, cfg, ranks)
+        self._speeds = Calibrations(SpeedCalibration, settings.cache, cfg, ranks)
+        self._about = PeakQuestion(0, 0)
         self._failure: NoPrediction | None = None
         self._logged: int | None = None
+        self._instead = _instead(settings)
         micro_batches = 2 if settings.keep_global_batch or settings.grow_past_memory else 1
-        self._accumulation = max(cfg.gradient_accumulation_steps, micro_batches)
+        self._accumulation = max(configured_accumulation(cfg), micro_batches)
         plain: Any = OmegaConf.to_container(cfg, resolve=True)
-        plain["gradient_accumulation_steps"] = self._accumulation
-        self._worker = Worker(_Planner, plain, ranks)
+        if settings.use_fastest_configuration:
+            self._worker = Worker(_Ranker, plain, settings, ranks, device)
+        else:
+            self._learned = self._peaks.of(device)
+            plain[ACCUMULATION] = self._accumulation
+            self._worker = Worker(_Planner, plain, ranks)
 
     @classmethod
     def begin(
@@ -84,7 +112,7 @@ class BackgroundPlanner:
         try:
             return cls(cfg, settings, ranks, device)
         except OSError as error:
-            log.info(f"No prediction: {error}. Searching without it.")
+            log.info(f"No prediction: {error}. {_instead(settings)}.")
             return None
 
     def largest(self, row_length: int, capacity: int) -> int | None:
@@ -92,19 +120,17 @@ class BackgroundPlanner:
 
         Args:
             row_length: the length of the rows in trials.
-            capacity: of one rank.
+            capacity: bytes of one rank.
         """
-        self._about = _Question(row_length, capacity)
+        self._about = PeakQuestion(row_length, capacity)
         correction = self._learned.reserved_ratio if self._learned else 1.0
-        try:
-            rows = self._ask(replace(self._about, correction=correction)).rows
-        except NoPrediction as reason:
-            log.info(f"No prediction: {str(reason).rstrip('.')}. Searching without it.")
+        found = self._answer(replace(self._about, correction=correction))
+        if found is None:
             return None
-        if rows != self._logged:
-            log.info(f"Predicted largest micro-batch: {rows}.")
-        self._logged = rows
-        return rows
+        if found.rows != self._logged:
+            log.info(f"Predicted largest micro-batch: {found.rows}.")
+        self._logged = found.rows
+        return int(found.rows)
 
     def learn_from(self, rows: int, measured: Usage, accumulation: int) -> None:
         """Correct later predictions, also those of later runs, by what a size that fits took.
@@ -116,10 +142,9 @@ class BackgroundPlanner:
         """
         if (accumulation > 1) != (self._accumulation > 1):
             return  # the predicted step is a different one, with gradients of an earlier micro-batch
-        try:
-            predicted = self._ask(replace(self._about, rows=rows))
-        except NoPrediction:
-            return  # already logged
+        predicted = self._answer(replace(self._about, rows=rows))
+        if predicted is None:
+            return
         self._learned = Calibration(
             device=self._device,
             capacity=self._about.capacity,
@@ -128,23 +153,50 @@ class BackgroundPlanner:
             when=time.time(),
         )
         log.info(f"Micro-batch {rows}: {self._learned.comparison()}.")
-        self._calibrations.keep(self._learned)
+        self._peaks.keep(self._learned)
+
+    def ranked(self, row_length: int, capacity: int) -> list[tuple[Choice, float]] | None:
+        """All choices and the seconds that a step should take, the fastest first; None if there is no answer.
+
+        Args:
+            row_length: the length of the rows in trials.
+            capacity: bytes of one rank.
+        """
+        found: list[tuple[Choice, float]] | None = self._answer(
+            RankingQuestion(row_length, capacity)
+        )
+        return found
+
+    def learn_seconds(self, measured: float, predicted: float) -> None:
+        """Correct later predictions, also those of plans, by the seconds that a step took."""
+        self._speeds.keep(SpeedCalibration(self._device, measured / predicted, time.time()))
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
         self._worker.close()
 
-    def _ask(self, question: _Question) -> PredictedPeak:
-        if self._failure is None:
-            try:
-                return self._worker.ask(question, PATIENCE)
-            except NoPrediction as reason:
-                self._failure = reason  # for good: a late answer would be to an earlier question
-        raise self._failure
+    def _answer(self, question: PeakQuestion | RankingQuestion) -> Any:
+        """The answer; None, and the reason in the log, if there is none, and none to later questions either:
+        a late answer would be to an earlier one."""
+        if self._failure is not None:
+            return None
+        try:
+            return self._worker.ask(question, PATIENCE)
+        except NoPrediction as reason:
+            self._failure = reason
+            log.info(f"No prediction: {str(reason).rstrip('.')}. {self._instead}.")
+            return None
+
+
+def _instead(settings: AdaptiveSettings) -> str:
+    """What a run does without a prediction."""
+    if settings.use_fastest_configuration:
+        return "Ranking by rules of thumb"
+    return "Searching without it"
 
 
 class _Planner:
-    """The other process's side: traces first, then answers questions."""
+    """The other process's side: traces first, then says what rows take."""
 
     def __init__(self, cfg: dict[str, Any], ranks: int) -> None:
         from torchtune_adaptive.recipe.tracing.self_check import check_method
@@ -157,7 +209,7 @@ class _Planner:
         self._run = TracedRun(self._traces, length, any_length=True)
         self._traces.remember()
 
-    def __call__(self, question: _Question) -> PredictedPeak:
+    def __call__(self, question: PeakQuestion) -> PredictedPeak:
         length, rows = question.row_length, question.rows
         device, _ = device_for(self._cfg, self._settings, self._ranks, memory=question.capacity)
         if rows is None:
@@ -166,3 +218,25 @@ class _Planner:
         peak = self._run.peak(max(rows, 1), length, device)
         self._traces.remember()
         return PredictedPeak(rows, peak.reserved, peak.allocated)
+
+
+class _Ranker:
+    """The other process's side where choices of knobs are ranked."""
+
+    def __init__(
+        self, cfg: dict[str, Any], settings: AdaptiveSettings, ranks: int, device: str
+    ) -> None:
+        from torchtune_adaptive.recipe.tracing.self_check import check_method
+
+        self._cfg, self._settings = OmegaConf.create(cfg), settings
+        self._ranks, self._device = ranks, device
+        check_method(settings.cache)
+
+    def __call__(self, question: RankingQuestion) -> list[tuple[Choice, float]]:
+        cfg, settings, ranks = self._cfg, self._settings, self._ranks
+        request = plan_request(cfg, ranks, memory=question.capacity, length=question.row_length)
+        pace, reasons = pace_for(cfg, settings, ranks, self._device)
+        if pace is None:
+            raise NoPrediction(*reasons)
+        found = rank_candidates(request.query(pace=pace), settings.may_change)
+        return [(configured_choice(OmegaConf.create(one.cfg), ranks), one.seconds) for one in found]

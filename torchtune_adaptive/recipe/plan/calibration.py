@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from omegaconf import DictConfig
 
@@ -32,6 +32,17 @@ class Calibration:
     when: float
     """Seconds since 1970."""
 
+    KEPT_IN: ClassVar[Literal["calibrations"]] = "calibrations"
+    NAME: ClassVar[str] = "calibration"
+
+    def is_plausible(self) -> bool:
+        return 0.5 < self.reserved_ratio < 2
+
+    @staticmethod
+    def facts(cfg: DictConfig) -> dict[str, Any]:
+        """What makes a difference to it, beside what ``Calibrations`` knows of."""
+        return {"allocator": allocator_facts()}
+
     def comparison(self) -> str:
         reserved, allocated = _off(self.reserved_ratio), _off(self.allocated_ratio)
         if reserved == allocated == "equal to":
@@ -45,50 +56,6 @@ class Calibration:
         return f"on this machine, {day}: {self.comparison()}; reserved memory is corrected by this"
 
 
-def _off(ratio: float) -> str:
-    """``1.20% above``, ``0.50% below``, ``equal to``."""
-    text = f"{abs(ratio - 1):.2%}"
-    if text == "0.00%":
-        return "equal to"
-    return f"{text} {'above' if ratio > 1 else 'below'}"
-
-
-class Calibrations:
-    """The calibrations of this machine for one kind of run.
-
-    Args:
-        cache: the run's setting: where they are kept.
-        cfg: the config of the run. The error of a prediction is different for compiled steps and packed rows,
-            so each kind has its own calibration.
-        ranks: the number of ranks; only one or several makes a difference.
-    """
-
-    def __init__(self, cache: bool | str, cfg: DictConfig, ranks: int) -> None:
-        self._kept: Cache[dict[str, Any]] = Cache(
-            cache_folder(cache, "calibrations"), "calibration", _is_calibration
-        )
-        self._kind = {**_kind_of_run(cfg, ranks), "allocator": allocator_facts()}
-
-    def of(self, device: str) -> Calibration | None:
-        """The calibration for a kind of device."""
-        kept = self._kept.get({**self._kind, "device": device})
-        return Calibration(**kept) if kept else None
-
-    def newest(self) -> Calibration | None:
-        """The latest calibration, for whatever device."""
-        found = [
-            Calibration(**kept)
-            for facts, kept in self._kept.all()
-            if facts == {**self._kind, "device": kept["device"]}
-        ]
-        return max(found, key=lambda one: one.when, default=None)
-
-    def keep(self, calibration: Calibration) -> None:
-        value = asdict(calibration)
-        if _is_calibration(value):  # an invalid one would cause a warning each time it is read
-            self._kept.put({**self._kind, "device": calibration.device}, value)
-
-
 @dataclass(frozen=True)
 class SpeedCalibration:
     """Timed steps compared with their prediction."""
@@ -100,57 +67,74 @@ class SpeedCalibration:
     when: float
     """Seconds since 1970."""
 
+    KEPT_IN: ClassVar[Literal["speeds"]] = "speeds"
+    NAME: ClassVar[str] = "speed calibration"
 
-class SpeedCalibrations:
-    """How far predicted speeds were off on this machine, for one kind of run.
+    def is_plausible(self) -> bool:
+        """Outside of these bounds, something else than the model was measured."""
+        return 0.05 < self.seconds_ratio < 20
+
+    @staticmethod
+    def facts(cfg: DictConfig) -> dict[str, Any]:
+        """What makes a difference to it, beside what ``Calibrations`` knows of."""
+        return {"dtype": str(cfg.dtype), "quantised": is_quantised(cfg)}
+
+
+Kept = TypeVar("Kept", Calibration, SpeedCalibration)
+
+
+class Calibrations(Generic[Kept]):
+    """The calibrations of this machine for one kind of run.
 
     Args:
+        made: what is calibrated: ``Calibration`` for memory, ``SpeedCalibration`` for speed.
         cache: the run's setting: where they are kept.
-        cfg: the config of the run.
+        cfg: the config of the run. The error of a prediction is different for compiled steps and packed rows,
+            so each kind has its own calibration.
         ranks: the number of ranks; only one or several makes a difference.
     """
 
-    def __init__(self, cache: bool | str, cfg: DictConfig, ranks: int) -> None:
+    def __init__(self, made: type[Kept], cache: bool | str, cfg: DictConfig, ranks: int) -> None:
+        self._made: type[Kept] = made
         self._kept: Cache[dict[str, Any]] = Cache(
-            cache_folder(cache, "speeds"), "speed calibration", _is_speed_calibration
+            cache_folder(cache, made.KEPT_IN), made.NAME, self._is_valid
         )
         self._kind = {
-            **_kind_of_run(cfg, ranks),
-            "dtype": str(cfg.dtype),
-            "quantised": is_quantised(cfg),
+            "ranks": "many" if ranks > 1 else "one",
+            "compile": bool(cfg.get("compile", False)),
+            "packed": is_packed(cfg),
+            "libraries": libraries(),
+            **made.facts(cfg),
         }
 
-    def of(self, device: str) -> SpeedCalibration | None:
+    def of(self, device: str) -> Kept | None:
         """The calibration for a kind of device."""
         kept = self._kept.get({**self._kind, "device": device})
-        return SpeedCalibration(**kept) if kept else None
+        return self._made(**kept) if kept else None
 
-    def keep(self, device: str, measured: float, predicted: float) -> None:
-        """Note what a step took, and what it should have taken, in seconds."""
-        value = asdict(SpeedCalibration(device, measured / predicted, time.time()))
-        if _is_speed_calibration(value):
-            self._kept.put({**self._kind, "device": device}, value)
+    def newest(self) -> Kept | None:
+        """The latest calibration, for whatever device."""
+        found = [
+            self._made(**kept)
+            for facts, kept in self._kept.all()
+            if facts == {**self._kind, "device": kept["device"]}
+        ]
+        return max(found, key=lambda one: one.when, default=None)
 
+    def keep(self, calibration: Kept) -> None:
+        if calibration.is_plausible():  # another would cause a warning each time it is read
+            self._kept.put({**self._kind, "device": calibration.device}, asdict(calibration))
 
-def _kind_of_run(cfg: DictConfig, ranks: int) -> dict[str, Any]:
-    return {
-        "ranks": "many" if ranks > 1 else "one",
-        "compile": bool(cfg.get("compile", False)),
-        "packed": is_packed(cfg),
-        "libraries": libraries(),
-    }
-
-
-def _is_speed_calibration(value: Any) -> bool:
-    """A ratio outside of these bounds says that something else than the model was measured."""
-    try:
-        return 0.05 < SpeedCalibration(**value).seconds_ratio < 20
-    except TypeError:
-        return False
+    def _is_valid(self, value: Any) -> bool:
+        try:
+            return self._made(**value).is_plausible()
+        except TypeError:
+            return False
 
 
-def _is_calibration(value: Any) -> bool:
-    try:
-        return 0.5 < Calibration(**value).reserved_ratio < 2
-    except TypeError:
-        return False
+def _off(ratio: float) -> str:
+    """``1.20% above``, ``0.50% below``, ``equal to``."""
+    text = f"{abs(ratio - 1):.2%}"
+    if text == "0.00%":
+        return "equal to"
+    return f"{text} {'above' if ratio > 1 else 'below'}"

@@ -22,8 +22,6 @@ from torchtune_adaptive.core import (
     RECOMPUTE_LOSS,
     RESHARD,
     Choice,
-    checkpoints_every,
-    needs_as_much,
 )
 from torchtune_adaptive.planner import (
     ATTENTION,
@@ -41,7 +39,6 @@ from torchtune_adaptive.planner import (
 from torchtune_adaptive.planner import seconds as seconds_of
 from torchtune_adaptive.recipe.plan.predict import Prediction, Query
 from torchtune_adaptive.recipe.settings.knob_table import (
-    ACCUMULATION,
     KNOBS,
     KNOBS_BY_KEY,
     MICRO_BATCH,
@@ -120,25 +117,25 @@ def rank_candidates(
 
 
 def traced_until_one_fits(
-    steps: Steps, ranked: list[Choice], estimated: dict[str, float], usable_bytes: int
-) -> dict[str, _Traced]:
+    steps: Steps, ranked: list[Choice], estimated: dict[Choice, float], usable_bytes: int
+) -> dict[Choice, _Traced]:
     """Trace candidates, from the one that should be fastest, until no other can beat one that fits."""
-    traced: dict[str, _Traced] = {}
+    traced: dict[Choice, _Traced] = {}
     best: float | None = None
     too_large = [one.choice for one in steps.leanest if one.reserved > usable_bytes]
     if MICRO_BATCH in _varied(ranked):
         too_large += _sizes_that_are_too_large(steps, ranked, usable_bytes)
     for one in ranked:
-        if best is not None and estimated[_key(one)] > best * (1 + _CLOSE):
+        if best is not None and estimated[one] > best * (1 + _CLOSE):
             break
         if len(traced) == _MOST_TRACED and best is not None:
             break
-        if any(needs_as_much(one, other) for other in too_large):
+        if any(one.needs_as_much_as(other) for other in too_large):
             continue
         guess = steps.estimated_peak(one, traced.values())
         if guess is not None and guess > usable_bytes * _HOPELESS:
             continue
-        found = traced[_key(one)] = steps.traced(one)
+        found = traced[one] = steps.traced(one)
         if found.reserved > usable_bytes:
             too_large.append(one)
         elif best is None or found.seconds < best:
@@ -154,28 +151,24 @@ def _sizes_that_are_too_large(
     for loss in {one.get(LOSS) for one in ranked}:
         for size in sorted({one[MICRO_BATCH] for one in ranked}):
             alike = [one for one in ranked if (one[MICRO_BATCH], one.get(LOSS)) == (size, loss)]
-            lean = _leanest(alike)
+            lean = Choice.leanest(alike)[0]
             if steps.traced(lean).reserved > usable_bytes:
                 found.append(lean)
                 break
     return found
 
 
-def _leanest(alike: list[Choice]) -> Choice:
-    return max(alike, key=lambda one: sum(needs_as_much(other, one) for other in alike))
-
-
 def _candidate(
     query: Query,
     cfg: DictConfig,
     choice: Choice,
-    estimated: dict[str, float],
-    traced: dict[str, _Traced],
+    estimated: dict[Choice, float],
+    traced: dict[Choice, _Traced],
 ) -> Candidate:
     changed: Any = OmegaConf.to_container(with_choice(cfg, query.ranks, choice), resolve=True)
-    found = traced.get(_key(choice))
-    seconds = found.seconds if found else estimated[_key(choice)]
-    tokens = query.rows * query.cfg[ACCUMULATION] * query.length
+    found = traced.get(choice)
+    seconds = found.seconds if found else estimated[choice]
+    tokens = query.rows_per_step * query.length
     return Candidate(
         cfg=changed,
         changes=(),
@@ -201,26 +194,26 @@ class Steps:
         self._traces = traces
         self._own = own
         self._many_sizes = many_sizes
-        self._rows = query.rows * query.cfg[ACCUMULATION]
+        self._rows = query.rows_per_step
         self._beginning = traces.start_up(query.length)
         self._bases: dict[tuple[Any, ...], tuple[StepOperations, float]] = {}
         self.leanest: list[_Traced] = []
         """Steps that repeat all they can, where they had to be traced."""
-        self._exact: dict[str, _Traced] = {}
+        self._exact: dict[Choice, _Traced] = {}
 
     # --- traced ---------------------------------------------------------------------------------
 
     def traced(self, choice: Choice) -> _Traced:
         """What a step takes, from a trace of that very step."""
-        if _key(choice) not in self._exact:
+        if choice not in self._exact:
             size, length = self._size(choice), self.query.length
             micro_batches = self._rows // size
             step = self._traces.step(size, length, choice, min(2, micro_batches))
             reserved = peak(self._beginning, step, size, length, self.query.device).reserved
             assert step.operations is not None
             seconds = self._replayed(step.operations, micro_batches)
-            self._exact[_key(choice)] = _Traced(choice, seconds, reserved)
-        return self._exact[_key(choice)]
+            self._exact[choice] = _Traced(choice, seconds, reserved)
+        return self._exact[choice]
 
     def _size(self, choice: Choice) -> int:
         return int(choice.get(MICRO_BATCH, self.query.rows))
@@ -233,10 +226,10 @@ class Steps:
 
     # --- estimated ------------------------------------------------------------------------------
 
-    def ranked(self, candidates: list[Choice]) -> tuple[list[Choice], dict[str, float]]:
+    def ranked(self, candidates: list[Choice]) -> tuple[list[Choice], dict[Choice, float]]:
         """The candidates from the one that should be fastest, and the seconds of each."""
-        estimated = {_key(one): self.estimated_seconds(one) for one in candidates}
-        return sorted(candidates, key=lambda one: estimated[_key(one)]), estimated
+        estimated = {one: self.estimated_seconds(one) for one in candidates}
+        return sorted(candidates, key=lambda one: estimated[one]), estimated
 
     def estimated_seconds(self, choice: Choice) -> float:
         """What a step should take."""
@@ -255,13 +248,11 @@ class Steps:
     def _base(self, size: int, *change: Any) -> tuple[StepOperations, float]:
         """The step that repeats all it can, with at most one other knob changed; and its seconds."""
         if (size, *change) not in self._bases:
-            choice = {**self._own, CHECKPOINT: "all"}
-            if change:
-                choice[change[0]] = change[1]
+            choice = self._own | {CHECKPOINT: "all"} | dict([change] if change else [])
             if RECOMPUTE_LOSS in choice:
-                choice[RECOMPUTE_LOSS] = "Chunked" in str(choice.get(LOSS, "Chunked"))
+                choice |= {RECOMPUTE_LOSS: "Chunked" in str(choice.get(LOSS, "Chunked"))}
             if choice.get(OFFLOADING):
-                choice[OFFLOADING] = False
+                choice |= {OFFLOADING: False}
             if not self._many_sizes:
                 self.leanest.append(self.traced(choice))
             step = self._operations(choice, size)
@@ -303,10 +294,10 @@ class Steps:
     def estimated_peak(self, choice: Choice, traced: Iterable[_Traced]) -> float | None:
         """The peak, if it lies between two that are known: of a step that keeps more layers' activations and
         is otherwise the same, and of one that keeps fewer."""
-        kept = _kept(choice[CHECKPOINT])
+        kept = _kept(choice)
         if kept is None:
             return None
-        known = [(_kept(one.choice[CHECKPOINT]), one) for one in (*self.leanest, *traced)]
+        known = [(_kept(one.choice), one) for one in (*self.leanest, *traced)]
         more = [
             (share, one.reserved)
             for share, one in known
@@ -337,20 +328,16 @@ def _repeats(one: Operation, choice: Choice) -> bool:
         return bool(choice.get(RECOMPUTE_LOSS, True))
     if choice[CHECKPOINT] == "operations":
         return one.kind not in (GEMM, ATTENTION)
-    every = checkpoints_every(choice[CHECKPOINT])
+    every = choice.checkpoints_every
     return every is not None and one.repeats % every == 0
 
 
-def _kept(checkpoint: str) -> float | None:
+def _kept(choice: Choice) -> float | None:
     """The share of layers whose activations are kept, if each is kept as a whole or not."""
-    if checkpoint == "operations":
+    if choice[CHECKPOINT] == "operations":
         return None
-    every = checkpoints_every(checkpoint)
+    every = choice.checkpoints_every
     return 1.0 if every is None else 1.0 - 1.0 / every
-
-
-def _key(choice: Choice) -> str:
-    return str(sorted(choice.items()))
 
 
 def _varied(all_choices: list[Choice]) -> set[str]:
@@ -370,7 +357,7 @@ def other_builds(
             continue
         for value in knob.values(cfg, ranks):
             if value != own[knob.key]:
-                yield with_choice(cfg, ranks, {**own, knob.key: value})
+                yield with_choice(cfg, ranks, own | {knob.key: value})
 
 
 def merged(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from omegaconf import DictConfig
 
 from torchtune_adaptive.planner import Pace, Speeds
-from torchtune_adaptive.recipe.plan.calibration import SpeedCalibrations
+from torchtune_adaptive.recipe.plan.calibration import Calibrations, SpeedCalibration
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.kinds import is_packed, is_quantised
 
@@ -43,7 +43,7 @@ def pace_for(
         quantised=is_quantised(cfg),
         dtype=dtype,
     )
-    measured = SpeedCalibrations(settings.cache, cfg, ranks).of(device)
+    measured = Calibrations(SpeedCalibration, settings.cache, cfg, ranks).of(device)
     if measured is not None:
         pace = replace(pace, correction=measured.seconds_ratio)
     return pace, tuple(_assumptions(cfg, pace))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from omegaconf import OmegaConf
 
 from torchtune_adaptive.core import Rounding, candidates
 from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Speed, TracedRun
+from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
 
@@ -43,6 +45,16 @@ class Query:
     """The largest that it may return."""
     pace: Pace | None = None
     """What its speed follows from, if that is known."""
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches in a step."""
+        return configured_accumulation(self.cfg)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of each rank in a step."""
+        return self.rows * self.accumulation
 
     def traces(self) -> Traces:
         """What is remembered of the config's steps, and the way to trace others."""
@@ -119,16 +131,14 @@ def speed_of(run: TracedRun, query: Query) -> Speed | None:
     if query.pace is None:
         return None
     step = run.operations(query.rows, query.length)
-    micro_batches = query.cfg["gradient_accumulation_steps"]
     pace = replace(query.pace, ranks=query.ranks)
-    return pace.speed(step, query.rows, query.length, micro_batches)
+    return pace.speed(step, query.rows, query.length, query.accumulation)
 
 
 def _picked(query: Query, most: int) -> int | None:
     """The size that a search returns if ``most`` is the largest that fits."""
-    per_step = query.rows * query.cfg["gradient_accumulation_steps"]
     ceiling = min(most, query.ceiling or most)
-    return max(candidates(query.rounding, ceiling, per_step), default=None)
+    return max(candidates(query.rounding, ceiling, query.rows_per_step), default=None)
 
 
 def _curve(run: TracedRun, query: Query, most: int) -> list[tuple[int, int, int]]:
@@ -137,3 +147,30 @@ def _curve(run: TracedRun, query: Query, most: int) -> list[tuple[int, int, int]
     sizes = sorted({query.rows, most or 1, *(max(2, end * n // 8) for n in range(9))})
     peaks = ((rows, run.peak(rows, query.length, query.device)) for rows in sizes)
     return [(rows, peak.allocated, peak.reserved) for rows, peak in peaks]
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """What is predicted for one of the devices."""
+
+    device: DeviceLimits
+    peak: Peak
+    """At the configured batch size."""
+    largest: int
+    """The largest micro-batch that fits; 0 if none does."""
+    speed: Speed | None
+    verdict: str
+
+
+def compare(query: Query, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> list[OnDevice]:
+    """Predict a config for several devices. Call it in a process that does nothing else: see ``workers``."""
+    traces = query.traces()
+    run = TracedRun(traces, query.length)
+    found = []
+    for device, pace in devices:
+        peak = run.peak(query.rows, query.length, device)
+        largest = run.largest(query.length, device)
+        speed = speed_of(run, replace(query, pace=pace))
+        found.append(OnDevice(device, peak, largest, speed, peak.verdict(device)))
+    traces.remember()
+    return found

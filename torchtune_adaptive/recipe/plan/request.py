@@ -24,9 +24,9 @@ from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.recipe.plan.pace import pace_for
 from torchtune_adaptive.recipe.plan.predict import Query
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
-from torchtune_adaptive.recipe.settings.batch import configured_batch
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
 from torchtune_adaptive.recipe.settings.kinds import has_images, is_packed, kind_of
+from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 
 ASSUMED_LENGTH = 2048
 
@@ -222,7 +222,7 @@ def _simulated_device(settings: AdaptiveSettings, memory: int | None) -> DeviceL
 
 
 def _measured_here(cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> Calibration:
-    newest = Calibrations(settings.cache, cfg, ranks).newest()
+    newest = Calibrations(Calibration, settings.cache, cfg, ranks).newest()
     if newest is None:
         raise ConfigError(
             "--gpu",

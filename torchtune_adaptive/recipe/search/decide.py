@@ -13,7 +13,6 @@ from torchtune_adaptive.core import Budget, ByRows, MicroBatches, Ranks, Roundin
 from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
 from torchtune_adaptive.recipe.data.images import images_of
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
-from torchtune_adaptive.recipe.plan.ranking import BackgroundRanking
 from torchtune_adaptive.recipe.search.batch_size import find_batch_size
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport
 from torchtune_adaptive.recipe.search.fastest_search import find_fastest
@@ -24,7 +23,6 @@ from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import token_budget_with_images
 
 log = logging.getLogger(__name__)
-Planner = BackgroundPlanner | BackgroundRanking
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ def decide_batch(
     prober: Prober,
     rows: RowsToTry,
     saved: TrainingState | None,
-    planner: Planner | None,
+    planner: BackgroundPlanner | None,
 ) -> Batch:
     """Search where a search is asked for, and settle what training starts with.
 
@@ -77,7 +75,7 @@ def _searched(
     rows: RowsToTry,
     saved: TrainingState | None,
     known: int | None,
-    planner: Planner | None,
+    planner: BackgroundPlanner | None,
 ) -> Batch:
     configured = rows.configured
     rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
@@ -97,8 +95,7 @@ def _searched(
         return _fastest(cfg, settings, prober, rows, saved, planner)
     if not settings.searches:
         return Batch(configured, None, by_rows)
-    sizes = planner if isinstance(planner, BackgroundPlanner) else None
-    report = find_batch_size(cfg, settings, prober, rows, known, sizes)
+    report = find_batch_size(cfg, settings, prober, rows, known, planner)
     _announce(cfg, prober.ranks, report)
     if not settings.use_maximum_batch_size and configured.micro_batch > report.largest:
         raise ConfigError(
@@ -120,14 +117,13 @@ def _fastest(
     prober: Prober,
     rows: RowsToTry,
     saved: TrainingState | None,
-    planner: Planner | None,
+    planner: BackgroundPlanner | None,
 ) -> Batch:
-    ranking = planner if isinstance(planner, BackgroundRanking) else None
-    known, rank = saved.knobs if saved else None, ranking.ranked if ranking else None
+    known, rank = saved.knobs if saved else None, planner.ranked if planner else None
     report = find_fastest(cfg, settings, prober, rows, known, rank)
     compared = [each for each in report.timed if each.predicted and each.measured]
-    if ranking is not None and compared and not prober.compiled:
-        ranking.learn_from(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
+    if planner is not None and compared and not prober.compiled:
+        planner.learn_seconds(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
     _announce(cfg, prober.ranks, report)
     return Batch(report.split, None, ByRows("divisor"), report=report)
 

@@ -42,7 +42,7 @@ class FastestReport(Report):
     split: Split
     timed: Sequence[TimedChoice]
     """The config's own values first, if they fit."""
-    tried: Mapping[str, SizeTrial]
+    tried: Mapping[Choice, SizeTrial]
     tokens: int
     """In a step that was timed, over all ranks."""
     row_length: int
@@ -52,8 +52,8 @@ class FastestReport(Report):
     seconds: float
 
     def overrides(self) -> str:
-        words = overrides(self.cfg, self.ranks, self.chosen)
-        return " ".join([*words, "use_fastest_configuration=False"])
+        changed = with_choice(self.cfg, self.ranks, self.chosen)
+        return " ".join([*overrides(self.cfg, changed), "use_fastest_configuration=False"])
 
     def applied_to(self, cfg: DictConfig) -> DictConfig:
         found = with_choice(cfg, self.ranks, self.chosen)
@@ -74,7 +74,7 @@ class FastestReport(Report):
             for seconds in (each.measured, each.predicted)
         )
         peak = ""
-        if (trial := self.tried.get(str(each.choice))) is not None:
+        if (trial := self.tried.get(each.choice)) is not None:
             peak = bytes_of(trial.deciding.peak_bytes, trial.deciding.usable_bytes)
         changed = ", ".join(
             f"{change.key}={change.new}" for change in changes(self.own, each.choice)
@@ -119,11 +119,11 @@ class FastestReport(Report):
                 }
                 for each in self.timed
             ],
-            "trials": {name: trial.as_dict() for name, trial in self.tried.items()},
+            "trials": {str(dict(one)): trial.as_dict() for one, trial in self.tried.items()},
         }
 
     def numbers(self) -> dict[str, float]:
-        trial = self.tried[str(self.chosen)]
+        trial = self.tried[self.chosen]
         result = self.split, self.row_length, trial, len(self.tried), self.seconds
         timed = next((each for each in self.timed if each.choice == self.chosen), None)
         return numbers_of(*result, self._speed(timed.measured) if timed else None)

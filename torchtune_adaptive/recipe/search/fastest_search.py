@@ -20,7 +20,6 @@ from torchtune_adaptive.core import (
     Probe,
     SizeTrial,
     Split,
-    needs_as_much,
     recompute,
     timings,
 )
@@ -48,7 +47,7 @@ def find_fastest(
     settings: AdaptiveSettings,
     prober: Prober,
     rows: RowsToTry,
-    known: Choice | None = None,
+    known: Mapping[str, Any] | None = None,
     rank: Callable[[int, int], Ranked | None] | None = None,
 ) -> FastestReport:
     """Choose on the run itself, which afterwards is as it was before, except for its knobs.
@@ -67,14 +66,15 @@ def find_fastest(
         f"Choosing the fastest of {len(allowed)} configurations that fit rows of {worst.length} tokens "
         f"({worst.source})."
     )
-    with _Trials(prober, rows, worst, leanest_of(allowed)) as trials:
-        if known is not None and known in allowed and trials.fits(known):
+    confirmed = next((one for one in allowed if one == known), None)
+    with _Trials(prober, rows, worst, Choice.leanest(allowed)) as trials:
+        if confirmed is not None and trials.fits(confirmed):
             log.info("The configuration that this run had chosen still fits.")
-            timed, chosen = [timings.Timing(known)], known
+            timed, chosen = [timings.Timing(confirmed)], confirmed
         else:
             ranked = _ranked(prober, worst.length, rank)
-            predicted = {str(choice): seconds for choice, seconds in ranked or ()}
-            order = [choice for choice, _ in ranked or ()] or sorted(allowed, key=rough_cost)
+            predicted = dict(ranked or ())
+            order = list(predicted) or sorted(allowed, key=rough_cost)
             others = [one for one in order if one in allowed and one != own]
             timed, chosen = _choose(settings, trials, own, others, predicted)
     prober.step.switch(chosen)
@@ -111,10 +111,10 @@ def possible_choices(cfg: DictConfig, settings: AdaptiveSettings, prober: Prober
     switches = prober.step.options.switches
     own, *others = choices(cfg, prober.ranks.size, settings.may_change, switches_only=True)
 
-    def meaning(choice: Choice) -> str:
+    def meaning(choice: Choice) -> Choice:
         # With few layers, some values of the knob are the same.
         layers = recompute.recomputed_layers(choice[CHECKPOINT], switches.layers)
-        return str({**choice, CHECKPOINT: layers})
+        return choice | {CHECKPOINT: tuple(layers)}
 
     found = {meaning(own): own}
     for choice in others:
@@ -124,34 +124,20 @@ def possible_choices(cfg: DictConfig, settings: AdaptiveSettings, prober: Prober
     return list(found.values())
 
 
-def leanest_of(all_choices: Sequence[Choice]) -> list[Choice]:
-    """Those that may need the least memory: no other certainly needs no more than them."""
-    return [
-        one
-        for one in all_choices
-        if not any(other != one and needs_as_much(one, other) for other in all_choices)
-    ]
-
-
 def _choose(
     settings: AdaptiveSettings,
     trials: _Trials,
     own: Choice,
     ranked: Sequence[Choice],
-    predicted: Mapping[str, float],
+    predicted: Mapping[Choice, float],
 ) -> tuple[list[timings.Timing[Choice]], Choice]:
     """Time the first that fit, and the config's own."""
     own_fits = trials.fits(own)
     if not own_fits:
         log.info("The config's own values do not fit.")
-    others = timings.fitting(ranked, trials.fits, needs_as_much, settings.speed_trials)
+    others = timings.fitting(ranked, trials.fits, Choice.needs_as_much_as, settings.speed_trials)
     ways = [own, *others] if own_fits else others
-    best, found = timings.fastest(
-        ways,
-        trials.time,
-        own if own_fits else None,
-        lambda choice: predicted.get(str(choice)),
-    )
+    best, found = timings.fastest(ways, trials.time, own if own_fits else None, predicted.get)
     if best is None:
         raise _nothing_fits(settings, trials)
     return found, best.way
@@ -186,8 +172,7 @@ class _Trials:
     worst: WorstCase
     leanest: Sequence[Choice]
     """What may need the least memory."""
-    tried: dict[str, SizeTrial] = field(default_factory=dict)
-    """The trial of each choice, by what it is."""
+    tried: dict[Choice, SizeTrial] = field(default_factory=dict)
     tokens: int = 0
     """In a step that is timed, over all ranks and without padding."""
 
@@ -220,12 +205,11 @@ class _Trials:
 
     def fits(self, choice: Choice) -> bool:
         """Whether a micro-batch of the longest rows fits; each choice is tried once."""
-        name = str(choice)
-        if name not in self.tried:
+        if choice not in self.tried:
             self.prober.step.switch(choice)
             size = self._split(choice).micro_batch
-            self.tried[name] = self._probe.trial(size, self.worst.batch)
-        return self.tried[name].fits
+            self.tried[choice] = self._probe.trial(size, self.worst.batch)
+        return self.tried[choice].fits
 
     def time(self, choice: Choice, steps: int) -> Sequence[float] | None:
         """Seconds of some steps of the run's first samples, after one that is not counted."""

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.core import CHECKPOINT, CHUNKED, RECOMPUTE_LOSS, checkpoints_every
+from torchtune_adaptive.core import (
+    CHECKPOINT,
+    CHUNKED,
+    COMPILE,
+    LOSS,
+    OFFLOADING,
+    RECOMPUTE_LOSS,
+    Choice,
+)
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.kinds import (
     Kind,
@@ -23,10 +32,17 @@ from torchtune_adaptive.recipe.settings.kinds import (
     require_own,
     unused_keys,
 )
-from torchtune_adaptive.recipe.settings.knob_table import KNOBS_BY_KEY, configured_checkpoint
+from torchtune_adaptive.recipe.settings.knob_table import (
+    ACCUMULATION,
+    KNOBS_BY_KEY,
+    configured_accumulation,
+    configured_checkpoint,
+)
 from torchtune_adaptive.recipe.settings.torchtune_keys import check_values
 
 log = logging.getLogger(__name__)
+Conflict = tuple[object, str, str, str]
+"""Whether there is one, the key that it is reported for, the reason and the remedy."""
 
 
 def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
@@ -49,8 +65,11 @@ def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
         blocks = [key for each in kind.frozen for key in (each.model, each.checkpointer)]
         blocks += sorted(kind.more_blocks)
         check_values({str(key): value for key, value in values.items()}, blocks)
-        check_recipe_config(cfg, kind)
-        check_adaptive_config(cfg, settings)
+        _require_no_conflict(cfg, settings, _conflicts(cfg, kind, settings))
+        _require_rows_by_number(cfg)
+        _require_knobs(settings)
+        if settings.budgets and has_images(cfg):
+            raise token_budget_with_images(settings)
         _check_pairs(cfg, kind, settings)
     except OmegaConfBaseException as error:  # a reference to a key that does not exist, for one
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -61,81 +80,270 @@ def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
     return settings
 
 
-def check_recipe_config(cfg: DictConfig, kind: Kind) -> None:
-    """Stop at what cannot work together in torchtune's own keys."""
-    _check_dtype(cfg)
-    _check_activation_memory(cfg)
-    _check_recomputation(cfg)
-    _check_collate(cfg)
-    _check_streaming(cfg)
-    if cfg.get("fsdp_cpu_offload", False) and cfg.device == "cpu":
-        raise ConfigError(
-            "fsdp_cpu_offload",
-            True,
-            "moves parameters between an accelerator and the CPU, but device is cpu",
-            "Set fsdp_cpu_offload=False, or train on an accelerator",
-        )
-    if "quantizer" in kind.more_blocks and cfg.get("compile", False):
-        raise ConfigError(
-            "compile",
-            True,
-            "cannot be combined with quantisation-aware training, as in torchtune",
-            "Set compile=False",
-        )
-    if "optimizer_in_bwd" in kind.keys:
-        _check_optimizer_in_backward(cfg)
-    elif cfg.get("optimizer_in_bwd", False):
-        raise ConfigError(
-            "optimizer_in_bwd",
-            True,
-            f"is not available in {kind.recipe}",
-            "Remove it: adapters have little optimizer state to save",
-        )
-    if "tensor_parallel_dim" in kind.keys:
-        _check_tensor_parallel(cfg)
-    elif not kind.adapters and (cfg.get("tensor_parallel_dim") or 1) > 1:
-        raise ConfigError(
-            "tensor_parallel_dim",
-            cfg.tensor_parallel_dim,
-            f"is not available in {kind.recipe}",
-            "Remove it",
-        )
-
-
-def check_adaptive_config(cfg: DictConfig, settings: AdaptiveSettings) -> None:
-    """Stop at what cannot work together with adaptive batching."""
+def _conflicts(cfg: DictConfig, kind: Kind, settings: AdaptiveSettings) -> Iterator[Conflict]:
+    yield from _conflicts_of_memory(cfg)
+    yield from _conflicts_of_recipe(cfg, kind)
+    yield from _conflicts_of_tensor_parallelism(cfg, kind)
     if cfg.get("optimizer_in_bwd", False):
-        _check_settings_with_optimizer_in_backward(settings)
-    _check_decisions(settings)
-    _check_beta2(cfg, settings)
-    _check_probe_length(cfg, settings)
-    if settings.budgets and has_images(cfg):
-        raise token_budget_with_images(settings)
-    _check_fastest(cfg, settings)
-    searches = settings.use_maximum_batch_size or settings.use_fastest_configuration
-    if settings.search_only and not searches:
+        yield from _conflicts_with_optimizer_in_backward(settings)
+    yield from _conflicts_of_decisions(settings)
+    yield from _conflicts_with_config(cfg, settings)
+
+
+def _require_no_conflict(
+    cfg: DictConfig, settings: AdaptiveSettings, conflicts: Iterable[Conflict]
+) -> None:
+    """Stop at the first conflict that there is."""
+    for there_is, key, reason, remedy in conflicts:
+        if there_is:
+            raise ConfigError(key, _value(cfg, settings, key), reason, remedy)
+
+
+def _value(cfg: DictConfig, settings: AdaptiveSettings, key: str) -> object:
+    """What a key of ours, or of torchtune, is set to."""
+    if key in KNOBS_BY_KEY:
+        return KNOBS_BY_KEY[key].configured(cfg)
+    name = key.removeprefix(f"{BLOCK}.")
+    return getattr(settings, name) if hasattr(settings, name) else OmegaConf.select(cfg, key)
+
+
+# --- torchtune's own keys -------------------------------------------------------------------------
+
+
+def _conflicts_of_memory(cfg: DictConfig) -> Iterator[Conflict]:
+    """What is kept of activations, in which precision, and where."""
+    yield (
+        cfg.get("dtype") not in ("bf16", "fp32", "fp64"),
+        "dtype",
+        "is not supported (fp16 needs loss scaling, which these recipes do not have)",
+        "Use bf16 or fp32",
+    )
+    checkpoint, loss = configured_checkpoint(cfg), OmegaConf.select(cfg, LOSS)
+    offloads = cfg.get(OFFLOADING, False)
+    yield (
+        offloads and cfg.device != "cuda",
+        OFFLOADING,
+        f"needs a CUDA device, but device is {cfg.device}",
+        "Set enable_activation_offloading=False",
+    )
+    yield (
+        offloads and Choice({CHECKPOINT: checkpoint}).checkpoints_every is None,
+        OFFLOADING,
+        "works only together with the checkpointing of whole layers",
+        "Set enable_activation_checkpointing=True as well",
+    )
+    yield (
+        checkpoint == "operations" and cfg.get(COMPILE, False),
+        CHECKPOINT,
+        "keeps the results of single operations, which compile=True fuses",
+        f"Set {CHECKPOINT} to all or every_2, or compile=False",
+    )
+    yield (
+        OmegaConf.select(cfg, RECOMPUTE_LOSS) and loss != CHUNKED,
+        RECOMPUTE_LOSS,
+        f"computes the chunks of a loss again, but loss is {loss}",
+        f"Set loss._component_={CHUNKED}, or {RECOMPUTE_LOSS}=False",
+    )
+    yield (
+        cfg.get("fsdp_cpu_offload", False) and cfg.device == "cpu",
+        "fsdp_cpu_offload",
+        "moves parameters between an accelerator and the CPU, but device is cpu",
+        "Set fsdp_cpu_offload=False, or train on an accelerator",
+    )
+
+
+def _conflicts_of_recipe(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
+    """What this kind of recipe cannot do."""
+    yield (
+        "left_pad_sequence" in (cfg.get("collate_fn") or ""),
+        "collate_fn",
+        "pads on the left, which is for generation only",
+        "Use torchtune.data.padded_collate_sft",
+    )
+    yield (
+        "quantizer" in kind.more_blocks and cfg.get(COMPILE, False),
+        COMPILE,
+        "cannot be combined with quantisation-aware training, as in torchtune",
+        "Set compile=False",
+    )
+    in_backward = cfg.get("optimizer_in_bwd", False)
+    yield (
+        in_backward and "optimizer_in_bwd" not in kind.keys,
+        "optimizer_in_bwd",
+        f"is not available in {kind.recipe}",
+        "Remove it: adapters have little optimizer state to save",
+    )
+    yield (
+        in_backward and cfg.get("clip_grad_norm") is not None,
+        "clip_grad_norm",
+        "needs all gradients at once, which never exist together with optimizer_in_bwd",
+        "Set clip_grad_norm=None, or optimizer_in_bwd=False",
+    )
+    yield (
+        in_backward and configured_accumulation(cfg) > 1,
+        ACCUMULATION,
+        "cannot accumulate: with optimizer_in_bwd every backward pass is an optimizer step",
+        "Set gradient_accumulation_steps=1, or optimizer_in_bwd=False",
+    )
+
+
+def _conflicts_of_tensor_parallelism(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
+    dim, known = cfg.get("tensor_parallel_dim", 1), "tensor_parallel_dim" in kind.keys
+    yield (
+        not known and not kind.adapters and (dim or 1) > 1,
+        "tensor_parallel_dim",
+        f"is not available in {kind.recipe}",
+        "Remove it",
+    )
+    yield (
+        known and dim != 1 and cfg.get("tensor_parallel_plan") is None,
+        "tensor_parallel_dim",
+        "needs to know how to split the model",
+        "Set tensor_parallel_plan, or tensor_parallel_dim=1",
+    )
+    yield (
+        known and dim != 1 and cfg.optimizer.get("fused", False),
+        "optimizer.fused",
+        "does not work with tensor parallelism",
+        "Set optimizer.fused=False",
+    )
+
+
+def _require_rows_by_number(cfg: DictConfig) -> None:
+    datasets = cfg.dataset if isinstance(cfg.dataset, ListConfig) else [cfg.dataset]
+    if any(dataset.get("streaming", False) for dataset in datasets):
         raise ConfigError(
-            f"{BLOCK}.search_only",
+            "dataset.streaming",
             True,
-            "has nothing to search for",
-            "Set use_maximum_batch_size=True or use_fastest_configuration=True as well",
+            "gives rows one after the other, but epochs and batches are made of rows by their number",
+            "Set dataset.streaming=False",
         )
-    if settings.survives and (cfg.get("tensor_parallel_dim") or 1) > 1:
-        raise ConfigError(
-            "tensor_parallel_dim",
-            cfg.tensor_parallel_dim,
-            "cannot be combined with use_maximum_batch_size, growth or shrink: a rank that runs out of "
-            "memory issues the step's remaining collectives, and can do so for FSDP's only",
-            "Set tensor_parallel_dim=1, or use_maximum_batch_size=False, batch_increase_function=null, "
-            f"{BLOCK}.on_out_of_memory=raise, and choose batch_size yourself",
+
+
+# --- adaptive batching ----------------------------------------------------------------------------
+
+
+def _conflicts_with_optimizer_in_backward(settings: AdaptiveSettings) -> Iterator[Conflict]:
+    """With the optimizer in backward a step is one micro-batch, and its gradients never exist together."""
+    no_accumulation = "needs gradient accumulation, which optimizer_in_bwd does not allow"
+    conflicts = {
+        "token_budget": (
+            settings.budgets,
+            "splits a step into several micro-batches, which optimizer_in_bwd does not allow",
+        ),
+        "grow_past_memory": (settings.grow_past_memory, no_accumulation),
+        "keep_global_batch": (
+            settings.keep_global_batch and settings.use_maximum_batch_size,
+            no_accumulation,
+        ),
+        "gradient_noise": (
+            settings.gradient_noise != "off",
+            "needs the gradients of a whole step, which never exist together with optimizer_in_bwd",
+        ),
+        "on_out_of_memory": (
+            settings.shrinks,
+            "retries a step, but with optimizer_in_bwd a step changes parameters before it is over",
+        ),
+    }
+    instead = {"gradient_noise": "off", "on_out_of_memory": "raise"}
+    for key, (is_set, reason) in conflicts.items():
+        remedy = f"Set {key} to {instead.get(key, 'False')}, or set optimizer_in_bwd=False"
+        yield is_set, f"{BLOCK}.{key}", reason, remedy
+
+
+def _conflicts_of_decisions(settings: AdaptiveSettings) -> Iterator[Conflict]:
+    """Two settings must not decide about the same thing."""
+    yield (
+        settings.budgets and settings.use_maximum_batch_size,
+        f"{BLOCK}.token_budget",
+        "fills the memory with the same samples in each step, but use_maximum_batch_size changes them",
+        "Set one of the two to False",
+    )
+    yield (
+        settings.gradient_noise == "act" and settings.batch_increase_function is not None,
+        f"{BLOCK}.gradient_noise",
+        "decides how the batch grows, and so does batch_increase_function",
+        "Set it to observe, or batch_increase_function=null",
+    )
+    yield (
+        settings.lr_scaling == "gain" and settings.gradient_noise == "off",
+        f"{BLOCK}.lr_scaling",
+        "is computed from the gradient noise scale, which is not measured",
+        f"Set {BLOCK}.gradient_noise=observe, or another rule",
+    )
+    others = {
+        "use_maximum_batch_size": settings.use_maximum_batch_size,
+        "batch_increase_function": settings.batch_increase_function is not None,
+        f"{BLOCK}.token_budget": settings.budgets,
+        f"{BLOCK}.gradient_noise=act": settings.gradient_noise == "act",
+    }
+    for other, is_set in others.items():
+        yield (
+            settings.use_fastest_configuration and is_set,
+            "use_fastest_configuration",
+            f"looks for the fastest way to train the configured batch, and {other} changes the batch",
+            "Set one of the two to False",
         )
-    if settings.save_every_n_steps and cfg.get("enable_async_checkpointing", False):
-        raise ConfigError(
-            "save_every_n_steps",
-            settings.save_every_n_steps,
-            "cannot be asynchronous: torchtune finds asynchronous checkpoints by their epoch",
-            "Set enable_async_checkpointing=False, or save_every_n_steps=null",
-        )
+
+
+def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Iterator[Conflict]:
+    """Settings of ours that do not go with torchtune's."""
+    optimizer = cfg.optimizer._component_
+    yield (
+        settings.beta2 == "half_life" and not re.search(r"^torch\.optim\.Adam(W)?$", optimizer),
+        f"{BLOCK}.beta2",
+        f"corrects the second moment of torch's Adam, but the optimizer is {optimizer}",
+        "Use torch.optim.AdamW or torch.optim.Adam, or set it to fixed",
+    )
+    longest = cfg.model.get("max_seq_len")
+    yield (
+        settings.probe_length and longest and settings.probe_length > longest,
+        f"{BLOCK}.probe_length",
+        f"is longer than the model takes (model.max_seq_len is {longest})",
+        f"Set it to {longest} or less",
+    )
+    searches = settings.use_maximum_batch_size or settings.use_fastest_configuration
+    yield (
+        settings.search_only and not searches,
+        f"{BLOCK}.search_only",
+        "has nothing to search for",
+        "Set use_maximum_batch_size=True or use_fastest_configuration=True as well",
+    )
+    yield (
+        settings.survives and (cfg.get("tensor_parallel_dim") or 1) > 1,
+        "tensor_parallel_dim",
+        "cannot be combined with use_maximum_batch_size, growth or shrink: a rank that runs out of "
+        "memory issues the step's remaining collectives, and can do so for FSDP's only",
+        "Set tensor_parallel_dim=1, or use_maximum_batch_size=False, batch_increase_function=null, "
+        f"{BLOCK}.on_out_of_memory=raise, and choose batch_size yourself",
+    )
+    yield (
+        settings.save_every_n_steps and cfg.get("enable_async_checkpointing", False),
+        "save_every_n_steps",
+        "cannot be asynchronous: torchtune finds asynchronous checkpoints by their epoch",
+        "Set enable_async_checkpointing=False, or save_every_n_steps=null",
+    )
+
+
+def _require_knobs(settings: AdaptiveSettings) -> None:
+    """What may change must be knobs; on a model that is already built, switches."""
+    keys = settings.may_change if isinstance(settings.may_change, tuple) else ()
+    for key in keys:
+        if key not in KNOBS_BY_KEY:
+            raise ConfigError(
+                f"{BLOCK}.may_change",
+                key,
+                "is not a knob that trades memory for speed",
+                f"Use exact, rounding, or a list of {', '.join(KNOBS_BY_KEY)}",
+            )
+    for key in keys if settings.use_fastest_configuration else ():
+        if not KNOBS_BY_KEY[key].switch:
+            raise ConfigError(
+                f"{BLOCK}.may_change",
+                key,
+                "cannot be changed on a model that is already built",
+                "Let tune-adaptive plan --fastest choose it, or leave it out",
+            )
 
 
 def _check_pairs(cfg: DictConfig, kind: Kind, settings: AdaptiveSettings) -> None:
@@ -179,227 +387,3 @@ def token_budget_with_images(settings: AdaptiveSettings) -> ConfigError:
         "most images and tiles of any of its samples, so how many samples fit does not depend on text alone",
         "Set it to False; use_maximum_batch_size=True accounts for images",
     )
-
-
-def _check_settings_with_optimizer_in_backward(settings: AdaptiveSettings) -> None:
-    """With the optimizer in backward a step is one micro-batch, and its gradients never exist together."""
-    no_accumulation = "needs gradient accumulation, which optimizer_in_bwd does not allow"
-    conflicts = {
-        "token_budget": (
-            settings.budgets,
-            "splits a step into several micro-batches, which optimizer_in_bwd does not allow",
-        ),
-        "grow_past_memory": (settings.grow_past_memory, no_accumulation),
-        "keep_global_batch": (
-            settings.keep_global_batch and settings.use_maximum_batch_size,
-            no_accumulation,
-        ),
-        "gradient_noise": (
-            settings.gradient_noise != "off",
-            "needs the gradients of a whole step, which never exist together with optimizer_in_bwd",
-        ),
-        "on_out_of_memory": (
-            settings.shrinks,
-            "retries a step, but with optimizer_in_bwd a step changes parameters before it is over",
-        ),
-    }
-    instead = {"gradient_noise": "off", "on_out_of_memory": "raise"}
-    for key, (is_set, reason) in conflicts.items():
-        if is_set:
-            raise ConfigError(
-                f"{BLOCK}.{key}",
-                getattr(settings, key),
-                reason,
-                f"Set {key} to {instead.get(key, 'False')}, or set optimizer_in_bwd=False",
-            )
-
-
-def _check_decisions(settings: AdaptiveSettings) -> None:
-    """Two settings must not decide about the same thing."""
-    if settings.budgets and settings.use_maximum_batch_size:
-        raise ConfigError(
-            f"{BLOCK}.token_budget",
-            settings.token_budget,
-            "fills the memory with the same samples in each step, but use_maximum_batch_size changes them",
-            "Set one of the two to False",
-        )
-    if settings.gradient_noise == "act" and settings.batch_increase_function is not None:
-        raise ConfigError(
-            f"{BLOCK}.gradient_noise",
-            "act",
-            "decides how the batch grows, and so does batch_increase_function",
-            "Set it to observe, or batch_increase_function=null",
-        )
-    if settings.lr_scaling == "gain" and settings.gradient_noise == "off":
-        raise ConfigError(
-            f"{BLOCK}.lr_scaling",
-            "gain",
-            "is computed from the gradient noise scale, which is not measured",
-            f"Set {BLOCK}.gradient_noise=observe, or another rule",
-        )
-
-
-def _check_fastest(cfg: DictConfig, settings: AdaptiveSettings) -> None:
-    """The fastest configuration is that of one batch, and is found by trying it on the run's own model."""
-    keys = settings.may_change if isinstance(settings.may_change, tuple) else ()
-    for key in keys:
-        if key not in KNOBS_BY_KEY:
-            raise ConfigError(
-                f"{BLOCK}.may_change",
-                key,
-                "is not a knob that trades memory for speed",
-                f"Use exact, rounding, or a list of {', '.join(KNOBS_BY_KEY)}",
-            )
-    if not settings.use_fastest_configuration:
-        return
-    others = {
-        "use_maximum_batch_size": settings.use_maximum_batch_size,
-        "batch_increase_function": settings.batch_increase_function is not None,
-        f"{BLOCK}.token_budget": settings.budgets,
-        f"{BLOCK}.gradient_noise=act": settings.gradient_noise == "act",
-    }
-    for other, is_set in others.items():
-        if is_set:
-            raise ConfigError(
-                "use_fastest_configuration",
-                True,
-                f"looks for the fastest way to train the configured batch, and {other} changes the batch",
-                "Set one of the two to False",
-            )
-    for key in keys:
-        if not KNOBS_BY_KEY[key].switch:
-            raise ConfigError(
-                f"{BLOCK}.may_change",
-                key,
-                "cannot be changed on a model that is already built",
-                "Let tune-adaptive plan --fastest choose it, or leave it out",
-            )
-
-
-def _check_beta2(cfg: DictConfig, settings: AdaptiveSettings) -> None:
-    optimizer = cfg.optimizer._component_
-    if settings.beta2 == "half_life" and not re.search(r"^torch\.optim\.Adam(W)?$", optimizer):
-        raise ConfigError(
-            f"{BLOCK}.beta2",
-            "half_life",
-            f"corrects the second moment of torch's Adam, but the optimizer is {optimizer}",
-            "Use torch.optim.AdamW or torch.optim.Adam, or set it to fixed",
-        )
-
-
-def _check_probe_length(cfg: DictConfig, settings: AdaptiveSettings) -> None:
-    longest = cfg.model.get("max_seq_len")
-    if settings.probe_length and longest and settings.probe_length > longest:
-        raise ConfigError(
-            f"{BLOCK}.probe_length",
-            settings.probe_length,
-            f"is longer than the model takes (model.max_seq_len is {longest})",
-            f"Set it to {longest} or less",
-        )
-
-
-def _check_dtype(cfg: DictConfig) -> None:
-    if cfg.get("dtype") not in ("bf16", "fp32", "fp64"):
-        raise ConfigError(
-            "dtype",
-            cfg.get("dtype"),
-            "is not supported (fp16 needs loss scaling, which these recipes do not have)",
-            "Use bf16 or fp32",
-        )
-
-
-def _check_activation_memory(cfg: DictConfig) -> None:
-    if not cfg.get("enable_activation_offloading", False):
-        return
-    if cfg.device != "cuda":
-        raise ConfigError(
-            "enable_activation_offloading",
-            True,
-            f"needs a CUDA device, but device is {cfg.device}",
-            "Set enable_activation_offloading=False",
-        )
-    if checkpoints_every(configured_checkpoint(cfg)) is None:
-        raise ConfigError(
-            "enable_activation_offloading",
-            True,
-            "works only together with the checkpointing of whole layers",
-            "Set enable_activation_checkpointing=True as well",
-        )
-
-
-def _check_recomputation(cfg: DictConfig) -> None:
-    """What is computed again in backward."""
-    if configured_checkpoint(cfg) == "operations" and cfg.get("compile", False):
-        raise ConfigError(
-            CHECKPOINT,
-            "operations",
-            "keeps the results of single operations, which compile=True fuses",
-            f"Set {CHECKPOINT} to all or every_2, or compile=False",
-        )
-    if OmegaConf.select(cfg, RECOMPUTE_LOSS) and cfg.loss._component_ != CHUNKED:
-        raise ConfigError(
-            RECOMPUTE_LOSS,
-            True,
-            f"computes the chunks of a loss again, but loss is {cfg.loss._component_}",
-            f"Set loss._component_={CHUNKED}, or {RECOMPUTE_LOSS}=False",
-        )
-
-
-def _check_collate(cfg: DictConfig) -> None:
-    if "left_pad_sequence" in (cfg.get("collate_fn") or ""):
-        raise ConfigError(
-            "collate_fn",
-            cfg.collate_fn,
-            "pads on the left, which is for generation only",
-            "Use torchtune.data.padded_collate_sft",
-        )
-
-
-def _check_streaming(cfg: DictConfig) -> None:
-    datasets = cfg.dataset if isinstance(cfg.dataset, ListConfig) else [cfg.dataset]
-    if any(dataset.get("streaming", False) for dataset in datasets):
-        raise ConfigError(
-            "dataset.streaming",
-            True,
-            "gives rows one after the other, but epochs and batches are made of rows by their number",
-            "Set dataset.streaming=False",
-        )
-
-
-def _check_optimizer_in_backward(cfg: DictConfig) -> None:
-    if not cfg.get("optimizer_in_bwd", False):
-        return
-    if cfg.get("clip_grad_norm") is not None:
-        raise ConfigError(
-            "clip_grad_norm",
-            cfg.clip_grad_norm,
-            "needs all gradients at once, which never exist together with optimizer_in_bwd",
-            "Set clip_grad_norm=None, or optimizer_in_bwd=False",
-        )
-    if cfg.gradient_accumulation_steps > 1:
-        raise ConfigError(
-            "gradient_accumulation_steps",
-            cfg.gradient_accumulation_steps,
-            "cannot accumulate: with optimizer_in_bwd every backward pass is an optimizer step",
-            "Set gradient_accumulation_steps=1, or optimizer_in_bwd=False",
-        )
-
-
-def _check_tensor_parallel(cfg: DictConfig) -> None:
-    dim = cfg.get("tensor_parallel_dim", 1)
-    if dim == 1:
-        return
-    if cfg.get("tensor_parallel_plan") is None:
-        raise ConfigError(
-            "tensor_parallel_dim",
-            dim,
-            "needs to know how to split the model",
-            "Set tensor_parallel_plan, or tensor_parallel_dim=1",
-        )
-    if cfg.optimizer.get("fused", False):
-        raise ConfigError(
-            "optimizer.fused",
-            True,
-            "does not work with tensor parallelism",
-            "Set optimizer.fused=False",
-        )

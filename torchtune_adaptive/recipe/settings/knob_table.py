@@ -7,7 +7,7 @@ changed only where the user names it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
@@ -23,19 +23,28 @@ from torchtune_adaptive.core import (
     RECOMPUTE_LOSS,
     RESHARD,
     Choice,
-    checkpoints_every,
-    is_possible,
+    Split,
 )
-from torchtune_adaptive.recipe.settings.batch import configured_batch
 from torchtune_adaptive.recipe.settings.kinds import kind_of
 
 Effect = Literal["exact", "rounding", "named"]
+Config = DictConfig | Mapping[str, Any]
 WHOLE = "torch.nn.CrossEntropyLoss"
 
 SHARDED_LAYERS = "custom_sharded_layers"
 MICRO_BATCH = "batch_size"
 ACCUMULATION = "gradient_accumulation_steps"
 FUSED = "optimizer.fused"
+
+
+def configured_accumulation(cfg: Config) -> int:
+    """The micro-batches in a step of a config."""
+    return int(cfg[ACCUMULATION])
+
+
+def configured_batch(cfg: DictConfig, ranks: int) -> Split:
+    """The batch that a checked config asks for, on a number of ranks."""
+    return Split(cfg[MICRO_BATCH], configured_accumulation(cfg), ranks)
 
 
 @dataclass(frozen=True)
@@ -167,7 +176,7 @@ def may_be_changed(knob: Knob, may_change: str | Iterable[str]) -> bool:
 
 def configured_choice(cfg: DictConfig, ranks: int) -> Choice:
     """The value of each knob that has a meaning for a config, as the config sets it."""
-    return {knob.key: knob.configured(cfg) for knob in KNOBS if knob.values(cfg, ranks)}
+    return Choice({knob.key: knob.configured(cfg) for knob in KNOBS if knob.values(cfg, ranks)})
 
 
 def choices(
@@ -190,8 +199,8 @@ def choices(
         else (value,)
         for key, value in own.items()
     ]
-    found = [dict(zip(own, values, strict=True)) for values in product(*possible)]
-    return [own, *(one for one in found if one != own and is_possible(one))]
+    found = (Choice(dict(zip(own, values, strict=True))) for values in product(*possible))
+    return [own, *(one for one in found if one != own and one.is_possible())]
 
 
 @dataclass(frozen=True)
@@ -216,39 +225,47 @@ def changes(old: Choice, new: Choice) -> list[Change]:
     ]
 
 
-def overrides(cfg: DictConfig, ranks: int, choice: Choice) -> list[str]:
-    """What turns a config into the chosen one, on the command line; ``~key`` removes a key."""
-    return [
-        f"{key}={_shown(value)}" if value is not _REMOVED else f"~{key}"
-        for key, value in _assignments(cfg, ranks, choice)
-    ]
-
-
 def with_choice(cfg: DictConfig, ranks: int, choice: Choice) -> DictConfig:
     """The config with the chosen values."""
     changed = cfg.copy()
-    for key, value in _assignments(cfg, ranks, choice):
-        if value is _REMOVED:
-            block, _, name = key.rpartition(".")
-            OmegaConf.select(changed, block).pop(name)
-        else:
-            value = list(value) if isinstance(value, tuple) else value
-            OmegaConf.update(changed, key, value, force_add=True)
+    for change in changes(configured_choice(cfg, ranks), choice):
+        value = list(change.new) if isinstance(change.new, tuple) else change.new
+        OmegaConf.update(changed, change.key, value, force_add=True)
+        if change.key == MICRO_BATCH:
+            changed[ACCUMULATION] = configured_batch(cfg, ranks).rows // change.new
+        if change.key == LOSS and value == WHOLE and "num_output_chunks" in cfg.loss:
+            changed.loss.pop("num_output_chunks")
+        if change.key == FUSED and value and cfg.optimizer.get("foreach"):
+            changed.optimizer.pop("foreach")
     return changed
 
 
-_REMOVED = object()
+def overrides(before: Config, after: Config) -> list[str]:
+    """What turns one config into another on the command line: ``key=value``, and ``~key`` to remove a key."""
+    plain: list[Any] = [
+        OmegaConf.to_container(cfg) if isinstance(cfg, DictConfig) else cfg
+        for cfg in (before, after)
+    ]
+    return list(_differences(*plain))
 
 
-def _assignments(cfg: DictConfig, ranks: int, choice: Choice) -> Iterator[tuple[str, Any]]:
-    for change in changes(configured_choice(cfg, ranks), choice):
-        yield change.key, change.new
-        if change.key == MICRO_BATCH:
-            yield ACCUMULATION, configured_batch(cfg, ranks).rows // change.new
-        if change.key == LOSS and change.new == WHOLE and "num_output_chunks" in cfg.loss:
-            yield "loss.num_output_chunks", _REMOVED
-        if change.key == FUSED and change.new and cfg.optimizer.get("foreach"):
-            yield "optimizer.foreach", _REMOVED
+def _differences(
+    before: Mapping[str, Any], after: Mapping[str, Any], block: str = ""
+) -> Iterator[str]:
+    yield from (f"~{block}{key}" for key in before if key not in after)
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(value, Mapping):
+            inner = old if isinstance(old, Mapping) else {}
+            yield from _differences(inner, value, f"{block}{key}.")
+        elif key not in before or value != old:
+            yield f"{block}{key}={_as_yaml(value)}"
+
+
+def _as_yaml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_as_yaml, value))}]"
+    return "null" if value is None else str(value)
 
 
 def _shown(value: Any) -> str:
@@ -270,7 +287,7 @@ _COSTS_OF_VALUES = {
 def rough_cost(choice: Choice) -> float:
     """Orders choices where no prediction is to be had, from the one that should be fastest."""
     costs = [_COSTS_OF_VALUES.get((key, value), 0.0) for key, value in choice.items()]
-    if (every := checkpoints_every(choice[CHECKPOINT])) is not None and every > 1:
+    if (every := choice.checkpoints_every) is not None and every > 1:
         costs.append(_COSTS_OF_VALUES[CHECKPOINT, "all"] / every)
     # Each micro-batch gathers parameters and launches kernels once more.
     return sum(costs) + 0.05 / choice.get(MICRO_BATCH, 1)

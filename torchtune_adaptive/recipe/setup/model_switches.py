@@ -87,7 +87,7 @@ def _of_the_loss(
 ) -> dict[str, Any]:
     def loss(component: str) -> None:
         ranks = environment.ranks.size
-        changed = with_choice(cfg, ranks, {**configured_choice(cfg, ranks), LOSS: component})
+        changed = with_choice(cfg, ranks, configured_choice(cfg, ranks) | {LOSS: component})
         model.set_num_output_chunks(0)  # type: ignore[operator]
         objective.loss_fn = build_loss(changed, environment, model)
 

@@ -26,11 +26,12 @@ from torchtune_adaptive.planner import (
 )
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind, recipe_kind
 from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
-from torchtune_adaptive.recipe.tracing.passed_check import PassedCheck
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
+from torchtune_adaptive.recipe.tracing.traces import PassedCheck
 
 _FIRST = (2, 32)
 _SIZES = [(2, 64), (5, 128)]
@@ -110,7 +111,7 @@ def measured_peaks(
 
     def take(rows: int, length: int) -> None:
         batch = (make_batch or text)(rows, length)
-        for _ in range(cfg.gradient_accumulation_steps):
+        for _ in range(configured_accumulation(cfg)):
             step.forward_backward(batch)
         step.apply()
 

@@ -16,6 +16,7 @@ from torchtune_adaptive.core import Batch, Choice, Objective, StepOptions, Train
 from torchtune_adaptive.planner import RecordedStep, StepTracer, fill
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import initialize_ropes, parameters_by_name
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
@@ -54,7 +55,7 @@ class Tracer(StepTracer):
         dtype = training.get_dtype(cfg.dtype, torch.device("cpu"))
         environment = Environment(self.device, dtype, self.ranks)
         self._within = nullcontext if self.recorder.simulated else for_offloading
-        self._accumulation = min(cfg.gradient_accumulation_steps, 2)  # as in a trial
+        self._accumulation = min(configured_accumulation(cfg), 2)  # as in a trial
         self._layer_running = 0
 
         kind = recipe_kind(kind_of(cfg), cfg, environment)
@@ -89,7 +90,7 @@ class Tracer(StepTracer):
         optimizers = build_optimizers(cfg, environment, model, None)
         offloading = _Offloading(model, cfg.get("enable_activation_offloading", False))
         switches = build_switches(cfg, environment, model, objective, offloading)
-        self._own = dict(switches.choice)
+        self._own = switches.choice
         return TrainStep(
             model=model,
             optimizers=optimizers.steppers,
@@ -121,7 +122,7 @@ class Tracer(StepTracer):
             choice: other values of knobs that are switches, for this step.
             micro_batches: how many; None is as configured, but no more than two.
         """
-        self.step.switch({**self._own, **(choice or {})})
+        self.step.switch(self._own | (choice or {}))
         return self.trace(
             lambda: self._batch(rows, length),
             micro_batches or self._accumulation,

@@ -21,11 +21,35 @@ from torchtune_adaptive.core import Choice
 from torchtune_adaptive.planner import RecordedStep, StartUp, TracedRun
 from torchtune_adaptive.recipe.settings.fingerprint import step_facts
 from torchtune_adaptive.recipe.settings.kinds import FROZEN_MODELS, MORE_BLOCKS, is_packed
-from torchtune_adaptive.recipe.settings.knob_table import configured_choice
+from torchtune_adaptive.recipe.settings.knob_table import (
+    ACCUMULATION,
+    configured_accumulation,
+    configured_choice,
+)
 
 _MOST_KEPT = 100
 _PARTS = ("model", "loss", "optimizer", *sorted(FROZEN_MODELS | MORE_BLOCKS))
 _VERSIONED = ("torch.", "torchtune.", "torchao.")
+
+
+class PassedCheck:
+    """The result of the self-check with the installed versions, if it passed. It needs no torch.
+
+    Args:
+        cache: the run's setting: where it is kept.
+    """
+
+    def __init__(self, cache: bool | str) -> None:
+        self._kept: Cache[bool] = Cache(
+            cache_folder(cache, "self_checks"), "self-check", lambda value: value is True
+        )
+        self._facts = {"libraries": libraries(), "code": package_fingerprint()}
+
+    def is_known(self) -> bool:
+        return self._kept.get(self._facts) is True
+
+    def remember(self) -> None:
+        self._kept.put(self._facts, True)
 
 
 class NotRemembered(NoPrediction):
@@ -56,7 +80,7 @@ class Traces:
             cache_folder(cache, "traces"), "traces", _are_traces, most=_MOST_KEPT
         )
         facts = step_facts(cfg)
-        facts["gradient_accumulation_steps"] = min(cfg.gradient_accumulation_steps, 2)
+        self._micro_batches = facts[ACCUMULATION] = min(configured_accumulation(cfg), 2)
         self._facts = {
             "config": facts,
             "packed": is_packed(cfg),
@@ -98,7 +122,7 @@ class Traces:
         if choice is not None:
             changed = {k: v for k, v in sorted(choice.items()) if v != self._own.get(k)}
             name += f" {changed}" if changed else ""
-        if micro_batches not in (None, min(2, self._run[0].gradient_accumulation_steps)):
+        if micro_batches not in (None, self._micro_batches):
             name += f" x {micro_batches}"
         if name not in self._steps:
             if self._tracer is None:
