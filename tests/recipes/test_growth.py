@@ -122,29 +122,29 @@ def stopped_after(step: int, whole: Path, folder: Path) -> Path:
 
 @pytest.mark.rotating
 @pytest.mark.parametrize(
-    ("kind", "stops"),
+    ("kind", "ranks", "stops"),
     [
-        pytest.param("full", [7], id="before a change"),
-        pytest.param("full", [8], id="at a change"),
-        pytest.param("full", [9], id="after a change"),
-        pytest.param("full", [7, 8, 9], id="three times", marks=pytest.mark.exhaustive),
-        pytest.param("full", [12], id="where an epoch ends", marks=pytest.mark.exhaustive),
-        pytest.param("lora", [8], id="lora with dropout", marks=pytest.mark.exhaustive),
+        pytest.param("full", 1, [7], id="before a change"),
+        pytest.param("full", 1, [8], id="at a change"),
+        pytest.param("full", 1, [9], id="after a change"),
+        pytest.param("full", 2, [7, 8, 9], id="three times", marks=pytest.mark.exhaustive),
+        pytest.param("full", 2, [12], id="where an epoch ends", marks=pytest.mark.exhaustive),
+        pytest.param("lora", 2, [8], id="lora with dropout", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run_that_was_stopped_goes_on_to_the_bit(
-    kind: str, stops: list[int], tmp_path: Path
+    kind: str, ranks: int, stops: list[int], tmp_path: Path
 ) -> None:
-    changes = EVERY_STEP_SAVED
+    changes = {**EVERY_STEP_SAVED, "batch_size": 4 // ranks}
     if kind == "lora":
-        changes = {**changes, "model.lora_dropout": 0.1}
-    whole, expected = undisturbed(kind, 2, **changes)
+        changes["model.lora_dropout"] = 0.1
+    whole, expected = undisturbed(kind, ranks, **changes)
     sizes = [record["global_batch_size"] for record in expected]
     assert sizes == [4] * 8 + [8] * 4 + [16] * 2 + [32, 64]
     before = whole
     for stop in stops:
         before = stopped_after(stop, before, tmp_path / str(stop))
-        resumed = train(kind, before, 2, **changes, **RESUME)
+        resumed = train(kind, before, ranks, **changes, **RESUME)
         assert resumed[0]["step"] == stop + 1
         assert_same_end(resumed, expected)
     assert_same_weights(whole / "epoch_2", before / "epoch_2")

@@ -116,10 +116,8 @@ def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.rotating(2)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_without_launcher_flags(
-    recipe: str, tmp_path: Path, launch_alone: Callable[..., str]
-) -> None:
-    said = launch_alone(
+def test_every_recipe_without_launcher_flags(recipe: str, tmp_path: Path) -> None:
+    said = launch_forked(
         *("tune", "run", recipe, "--config", f"tiny/{RECIPES[recipe]}", "output_dir=out", *QUICK),
         cwd=tmp_path,
     )

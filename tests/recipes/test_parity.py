@@ -13,7 +13,6 @@ import pytest
 
 from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
 from tests.helpers.runs import (
-    RESUME,
     assert_near,
     assert_torchtunes,
     losses,
@@ -183,7 +182,7 @@ def test_qlora_on_one_rank_goes_on_on_two(tmp_path: Path) -> None:
     """One rank is where torchtune's recipe stops: torch's FSDP cannot hold quantised parameters there."""
     changes = {**quantised(tmp_path), "epochs": 2}
     whole = train("lora", tmp_path, **{**changes, "batch_size": 4})
-    second_epoch = train("lora", tmp_path, 2, **changes, **RESUME)
+    second_epoch = train("lora", tmp_path, 2, **changes, **named_checkpoint("lora"))
     assert losses(second_epoch) == pytest.approx(losses(whole)[3:], rel=1e-5)
 
 

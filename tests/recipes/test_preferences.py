@@ -14,7 +14,7 @@ METRICS = [
     for name in ("rewards", "log_probs", "logits")
     for side in ("chosen", "rejected")
 ] + ["rewards/accuracies", "rewards/margins"]
-SMALL = {"batch_size": 2, "max_steps_per_epoch": 2}
+SMALL = {"batch_size": 2, "max_steps_per_epoch": 3}
 WITH_EVERYTHING: dict[str, Any] = {
     **SMALL,
     "gradient_accumulation_steps": 2,

@@ -158,6 +158,7 @@ def test_ctrl_c_in_a_single_process_with_workers(tmp_path: Path) -> None:
     assert list((tmp_path / "out").glob("epoch_0_step_*"))
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_while_it_searches(tmp_path: Path) -> None:
     status, said = signalled(
         *(*SINGLE, "output_dir=out"),
