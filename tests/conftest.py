@@ -3,7 +3,8 @@
 The quick tier has every kind of run, and a sample of what each of them proves: memory runs out at every 29th
 operation instead of at each one; settings are compared with torchtune's in combinations, not one by one.
 ``--exhaustive`` proves it all. A test that does less without the flag asks for ``exhaustive`` or ``stride``;
-one that does not run at all without it is marked ``exhaustive``.
+one that does not run at all without it is marked ``exhaustive``. Of the cases of a test that is marked
+``rotating``, the quick tier runs one, or as many as the mark says, and with another SHARD others.
 """
 
 from __future__ import annotations
@@ -68,17 +69,31 @@ def pytest_collection_modifyitems(
 ) -> Generator[None]:
     if config.getoption("--exhaustive"):
         for item in items:
-            if is_sampled(item):
+            if is_sampled(item) or item.get_closest_marker("rotating"):
                 item.add_marker(
                     "exhaustive"
                 )  # so that `-m exhaustive` is all that the quick tier owes
         return (yield)
     yield  # -k and -m select
+    leave_to_other_shards(items, config.getoption("--shard"))
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT_OUT] = left_out
     config.stash[SAMPLED] = [item for item in items if is_sampled(item)]
+
+
+def leave_to_other_shards(items: Iterable[pytest.Item], shard: int) -> None:
+    """Mark those cases of each rotating test that another shard runs."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("rotating") and not item.get_closest_marker("exhaustive"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_one_test in cases.values():
+        (taken,) = of_one_test[0].get_closest_marker("rotating").args or (1,)  # type: ignore[union-attr]
+        for number, item in enumerate(of_one_test):
+            if (number - shard * taken) % len(of_one_test) >= taken:
+                item.add_marker("exhaustive")
 
 
 def is_sampled(item: pytest.Item) -> bool:

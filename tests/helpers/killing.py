@@ -1,11 +1,15 @@
-"""Kill a process at the file operation of your choice."""
+"""What a process that is killed leaves: by killing it, or by copying its folder before each operation."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +21,116 @@ _OPERATIONS = frozenset(
 )
 
 
-class KillAt:
-    """Kills this process just before the n-th operation on files (never, if 0), and counts them all.
+def before_each_operation(act: Callable[[Path | None], object]) -> None:
+    """Call ``act`` before each operation on files of this process, for as long as it lives.
 
     What Python does is seen by what it reports to audit hooks, which cannot be removed again. What is written
-    by torch and safetensors counts twice: before it is written, and when half of it has been.
+    by torch and safetensors counts twice: before it is written, and when half of it has been; ``act`` is
+    called with the path of that file then.
     """
+    acting = threading.local()
 
-    def __init__(self, number: int, act: Callable[[], object] | None = None) -> None:
-        self._number = number
-        self._act = act or (lambda: os.kill(os.getpid(), signal.SIGKILL))
-        self.seen = 0
-        fsync = os.fsync
+    def call(half_written: Path | None = None) -> None:
+        if not getattr(acting, "now", False):  # or what it does itself would count
+            acting.now = True
+            try:
+                act(half_written)
+            finally:
+                acting.now = False
 
-        def flush(descriptor: int) -> None:
-            self._next()
-            fsync(descriptor)
+    def in_halves(save: Callable[..., Any]) -> Callable[..., Any]:
+        def save_and_call(content: Any, file: Any, **settings: Any) -> None:
+            call()
+            save(content, file, **settings)
+            if isinstance(file, (str, Path)):
+                call(Path(file))
 
-        os.fsync = flush
-        torch.save = self._in_halves(torch.save)
-        _checkpointer.save_file = self._in_halves(_checkpointer.save_file)
-        sys.addaudithook(self._hook)
+        return save_and_call
 
-    def _in_halves(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        def save_and_truncate(content: Any, path: Path, **settings: Any) -> None:
-            self._next()
-            save(content, path, **settings)
-            if self.seen + 1 == self._number:
-                os.truncate(path, os.path.getsize(path) // 2)
-            self._next()
-
-        return save_and_truncate
-
-    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
         writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_ACCMODE
         if writes or event in _OPERATIONS:
-            self._next()
+            call()
 
-    def _next(self) -> None:
-        self.seen += 1
-        if self.seen == self._number:
-            self._act()
+    def flush(descriptor: int) -> None:
+        call()
+        fsync(descriptor)
+
+    fsync, os.fsync = os.fsync, flush
+    torch.save = in_halves(torch.save)
+    _checkpointer.save_file = in_halves(_checkpointer.save_file)
+    sys.addaudithook(hook)
+
+
+def kill_at(number: int) -> None:
+    """Kill this process just before its n-th operation on files."""
+    operations = count(1)
+
+    def act(half_written: Path | None) -> None:
+        if next(operations) == number:
+            if half_written is not None:
+                _halve(half_written)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    before_each_operation(act)
+
+
+class Copies:
+    """Copies of a folder as this process would leave it if it was killed: one of each state that it is in.
+
+    Several ranks may do this with the same folder; each copies it at its own operations.
+
+    Args:
+        folder: what is copied.
+        into: where copies are kept, in folders of their own.
+        state: says what state a copy is in; it may change the copy.
+        every: of so many operations only one.
+        first: the first of these operations.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        into: Path,
+        state: Callable[[Path], str],
+        every: int = 1,
+        first: int = 0,
+    ) -> None:
+        self.operations = 0
+        self.states: list[str] = []
+        """Of all copies, in order."""
+        self.kept: dict[str, Path] = {}
+        """The first copy in each state."""
+        self._folder, self._into, self._state = folder, into, state
+        self._every, self._first = every, first
+        into.mkdir(parents=True)
+        before_each_operation(self._look)
+
+    def _look(self, half_written: Path | None) -> None:
+        lock = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other threads and ranks wait before their operations
+            self.operations += 1
+            if (self.operations - self._first) % self._every == 0:
+                self._copy(self._into / str(self.operations), half_written)
+        finally:
+            os.close(lock)
+
+    def _copy(self, copy: Path, half_written: Path | None) -> None:
+        shutil.copytree(self._folder, copy, symlinks=True)
+        if half_written is not None:
+            _halve(copy / half_written.relative_to(self._folder))
+        looked_at = copy.with_suffix(".looked_at")
+        shutil.copytree(copy, looked_at, symlinks=True, copy_function=os.link)
+        state = self._state(looked_at)
+        shutil.rmtree(looked_at)
+        self.states.append(state)
+        if self.kept.setdefault(state, copy) is not copy:
+            shutil.rmtree(copy)
+
+
+def _halve(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
 
 
 def in_child(work: Callable[[], object]) -> int:

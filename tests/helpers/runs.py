@@ -2,35 +2,132 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from omegaconf import DictConfig
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.recipes import run_ours, saved_weights, tiny_config
+from tests.helpers.recipes import run_ours, run_torchtunes, saved_weights, tiny_config
+
+Record = dict[str, float]
+Records = list[Record]
 
 SHORT = {"save_every_n_steps": 2, "max_steps_per_epoch": 4, "epochs": 2}
 ASYNCHRONOUS = {"enable_async_checkpointing": True, "max_steps_per_epoch": 2, "epochs": 3}
 RESUME = {"resume_from_checkpoint": True}
+MACHINE = {"tokens_per_second_per_gpu", "memory_unused_share"}
+"""What is logged of the machine, and differs from run to run."""
+
+_made: dict[str, tuple[Path, Records]] = {}
 
 
-def train(kind: str, folder: Path, ranks: int = 1, **changes: Any) -> list[dict[str, float]]:
+def train(kind: str, folder: Path, ranks: int = 1, **changes: Any) -> Records:
     """Run our recipe for the tiny config of a kind, with changes; what it logged."""
-    cfg = tiny_config(kind, folder, **changes)
-    records, *_ = run_ranks(run_ours, ranks, kind, cfg, join=False)
-    return records
+    return run_with(run_ours, kind, tiny_config(kind, folder, **changes), ranks)
 
 
-def same(one: list[dict[str, float]], other: list[dict[str, float]]) -> bool:
-    """Whether two runs logged the same, the speed of the machine apart."""
-    machine = {"tokens_per_second_per_gpu", "memory_unused_share"}
-    return [{k: v for k, v in r.items() if k not in machine} for r in one] == [
-        {k: v for k, v in r.items() if k not in machine} for r in other
-    ]
+def run_with(run: Callable[..., Records], kind: str, cfg: DictConfig, ranks: int) -> Records:
+    """Run a recipe, ours or torchtune's; what rank 0 logged."""
+    records, *_ = run_ranks(run, ranks, kind, cfg, join=False, timeout=120)
+    return records  # type: ignore[no-any-return]
 
 
-def same_weights(folder: Path, other: Path, name: str) -> bool:
-    """Whether two runs saved the same weights, bit for bit, under this name."""
-    ours, theirs = saved_weights(folder / name), saved_weights(other / name)
-    return bool(ours) and all(torch.equal(ours[key], theirs[key]) for key in ours)
+def undisturbed(kind: str, ranks: int = 1, **changes: Any) -> tuple[Path, Records]:
+    """The folder and the log of a run to compare others with; the same run is made only once.
+
+    The folder is not to be changed.
+    """
+    key = repr((kind, ranks, sorted(changes.items())))
+    if key not in _made:
+        folder = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"]))
+        _made[key] = folder, train(kind, folder, ranks, **changes)
+    return _made[key]
+
+
+def refused(error: str, kind: str, folder: Path, ranks: int = 1, **changes: Any) -> str:
+    """What a run ends with that cannot start, or cannot go on: an error of this name."""
+    with pytest.raises(AssertionError, match=f"{error}: ") as raised:
+        train(kind, folder, ranks, **changes)
+    return str(raised.value)
+
+
+def named_checkpoint(kind: str, saved: str = "epoch_0") -> dict[str, Any]:
+    """What resumes a run from a checkpoint by the names of its files, as torchtune has to be told."""
+    named: dict[str, Any] = {
+        **RESUME,
+        "checkpointer.recipe_checkpoint": "recipe_state/recipe_state.pt",
+    }
+    if "lora" in kind:
+        named["checkpointer.adapter_checkpoint"] = f"{saved}/adapter_model.pt"
+    else:
+        named["checkpointer.checkpoint_files"] = [f"{saved}/model-00001-of-00001.safetensors"]
+    return named
+
+
+def losses(records: Records) -> list[float]:
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def assert_same_records(records: Records, expected: Records) -> None:
+    """Two runs have logged the same to the bit, the speed of the machine apart."""
+    for one, other in zip(records, expected, strict=True):
+        differing = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+        assert differing <= MACHINE, {key: (one.get(key), other.get(key)) for key in differing}
+
+
+def assert_same_end(resumed: Records, whole: Records) -> None:
+    """A resumed run has logged to the bit what the undisturbed one did from there on."""
+    assert_same_records(resumed, whole[len(whole) - len(resumed) :])
+
+
+def assert_same_weights(
+    one: Path, other: Path, rtol: float | None = 0.0, atol: float | None = 0.0
+) -> None:
+    """Two folders have the same weights: to the bit, or within a tolerance (None is torch's)."""
+    expected, found = saved_weights(one), saved_weights(other)
+    assert expected and expected.keys() == found.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(
+            found[name], weight, rtol=rtol, atol=atol, msg=lambda said, name=name: f"{name}: {said}"
+        )
+
+
+def assert_equal(their: Record, our: Record) -> None:
+    """We have logged all that torchtune has, and the same to the bit."""
+    for key in their.keys() - MACHINE:
+        assert our[key] == their[key], (key, their, our)
+
+
+def assert_near(their: Record, our: Record) -> None:
+    """We have logged all that torchtune has, and the same to rounding."""
+    for key in their.keys() - MACHINE:
+        assert our[key] == pytest.approx(their[key], rel=1e-5, abs=0.0), (key, their, our)
+
+
+def assert_torchtunes(
+    kind: str,
+    folder: Path,
+    changes: dict[str, Any],
+    ranks: int = 2,
+    *,
+    run_theirs: Callable[..., Records] = run_torchtunes,
+    assert_same: Callable[[Record, Record], None] = assert_equal,
+    rtol: float | None = 0.0,
+    atol: float | None = 0.0,
+) -> Records:
+    """Run torchtune's recipe and ours, and compare what they logged and saved; what ours logged."""
+    theirs, ours = (
+        run_with(run, kind, tiny_config(kind, folder / name, **changes), ranks)
+        for name, run in (("theirs", run_theirs), ("ours", run_ours))
+    )
+    assert len(theirs) == len(ours) > 0
+    for their, our in zip(theirs, ours, strict=True):
+        assert_same(their, our)
+    assert_same_weights(folder / "theirs", folder / "ours", rtol, atol)
+    return ours

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,15 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
+from tests.helpers import runs
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
-from tests.helpers.runs import ASYNCHRONOUS, RESUME, SHORT, train
+from tests.helpers.runs import ASYNCHRONOUS, RESUME, SHORT, losses, train, undisturbed
 from torchtune_adaptive.common import durable
 from torchtune_adaptive.recipe.checkpoints import asynchronous
 from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
 
-
-def refused(kind: str, folder: Path, ranks: int = 1, **changes: Any) -> str:
-    """What a run ends with that cannot start, or cannot go on."""
-    with pytest.raises(AssertionError, match="CheckpointError: ") as raised:
-        train(kind, folder, ranks, **changes)
-    return str(raised.value)
+refused = partial(runs.refused, "CheckpointError")
 
 
 # --- what is resumed from ---------------------------------------------------------------------------
@@ -40,6 +37,7 @@ def test_a_run_that_is_finished(epochs: int, tmp_path: Path) -> None:
     assert f"{tmp_path}: the run is finished, and epoch_{epochs - 1} is its end" in said
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_resuming_without_naming_a_file(kind: str, tmp_path: Path) -> None:
     changes = {**SHORT, "keep_last_n_checkpoints": 3}
@@ -71,13 +69,13 @@ def test_torchtune_reads_what_is_published(tmp_path: Path) -> None:
         "checkpointer.checkpoint_dir": str(tmp_path / "out" / "epoch_0"),
         "checkpointer.checkpoint_files": ["model-00001-of-00001.safetensors"],
     }
-    cfg = tiny_config("full", tmp_path / "next", epochs=1, **start)
+    cfg = tiny_config("full", tmp_path / "next", **start)
     run_ranks(run_torchtunes, 1, "full", cfg, join=False)
     assert not list((tmp_path / "next").rglob(durable.MANIFEST)), "not copied by torchtune"
     named = {"checkpointer.checkpoint_files": ["epoch_0/model-00001-of-00001.safetensors"]}
     cfg = tiny_config("full", tmp_path / "out", epochs=2, **named, **RESUME)
     records, *_ = run_ranks(run_torchtunes, 1, "full", cfg, join=False)
-    assert [r["loss"] for r in records] == [r["loss"] for r in expected[-3:]]
+    assert losses(records) == losses(expected)[-3:]
 
 
 def test_weights_and_state_of_different_checkpoints(tmp_path: Path) -> None:
@@ -86,7 +84,7 @@ def test_weights_and_state_of_different_checkpoints(tmp_path: Path) -> None:
         "checkpointer.checkpoint_files": ["epoch_0/model-00001-of-00001.safetensors"],
         "checkpointer.recipe_checkpoint": "epoch_1_step_6/recipe_state.pt",
     }
-    said = refused("full", tmp_path, 2, **SHORT, **RESUME, **names)
+    said = refused("full", tmp_path, **SHORT, **RESUME, **names)
     assert "belongs to another checkpoint than" in said
 
 
@@ -98,7 +96,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("damage", "said"), BROKEN.values(), ids=BROKEN)
 def test_the_only_checkpoint_is_damaged(damage: dict[str, Any], said: str, tmp_path: Path) -> None:
-    train("full", tmp_path, epochs=2, max_steps_per_epoch=1)
+    whole, _ = undisturbed("full", epochs=2, max_steps_per_epoch=1)
+    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
     os.truncate(tmp_path / "epoch_0" / damage["file"], damage["size"])
     message = refused("full", tmp_path, 2, epochs=3, **RESUME)
     assert "none of the checkpoints can be resumed from" in message and said in message
@@ -168,7 +167,8 @@ def run_on_a_full_disk(kind: str, cfg: DictConfig, save: int, writer: str) -> No
     run_ours(kind, cfg)
 
 
-@pytest.mark.parametrize("writer", ["manifest", "state", "distributed"])
+@pytest.mark.rotating
+@pytest.mark.parametrize("writer", ["distributed", "manifest", "state"])
 def test_a_disk_that_is_full_at_the_second_checkpoint(writer: str, tmp_path: Path) -> None:
     asynchronous = writer == "distributed"
     changes = ASYNCHRONOUS if asynchronous else SHORT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,16 +12,29 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.ranks import watch_ranks
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDED = {"transformers_loop": "transformers", "transformers_trainer": "accelerate"}
 NEEDED |= {"fabric": "lightning_fabric"}
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "common")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n == "fsdp2" else pytest.param(n, marks=pytest.mark.exhaustive) for n in NAMES],
-)
+def run_example(name: str) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+def test_fsdp2_recovers_and_learns_the_same() -> None:
+    """In ranks that have everything imported; the exhaustive tests start all examples as documented."""
+    ranks = watch_ranks(run_example, 2, "fsdp2", until_exit_of=[0, 1], timeout=120, join=False)
+    assert [rank.exit_code for rank in ranks] == [0, 0], ranks[0].said
+    said = "".join(rank.said for rank in ranks)
+    assert "out of memory on rank 0" in said and "with a failure: " in said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
 def test_an_example_recovers_and_learns_the_same(name: str) -> None:
     if find_spec(NEEDED.get(name, "torch")) is None:
         pytest.skip(f"needs {NEEDED[name]}: pip install 'torchtune-adaptive[examples]'")

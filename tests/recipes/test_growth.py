@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
+import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune.data import padded_collate_sft
 
-from tests.helpers import recipes
 from tests.helpers.ranks import run_ranks, watch_ranks
-from tests.helpers.recipes import run_ours, saved_weights, tiny_config
+from tests.helpers.recipes import run_ours, tiny_config
+from tests.helpers.runs import (
+    RESUME,
+    Records,
+    assert_equal,
+    assert_same_end,
+    assert_same_weights,
+    losses,
+    refused,
+    train,
+    undisturbed,
+)
 from torchtune_adaptive.common.errors import BatchIncreaseError, ConfigError
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.settings.checks import check
@@ -59,33 +68,28 @@ WITHIN_EPOCHS = {
 }
 
 
-def run(kind: str, cfg: DictConfig) -> tuple[list[dict[str, float]], list[list[int]]]:
+EVERY_STEP_SAVED = {**WITHIN_EPOCHS, "save_every_n_steps": 1, "keep_last_n_checkpoints": 99}
+
+
+def run(kind: str, cfg: DictConfig) -> tuple[Records, list[list[int]]]:
     """What a run logs on rank 0, and the rows that this rank brings after the search."""
     records = run_ours(kind, cfg)
     return records, list(ROWS)
 
 
 def test_a_batch_that_grows_by_the_rfcs_function(tmp_path: Path) -> None:
-    (records, _), _ = run_ranks(run, 2, "full", tiny_config("full", tmp_path, **RFC), join=False)
+    cfg = tiny_config("full", tmp_path, **{**RFC, "max_steps_per_epoch": 8})
+    records, _ = run_ranks(run_ours, 2, "full", cfg, True, join=False)
     sizes = [int(record["batch_size"]) for record in records]
-    assert sizes == [2] * 16 + [4] * 8 + [6] * 5
-    assert [record["samples_seen"] for record in records][-1] == 64 + 64 + 60
+    assert sizes == [2] * 8 + [4] * 4 + [6] * 2
+    assert [record["samples_seen"] for record in records][-1] == 32 + 32 + 24
     for record in records:
         assert record["global_batch_size"] == 2 * record["batch_size"]
         assert record["gradient_accumulation_steps"] == 1
     events = (tmp_path / "batch_size_events.jsonl").read_text().splitlines()
     assert [json.loads(event)["global_batch"] for event in events] == [[4, 8], [8, 12]]
-    assert [json.loads(event)["samples"] for event in events] == [64, 128]
+    assert [json.loads(event)["samples"] for event in events] == [32, 64]
     assert (tmp_path / "training.png").stat().st_size > 10_000
-
-
-@pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
-    """A run that grew within its epochs and was never stopped: its folder, and what it logged."""
-    folder = tmp_path_factory.mktemp("grown")
-    cfg = tiny_config("full", folder, **WITHIN_EPOCHS)
-    records, *_ = run_ranks(run_ours, 2, "full", cfg, join=False)
-    return folder, records
 
 
 @pytest.mark.exhaustive
@@ -106,99 +110,58 @@ def test_the_schedule_ends_where_it_should_and_no_sample_is_lost(tmp_path: Path)
     assert sum(epochs[0].values()) == sum(epochs[1].values()) == 320 and epochs[0] == epochs[1]
 
 
-class StopAt(recipes.Recorder):
-    """A metric logger that ends the process, and with it the run, a step after a checkpoint."""
-
-    def log_dict(self, payload: dict[str, Any], step: int) -> None:
-        if step == int(os.environ["STOP_AT"]) + 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().log_dict(payload, step)
-
-
-def run_until(kind: str, cfg: DictConfig, step: int) -> None:
-    os.environ["STOP_AT"] = str(step)
-    run_ours(kind, cfg)
+def stopped_after(step: int, whole: Path, folder: Path) -> Path:
+    """What a run leaves that is stopped after a step: a whole run's folder without what came later."""
+    shutil.copytree(whole, folder, symlinks=True)
+    for saved in folder.glob("epoch_*"):
+        number = re.search(r"_step_(\d+)$", saved.name)
+        if number is None or int(number[1]) > step:
+            shutil.rmtree(saved)
+    return folder
 
 
-def stop_after(step: int, kind: str, folder: Path, changes: dict[str, Any]) -> None:
-    """A run that saves a checkpoint after ``step``, and is killed in the next step.
-
-    Rank 0 logs, so it kills itself; the other one has nothing left to do.
-    """
-    lethal = {
-        **changes,
-        "save_every_n_steps": step,
-        "metric_logger._component_": f"{__name__}.{StopAt.__name__}",
-    }
-    cfg = tiny_config(kind, folder, **lethal)
-    watch_ranks(run_until, 2, kind, cfg, step, until_exit_of=[0], timeout=60, join=False)
-
-
-def resuming(folder: Path, kind: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """What goes on from the only checkpoint of a run that was stopped in its first epoch."""
-    (saved,) = folder.glob("epoch_*")
-    again: dict[str, Any] = {
-        **changes,
-        "resume_from_checkpoint": True,
-        "checkpointer.recipe_checkpoint": "recipe_state/recipe_state.pt",
-    }
-    if kind == "lora":
-        again["checkpointer.adapter_checkpoint"] = f"{saved.name}/adapter_model.pt"
-    else:
-        again["checkpointer.checkpoint_files"] = [f"{saved.name}/model-00001-of-00001.safetensors"]
-    return again
-
-
+@pytest.mark.rotating
 @pytest.mark.parametrize(
-    ("kind", "stops"),
+    ("kind", "ranks", "stops"),
     [
-        pytest.param("full", [7, 8, 9], id="before, at and after a change"),
-        pytest.param("full", [12], id="where an epoch ends", marks=pytest.mark.exhaustive),
-        pytest.param("lora", [8], id="lora with dropout", marks=pytest.mark.exhaustive),
+        pytest.param("full", 1, [7], id="before a change"),
+        pytest.param("full", 1, [8], id="at a change"),
+        pytest.param("full", 1, [9], id="after a change"),
+        pytest.param("full", 2, [7, 8, 9], id="three times", marks=pytest.mark.exhaustive),
+        pytest.param("full", 2, [12], id="where an epoch ends", marks=pytest.mark.exhaustive),
+        pytest.param("lora", 2, [8], id="lora with dropout", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_run_that_was_stopped_goes_on_to_the_bit(
-    kind: str, stops: list[int], tmp_path: Path, grown: tuple[Path, list[dict[str, float]]]
+    kind: str, ranks: int, stops: list[int], tmp_path: Path
 ) -> None:
-    changes = dict(WITHIN_EPOCHS)
-    stopped = tmp_path / "stopped"
-    whole, expected = grown
+    changes = {**EVERY_STEP_SAVED, "batch_size": 4 // ranks}
     if kind == "lora":
         changes["model.lora_dropout"] = 0.1
-        whole = tmp_path / "whole"
-        expected, *_ = run_ranks(run_ours, 2, kind, tiny_config(kind, whole, **changes), join=False)
+    whole, expected = undisturbed(kind, ranks, **changes)
     sizes = [record["global_batch_size"] for record in expected]
     assert sizes == [4] * 8 + [8] * 4 + [16] * 2 + [32, 64]
-
-    again = changes
+    before = whole
     for stop in stops:
-        stop_after(stop, kind, stopped, again)
-        again = resuming(stopped, kind, changes)
-    resumed, *_ = run_ranks(run_ours, 2, kind, tiny_config(kind, stopped, **again), join=False)
-
-    machine = {"tokens_per_second_per_gpu", "memory_unused_share"}
-    later = [record for record in expected if record["step"] > stops[-1]]
-    for one, other in zip(later, resumed, strict=True):
-        differing = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
-        assert differing <= machine
-    ours, theirs = saved_weights(whole), saved_weights(stopped)
-    final = {key for key in ours if key.startswith("epoch_2/")}
-    assert final and all(torch.equal(ours[key], theirs[key]) for key in final)
+        before = stopped_after(stop, before, tmp_path / str(stop))
+        resumed = train(kind, before, ranks, **changes, **RESUME)
+        assert resumed[0]["step"] == stop + 1
+        assert_same_end(resumed, expected)
+    assert_same_weights(whole / "epoch_2", before / "epoch_2")
 
 
 @pytest.mark.exhaustive
 def test_another_number_of_ranks_keeps_the_batch_and_the_order_or_says_why_not(
-    tmp_path: Path, grown: tuple[Path, list[dict[str, float]]]
+    tmp_path: Path,
 ) -> None:
-    stopped = tmp_path / "stopped"
-    _, expected = grown
-    stop_after(10, "full", stopped, WITHIN_EPOCHS)
-    cfg = tiny_config("full", stopped, **resuming(stopped, "full", WITHIN_EPOCHS))
-    with pytest.raises(AssertionError, match="BatchIncreaseError: The checkpoint's global batch"):
-        run_ranks(run_ours, 3, "full", cfg, join=False)
-    alone, *_ = run_ranks(run_ours, 1, "full", cfg, join=False)
-    later = [record for record in expected if record["step"] > 10]
-    for one, other in zip(alone, later, strict=True):
+    whole, expected = undisturbed("full", 2, **EVERY_STEP_SAVED)
+    stopped = stopped_after(10, whole, tmp_path / "stopped")
+    again = {**EVERY_STEP_SAVED, **RESUME}
+    said = refused("BatchIncreaseError", "full", stopped, 3, **again)
+    assert "BatchIncreaseError: The checkpoint's global batch" in said
+    alone = train("full", stopped, 1, **again)
+    assert alone[0]["step"] == 11
+    for one, other in zip(alone, expected[10:], strict=True):
         for key in ("step", "global_batch_size", "samples_seen", "lr"):
             assert one[key] == other[key]
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
@@ -225,55 +188,36 @@ def test_nonsense_stops_with_the_reason(
     value: Any, error: type[Exception], said: str, tmp_path: Path
 ) -> None:
     changes = {**GROWING, "batch_increase_function": value}
-    with pytest.raises(AssertionError, match=error.__name__) as raised:
-        run_ranks(run_ours, 1, "full", tiny_config("full", tmp_path, **changes), join=False)
-    assert said in str(raised.value)
+    assert said in refused(error.__name__, "full", tmp_path, **changes)
 
 
 def test_a_batch_size_that_does_not_fit_is_refused_before_training(tmp_path: Path) -> None:
     changes = {**RFC, "batch_size": 16, "adaptive_batching.ceiling": None}
-    with pytest.raises(AssertionError, match=r"batch_size: 16 does not fit"):
-        run_ranks(run_ours, 2, "full", tiny_config("full", tmp_path, **changes), join=False)
+    assert "batch_size: 16 does not fit" in refused("ConfigError", "full", tmp_path, 2, **changes)
 
 
 def test_checkpoints_in_mid_epoch_give_way_to_the_next(tmp_path: Path) -> None:
-    changes = {"save_every_n_steps": 2, "max_steps_per_epoch": 5, "epochs": 1}
-    run_ranks(run_ours, 1, "full", tiny_config("full", tmp_path, **changes), join=False)
+    train("full", tmp_path, save_every_n_steps=2, max_steps_per_epoch=5)
     assert [path.name for path in tmp_path.glob("epoch_*")] == ["epoch_0"]
 
 
-def test_a_recorded_run_can_be_replayed(
-    tmp_path: Path, grown: tuple[Path, list[dict[str, float]]]
-) -> None:
-    recorded, expected = grown
+@pytest.mark.exhaustive
+def test_a_recorded_run_can_be_replayed(tmp_path: Path) -> None:
+    recorded, expected = undisturbed("full", 2, **EVERY_STEP_SAVED)
     replay = {
         "_component_": "torchtune_adaptive.schedule.Replay",
         "path": str(recorded / "batch_size_events.jsonl"),
     }
     changes = {**WITHIN_EPOCHS, "batch_increase_function": replay}
-    replayed, *_ = run_ranks(
-        run_ours, 2, "full", tiny_config("full", tmp_path, **changes), join=False
-    )
-    assert [r["loss"] for r in replayed] == [r["loss"] for r in expected]
+    assert losses(train("full", tmp_path, 2, **changes)) == losses(expected)
 
 
 @pytest.mark.exhaustive
 def test_measuring_the_noise_changes_no_bit_and_act_grows_by_it(tmp_path: Path) -> None:
-    plain = {"batch_size": 2, "max_steps_per_epoch": 30, "clip_grad_norm": 1.0}
-    expected, *_ = run_ranks(
-        run_ours, 2, "full", tiny_config("full", tmp_path / "plain", **plain), join=False
-    )
+    plain = {"batch_size": 2, "epochs": 2, "max_steps_per_epoch": 30, "clip_grad_norm": 1.0}
     observing = {**plain, "adaptive_batching.gradient_noise": "observe"}
-    observed, *_ = run_ranks(
-        run_ours, 2, "full", tiny_config("full", tmp_path / "observed", **observing), join=False
-    )
-    for one, other in zip(expected, observed, strict=True):
-        assert all(one[key] == other[key] for key in one.keys() - {"tokens_per_second_per_gpu"})
-    assert all("gradient_noise_scale" not in record for record in observed[:9])
-    assert observed[-1]["gradient_noise_scale"] > 0
-
     acting = {
-        **plain,
+        **observing,
         "batch_increase_function": {
             "_component_": "torchtune_adaptive.schedule.GradientNoise",
             "dwell": 12,
@@ -281,11 +225,14 @@ def test_measuring_the_noise_changes_no_bit_and_act_grows_by_it(tmp_path: Path) 
         },
         "adaptive_batching.memory_limit": "40MiB",
         "adaptive_batching.lr_scaling": "gain",
-        "adaptive_batching.gradient_noise": "observe",
     }
-    acted, *_ = run_ranks(
-        run_ours, 2, "full", tiny_config("full", tmp_path / "acted", **acting), join=False
+    expected, observed, acted = (
+        train("full", tmp_path, 2, **how) for how in (plain, observing, acting)
     )
+    for one, other in zip(expected, observed, strict=True):
+        assert_equal(one, other)
+    assert all("gradient_noise_scale" not in record for record in observed[:9])
+    assert observed[-1]["gradient_noise_scale"] > 0
     sizes = [record["global_batch_size"] for record in acted]
     assert sizes[:12] == [4] * 12 and sizes[12] == 8 and max(sizes) == 16
     assert acted[12]["lr"] > expected[12]["lr"]
@@ -297,9 +244,7 @@ def test_noise_that_cannot_be_measured_is_said_and_not_logged(tmp_path: Path) ->
     (alone,) = watch_ranks(run_ours, 1, "full", cfg, until_exit_of=[0], timeout=60, join=False)
     assert alone.exit_code == 0 and "cannot be measured in this run" in alone.said
     changes["gradient_accumulation_steps"] = 2
-    records, *_ = run_ranks(
-        run_ours, 1, "full", tiny_config("full", tmp_path, **changes), join=False
-    )
+    records = train("full", tmp_path, **changes)
     assert records[-1]["gradient_noise_scale"] > 0
 
 

@@ -1,13 +1,19 @@
-"""Runs that are killed while they save: a whole checkpoint is left, and they resume exactly."""
+"""Runs that are killed while they save: a whole checkpoint is left, and they resume exactly.
+
+A kill is simulated by a copy of the output folder as it is before an operation on files, so that one run has
+all of them. That a kill leaves what the copy has is proved by real ones.
+"""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,116 +21,167 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from tests.helpers.killing import KillAt, in_child
+from tests.helpers.killing import Copies, in_child, kill_at
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, tiny_config
-from tests.helpers.runs import ASYNCHRONOUS, RESUME, SHORT, same, same_weights, train
+from tests.helpers.runs import (
+    ASYNCHRONOUS,
+    RESUME,
+    Records,
+    assert_same_end,
+    assert_same_weights,
+    train,
+    undisturbed,
+)
 from tests.recipes.test_growth import WITHIN_EPOCHS
+from torchtune_adaptive.common.errors import CheckpointError
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "full": ("full", SHORT),
-    "lora": ("lora", {**SHORT, "model.lora_dropout": 0.1}),
-    "adapters only": ("lora", {**SHORT, "save_adapter_weights_only": True}),
-    "preference": ("full_dpo", SHORT),
-    "preference, adapters only": ("lora_dpo", {**SHORT, "save_adapter_weights_only": True}),
-    "distillation": ("kd", SHORT),
-    "quantised later": ("qat", {**SHORT, "fake_quant_after_n_steps": 3}),
-    "quantised later, lora": ("qat_lora", {**SHORT, "fake_quant_after_n_steps": 3}),
-    "growth": ("full", {**WITHIN_EPOCHS, "save_every_n_steps": 5, "epochs": 2}),
-    "token budget": ("full", {**SHORT, "adaptive_batching.token_budget": 400}),
+SAVES = {"save_every_n_steps": 2, "max_steps_per_epoch": 3, "epochs": 2}
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "full": ("full", 1, SAVES),
+    "asynchronous": ("full", 2, ASYNCHRONOUS),
+    "lora": ("lora", 1, {**SAVES, "model.lora_dropout": 0.1}),
+    "adapters only": ("lora", 1, {**SAVES, "save_adapter_weights_only": True}),
+    "preference": ("full_dpo", 1, SAVES),
+    "preference, adapters only": ("lora_dpo", 1, {**SAVES, "save_adapter_weights_only": True}),
+    "distillation": ("kd", 1, SAVES),
+    "quantised later": ("qat", 1, {**SAVES, "fake_quant_after_n_steps": 3}),
+    "quantised later, lora": ("qat_lora", 1, {**SAVES, "fake_quant_after_n_steps": 3}),
+    "growth": ("full", 1, {**WITHIN_EPOCHS, "save_every_n_steps": 5, "epochs": 2}),
+    "token budget": ("full", 1, {**SAVES, "adaptive_batching.token_budget": 400}),
 }
-QUICK_CASES = ("full", "lora", "token budget")
-
-Undisturbed = Callable[..., tuple[Path, list[dict[str, float]]]]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """Trains without a disturbance, and returns the folder and the log; the same run is made only once."""
-    made: dict[str, tuple[Path, list[dict[str, float]]]] = {}
-
-    def run(kind: str, ranks: int, **changes: Any) -> tuple[Path, list[dict[str, float]]]:
-        key = repr((kind, ranks, changes))
-        if key not in made:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            made[key] = folder, train(kind, folder, ranks, **changes)
-        return made[key]
-
-    return run
+def what_is_resumed(kind: str, epochs: int, folder: Path) -> str:
+    """The state of an output folder: which checkpoint a run resumes from, and what else is there."""
+    staged = sorted(path.name for path in (folder / ".saving").glob("*epoch_*"))
+    try:
+        found, unfinished = CheckpointFolder(folder).newest(kind, lambda _: True, epochs)
+    except CheckpointError as error:
+        return f"99, {error}"
+    if found is None:
+        return "0, nothing"
+    return f"{found.number}, {found.name}, staged: {staged}, unfinished: {unfinished}"
 
 
-def save_and_be_killed(
-    kind: str, cfg: DictConfig, at_save: int, folder: Path, stride: int, shard: int
-) -> list[int]:
-    """A run that forks in one of its saves: each child does that save in a copy, and is killed in it."""
+def run_and_copy(
+    kind: str, cfg: DictConfig, into: Path, every: int, first: int
+) -> tuple[Records, list[str], dict[str, Path]]:
+    """A run whose output folder is copied before each operation on files, from the first save on."""
+    write = Checkpoints._write
+    copies: list[Copies] = []
+
+    def write_and_copy(self: Checkpoints, *arguments: Any) -> None:
+        if not copies:
+            state = partial(what_is_resumed, kind, cfg.epochs)
+            mine = into / os.environ["RANK"]
+            copies.append(Copies(Path(cfg.output_dir), mine, state, every, first))
+        write(self, *arguments)
+
+    Checkpoints._write = write_and_copy  # type: ignore[method-assign]
+    records = run_ours(kind, cfg)
+    return records, copies[0].states, copies[0].kept
+
+
+def number_of(state: str) -> int:
+    return int(state.partition(",")[0])
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(("kind", "ranks", "changes"), CASES.values(), ids=CASES)
+def test_wherever_a_run_is_killed_it_resumes_exactly(
+    kind: str, ranks: int, changes: dict[str, Any], tmp_path: Path, exhaustive: bool, shard: int
+) -> None:
+    """The run that is copied is at once the one that nothing disturbs."""
+    whole, every = tmp_path / "whole", 1 if exhaustive else 5
+    cfg = tiny_config(kind, whole, **changes)
+    copied = run_ranks(
+        run_and_copy,
+        *(ranks, kind, cfg, tmp_path / "copies", every, shard % every),
+        join=False,
+        timeout=300,
+    )
+    expected = copied[0][0]
+    resumable: dict[str, Path] = {}
+    for _, states, kept in copied:
+        assert len(states) * every > 40, "operations of several saves"
+        numbers = [number_of(state) for state in states]
+        assert numbers == sorted(numbers), "what was resumed from once is never lost"
+        assert all("the run is finished" in state for state in states if number_of(state) == 99)
+        resumable |= {s: copy for s, copy in kept.items() if 0 < number_of(s) < 99}
+    if not exhaustive:  # from each checkpoint once
+        resumable = {str(number_of(state)): copy for state, copy in resumable.items()}
+    assert len(resumable) >= 2
+    last = f"epoch_{changes['epochs'] - 1}"
+    for copy in resumable.values():
+        assert_same_end(train(kind, copy, ranks, **changes, **RESUME), expected)
+        assert_same_weights(whole / last, copy / last)
+        assert not (copy / ".saving").exists()
+
+
+# --- real kills ---------------------------------------------------------------------------------------
+
+
+def save_and_be_killed(cfg: DictConfig, folder: Path, stride: int, first: int) -> list[int]:
+    """A run that forks in its second save: children do that save in copies of the output folder.
+
+    One makes copies at each operation; the others are killed at one of them.
+    """
     write = Checkpoints._write
     saves = count(1)
     endings: list[int] = []
 
     def attacked(self: Checkpoints, work: Callable[[], None], name: str) -> None:
-        if next(saves) != at_save:
+        if next(saves) != 2:
             return write(self, work, name)
         out = Path(cfg.output_dir)
-        shutil.copytree(out, folder / "before", symlinks=True)
 
-        def save_a_copy(number: int) -> None:
-            copy = folder / f"killed_{number}"
-            shutil.copytree(out, copy, symlinks=True)
-            self._folder = CheckpointFolder(copy)
-            self._checkpointer._output_dir = copy / ".saving"
-            KillAt(number)
+        def save_in(place: Path, prepare: Callable[[], object]) -> None:
+            shutil.copytree(out, place, symlinks=True)
+            self._folder = CheckpointFolder(place)
+            self._checkpointer._output_dir = place / ".saving"
+            prepare()
             work()
 
-        for number in count(1 + shard % stride, stride):
-            endings.append(in_child(lambda number=number: save_a_copy(number)))
+        def copy_all() -> None:
+            place, numbers = folder / "copied", count(1)
+            save_in(place, lambda: Copies(place, folder / "copies", lambda _: str(next(numbers))))
+
+        endings.append(in_child(copy_all))
+        for number in count(1 + first, stride):
+            killed = folder / f"killed_{number}"
+            endings.append(in_child(lambda at=killed, n=number: save_in(at, lambda: kill_at(n))))
             if endings[-1] != -signal.SIGKILL:
-                break
-        write(self, work, name)
-        shutil.copytree(out, folder / "after", symlinks=True)
+                return write(self, work, name)
 
     Checkpoints._write = attacked  # type: ignore[method-assign]
-    run_ours(kind, cfg)
+    run_ours("full", cfg)
     return endings
 
 
-def kill_at_every_operation(
-    kind: str, folder: Path, changes: dict[str, Any], at_save: int, stride: int, shard: int
-) -> None:
-    cfg = tiny_config(kind, folder / "out", **changes)
-    (endings,) = run_ranks(
-        save_and_be_killed, 1, kind, cfg, at_save, folder, stride, shard, join=False, timeout=600
-    )
-    assert endings[-1] == 0 and set(endings[:-1]) == {-signal.SIGKILL}
-    assert len(endings) * stride > 40, "operations of a save"
-    before, after = (
-        CheckpointFolder(folder / name).newest(kind, lambda _: True)[0]
-        for name in ("before", "after")
-    )
-    assert before is not None and after is not None and before.name != after.name
-    expected = {one.name: one.manifest for one in (before, after)}
-    seen = set()
-    for copy in folder.glob("killed_*"):
-        found, _ = CheckpointFolder(copy).newest(kind, lambda _: True)
-        assert found is not None, f"{copy.name}: the run is lost"
-        assert found.manifest == expected[found.name], "exactly what an undisturbed run saved"
-        seen.add(found.name)
-    assert seen == expected.keys()
+def content(folder: Path) -> dict[str, bytes | None]:
+    """All that is in a folder, by its path without what is random in names."""
+    return {
+        re.sub(r"\.[0-9a-z_]{8}(?=/|$)", ".*", str(path.relative_to(folder))): path.read_bytes()
+        if path.is_file()
+        else None
+        for path in folder.rglob("*")
+    }
 
 
-@pytest.mark.parametrize("at_save", [2, 3], ids=["mid-epoch", "epoch"])
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        pytest.param(*case, id=name, marks=[] if name in QUICK_CASES else pytest.mark.exhaustive)
-        for name, case in CASES.items()
-    ],
-)
-def test_a_save_that_is_killed_leaves_the_checkpoint_before_or_the_new_one(
-    kind: str, changes: dict[str, Any], at_save: int, tmp_path: Path, exhaustive: bool, shard: int
-) -> None:
-    kill_at_every_operation(kind, tmp_path, changes, at_save, 1 if exhaustive else 13, shard)
+def test_a_kill_leaves_what_a_copy_has(tmp_path: Path, stride: int, shard: int) -> None:
+    cfg = tiny_config("full", tmp_path / "out", **SAVES)
+    arguments = (cfg, tmp_path, stride, shard % stride)
+    (endings,) = run_ranks(save_and_be_killed, 1, *arguments, join=False, timeout=300)
+    copied, *killed, ended = endings
+    assert copied == ended == 0 and set(killed) == {-signal.SIGKILL} and killed
+    for number in range(1 + shard % stride, len(killed) * stride, stride):
+        expected = content(tmp_path / "copies" / str(number))
+        assert expected and content(tmp_path / f"killed_{number}") == expected, (
+            f"operation {number}"
+        )
 
 
 def run_killed_at(kind: str, cfg: DictConfig, method: str, number: int) -> None:
@@ -134,50 +191,27 @@ def run_killed_at(kind: str, cfg: DictConfig, method: str, number: int) -> None:
 
     def call_and_be_killed(*arguments: Any) -> Any:
         if next(saves) == 2:
-            KillAt(number)
+            kill_at(number)
         return original(*arguments)
 
     setattr(CheckpointFolder, method, call_and_be_killed)
     run_ours(kind, cfg)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "method", "number"),
-    [
-        ("full", ASYNCHRONOUS, "begin", 5),
-        ("full", ASYNCHRONOUS, "begin", 60),
-        ("full", ASYNCHRONOUS, "publish", 5),
-        ("full", ASYNCHRONOUS, "publish", 10),
-        pytest.param("lora", CASES["lora"][1], "begin", 20, marks=pytest.mark.exhaustive),
-        *(
-            pytest.param("full", ASYNCHRONOUS, method, number, marks=pytest.mark.exhaustive)
-            for method, numbers in {"begin": range(1, 90), "publish": range(1, 13)}.items()
-            for number in numbers
-        ),
-    ],
-)
-def test_a_run_that_is_killed_while_it_saves_resumes_exactly(
-    kind: str,
-    changes: dict[str, Any],
-    method: str,
-    number: int,
-    undisturbed: Undisturbed,
-    tmp_path: Path,
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("method", "number"), [("begin", 12), ("publish", 5)])
+def test_a_run_that_is_killed_while_it_saves_in_the_background(
+    method: str, number: int, tmp_path: Path
 ) -> None:
-    """On two ranks; all but the last save asynchronously."""
-    whole, expected = undisturbed(kind, 2, **changes)
+    whole, expected = undisturbed("full", 2, **ASYNCHRONOUS)
     killed = tmp_path / "killed"
-    cfg = tiny_config(kind, killed, **changes)
-    ended, _ = watch_ranks(
-        run_killed_at, 2, kind, cfg, method, number, until_exit_of=[0], timeout=60, join=False
-    )
+    cfg = tiny_config("full", killed, **ASYNCHRONOUS)
+    arguments = (2, "full", cfg, method, number)
+    ended, _ = watch_ranks(run_killed_at, *arguments, until_exit_of=[0], timeout=60, join=False)
     assert ended.exit_code == -signal.SIGKILL, ended.said
-    last = f"epoch_{changes['epochs'] - 1}"
-    CheckpointFolder(killed).newest(kind, lambda _: True)  # completes what was sealed
-    if not (killed / last).exists():  # or it was killed after its last checkpoint, and is finished
-        resumed = train(kind, killed, 2, **changes, **RESUME)
-        assert resumed and same(resumed, expected[-len(resumed) :])
-    assert same_weights(whole, killed, last)
+    assert not (killed / "epoch_2").exists()
+    assert_same_end(train("full", killed, 2, **ASYNCHRONOUS, **RESUME), expected)
+    assert_same_weights(whole / "epoch_2", killed / "epoch_2")
     assert not (killed / ".saving").exists()
 
 
@@ -193,13 +227,10 @@ def run_and_die(cfg: DictConfig, delay: float) -> None:
     run_ours("full", cfg)
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 20))]
-)
-def test_a_run_that_is_killed_at_random_moments(
-    seed: int, undisturbed: Undisturbed, tmp_path: Path
-) -> None:
-    """It saves after every step, and is resumed until it is done."""
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_that_is_killed_at_random_moments(seed: int, tmp_path: Path) -> None:
+    """Within an operation as well. It saves after every step, and is resumed until it is done."""
     changes = {"save_every_n_steps": 1, "max_steps_per_epoch": 20, "epochs": 2}
     whole, expected = undisturbed("full", 1, **changes)
     killed = tmp_path / "killed"
@@ -213,5 +244,5 @@ def test_a_run_that_is_killed_at_random_moments(
             break  # too late: it was done
     else:
         resumed = train("full", killed, **changes, **RESUME)
-        assert same(resumed, expected[len(expected) - len(resumed) :])
-    assert same_weights(whole, killed, "epoch_1")
+        assert_same_end(resumed, expected)
+    assert_same_weights(whole / "epoch_1", killed / "epoch_1")

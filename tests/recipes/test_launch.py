@@ -114,11 +114,10 @@ def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:
     assert "tok_embeddings.weight" in checkpointer.load_checkpoint()["model"]
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_without_launcher_flags(
-    recipe: str, tmp_path: Path, launch_alone: Callable[..., str]
-) -> None:
-    said = launch_alone(
+def test_every_recipe_without_launcher_flags(recipe: str, tmp_path: Path) -> None:
+    said = launch_forked(
         *("tune", "run", recipe, "--config", f"tiny/{RECIPES[recipe]}", "output_dir=out", *QUICK),
         cwd=tmp_path,
     )
@@ -240,16 +239,14 @@ def test_a_wrong_setting_is_one_line_before_anything_is_built(
     assert "Traceback" not in said and "Instantiating model" not in said
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(
-            ("tune", "run", "adaptive_full_finetune_distributed", "--config", "tiny/full"),
-            id="tune run",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(("tune-adaptive", "ls"), id="tune-adaptive"),
+        ("tune", "run", "adaptive_full_finetune_distributed", "--config", "tiny/full"),
+        ("tune-adaptive", "ls"),
     ],
+    ids=["tune run", "tune-adaptive"],
 )
 def test_an_unsupported_library_is_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
     fake = tmp_path / "site" / "torchao-0.16.0.dist-info"

@@ -12,6 +12,7 @@ from torchtune.data import padded_collate_sft
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
+from tests.helpers.runs import run_with, train
 from torchtune_adaptive.common.errors import NothingToLearn
 
 TEXT = {
@@ -26,17 +27,16 @@ SPLIT = {"batch_size": 1, "gradient_accumulation_steps": 8}
 
 @pytest.mark.exhaustive
 def test_text_completion_trains_the_same_in_any_split(tmp_path: Path) -> None:
-    runs = [
-        run_ranks(run_ours, ranks, "full", tiny_config("full", tmp_path, **TEXT, **how), join=False)
+    whole, *others = (
+        train("full", tmp_path, ranks, **TEXT, **how)
         for ranks, how in (
             (2, WHOLE),
             (2, SPLIT),
             (1, {"batch_size": 16}),
             (2, {**WHOLE, "adaptive_batching.token_budget": 60}),
         )
-    ]
-    whole, *others = (records for records, *_ in runs)
-    assert len(whole) == 6
+    )
+    assert len(whole) == 3
     for other in others:
         for key in ("loss", "grad_norm"):
             assert [step[key] for step in other] == pytest.approx(
@@ -44,11 +44,10 @@ def test_text_completion_trains_the_same_in_any_split(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.exhaustive
 def test_in_torchtune_it_depends_on_the_split(tmp_path: Path) -> None:
-    whole, split = (
-        run_ranks(
-            run_torchtunes, 2, "full", tiny_config("full", tmp_path, **TEXT, **how), join=False
-        )[0][0]
+    [whole, *_], [split, *_] = (
+        run_with(run_torchtunes, "full", tiny_config("full", tmp_path, **TEXT, **how), 2)
         for how in (WHOLE, SPLIT)
     )
     assert abs(split["grad_norm"] / whole["grad_norm"] - 1) > 1e-4
@@ -68,6 +67,7 @@ def why_it_stops(cfg: DictConfig) -> str:
     return str(raised.value)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("searches", [False, True], ids=["training", "searching"])
 def test_all_ranks_stop_with_the_same_reason(searches: bool, tmp_path: Path) -> None:
     changes = {

@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.helpers.ranks import run_ranks
-from tests.helpers.recipes import run_ours, run_torchtunes, saved_weights, tiny_config
+from tests.helpers.runs import Record, assert_torchtunes, train
 
 METRICS = [
     f"{name}/{side}"
     for name in ("rewards", "log_probs", "logits")
     for side in ("chosen", "rejected")
 ] + ["rewards/accuracies", "rewards/margins"]
-SMALL = {"batch_size": 2, "max_steps_per_epoch": 2}
+SMALL = {"batch_size": 2, "max_steps_per_epoch": 3}
 WITH_EVERYTHING: dict[str, Any] = {
     **SMALL,
     "gradient_accumulation_steps": 2,
@@ -27,32 +25,26 @@ WITH_EVERYTHING: dict[str, Any] = {
 }
 
 
-def assert_same_run(kind: str, folder: Path, changes: dict[str, Any], ranks: int) -> None:
-    """Run both recipes: losses and weights are bitwise equal; metrics, which are sums of rows, nearly."""
-    theirs_at, ours_at = folder / "theirs", folder / "ours"
-    theirs, *_ = run_ranks(
-        run_torchtunes, ranks, kind, tiny_config(kind, theirs_at, **changes), join=False
-    )
-    ours, *_ = run_ranks(run_ours, ranks, kind, tiny_config(kind, ours_at, **changes), join=False)
-    assert len(theirs) == len(ours) > 0
+def assert_is_torchtunes(kind: str, folder: Path, changes: dict[str, Any], ranks: int) -> None:
+    """Losses and weights are bitwise equal; metrics, which are sums of rows, nearly."""
     # torchtune's LoRA recipe logs the sum over ranks of what the other one logs the mean of.
     summed = ranks if kind == "lora_dpo" else 1
-    for their, our in zip(theirs, ours, strict=True):
+
+    def assert_same(their: Record, our: Record) -> None:
         assert our["loss"] * summed == their["loss"]
         assert our["lr"] == their["lr"]
         for name in METRICS:
             assert our[name] == pytest.approx(their[name], rel=1e-4, abs=1e-5), name
         assert our["tokens_per_second_per_gpu"] > 0
+
+    ours = assert_torchtunes(kind, folder, changes, ranks, assert_same=assert_same)
     assert ours[0]["loss"] != ours[-1]["loss"]
-    their_weights, our_weights = saved_weights(theirs_at), saved_weights(ours_at)
-    assert their_weights.keys() == our_weights.keys() and their_weights
-    for name, weight in their_weights.items():
-        assert torch.equal(weight, our_weights[name]), name
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", ["full_dpo", "lora_dpo"])
 def test_two_ranks_train_as_with_torchtune(kind: str, tmp_path: Path) -> None:
-    assert_same_run(kind, tmp_path, WITH_EVERYTHING, ranks=2)
+    assert_is_torchtunes(kind, tmp_path, WITH_EVERYTHING, ranks=2)
 
 
 @pytest.mark.exhaustive
@@ -66,7 +58,7 @@ def test_two_ranks_train_as_with_torchtune(kind: str, tmp_path: Path) -> None:
 def test_training_is_torchtunes(
     kind: str, changes: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:
-    assert_same_run(kind, tmp_path, {**SMALL, **changes}, ranks)
+    assert_is_torchtunes(kind, tmp_path, {**SMALL, **changes}, ranks)
 
 
 @pytest.mark.exhaustive  # with every kind of row a step is retried in the same way
@@ -75,13 +67,11 @@ def test_pairs_that_do_not_fit_are_retried_in_smaller_micro_batches(tmp_path: Pa
         "adaptive_batching.on_out_of_memory": "shrink",
         "adaptive_batching.memory_limit": "13MiB",
     }
-    runs = []
-    for name, changes in (("plain", {}), ("limited", limited)):
-        changes = {"enable_activation_checkpointing": True, **changes}  # or a step would turn it on
-        cfg = tiny_config("full_dpo", tmp_path / name, batch_size=8, **changes)
-        records, *_ = run_ranks(run_ours, 2, "full_dpo", cfg, join=False)
-        runs.append(records)
-    plain, retried = runs
+    checkpointed = {"enable_activation_checkpointing": True}  # or a step would turn it on
+    plain, retried = (
+        train("full_dpo", tmp_path, 2, batch_size=8, epochs=2, **checkpointed, **changes)
+        for changes in ({}, limited)
+    )
     assert retried[-1]["retried_steps"] > 0
     assert min(record["micro_batch_size"] for record in retried) < 8
     assert retried[-1]["global_batch_size"] == plain[-1]["global_batch_size"] == 16
@@ -98,7 +88,6 @@ def test_a_batch_of_pairs_grows(tmp_path: Path) -> None:
         "batch_increase_function": "torchtune_adaptive.recipe.tiny.two_more_rows",
         "adaptive_batching.memory_limit": "40MiB",
     }
-    cfg = tiny_config("lora_dpo", tmp_path, **changes)
-    [records] = run_ranks(run_ours, 1, "lora_dpo", cfg, join=False)
+    records = train("lora_dpo", tmp_path, **changes)
     assert [record["micro_batch_size"] for record in records] == [2, 2, 4]
     assert [record["samples_seen"] for record in records] == [2, 4, 8]

@@ -14,10 +14,11 @@ from torchtune.data import padded_collate_sft
 
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, run_recipe_at, tiny_config
+from tests.helpers.runs import named_checkpoint, train
 from torchtune_adaptive.common.errors import TrainingOutOfMemory
 from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE
 
-LONG_ENOUGH = {"batch_size": 8, "max_steps_per_epoch": None, "clip_grad_norm": 1.0}
+LONG_ENOUGH = {"epochs": 2, "batch_size": 8, "max_steps_per_epoch": None, "clip_grad_norm": 1.0}
 
 
 @pytest.mark.exhaustive
@@ -32,9 +33,7 @@ def test_a_neighbour_moves_in_and_out_and_the_losses_stay(tmp_path: Path) -> Non
         tiny_config("full", tmp_path / "disturbed", **shrinking),
         join=False,
     )
-    plain, *_ = run_ranks(
-        run_ours, 2, "full", tiny_config("full", tmp_path / "plain", **LONG_ENOUGH), join=False
-    )
+    plain = train("full", tmp_path / "plain", 2, **LONG_ENOUGH)
     assert len(plain) == len(disturbed) == 80
     for one, other in zip(plain, disturbed, strict=True):
         assert one["lr"] == other["lr"]
@@ -94,11 +93,5 @@ def test_a_rank_that_dies_in_training_is_named_and_the_run_resumes(tmp_path: Pat
     assert survivor.exit_code in (EXIT_CODE, 1), survivor.said
     assert "rank 1" in survivor.said and "step 5 in micro-batches of 4 rows" in survivor.said
 
-    again = {
-        **changes,
-        "resume_from_checkpoint": True,
-        "checkpointer.checkpoint_files": ["epoch_0/model-00001-of-00001.safetensors"],
-        "checkpointer.recipe_checkpoint": "recipe_state/recipe_state.pt",
-    }
-    resumed, *_ = run_ranks(run_ours, 2, "full", tiny_config("full", tmp_path, **again), join=False)
+    resumed = train("full", tmp_path, 2, **changes, **named_checkpoint("full"))
     assert [record["step"] for record in resumed] == [4, 5, 6]

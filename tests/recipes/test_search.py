@@ -6,15 +6,23 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.recipes import run_ours, saved_weights, tiny_config
+from tests.helpers.recipes import run_ours, tiny_config
+from tests.helpers.runs import (
+    assert_equal,
+    assert_same_weights,
+    losses,
+    named_checkpoint,
+    refused,
+    train,
+)
 from torchtune_adaptive.common.errors import NothingFits
 from torchtune_adaptive.planner import workers
 from torchtune_adaptive.recipe.plan import background
@@ -24,6 +32,7 @@ SEARCH = {
     "use_maximum_batch_size": True,
     "adaptive_batching.memory_limit": "24MiB",
     "batch_size": 1,
+    "max_steps_per_epoch": 2,
 }
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,6 +65,7 @@ def written(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "batch_size_search.json").read_text())
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("names", COMBINED, ids=" + ".join)
 def test_training_after_a_search_is_training_without_in_combinations(
     names: tuple[str, ...], tmp_path: Path
@@ -76,40 +86,28 @@ def test_training_after_a_search_is_training_without(
 
 
 def assert_training_is_the_same(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    searched, *_ = run_ranks(
-        run_ours,
-        2,
-        kind,
-        tiny_config(kind, tmp_path / "searched", **{**changes, **SEARCH}),
-        join=False,
-    )
+    searched = train(kind, tmp_path / "searched", 2, **{**changes, **SEARCH})
     found = written(tmp_path / "searched")
     assert found["batch_size"] > 1 == found["before"]["batch_size"]
-    told = {**changes, "batch_size": found["batch_size"]}
-    fixed, *_ = run_ranks(
-        run_ours, 2, kind, tiny_config(kind, tmp_path / "fixed", **told), join=False
-    )
+    told = {**changes, "batch_size": found["batch_size"], "max_steps_per_epoch": 2}
+    fixed = train(kind, tmp_path / "fixed", 2, **told)
     for one, other in zip(searched, fixed, strict=True):
-        for key in other.keys() - {"tokens_per_second_per_gpu"}:
-            assert one[key] == other[key]
+        assert_equal(other, one)
         assert one["batch_size"] == found["batch_size"]
         assert one["global_batch_size"] == found["global_batch_size"]
-    weights = saved_weights(tmp_path / "fixed")
-    for name, weight in saved_weights(tmp_path / "searched").items():
-        assert torch.equal(weight, weights[name]), name
+    assert_same_weights(tmp_path / "searched", tmp_path / "fixed")
 
 
 def test_a_resumed_run_searches_with_its_optimizer_state(tmp_path: Path) -> None:
-    from tests.recipes.test_parity import resumed
-
-    run_ranks(run_ours, 2, "full", tiny_config("full", tmp_path), join=False)
-    losses = []
-    for changes in (SEARCH, {"batch_size": 8}):
-        cfg = resumed(tiny_config("full", tmp_path, **changes), tmp_path)
-        run, *_ = run_ranks(run_ours, 2, "full", cfg, join=False)
-        losses.append([step["loss"] for step in run])
-    assert written(tmp_path)["batch_size"] == 8, "the second run below is told this size"
-    assert losses[0] == losses[1]
+    twice = {"epochs": 2, "max_steps_per_epoch": 2}
+    train("full", tmp_path, 2, **twice)
+    again = {**twice, **named_checkpoint("full")}
+    searched, told = (
+        losses(train("full", tmp_path, 2, **{**how, **again}))
+        for how in (SEARCH, {"batch_size": 8})
+    )
+    assert written(tmp_path)["batch_size"] == 8, "the second run is told this size"
+    assert len(searched) == 2 and searched == told
 
 
 def test_the_global_batch_can_stay(tmp_path: Path) -> None:
@@ -119,7 +117,7 @@ def test_the_global_batch_can_stay(tmp_path: Path) -> None:
         "gradient_accumulation_steps": 4,
         "adaptive_batching.keep_global_batch": True,
     }
-    run, *_ = run_ranks(run_ours, 2, "full", tiny_config("full", tmp_path, **changes), join=False)
+    run = train("full", tmp_path, 2, **changes)
     found = written(tmp_path)
     assert found["global_batch_size"] == found["before"]["global_batch_size"] == 24
     # The divisors of 12 are 1, 2, 3, 4, 6, 12; the largest that fits is the answer.
@@ -128,17 +126,17 @@ def test_the_global_batch_can_stay(tmp_path: Path) -> None:
 
 
 def test_a_found_size_is_remembered_and_confirmed_by_one_trial(tmp_path: Path) -> None:
-    changes = {**SEARCH, "adaptive_batching.cache": str(tmp_path / "cache")}
+    changes = {
+        **SEARCH,
+        "adaptive_batching.search_only": True,
+        "adaptive_batching.cache": str(tmp_path / "cache"),
+    }
     for number, trials in ((1, 4), (2, 1)):
-        cfg = tiny_config("full", tmp_path / str(number), **changes)
-        run_ranks(run_ours, 2, "full", cfg, join=False)
+        train("full", tmp_path / str(number), **changes)
         assert len(written(tmp_path / str(number))["trials"]) == trials
     assert written(tmp_path / "1")["batch_size"] == written(tmp_path / "2")["batch_size"]
     # Remembered, but too much for a device that shrank: the facts say so, and the search is made again.
-    cfg = tiny_config(
-        "full", tmp_path / "3", **{**changes, "adaptive_batching.memory_limit": "12MiB"}
-    )
-    run_ranks(run_ours, 2, "full", cfg, join=False)
+    train("full", tmp_path / "3", **{**changes, "adaptive_batching.memory_limit": "16MiB"})
     assert written(tmp_path / "3")["batch_size"] < written(tmp_path / "1")["batch_size"]
 
 
@@ -180,14 +178,14 @@ def test_what_was_learned_corrects_the_next_prediction(tmp_path: Path) -> None:
     tried = []
     for number in range(2):
         shutil.rmtree(tmp_path / "cache" / "batch_sizes", ignore_errors=True)
-        cfg = tiny_config("full", tmp_path / str(number), **changes)
-        run_ranks(run_ours, 1, "full", cfg, join=False)
+        train("full", tmp_path / str(number), **changes)
         tried.append([trial["size"] for trial in written(tmp_path / str(number))["trials"]])
     careful, right = tried[0]  # its first trial showed that predictions were too high by half
     assert careful < right
     assert tried[1] == [right]  # and the next run knew
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -233,7 +231,7 @@ def run_ours_with_a_predictor_that(fault: str, cfg: Any) -> str:
 
 def test_what_an_epoch_can_hold_is_the_ceiling(tmp_path: Path) -> None:
     changes = {**SEARCH, "dataset.split": "train[:10]", "adaptive_batching.rounding": "none"}
-    run, *_ = run_ranks(run_ours, 2, "full", tiny_config("full", tmp_path, **changes), join=False)
+    run = train("full", tmp_path, 2, **{**changes, "epochs": 2})
     found = written(tmp_path)
     assert found["batch_size"] == 5 and found["reason"] == (
         "it is the largest size allowed: the data has 5 rows per rank, and an epoch needs a step"
@@ -260,8 +258,6 @@ def test_nothing_fits_is_an_error_that_helps(tmp_path: Path) -> None:
 
 def test_a_batch_larger_than_the_data_is_an_error(tmp_path: Path) -> None:
     """torchtune trains nothing, saves untrained weights, and exits with 0."""
-    with pytest.raises(
-        AssertionError, match=r"batch_size: 1000 .* the data has 320.* Lower batch_size"
-    ):
-        run_ranks(run_ours, 2, "full", tiny_config("full", tmp_path, batch_size=1000), join=False)
+    said = refused("ConfigError", "full", tmp_path, 2, batch_size=1000)
+    assert re.search(r"batch_size: 1000 .* the data has 320.* Lower batch_size", said)
     assert not list(tmp_path.glob("epoch_*"))

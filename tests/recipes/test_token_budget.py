@@ -14,10 +14,16 @@ from torchtune.modules import TransformerDecoder
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, run_recipe_at, tiny_config
+from tests.helpers.runs import (
+    Records,
+    assert_same_end,
+    losses,
+    named_checkpoint,
+)
 from torchtune_adaptive.core.step.snapshot import Snapshot
 from torchtune_adaptive.recipe.search import token_budget
 
-PLAIN = {"batch_size": 16, "max_steps_per_epoch": 10, "clip_grad_norm": 1.0, "epochs": 1}
+PLAIN = {"batch_size": 16, "max_steps_per_epoch": 10, "clip_grad_norm": 1.0}
 BUDGET = {
     **PLAIN,
     "adaptive_batching.token_budget": True,
@@ -33,28 +39,30 @@ def run(
     kind: str = "full",
     ranks: int = 2,
     speeds: tuple[float, float] | None = FASTER,
+    draws: bool = False,
     **changes: Any,
-) -> list[dict[str, float]]:
+) -> Records:
     """What a run logs. Its measurement, which is noisy here, finds ``speeds`` unless they are None."""
     cfg = tiny_config(kind, folder, **changes)
     path = f"recipes/adaptive_{kind}_finetune_distributed.py"
-    records, *_ = run_ranks(run_measuring, ranks, speeds, path, cfg, join=False, timeout=100)
+    records, *_ = run_ranks(run_measuring, ranks, speeds, path, cfg, draws, join=False, timeout=100)
     return records
 
 
 def run_measuring(
-    speeds: tuple[float, float] | None, path: str, cfg: Any
-) -> list[dict[str, float]]:
+    speeds: tuple[float, float] | None, path: str, cfg: Any, draws: bool = False
+) -> Records:
     if speeds is not None:
         token_budget._speeds = lambda *_: speeds
-    return run_recipe_at(path, cfg)
+    return run_recipe_at(path, cfg, draws)
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.exhaustive)])
 def test_steps_are_what_they_were(kind: str, tmp_path: Path) -> None:
     """The same rows in each step and the same gradient, to rounding; every micro-batch fits."""
-    plain = run(tmp_path / "plain", kind, **PLAIN)
-    packed = run(tmp_path / "packed", kind, **BUDGET)
+    plain = run(tmp_path / "plain", kind, **{**PLAIN, "max_steps_per_epoch": 5})
+    short = {**BUDGET, "max_steps_per_epoch": 5}
+    packed = run(tmp_path / "packed", kind, draws=True, **short)
     for one, other in zip(plain, packed, strict=True):
         for key in ("lr", "samples_seen", "global_batch_size"):
             assert one[key] == other[key]
@@ -70,21 +78,15 @@ def test_steps_are_what_they_were(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_slower_budget_is_not_used_nor_after_a_resume(tmp_path: Path) -> None:
-    changes = {**BUDGET, "epochs": 2, "max_steps_per_epoch": 3}
+    changes = {**BUDGET, "epochs": 2, "max_steps_per_epoch": 2}
     changes["adaptive_batching.memory_limit"] = "80MiB"  # the batch as configured fits as well
     plain = run(tmp_path / "plain", **{**changes, "adaptive_batching.token_budget": False})
     whole = run(tmp_path / "whole", speeds=SLOWER, **changes)
-    assert [one["loss"] for one in plain] == [one["loss"] for one in whole]
+    assert losses(plain) == losses(whole)
     said = json.loads((tmp_path / "whole" / "token_budget.json").read_text())
     assert said["used"] is False and said["with_budget"]["tokens_per_second"] == 900
-    again = {
-        **changes,
-        "resume_from_checkpoint": True,
-        "checkpointer.checkpoint_files": ["epoch_0/model-00001-of-00001.safetensors"],
-        "checkpointer.recipe_checkpoint": "recipe_state/recipe_state.pt",
-    }
-    resumed = run(tmp_path / "whole", speeds=FASTER, **again)
-    assert [one["loss"] for one in whole[3:]] == [one["loss"] for one in resumed]
+    resumed = run(tmp_path / "whole", speeds=FASTER, **{**changes, **named_checkpoint("full")})
+    assert losses(resumed) == losses(whole)[2:]
     assert all("padding_share" not in one for one in whole + resumed)
 
 
@@ -164,20 +166,12 @@ def test_with_growth_and_resume_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", **changes)
     assert len({record["global_batch_size"] for record in whole}) >= 3
     assert max(record["micro_batch_size"] for record in whole) > 4, "as large as the steps become"
-    again = {
-        **changes,
-        "resume_from_checkpoint": True,
-        "checkpointer.checkpoint_files": ["epoch_0/model-00001-of-00001.safetensors"],
-        "checkpointer.recipe_checkpoint": "recipe_state/recipe_state.pt",
-    }
-    resumed = run(tmp_path / "whole", **again)
-    later = [record for record in whole if record["step"] >= resumed[0]["step"]]
-    machine = {"tokens_per_second_per_gpu", "memory_unused_share"}
-    for one, other in zip(later, resumed, strict=True):
-        assert all(one[key] == other[key] for key in one.keys() - machine)
+    resumed = run(tmp_path / "whole", **{**changes, **named_checkpoint("full")})
+    assert resumed
+    assert_same_end(resumed, whole)
 
 
-def run_compiled(cfg: Any, backend: str) -> tuple[list[dict[str, float]], set[int], int]:
+def run_compiled(cfg: Any, backend: str) -> tuple[Records, set[int], int]:
     """What was logged, the lengths of micro-batches, and how many graphs were compiled."""
     os.environ["TORCH_COMPILE_BACKEND"] = backend
     torch._inductor.config.compile_threads = 1
@@ -212,5 +206,5 @@ def test_a_compiled_model_sees_few_lengths(tmp_path: Path, exhaustive: bool) -> 
 
 def test_packed_data_have_no_use_for_it(tmp_path: Path) -> None:
     packed = {"dataset.packed": True, "tokenizer.max_seq_len": 128, "batch_size": 2}
-    records = run(tmp_path, **{**BUDGET, **packed})
+    records = run(tmp_path, ranks=1, **{**BUDGET, **packed, "max_steps_per_epoch": 2})
     assert "padding_share" not in records[0]

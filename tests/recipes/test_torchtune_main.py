@@ -10,8 +10,8 @@ import torch
 from torchtune import config
 from torchtune.modules import loss
 
-from tests.helpers.ranks import run_ranks
-from tests.helpers.recipes import run_ours, tiny_config
+from tests.helpers import runs
+from tests.helpers.runs import Records
 from tests.recipes.test_validation import VALIDATES, losses, validation_losses
 from torchtune_adaptive.recipe.upstream import labels_are_shifted
 
@@ -22,10 +22,8 @@ LINEAR = {"loss._component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}
 SEARCHES = {"use_maximum_batch_size": True, "adaptive_batching.memory_limit": "24MiB"}
 
 
-def train(kind: str, folder: Path, **changes: Any) -> list[dict[str, float]]:
-    cfg = tiny_config(kind, folder, epochs=1, **changes, **VALIDATES)
-    records, *_ = run_ranks(run_ours, 2, kind, cfg, join=False, timeout=120)
-    return records
+def train(kind: str, folder: Path, **changes: Any) -> Records:
+    return runs.train(kind, folder, 2, **changes, **VALIDATES)
 
 
 def test_datasets_shift_labels() -> None:

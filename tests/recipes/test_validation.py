@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.helpers.ranks import run_ranks
-from tests.helpers.recipes import run_ours, saved_weights, tiny_config
+from tests.helpers import runs
+from tests.helpers.recipes import tiny_config
+from tests.helpers.runs import RESUME, Records, assert_same_weights
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kinds import KINDS
 
-Records = list[dict[str, float]]
 DATA = {
     "_component_": "torchtune.datasets.instruct_dataset",
     "source": "json",
@@ -32,12 +31,9 @@ def train(kind: str, folder: Path, ranks: int, **changes: Any) -> Records:
         "save_every_n_steps": 2,
         "keep_last_n_checkpoints": 9,
         "max_steps_per_epoch": 4,
-        "epochs": 1,
         **DROPOUT[kind],
     }
-    cfg = tiny_config(kind, folder, **{**quick, **changes})
-    records, *_ = run_ranks(run_ours, ranks, kind, cfg, join=False)
-    return records
+    return runs.train(kind, folder, ranks, **{**quick, **changes})
 
 
 def losses(records: Records) -> list[tuple[float, float]]:
@@ -56,15 +52,12 @@ def test_validation_changes_no_bit_and_continues_after_a_resume(kind: str, tmp_p
     actual = train(kind, whole, 2, **VALIDATES)
     assert losses(actual) == losses(expected) and len(losses(actual)) == 4
     assert list(validation_losses(actual)) == [2, 4]
-    weights = saved_weights(plain / "epoch_0")
-    validated = saved_weights(whole / "epoch_0")
-    assert weights and weights.keys() == validated.keys()
-    assert all(torch.equal(weights[name], validated[name]) for name in weights)
+    assert_same_weights(plain / "epoch_0", whole / "epoch_0")
 
     shutil.copytree(whole, resumed, symlinks=True)
     for name in ("epoch_0", "epoch_0_step_4"):
         shutil.rmtree(resumed / name)
-    rest = train(kind, resumed, 2, **VALIDATES, resume_from_checkpoint=True)
+    rest = train(kind, resumed, 2, **VALIDATES, **RESUME)
     assert losses(rest) == losses(actual)[2:]
     assert validation_losses(rest) == {
         step: loss for step, loss in validation_losses(actual).items() if step > 2
@@ -78,7 +71,7 @@ def test_a_trial_finds_the_micro_batch_of_validation(tmp_path: Path) -> None:
         tmp_path,
         2,
         **VALIDATES,
-        **{"dataset_val.split": "train[:300]", "batch_size_val": 128, "epochs": 1},
+        **{"dataset_val.split": "train[:300]", "batch_size_val": 128},
         **{"use_maximum_batch_size": True, "adaptive_batching.memory_limit": "12MiB"},
     )
     report = json.loads((tmp_path / "batch_size_search.json").read_text())

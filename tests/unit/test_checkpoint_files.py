@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from tests.helpers.killing import KillAt, in_child
+from tests.helpers.killing import Copies, in_child
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.common import durable
 from torchtune_adaptive.common.durable import MANIFEST
@@ -91,22 +91,22 @@ KILLED_SAVES: dict[str, tuple[list[str], str]] = {
 def test_a_save_that_is_killed_at_any_operation(
     before: list[str], name: str, tmp_path: Path
 ) -> None:
-    number, ended = 0, -9
+    """Each copy of the folder, made before one operation of the save, is what a kill leaves there."""
+    out, copies = tmp_path / "out", tmp_path / "copies"
+    out.mkdir()
+    for older in before:
+        save(CheckpointFolder(out), older, "old")
+
+    def save_and_copy() -> None:
+        numbers = count(1)
+        Copies(out, copies, lambda _: str(next(numbers)))
+        save(CheckpointFolder(out), name, "new")
+
+    assert in_child(save_and_copy) == 0
+    killed = list(copies.iterdir())
+    assert len(killed) > 25, f"{len(killed)} operations"
     outcomes = set()
-    while ended == -signal.SIGKILL:
-        number += 1
-        path = tmp_path / str(number)
-        folder = CheckpointFolder(path)
-        for older in before:
-            save(folder, older, "old")
-
-        def lethal(path: Path = path, number: int = number) -> None:
-            KillAt(number)
-            save(CheckpointFolder(path), name, "new")
-
-        ended = in_child(lethal)
-        if not path.exists():
-            continue
+    for path in [*killed, out]:
         found, _ = CheckpointFolder(path).newest("full", lambda name: True)
         if found is None:
             assert not before, "there was one, and it is lost"
@@ -120,8 +120,7 @@ def test_a_save_that_is_killed_at_any_operation(
         save(CheckpointFolder(path), name, "next")  # and the next save is not hindered
         assert newest(path) == (name, [])
         assert not (path / ".saving").exists()
-    assert ended == 0 and number > 25, f"{number} operations"
-    assert outcomes == {"new", "old"} if before else {"new"}
+    assert outcomes == ({"new", "old"} if before else {"new"})
 
 
 def test_superseded_checkpoints_as_torchtune_does(tmp_path: Path) -> None:

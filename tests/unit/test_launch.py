@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from tests.helpers.ranks import watch_ranks
 from torchtune_adaptive.cli import command_line as cli
 from torchtune_adaptive.cli.command_line import _run
 from torchtune_adaptive.common.errors import ConfigError
@@ -169,11 +171,16 @@ def start(cwd: Path, *arguments: str, pythonpath: str = "") -> subprocess.Comple
     )
 
 
-def test_a_crash_in_native_code_says_where(tmp_path: Path) -> None:
-    program = "import os; from torchtune_adaptive.recipe.launch import recipe; recipe(lambda _: os.abort())()"
-    ended = start(tmp_path, "-c", program, "--config", "tiny/full")
-    assert ended.returncode == -signal.SIGABRT
-    assert "Fatal Python error: Aborted" in ended.stderr and "launch.py" in ended.stderr
+def crash() -> None:
+    faulthandler.disable()  # that of the tests
+    sys.argv = ["recipe", "--config", "tiny/full"]
+    launch.recipe(lambda _: os.abort())()
+
+
+def test_a_crash_in_native_code_says_where() -> None:
+    (ended,) = watch_ranks(crash, 1, until_exit_of=[0], join=False)
+    assert ended.exit_code == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in ended.said and "launch.py" in ended.said
 
 
 @pytest.mark.parametrize("name", ["torch/__init__.py", "datasets.py"])

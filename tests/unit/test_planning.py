@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from tests.helpers.ranks import Alone
@@ -72,13 +75,25 @@ def run_plan(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
 
 
-def test_a_plan_for_the_simulated_device(tmp_path: Path) -> None:
+def state_of_this_process() -> tuple[Any, ...]:
+    backend = torch._C._get_privateuse1_backend_name()  # type: ignore[attr-defined]
+    fake = dist.is_initialized(), hasattr(torch, "fakegpu")
+    return backend, torch.UntypedStorage.resize_, dict(os.environ), fake
+
+
+def test_a_plan_for_the_simulated_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which saves an import of torch; the exhaustive tests have commands."""
     picture = tmp_path / "plan.png"
-    done = run_plan("--config", "tiny/full", "--nproc", "2", "--json", "--no-what-ifs",
-                    "--plot", str(picture), "adaptive_batching.probe_length=103",
-                    folder=tmp_path)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    line = ["--config", "tiny/full", "--nproc", "2", "--json", "--no-what-ifs"]
+    line += ["--plot", str(picture), "adaptive_batching.probe_length=103"]
+    before = state_of_this_process()
+    assert plan_command(parser.parse_intermixed_args(line)) == 0
+    assert state_of_this_process() == before
+    printed = json.loads(capsys.readouterr().out)
     assert printed["verdict"] == "FITS"
     assert printed["largest"] == 14  # what the searches find without rounding
     assert printed["configured"]["parts"].keys() >= {"activations", "logits and loss", "parameters"}

@@ -118,6 +118,9 @@ class Checkpoints(ABC):
             device=self._environment.device,
             adapter_weights_only=self._adapters_only,
         )
+        if self._environment.device.type == "cpu":
+            # These may be the parameters themselves, which merging adapters would change.
+            weights = {key: weight.clone() for key, weight in weights.items()}
         facts = self._facts(progress)
         state: dict[str, Any] = {}
         if progress.is_unfinished:

@@ -1,0 +1,36 @@
+"""Which cases of a rotating test the quick tier runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.conftest import leave_to_other_shards
+
+
+class Case:
+    """What pytest knows of a case of a test, as far as it matters here."""
+
+    def __init__(self, number: int, mark: pytest.MarkDecorator) -> None:
+        self.nodeid = f"tests/test_file.py::test_name[{number}]"
+        self.marks = {"rotating": mark.mark}
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self.marks.get(name)
+
+    def add_marker(self, name: str) -> None:
+        self.marks[name] = getattr(pytest.mark, name).mark
+
+
+@pytest.mark.parametrize(("cases", "at_once"), [(1, 1), (3, 1), (5, 2), (7, 2)])
+def test_successive_shards_run_all_cases(cases: int, at_once: int) -> None:
+    mark = pytest.mark.rotating(at_once) if at_once > 1 else pytest.mark.rotating
+    visited: set[str] = set()
+    for shard in range(10, 10 - (-cases // at_once)):
+        items: list[Any] = [Case(number, mark) for number in range(cases)]
+        leave_to_other_shards(items, shard)
+        run = {item.nodeid for item in items if "exhaustive" not in item.marks}
+        assert len(run) == at_once
+        visited |= run
+    assert len(visited) == cases
