@@ -1,9 +1,10 @@
 """The two tiers of the tests.
 
 The quick tier has every kind of run, and a sample of what each of them proves: memory runs out at every 29th
-operation instead of at each one; settings are compared with torchtune's in combinations, not one by one.
-``--exhaustive`` proves it all. A test that does less without the flag asks for ``exhaustive`` or ``stride``;
-one that does not run at all without it is marked ``exhaustive``.
+allocation instead of at each one; settings are compared with torchtune's in combinations, not one by one.
+``--exhaustive`` proves it all. A test that does less without the flag asks for ``exhaustive`` or ``sample``;
+one that does not run at all without it is marked ``exhaustive``; one whose cases are divided among shards is
+marked ``one_case_in(n)``.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 
 import pytest
+
+from tests.helpers.samples import Sample
 
 STRIDE = 29  # a prime, so that samples do not keep step with the layers of a model
 TEMPORARY = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
@@ -51,29 +54,31 @@ def exhaustive(pytestconfig: pytest.Config) -> bool:
 
 
 @pytest.fixture(scope="session")
-def stride(exhaustive: bool) -> int:
-    """From each operation at which a test injects a failure to the next."""
-    return 1 if exhaustive else STRIDE
+def shard(pytestconfig: pytest.Config) -> int:
+    """Says which sample is taken, so that successive runs of CI take them all."""
+    return int(pytestconfig.getoption("--shard"))
 
 
 @pytest.fixture(scope="session")
-def shard(pytestconfig: pytest.Config) -> int:
-    """Shifts the first of these operations, so that successive runs of CI visit them all."""
-    return int(pytestconfig.getoption("--shard"))
+def sample(exhaustive: bool, shard: int) -> Sample:
+    """The operations at which a test injects a failure."""
+    return Sample(exhaustive, shard, 1 if exhaustive else STRIDE)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
-    if config.getoption("--exhaustive"):
-        for item in items:
-            if is_sampled(item):
-                item.add_marker(
-                    "exhaustive"
-                )  # so that `-m exhaustive` is all that the quick tier owes
-        return (yield)
+    exhaustive = config.getoption("--exhaustive")
+    for item in items:
+        # So that `--exhaustive -m exhaustive` is all that the quick tier owes.
+        if exhaustive and is_sampled(item):
+            item.add_marker("exhaustive")
+    for item in left_to_other_shards(items, config.getoption("--shard"), every_shard=exhaustive):
+        item.add_marker("exhaustive")
     yield  # -k and -m select
+    if exhaustive:
+        return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
@@ -83,6 +88,20 @@ def pytest_collection_modifyitems(
 
 def is_sampled(item: pytest.Item) -> bool:
     return isinstance(item, pytest.Function) and "exhaustive" in item.fixturenames
+
+
+def left_to_other_shards(
+    items: Iterable[pytest.Item], shard: int, every_shard: bool
+) -> Iterator[pytest.Item]:
+    """Cases of ``one_case_in(n)`` that this shard does not take, or, for the exhaustive tier, all of them."""
+    before: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("one_case_in")
+        if marker is not None:
+            function = item.nodeid.partition("[")[0]
+            if every_shard or (before[function] + shard) % marker.args[0]:
+                yield item
+            before[function] += 1
 
 
 @pytest.hookimpl(trylast=True)  # after the slowest tests

@@ -137,6 +137,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("optimizer", "lora", "resumed", "in_backward", "accumulation"), CASES)
 def test_a_search_leaves_no_trace(
     optimizer: str, lora: bool, resumed: bool, in_backward: bool, accumulation: int
