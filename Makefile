@@ -76,7 +76,7 @@ test-all: $(READY)
 	$(LANES) TIER='--exhaustive'
 
 test-rest: $(READY)
-	$(LANES) TIER='--exhaustive -m exhaustive'
+	$(LANES) TIER='--exhaustive -m exhaustive --shard $(SHARD)'
 
 test-one: $(READY)
 	$(PYTEST) $(or $(T),$(error which tests? For example: make test-one T=tests/unit/test_search.py))

@@ -1,8 +1,8 @@
 """The two tiers of the tests.
 
 The quick tier has every kind of run, and a sample of what each of them proves: memory runs out at every 29th
-operation instead of at each one; settings are compared with torchtune's in combinations, not one by one.
-``--exhaustive`` proves it all. A test that does less without the flag asks for ``exhaustive`` or ``stride``;
+allocation instead of at each one; settings are compared with torchtune's in combinations, not one by one.
+``--exhaustive`` proves it all. A test that does less without the flag asks for ``exhaustive`` or ``sample``;
 one that does not run at all without it is marked ``exhaustive``. Of the cases of a test that is marked
 ``rotating``, the quick tier runs one, or as many as the mark says, and with another SHARD others.
 """
@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Generator, Iterable
 
 import pytest
+
+from tests.helpers.samples import Sample
 
 STRIDE = 29  # a prime, so that samples do not keep step with the layers of a model
 TEMPORARY = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
@@ -52,35 +54,45 @@ def exhaustive(pytestconfig: pytest.Config) -> bool:
 
 
 @pytest.fixture(scope="session")
+def shard(pytestconfig: pytest.Config) -> int:
+    """Says which sample is taken, so that successive runs of CI take them all."""
+    return int(pytestconfig.getoption("--shard"))
+
+
+@pytest.fixture(scope="session")
 def stride(exhaustive: bool) -> int:
     """From each operation at which a test injects a failure to the next."""
     return 1 if exhaustive else STRIDE
 
 
 @pytest.fixture(scope="session")
-def shard(pytestconfig: pytest.Config) -> int:
-    """Shifts the first of these operations, so that successive runs of CI visit them all."""
-    return int(pytestconfig.getoption("--shard"))
+def sample(exhaustive: bool, shard: int) -> Sample:
+    """The operations at which a test injects a failure."""
+    return Sample(exhaustive, shard, 1 if exhaustive else STRIDE)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
-    if config.getoption("--exhaustive"):
-        for item in items:
-            if is_sampled(item) or item.get_closest_marker("rotating"):
-                item.add_marker(
-                    "exhaustive"
-                )  # so that `-m exhaustive` is all that the quick tier owes
-        return (yield)
-    yield  # -k and -m select
+    exhaustive = config.getoption("--exhaustive")
     leave_to_other_shards(items, config.getoption("--shard"))
+    for item in items:
+        # So that `--exhaustive -m exhaustive` is all that the quick tier owes.
+        if exhaustive and is_sampled(item):
+            item.add_marker("exhaustive")
+    yield  # -k and -m select
+    if exhaustive:
+        return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT_OUT] = left_out
     config.stash[SAMPLED] = [item for item in items if is_sampled(item)]
+
+
+def is_sampled(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and "exhaustive" in item.fixturenames
 
 
 def leave_to_other_shards(items: Iterable[pytest.Item], shard: int) -> None:
@@ -94,10 +106,6 @@ def leave_to_other_shards(items: Iterable[pytest.Item], shard: int) -> None:
         for number, item in enumerate(of_one_test):
             if (number - shard * taken) % len(of_one_test) >= taken:
                 item.add_marker("exhaustive")
-
-
-def is_sampled(item: pytest.Item) -> bool:
-    return isinstance(item, pytest.Function) and "exhaustive" in item.fixturenames
 
 
 @pytest.hookimpl(trylast=True)  # after the slowest tests

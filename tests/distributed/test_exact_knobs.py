@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 
+from tests.helpers.faults import fail_at_each
 from tests.helpers.models import adamw, batch, local_values, same_bits
 from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import Sample
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.step.failures import StepHalfApplied
@@ -161,16 +164,22 @@ def test_a_config_with_a_knob_trains_like_the_config_without() -> None:
 
 
 class FailingAllocation(SimulatedMemory):
-    """A simulated device that has no memory for the n-th allocation (0: for all of them)."""
+    """A simulated device that has no memory for a chosen allocation."""
 
     def __init__(self) -> None:
         super().__init__(limit=1 << 40)
-        self.failing = self.seen = 0
+        self.seen, self.failing = 0, None
 
     def check(self, extra: int = 0) -> None:
         self.seen += 1
         if self.seen == self.failing:
             raise torch.OutOfMemoryError(f"injected at allocation {self.seen}")
+
+    @contextmanager
+    def fail_at(self, allocation: int | None) -> Iterator[FailingAllocation]:
+        self.seen, self.failing = 0, allocation
+        yield self
+        self.failing = None
 
 
 class FailingStep:
@@ -182,57 +191,54 @@ class FailingStep:
             config_of("full", "fp32", 0.0, **{"model.num_layers": 2}), self.memory
         )
 
-    def take(self, failing: int = 0) -> tuple[bool, int, list[torch.Tensor]]:
-        """Whether it was lost, how many allocations there were, and the weights; then all is as before."""
+    def take(self) -> tuple[bool, list[torch.Tensor]]:
+        """Whether it was lost, and the weights; then all is as before."""
         step = self.trained.step
-        self.memory.seen, self.memory.failing = 0, failing
         try:
             step.forward_backward(batch(length=10, seed=self.trained.ranks.rank))
             lost = step.apply().lost
         except StepHalfApplied:
             step.forget()
             lost = True
-        self.memory.failing = 0
         weights = local_values(step.model)
         self.trained.snapshot.restore()
-        return lost, self.memory.seen, weights
+        return lost, weights
 
-    def take_the_first(self) -> tuple[bool, int, list[torch.Tensor]]:
+    def take_the_first(self) -> tuple[bool, list[torch.Tensor]]:
         """The same, without what steps before have left in the optimizer's state."""
         for optimizer in self.trained.step.optimizers:
             optimizer.state.clear()
         return self.take()
 
 
-def fail_at_allocations(stride: int, shard: int) -> tuple[int, list[str]]:
+def fail_at_allocations(sample: Sample) -> tuple[int, list[str]]:
     """How many steps were lost, and those after which memory was kept, or the next step had other bits."""
     run = FailingStep()
-    rank, ranks = run.trained.ranks.rank, run.trained.ranks.size
     lost, wrong = 0, []
     values = (("none", "every_2", "operations", "all"), (False, True), (False, True))
     for checkpoint, reshard, recompute in product(*values):
         choice = Choice({CHECKPOINT: checkpoint, RESHARD: reshard, RECOMPUTE_LOSS: recompute})
         run.trained.step.switch(choice)
         run.take()  # the first step with these collectives
-        allocations = run.take()[1]
-        _, _, expected = run.take_the_first()
+        with run.memory.fail_at(None):
+            run.take()
+        allocations = sample.of(run.memory.seen)
+        _, expected = run.take_the_first()
         before = run.memory.in_use()
-        for allocation in range(1 + shard % stride, allocations + 1, stride):
-            here = allocation // stride % ranks == rank
-            lost += run.take(allocation if here else 0)[0]
+        for allocation, _, failure in fail_at_each(allocations, run.memory, run.trained.ranks):
+            with failure:
+                lost += run.take()[0]
             kept = run.memory.in_use() - before
-            again, _, weights = run.take_the_first()
+            again, weights = run.take_the_first()
             if kept or again or not same_bits(weights, expected):
                 wrong.append(f"{choice}, allocation {allocation}: {kept} bytes kept")
     return lost, wrong[:9]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_nothing_stays_of_a_step_that_runs_out_of_memory(
-    ranks: int, exhaustive: bool, shard: int
-) -> None:
+def test_nothing_stays_of_a_step_that_runs_out_of_memory(ranks: int, sample: Sample) -> None:
     """With each exact choice, at a sample of allocations: of operations, and of what FSDP resizes."""
-    stride = 7 if exhaustive else 149
-    for lost, wrong in run_ranks(fail_at_allocations, ranks, stride, shard, timeout=900):
+    sample = sample.every(exhaustive=7, quick=149)
+    for lost, wrong in run_ranks(fail_at_allocations, ranks, sample, timeout=900):
         assert wrong == []
-        assert lost > 16 * 200 // stride
+        assert lost > 16 * 200 // sample.stride

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,13 +15,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.helpers.faults import fail_at_each, survivable
 from tests.helpers.library import Trained, collate, failing, rows_of, tiny_model
 from tests.helpers.models import local_values, same_bits
 from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import Sample
 from torchtune_adaptive import AdaptiveStep, UsageError, find_batch_size, steps_of
 from torchtune_adaptive.core.step.snapshot import Snapshot
-
-COUNTS = ("tried", "retried", "wrong")
 
 
 def forget_the_sequence(step: AdaptiveStep) -> None:
@@ -29,15 +30,14 @@ def forget_the_sequence(step: AdaptiveStep) -> None:
 
 
 def fail_in_steps(
-    way: str, recording: bool, stride: int | None, shard: int, settings: dict[str, Any]
-) -> dict[str, int]:
+    way: str, recording: bool, sample: Sample | None, settings: dict[str, Any]
+) -> Counter[str]:
     """Fail at operations of a step of two rows, on one rank after the other; it is retried with one row.
 
     Args:
         way: how the model is spread over the ranks.
         recording: whether the ranks agree before each collective.
-        stride: from each operation to the next; None: at collectives only.
-        shard: shifts the first one.
+        sample: of operations; None: collectives only.
         settings: of the step.
     """
     run, memory = failing(way, max_grad_norm=1.0, **settings)
@@ -49,40 +49,21 @@ def fail_in_steps(
     step(rows, collate, 1)
     expected = local_values(run.model)
     snapshot.restore()
-    last, collectives = operations_before_the_optimizer(step, memory, rows)
+    last, collectives = survivable(memory, step.train_step, lambda: step(rows, collate, 2))
     snapshot.restore()
-    counts = dict.fromkeys(COUNTS, 0)
-    every = range(1 + shard % stride, last + 1, stride) if stride else collectives
-    for operation in every:
-        victim = operation // (stride or 1) % ranks.size
+    operations = sample.of(last) if sample else collectives
+    counts: Counter[str] = Counter()
+    for _, _, failure in fail_at_each(operations, memory, ranks):
         step._begin(2)
         if recording:
             forget_the_sequence(step)
-        with memory.fail_at(operation if ranks.rank == victim else None):
+        with failure:
             outcome = step(rows, collate, 2)
         counts["tried"] += 1
         counts["retried"] += outcome.retried
         counts["wrong"] += not same_bits(local_values(run.model), expected)
         snapshot.restore()
     return counts
-
-
-def operations_before_the_optimizer(
-    step: AdaptiveStep, memory: Any, rows: list[Any]
-) -> tuple[int, list[int]]:
-    """How many operations of a step can run out of memory and be survived; which of them are collectives."""
-    seen: list[int] = []
-    scale_gradients = step.train_step._scale_gradients
-
-    def count(factor: float) -> None:
-        seen.append(fault.seen)
-        scale_gradients(factor)
-
-    step.train_step._scale_gradients = count  # type: ignore[method-assign]
-    with memory.fail_at(0) as fault:
-        step(rows, collate, 2)
-    del step.train_step._scale_gradients
-    return seen[-1], fault.collectives
 
 
 WAYS = {
@@ -100,10 +81,11 @@ WAYS = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["alone", "fsdp"])
-def test_compiled_by_inductor(way: str) -> None:
+def test_compiled_by_inductor(way: str, sample: Sample) -> None:
     settings = {"compiled": "inductor"}
     ranks = 1 if way == "alone" else 2
-    counts = run_ranks(fail_in_steps, ranks, way, False, 29, 0, settings, timeout=280)
+    sample = sample.every(exhaustive=13, quick=13)
+    counts = run_ranks(fail_in_steps, ranks, way, False, sample, settings, timeout=280)
     for count in counts:
         assert count["retried"] == count["tried"] >= 1
         assert count["wrong"] == 0
@@ -112,20 +94,12 @@ def test_compiled_by_inductor(way: str) -> None:
 @pytest.mark.parametrize("recording", [False, True], ids=["recorded", "while recording"])
 @pytest.mark.parametrize(("way", "ranks", "settings"), WAYS.values(), ids=WAYS)
 def test_memory_runs_out_at_every_operation(
-    way: str, ranks: int, settings: dict[str, Any], recording: bool, stride: int, shard: int
+    way: str, ranks: int, settings: dict[str, Any], recording: bool, sample: Sample
 ) -> None:
-    counts = run_ranks(
-        fail_in_steps,
-        ranks,
-        way,
-        recording,
-        stride,
-        shard,
-        settings,
-        timeout=60 if stride > 1 else 280,
-    )
+    timeout = 280 if sample.exhaustive else 60
+    counts = run_ranks(fail_in_steps, ranks, way, recording, sample, settings, timeout=timeout)
     for count in counts:
-        assert count["retried"] == count["tried"] >= 40 // stride
+        assert count["retried"] == count["tried"] >= 20 // sample.stride
         assert count["wrong"] == 0
 
 
@@ -135,7 +109,7 @@ def test_memory_runs_out_before_and_after_the_launch_of_each_collective(
     way: str, ranks: int, recording: bool
 ) -> None:
     """Whether the rank has launched a collective decides whether the others wait for it."""
-    counts = run_ranks(fail_in_steps, ranks, way, recording, None, 0, {})
+    counts = run_ranks(fail_in_steps, ranks, way, recording, None, {})
     launches = {"fsdp": 4 + 2, "hsdp": 4 + 2 + 2}[way]  # gather each layer twice, reduce it
     for count in counts:
         assert count["retried"] == count["tried"] == 2 * launches
@@ -157,7 +131,7 @@ def evaluate_between_steps(way: str) -> list[Any]:
     for number in range(8):
         seen.append(evaluate())
         here = number >= 4 and run.step.ranks.rank == number % run.step.ranks.size
-        with memory.fail_at(25 * (number - 3) if here else None):
+        with memory.fail_at(5 * (number - 3) if here else None):
             outcome = run.step(rows_of(4), collate, 4)
         assert bool(outcome.retried) == (number >= 4)
         run.step._begin(4)

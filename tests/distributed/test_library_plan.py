@@ -115,6 +115,7 @@ def test_what_is_planned_is_what_is_measured(ranks: int, accumulation: int) -> N
     compare_plan(ranks, accumulation, forward)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "loss", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy", "l1_loss"]
 )

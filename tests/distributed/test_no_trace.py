@@ -142,6 +142,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(("optimizer", "lora", "resumed", "in_backward", "accumulation"), CASES)
 def test_a_search_leaves_no_trace(
     optimizer: str, lora: bool, resumed: bool, in_backward: bool, accumulation: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +13,32 @@ import psutil
 import pytest
 import torch
 
-from tests.helpers.faults import OutOfMemoryAt
+from tests.helpers.faults import OutOfMemoryAt, fail_at_each
 from tests.helpers.loops import Sizes, Training
 from tests.helpers.models import same_bits
 from tests.helpers.ranks import run_ranks, watch_ranks
+from tests.helpers.samples import Sample
 from torchtune_adaptive.common.errors import OutOfMemoryElsewhere, TrainingOutOfMemory
 from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE, Watchdog
 from torchtune_adaptive.core.sizes.recovery import Recovery
 
 
-def fail_everywhere(stride: int, shard: int, settings: dict[str, Any]) -> dict[str, int]:
-    """Fail at operations of the first step, on one rank after the other."""
-    training = Training(rows=4, micro_batch=2, **settings)
-    unharmed = training.run(Sizes([2]))
+def fail_everywhere(sample: Sample, relieves: bool, settings: dict[str, Any]) -> Counter[str]:
+    """Fail at operations of the first step, where more checkpointing is left to do, or is not."""
+    training = Training(rows=4, micro_batch=2, switches=relieves, **settings)
+    unharmed = training.run(Recovery(2, (1, 2), None, reliefs=int(relieves)))
     smaller = training.run(Sizes([1]))
     assert not same_bits(unharmed.parameters, smaller.parameters)
-    operations = training.operations_before_the_optimizer()
-    counts = {"tried": 0, "redone": 0, "wrong": 0}
-    for operation in range(1 + shard % stride, operations + 1, stride):
-        victim = operation // stride % training.ranks.size
-        with training.memory.fail_at(operation if victim == training.ranks.rank else None):
-            trained = training.run(Recovery(2, (1, 2), calm_steps=None))
-        expected = smaller if trained.redone else unharmed
+    counts: Counter[str] = Counter()
+    operations = sample.of(training.survivable())
+    for _, _, failure in fail_at_each(operations, training.memory, training.ranks):
+        with failure:
+            trained = training.run(Recovery(2, (1, 2), None, reliefs=int(relieves)))
+        shrunk = trained.sizes != unharmed.sizes
+        expected = smaller if shrunk else unharmed
         counts["tried"] += 1
         counts["redone"] += trained.redone
+        counts["smaller"] += shrunk
         counts["wrong"] += not (
             same_bits(trained.parameters, expected.parameters)
             and trained.losses == expected.losses
@@ -47,13 +50,12 @@ def fail_everywhere(stride: int, shard: int, settings: dict[str, Any]) -> dict[s
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_at_every_operation_of_a_step(lora: bool, stride: int, shard: int) -> None:
+def test_at_every_operation_of_a_step(lora: bool, sample: Sample) -> None:
     settings = {"steps": 1, "lora": lora}
-    for count in run_ranks(fail_everywhere, 2, stride, shard, settings, timeout=900):
+    for count in run_ranks(fail_everywhere, 2, sample, False, settings, timeout=900):
         assert count["wrong"] == 0
-        assert count["tried"] >= 300 // stride
-        # Only the scaling of gradients, in place, is simply done again: one operation for each gradient.
-        assert count["tried"] - 12 <= count["redone"] <= count["tried"] - (stride == 1)
+        assert count["tried"] >= 300 // sample.stride
+        assert count["redone"] == count["smaller"] == count["tried"]
 
 
 @pytest.mark.parametrize(
@@ -65,55 +67,34 @@ def test_at_every_operation_of_a_step(lora: bool, stride: int, shard: int) -> No
     ],
 )
 def test_other_kinds_of_run_at_a_sample_of_operations(
-    ranks: int, settings: dict[str, Any], exhaustive: bool, shard: int
+    ranks: int, settings: dict[str, Any], sample: Sample
 ) -> None:
     settings = {"steps": 3, "dropout": 0.1, **settings}
-    stride = 29 if exhaustive else 101
-    for count in run_ranks(fail_everywhere, ranks, stride, shard, settings, timeout=600):
-        assert count["wrong"] == 0 and count["redone"] >= 435 // stride
-
-
-def relieve_everywhere(stride: int, shard: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Fail at operations of the first step, where more checkpointing is left to do."""
-    training = Training(rows=4, micro_batch=2, switches=True, dropout=0.1, **settings)
-    unharmed = training.run(Recovery(2, (1, 2), None, reliefs=1))
-    smaller = training.run(Sizes([1]))
-    operations = training.operations_before_the_optimizer()
-    counts = {"tried": 0, "redone": 0, "wrong": 0, "smaller": 0}
-    for operation in range(1 + shard % stride, operations + 1, stride):
-        victim = operation // stride % training.ranks.size
-        with training.memory.fail_at(operation if victim == training.ranks.rank else None):
-            trained = training.run(Recovery(2, (1, 2), None, reliefs=1))
-        # In the norm of the gradients, activations are not the peak, and micro-batches shrink.
-        shrunk = trained.sizes != unharmed.sizes
-        expected = smaller if shrunk else unharmed
-        counts["tried"] += 1
-        counts["redone"] += trained.redone
-        counts["smaller"] += shrunk
-        counts["wrong"] += not (
-            same_bits(trained.parameters, expected.parameters)
-            and trained.losses == expected.losses
-            and trained.taken == expected.taken
-        )
-    return counts
-
-
-@pytest.mark.parametrize(
-    ("ranks", "settings"),
-    [
-        pytest.param(2, {"steps": 2, "layers": 2}, id="full"),
-        pytest.param(2, {"steps": 1, "lora": True}, id="lora"),
-        pytest.param(1, {"steps": 2, "sharded": False}, id="one rank"),
-        pytest.param(2, {"steps": 1, "reshard": False, "output_apart": True}, id="output apart"),
-    ],
-)
-def test_with_more_checkpointing_a_disturbed_run_keeps_its_bits(
-    ranks: int, settings: dict[str, Any], stride: int, shard: int
-) -> None:
-    for count in run_ranks(relieve_everywhere, ranks, stride, shard, settings, timeout=900):
+    sample = sample.every(exhaustive=29, quick=101)
+    for count in run_ranks(fail_everywhere, ranks, sample, False, settings, timeout=600):
         assert count["wrong"] == 0
-        assert count["tried"] >= 150 // stride
-        assert count["redone"] >= count["tried"] * 0.9 - 12
+        assert count["redone"] == count["smaller"] == count["tried"] >= 300 // sample.stride
+
+
+RELIEVED: dict[str, tuple[int, dict[str, Any]]] = {
+    "full": (2, {"steps": 2}),
+    "two layers": (2, {"steps": 2, "layers": 2}),
+    "lora": (2, {"steps": 1, "lora": True}),
+    "one rank": (1, {"steps": 2, "sharded": False}),
+    "output apart": (2, {"steps": 1, "reshard": False, "output_apart": True}),
+}
+
+
+@pytest.mark.parametrize("kind", RELIEVED)
+def test_with_more_checkpointing_a_disturbed_run_keeps_its_bits(kind: str, sample: Sample) -> None:
+    ranks, settings = RELIEVED[kind]
+    settings = {"dropout": 0.1, **settings}
+    if kind == "two layers":
+        sample = sample.every(exhaustive=7, quick=101)
+    for count in run_ranks(fail_everywhere, ranks, sample, True, settings, timeout=900):
+        assert count["wrong"] == 0
+        assert count["redone"] == count["tried"] >= 300 // sample.stride
+        # In the norm of the gradients, activations are not the peak, and micro-batches shrink.
         assert count["smaller"] <= count["tried"] * 0.1 + 2
 
 
@@ -167,7 +148,7 @@ def soak(steps: int, faults: float) -> dict[str, Any]:
     """Memory runs out now and then (in that share of the steps), anywhere, on any rank."""
     training = Training(rows=4, micro_batch=4, steps=steps, dropout=0.1)
     training.run(Sizes([4]))  # learns the sequence of collectives
-    operations = training.operations_before_the_optimizer()
+    operations = training.survivable()
     fate = random.Random(1)  # the same on every rank
     resident: list[int] = []
 
@@ -240,7 +221,7 @@ def cannot_go_on(what: str) -> str:
     """A failure that ends training; what it says on this rank."""
     training = Training(rows=2, micro_batch=1, steps=3)
     training.run(Sizes([1]))
-    operations = training.operations_before_the_optimizer()
+    operations = training.survivable()
 
     def always(step: int) -> None:
         training.memory.arm(operations // 2)
@@ -276,7 +257,7 @@ class Phases(Watchdog):
 def short_of_memory_for_a_moment(folder: str) -> tuple[bool, int, list[Any], list[str]]:
     training = Training(rows=2, micro_batch=1, steps=2)
     unharmed = training.run(Sizes([1]))
-    operations = training.operations_before_the_optimizer()
+    operations = training.survivable()
 
     def once(step: int) -> None:
         if step == 1 and training.ranks.rank == 1:
@@ -314,7 +295,7 @@ def test_out_of_memory_while_saving_is_not_the_batchs_fault() -> None:
 def half_applied() -> None:
     training = Training(rows=4, micro_batch=2, steps=4)
     training.run(Sizes([2]))
-    operations = training.operations_before_the_optimizer()
+    operations = training.survivable()
     watchdog = Watchdog(training.ranks, limit=3.0)
 
     def fail_in_the_optimizer(step: int) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torchtune.data import padded_collate_sft
 
-from tests.helpers.faults import FailingMemory
+from tests.helpers.faults import FailingMemory, fail_at_each
 from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import Sample
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
 from torchtune_adaptive.recipe.data.dataset import Data
@@ -25,9 +26,15 @@ LENGTHS = (3, 9, 5, 2, 7)
 class Run:
     """A model that is trained and validated on one rank."""
 
-    def __init__(self, folder: Path | None = None, rows: int = 5, **kind_of_model: Any) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        rows: int = 5,
+        memory: FailingMemory | None = None,
+        **kind_of_model: Any,
+    ) -> None:
         self.ranks = Ranks(timeout=20)
-        self.memory = FailingMemory()
+        self.memory = memory or FailingMemory()
         self.model = tiny_llama(**kind_of_model)
         self.optimizer = adamw(self.model)
         self.step = train_step(
@@ -60,11 +67,8 @@ class Run:
                 self.step.forward_backward(batch(rows=2, seed=10 * number + n + self.ranks.rank))
             return self.step.apply().lost
 
-    def validate(self, number: int, operation: int | None = None) -> int:
-        """How many operations it took, if they are counted."""
-        with self.memory.fail_at(operation) as fault:
-            assert not self.validation.run(number)
-        return fault.seen
+    def validate(self, number: int) -> None:
+        assert not self.validation.run(number)
 
 
 def train_and_validate(validates: bool, settings: dict[str, Any]) -> list[bytes]:
@@ -76,9 +80,13 @@ def train_and_validate(validates: bool, settings: dict[str, Any]) -> list[bytes]
         if (
             number == 3
         ):  # by now the sequence is known, and must not have been changed by validation
-            assert run.train(number, operation=100 if run.ranks.rank == 0 else None)
+            assert run.train(number, operation=60 if run.ranks.rank == 0 else None)
     assert all(module.training for module in run.model.modules())
     return [value.numpy().tobytes() for value in (*local_values(run.model), torch.get_rng_state())]
+
+
+def validation_changes_nothing(settings: dict[str, Any]) -> bool:
+    return train_and_validate(True, settings) == train_and_validate(False, settings)
 
 
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -97,44 +105,53 @@ def test_training_is_the_same_with_validation_and_without(
     ranks: int, settings: dict[str, Any]
 ) -> None:
     """Also after a step in which memory ran out: the ranks agree on what follows."""
-    without = run_ranks(train_and_validate, ranks, False, settings)
-    assert run_ranks(train_and_validate, ranks, True, settings) == without
+    assert run_ranks(validation_changes_nothing, ranks, settings) == [True] * ranks
 
 
-def losses_of_sizes(rows: int) -> list[float]:
-    run = Run(rows=rows, layers=2, dropout=0.3)
-    for number, size in enumerate((2, 1, 3, 8), start=1):
-        run.validation.size = size
-        run.validate(number)
-    return run.losses
+NUMBERS_OF_ROWS = (1, 2, 5)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_every_row_counts_once_on_any_number_of_ranks(rows: int) -> None:
-    (expected, *_), *_ = run_ranks(losses_of_sizes, 1, rows)
+def losses_of_sizes() -> list[list[float]]:
+    """For each number of rows, the losses in micro-batches of several sizes."""
+    losses = []
+    for rows in NUMBERS_OF_ROWS:
+        run = Run(rows=rows, layers=2, dropout=0.3)
+        for number, size in enumerate((2, 1, 3, 8), start=1):
+            run.validation.size = size
+            run.validate(number)
+        losses.append(run.losses)
+    return losses
+
+
+def test_every_row_counts_once_on_any_number_of_ranks() -> None:
+    [alone] = run_ranks(losses_of_sizes, 1)
     for ranks in (1, 2, 3):
-        for losses in run_ranks(losses_of_sizes, ranks, rows):
-            assert losses == pytest.approx([expected] * 4, rel=1e-6)
+        for found in run_ranks(losses_of_sizes, ranks) if ranks > 1 else [alone]:
+            for losses, (expected, *_) in zip(found, alone, strict=True):
+                assert losses == pytest.approx([expected] * 4, rel=1e-6)
 
 
-def fail_in_validation(stride: int, shard: int, recording: bool, settings: dict[str, Any]) -> int:
+def fail_in_validation(sample: Sample, recording: bool, settings: dict[str, Any]) -> int:
     """Run out of memory in validation on one rank after the other, and train after each; how often."""
     run = Run(layers=2, **settings)
     reference = Run(layers=2, **settings)
     gc.freeze()
-    operations = max(run.ranks.gather(run.validate(1, 0)))  # ranks that have no row left take fewer
+    with run.memory.fail_at(0) as fault:
+        run.validate(1)
+    operations = max(run.ranks.gather(fault.seen))  # ranks that have no row left take fewer
     reference.validate(1)
     (expected,) = run.losses
+    failures = fail_at_each(sample.of(operations), run.memory, run.ranks)
     failed = 0
-    for number, operation in enumerate(range(1 + shard % stride, operations + 1, stride), start=2):
+    for number, (_, _, failure) in enumerate(failures, start=2):
         if recording:
-            run = Run(layers=2, **settings)
+            run = Run(layers=2, memory=run.memory, **settings)
             reference = Run(layers=2, **settings)
         elif number == 2:
             run.validate(number)
-        victim = number % run.ranks.size
         run.validation.size = 2
-        run.validate(number, operation if run.ranks.rank == victim else None)
+        with failure:
+            run.validate(number)
         failed += run.validation.size == 1
         assert run.losses[-1] == pytest.approx(expected, rel=1e-6) or number > 2
         before = run.losses[-1]
@@ -161,11 +178,11 @@ FAILURES = [
 
 @pytest.mark.parametrize(("settings", "recording"), FAILURES)
 def test_one_rank_at_every_operation_of_validation(
-    settings: dict[str, Any], recording: bool, exhaustive: bool, shard: int
+    settings: dict[str, Any], recording: bool, sample: Sample
 ) -> None:
-    stride = 3 if exhaustive else 41
-    for failed in run_ranks(fail_in_validation, 2, stride, shard, recording, settings, timeout=300):
-        assert failed >= 150 // stride
+    sample = sample.every(exhaustive=3, quick=41)
+    for failed in run_ranks(fail_in_validation, 2, sample, recording, settings, timeout=300):
+        assert failed >= 70 // sample.stride
 
 
 def give_up(folder: Path) -> tuple[int, list[float], bool]:
@@ -174,7 +191,8 @@ def give_up(folder: Path) -> tuple[int, list[float], bool]:
     run.validation.size = 1
     run.validate(1)
     run.validate(2)
-    run.validate(3, operation=5)
+    with run.memory.fail_at(5):
+        run.validate(3)
     lost = run.train(1)
     run.validate(4)
     return run.validation.done, run.losses, lost

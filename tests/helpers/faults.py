@@ -1,28 +1,36 @@
-"""Out-of-memory errors at a chosen operation."""
+"""Out-of-memory errors at a chosen operation, or at one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.step.train_step import TrainStep
 
 
 class OutOfMemoryAt(TorchDispatchMode):
     """Raises ``torch.OutOfMemoryError`` at the n-th operation (never, if 0), and counts them all.
 
-    A collective counts twice: memory may run out just before it is launched, or while waiting for it. Not so
-    those by which ranks agree: they are of integers, on the host.
+    Only operations that allocate count, as memory runs out nowhere else: a view, an operation in place or the
+    value of a scalar needs none. A collective counts twice: memory may run out just before it is launched, or
+    while waiting for it. Not so those by which ranks agree: they are of integers, on the host.
+
+    Args:
+        operation: the one that raises.
+        everywhere: whether all operations count, and raise before they have done anything.
     """
 
-    def __init__(self, operation: int) -> None:
+    def __init__(self, operation: int, everywhere: bool = False) -> None:
         super().__init__()
         self.operation = operation
+        self.everywhere = everywhere
         self.seen = 0
         self.failed: Any = None  # the operation that raised
         self.collectives: list[int] = []  # which operations they are
@@ -31,10 +39,18 @@ class OutOfMemoryAt(TorchDispatchMode):
         if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func.namespace != "c10d":
+        if func.namespace == "c10d":
+            return self._communicate(func, args, kwargs)
+        if self.everywhere:
             self._count(func)
             return func(*args, **kwargs)
-        if not _is_of_floats(args):
+        result = func(*args, **kwargs)
+        if _allocates(result, args, kwargs):
+            self._count(func)
+        return result
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not any(tensor.is_floating_point() for tensor in _tensors(args)):
             return func(*args, **kwargs)
         self.collectives += [self.seen + 1, self.seen + 2]
         self._count(func)
@@ -49,9 +65,18 @@ class OutOfMemoryAt(TorchDispatchMode):
             raise torch.OutOfMemoryError(f"injected at operation {self.seen}, {func}")
 
 
-def _is_of_floats(arguments: Any) -> bool:
-    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
-    return any(tensor.is_floating_point() for tensor in tensors)
+def _allocates(result: Any, *arguments: Any) -> bool:
+    """Whether the result has memory that no argument has."""
+    made = {storage._cdata for storage in _storages(result) if storage.nbytes()}
+    return bool(made) and not made <= {storage._cdata for storage in _storages(arguments)}
+
+
+def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
+    return (tensor.untyped_storage() for tensor in _tensors(tree))
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 class FailingMemory(SimulatedMemory):
@@ -61,8 +86,9 @@ class FailingMemory(SimulatedMemory):
     and one that is looked at takes two or three times as long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, everywhere: bool = False) -> None:
         super().__init__(limit=None)
+        self.everywhere = everywhere
         self.fault: OutOfMemoryAt | None = None
         self.retried = 0
 
@@ -71,7 +97,7 @@ class FailingMemory(SimulatedMemory):
 
     def arm(self, operation: int | None) -> OutOfMemoryAt:
         """Fail at an operation from now on; 0: only count them; None: do not even look."""
-        fault = OutOfMemoryAt(operation or 0)
+        fault = OutOfMemoryAt(operation or 0, self.everywhere)
         self.fault = None if operation is None else fault
         return fault
 
@@ -89,3 +115,41 @@ class FailingMemory(SimulatedMemory):
         if self.fault is None or self.fault.failed is not None:
             return nullcontext()
         return self.fault
+
+
+class Failing(Protocol):
+    """What can fail at a chosen operation."""
+
+    def fail_at(self, operation: int | None) -> AbstractContextManager[Any]: ...
+
+
+def fail_at_each(
+    operations: Iterable[int], memory: Failing, ranks: Ranks, everyone: bool = False
+) -> Iterator[tuple[int, int, AbstractContextManager[Any]]]:
+    """Operations, the rank that fails at each (strides are primes, so ranks take turns), and the failure.
+
+    Every rank goes through the same ones, ``with failure`` around what shall fail. With ``everyone``, all
+    ranks fail.
+    """
+    for operation in operations:
+        victim = operation % ranks.size
+        here = everyone or victim == ranks.rank
+        yield operation, victim, memory.fail_at(operation if here else None)
+
+
+def survivable(
+    memory: FailingMemory, step: TrainStep, take: Callable[[], Any]
+) -> tuple[int, list[int]]:
+    """How many operations of a step can run out of memory and be survived; which of them are collectives."""
+    seen: list[int] = []
+    scale_gradients = step._scale_gradients
+
+    def scale_and_count(factor: float) -> None:
+        scale_gradients(factor)
+        seen.append(fault.seen)
+
+    step._scale_gradients = scale_and_count  # type: ignore[method-assign]
+    with memory.fail_at(0) as fault:
+        take()
+    del step._scale_gradients
+    return seen[0], fault.collectives

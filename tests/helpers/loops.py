@@ -14,7 +14,7 @@ import torch
 from torchtune.data import padded_collate_sft
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
-from tests.helpers.faults import FailingMemory
+from tests.helpers.faults import FailingMemory, survivable
 from tests.helpers.models import (
     VOCABULARY,
     adamw,
@@ -175,20 +175,10 @@ class Training:
         trained.parameters = local_values(self.model)
         return trained
 
-    def operations_before_the_optimizer(self) -> int:
+    def survivable(self) -> int:
         """How many operations of a step at the largest size can run out of memory and be survived."""
-        seen: list[int] = []
-        scale_gradients = self.step._scale_gradients
-
-        def scale_and_count(scale: float) -> None:
-            scale_gradients(scale)
-            seen.append(fault.seen)
-
-        self.step._scale_gradients = scale_and_count  # type: ignore[method-assign]
-        with self.memory.fail_at(0) as fault:
-            self.run(Sizes([self.split.micro_batch]))
-        self.step._scale_gradients = scale_gradients  # type: ignore[method-assign]
-        return seen[0]
+        largest = Sizes([self.split.micro_batch])
+        return survivable(self.memory, self.step, lambda: self.run(largest))[0]
 
 
 class _Watched(Loader):

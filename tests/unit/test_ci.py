@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,19 @@ def test_every_make_target_that_is_named_exists(path: str | Path) -> None:
     assert named and set(named) <= set(TARGETS)
 
 
+def test_the_exhaustive_jobs_are_together_make_test_all() -> None:
+    job = yaml.safe_load(WORKFLOW.read_text())["jobs"]["exhaustive"]
+    assert job["steps"][-1]["run"] == "make ${{ matrix.tests }} TIER=--exhaustive"
+    lanes = re.search(r"^LANES = .* (test-.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert lanes is not None and job["strategy"]["matrix"]["tests"] == lanes[1].split()
+
+
+def test_the_quick_job_runs_on_every_python_that_is_claimed() -> None:
+    job = yaml.safe_load(WORKFLOW.read_text())["jobs"]["quick"]
+    claimed = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert job["strategy"]["matrix"]["python"] == claimed
+
+
 @pytest.mark.parametrize("path", ["CONTRIBUTING.md", "Makefile"])
 def test_every_test_that_is_named_exists(path: str) -> None:
     named = re.findall(r"tests/[\w/]+\.py", (ROOT / path).read_text())
@@ -47,3 +62,11 @@ def test_the_workflow_tests_what_it_changes_to() -> None:
     pattern = re.search(r"s/(.*?)/", exchange)
     assert pattern is not None
     assert re.search(pattern[1], (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("category", [DeprecationWarning, SyntaxWarning])
+def test_an_invalid_escape_sequence_of_torchaos_does_not_end_a_run(category: type[Warning]) -> None:
+    """Python warns when it compiles the file: before 3.12 with one category, then with the other."""
+    for path, ignored in (("site-packages/torchao/nf4.py", True), ("tests/unit/test_ci.py", False)):
+        with nullcontext() if ignored else pytest.raises(category):
+            warnings.warn_explicit("invalid escape sequence", category, str(ROOT / path), 1)

@@ -269,7 +269,7 @@ def test_half_an_optimizer_step_cannot_be_discarded() -> None:
     memory = FailingMemory()
     step = step_of(model, adamw(model), memory=memory)
     step.forward_backward(batch())
-    with memory.fail_at(30), pytest.raises(StepHalfApplied, match="optimizer step"):
+    with memory.fail_at(20), pytest.raises(StepHalfApplied, match="optimizer step"):
         step.apply()
 
 
