@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.core.search.size_search import SizeSearch
 from torchtune_adaptive.core.search.strategies import Status
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.sizes.candidates import candidates
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.recipe.search.batch_size import possible_sizes, what_limits
+from torchtune_adaptive.recipe.search.size_search import SizeSearch
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 
 ABOUT = {"model": "a"}

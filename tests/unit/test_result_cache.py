@@ -19,11 +19,11 @@ from tests.helpers.ranks import Alone
 from torchtune_adaptive.common import cache as caching
 from torchtune_adaptive.common.cache import Cache, cache_folder
 from torchtune_adaptive.common.durable import atomically
-from torchtune_adaptive.core.search.size_search import SizeSearch
 from torchtune_adaptive.core.search.strategies import SearchResult, Status, Strategy
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.recipe import tiny
 from torchtune_adaptive.recipe.registry import find_config
+from torchtune_adaptive.recipe.search.size_search import SizeSearch
 from torchtune_adaptive.recipe.settings.adaptive import (
     BLOCK,
     AdaptiveSettings,

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.ranks.watchdog import Watchdog
     from torchtune_adaptive.core.search import timings
     from torchtune_adaptive.core.search.probe import Probe
-    from torchtune_adaptive.core.search.size_search import SizeSearch
     from torchtune_adaptive.core.search.strategies import (
         SearchResult,
         Status,

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass
 from omegaconf import DictConfig
 
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.core import Rounding, SearchResult, SizeSearch, SizeTrial, Split, candidates
+from torchtune_adaptive.core import Rounding, SearchResult, SizeTrial, Split, candidates
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.size_report import SearchReport
+from torchtune_adaptive.recipe.search.size_search import SizeSearch
 from torchtune_adaptive.recipe.search.validation_size import fit_validation
 from torchtune_adaptive.recipe.search.worst_case import WorstCase
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings

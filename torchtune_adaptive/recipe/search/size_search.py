@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchtune_adaptive.common import Cache, cache_folder
-from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.core.search.strategies import SearchResult, Status, Strategy, find_largest
-from torchtune_adaptive.core.search.trial import SizeTrial
+from torchtune_adaptive.core import Ranks, SearchResult, SizeTrial, Status, Strategy, find_largest
 
 log = logging.getLogger(__name__)
 
