@@ -67,6 +67,7 @@ class StepDone:
 
 
 StepOutcome = StepDone | StepLost
+"""What became of a step; ``lost`` tells which."""
 
 
 class Total(IntEnum):
