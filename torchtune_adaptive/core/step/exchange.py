@@ -69,6 +69,7 @@ class StepDone:
 
 
 StepOutcome = StepDone | StepLost
+"""What became of a step; ``lost`` tells which."""
 
 
 class Total(IntEnum):

@@ -73,9 +73,9 @@ class Failures:
     def begin(self) -> None:
         """A step begins."""
         self.here: str | None = None
-        """The phase in which this rank ran out of memory."""
+        """The phase in which this rank ran out of memory, if it did."""
         self.known = False
-        """A rank ran out of memory, and every rank knows."""
+        """Whether a rank ran out of memory and every rank knows."""
 
     @property
     def none(self) -> bool:

@@ -267,8 +267,8 @@ class TrainStep:
         outcome = self._agree(self._reduced())
         if outcome.lost:
             return outcome
-        factor = self._scaling.factor(outcome.weight, outcome.gradient_norm)
         scale = self.options.loss_scale
+        factor = self._scaling.factor(outcome.weight, outcome.gradient_norm)  # before it changes
         if scale is not None and not even_if_overflow:
             scale.update(outcome.overflow)
             if outcome.overflow:
@@ -300,7 +300,7 @@ class TrainStep:
         return failures.attempt("gradient norm", self._squared_gradient_norm)
 
     def _agree(self, squared_norm: torch.Tensor | None = None) -> StepOutcome:
-        """What the step did on all ranks; where one of them has failed, nothing is left of it."""
+        """What the step did on all ranks; if one of them has failed, nothing is left of it."""
         if not self._failures.known:
             done = self._exchange.run(not self._failures.none, squared_norm)
             if done is not None:
