@@ -30,15 +30,20 @@ def forget_the_sequence(step: AdaptiveStep) -> None:
 
 
 def fail_in_steps(
-    way: str, recording: bool, sample: Sample | None, settings: dict[str, Any]
+    way: str,
+    recording: bool,
+    sample: Sample,
+    settings: dict[str, Any],
+    only_collectives: bool = False,
 ) -> Counter[str]:
     """Fail at operations of a step of two rows, on one rank after the other; it is retried with one row.
 
     Args:
         way: how the model is spread over the ranks.
         recording: whether the ranks agree before each collective.
-        sample: of operations; None: collectives only.
+        sample: of operations.
         settings: of the step.
+        only_collectives: whether those are all.
     """
     run, memory = failing(way, max_grad_norm=1.0, **settings)
     step, ranks = run.step, run.step.ranks
@@ -51,7 +56,8 @@ def fail_in_steps(
     snapshot.restore()
     last, collectives = survivable(memory, step.train_step, lambda: step(rows, collate, 2))
     snapshot.restore()
-    operations = sample.of(last) if sample else collectives
+    every = collectives if only_collectives else range(1, last + 1)
+    operations = [every[number - 1] for number in sample.of(len(every))]
     counts: Counter[str] = Counter()
     for _, _, failure in fail_at_each(operations, memory, ranks):
         step._begin(2)
@@ -106,13 +112,14 @@ def test_memory_runs_out_at_every_operation(
 @pytest.mark.parametrize("recording", [False, True], ids=["recorded", "while recording"])
 @pytest.mark.parametrize(("way", "ranks"), [("fsdp", 2), ("hsdp", 4)])
 def test_memory_runs_out_before_and_after_the_launch_of_each_collective(
-    way: str, ranks: int, recording: bool
+    way: str, ranks: int, recording: bool, sample: Sample
 ) -> None:
     """Whether the rank has launched a collective decides whether the others wait for it."""
-    counts = run_ranks(fail_in_steps, ranks, way, recording, None, {})
+    sample = sample.every(exhaustive=1, quick=5)
+    counts = run_ranks(fail_in_steps, ranks, way, recording, sample, {}, True)
     launches = {"fsdp": 4 + 2, "hsdp": 4 + 2 + 2}[way]  # gather each layer twice, reduce it
     for count in counts:
-        assert count["retried"] == count["tried"] == 2 * launches
+        assert count["retried"] == count["tried"] == len(sample.of(2 * launches))
         assert count["wrong"] == 0
 
 

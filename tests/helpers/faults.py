@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.device.simulated import SimulatedMemory, _follow_resizing
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.step.train_step import TrainStep
 
@@ -19,8 +19,9 @@ class OutOfMemoryAt(TorchDispatchMode):
     """Raises ``torch.OutOfMemoryError`` at the n-th operation (never, if 0), and counts them all.
 
     Only operations that allocate count, as memory runs out nowhere else: a view, an operation in place or the
-    value of a scalar needs none. A collective counts twice: memory may run out just before it is launched, or
-    while waiting for it. Not so those by which ranks agree: they are of integers, on the host.
+    value of a scalar needs none. Enlarging a storage, as FSDP does, counts as well, and a collective twice:
+    memory may run out just before it is launched, or while waiting for it. Not so those by which ranks agree:
+    they are of integers, on the host.
 
     Args:
         operation: the one that raises.
@@ -42,23 +43,23 @@ class OutOfMemoryAt(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
         if self.everywhere:
-            self._count(func)
+            self.count(func)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if _allocates(result, args, kwargs):
-            self._count(func)
+            self.count(func)
         return result
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not any(tensor.is_floating_point() for tensor in _tensors(args)):
             return func(*args, **kwargs)
         self.collectives += [self.seen + 1, self.seen + 2]
-        self._count(func)
+        self.count(func)
         result = func(*args, **kwargs)
-        self._count(func)
+        self.count(func)
         return result
 
-    def _count(self, func: Any) -> None:
+    def count(self, func: Any) -> None:
         self.seen += 1
         if self.seen == self.operation:
             self.failed = func
@@ -111,10 +112,19 @@ class FailingMemory(SimulatedMemory):
     def capped(self, limit: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def running(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def running(self) -> Iterator[None]:
         if self.fault is None or self.fault.failed is not None:
-            return nullcontext()
-        return self.fault
+            yield
+            return
+        with _follow_resizing(self), self.fault:
+            yield
+
+    def check(self, extra: int = 0) -> None:
+        if extra > 0 and self.fault is not None:
+            self.fault.count(torch.UntypedStorage.resize_)
+
+    def count(self, storage: torch.UntypedStorage) -> None: ...
 
 
 class Failing(Protocol):

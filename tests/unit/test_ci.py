@@ -31,7 +31,9 @@ def test_every_make_target_that_is_named_exists(path: str | Path) -> None:
 def test_the_exhaustive_jobs_are_together_make_test_all() -> None:
     job = yaml.safe_load(WORKFLOW.read_text())["jobs"]["exhaustive"]
     assert job["steps"][-1]["run"] == "make ${{ matrix.tests }} TIER=--exhaustive"
-    lanes = re.search(r"^LANES = .* (test-.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    lanes = re.search(
+        r"^LANES = .*?((?: test-\w+)+)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
     assert lanes is not None and job["strategy"]["matrix"]["tests"] == lanes[1].split()
 
 
