@@ -22,9 +22,9 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.core.device.memory import DeviceMemory, is_out_of_memory
 from torchtune_adaptive.core.device.select import device_memory
-from torchtune_adaptive.core.step.knobs import Choice
+from torchtune_adaptive.core.step.knobs import MICRO_BATCH, Choice
 from torchtune_adaptive.core.step.train_step import TrainStep
-from torchtune_adaptive.recipe.settings.knob_table import MICRO_BATCH, choices, configured_choice
+from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 
 ROUNDS, STEPS = 4, 2
 """Of the measurements; every second round is one half of them."""

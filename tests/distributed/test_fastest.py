@@ -23,7 +23,7 @@ from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
 from torchtune_adaptive.core.sizes.loader import SampleOrder
 from torchtune_adaptive.core.sizes.split import Split
-from torchtune_adaptive.core.step.knobs import CHECKPOINT, Choice
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, MICRO_BATCH, Choice
 from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
@@ -31,7 +31,7 @@ from torchtune_adaptive.recipe.search.fastest_report import FastestReport
 from torchtune_adaptive.recipe.search.fastest_search import _Trials, find_fastest, possible_choices
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
-from torchtune_adaptive.recipe.settings.knob_table import MICRO_BATCH, changes
+from torchtune_adaptive.recipe.settings.knob_table import changes
 
 ROWS = 4
 LENGTH = 24

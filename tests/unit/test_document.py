@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from torchtune_adaptive.common.document import (
     Block,
     Drawing,
@@ -11,7 +9,6 @@ from torchtune_adaptive.common.document import (
     Paragraph,
     Table,
     Verbatim,
-    as_json,
     as_markdown,
     as_page,
     as_text,
@@ -57,16 +54,3 @@ def test_html() -> None:
         '<p class="note">There is no plot',
     ):
         assert part in html, part
-
-
-def test_json() -> None:
-    found = json.loads(as_json(BLOCKS))
-    assert [each["block"] for each in found] == [
-        "Paragraph",
-        "Listing",
-        "Table",
-        "Table",
-        "Verbatim",
-    ]
-    assert found[1] == {"block": "Listing", "title": "Changes", "items": ["a -> b"]}
-    assert found[2]["rows"] == [["1", "2 GiB"], ["2", "3|4"]] and found[2]["right"] == [1]

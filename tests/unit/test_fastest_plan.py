@@ -15,21 +15,21 @@ from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, f
 from torchtune_adaptive.cli.speed_report import Job, job
 from torchtune_adaptive.common.document import as_text
 from torchtune_adaptive.common.errors import ConfigError
-from torchtune_adaptive.core.step.knobs import CHECKPOINT, CHUNKED, LOSS
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, CHUNKED, LOSS, MICRO_BATCH
 from torchtune_adaptive.planner.workers import processes
 from torchtune_adaptive.recipe.plan.candidates import (
     Candidate,
-    Steps,
     chosen,
     merged,
     other_builds,
     rank_candidates,
+    steps_of,
     traced_until_one_fits,
 )
 from torchtune_adaptive.recipe.plan.predict import Query, predict
 from torchtune_adaptive.recipe.plan.request import PlanRequest, plan_request
 from torchtune_adaptive.recipe.registry import load_config, with_overrides
-from torchtune_adaptive.recipe.settings.knob_table import MICRO_BATCH, WHOLE, choices
+from torchtune_adaptive.recipe.settings.knob_table import WHOLE, choices
 
 LIMITS = 48
 MAY_CHANGE = ("adaptive_batching.checkpoint", "batch_size")
@@ -45,7 +45,7 @@ def choices_at_many_limits(query: Query) -> tuple[list[tuple[float, int]], list[
     """Seconds and peak of every candidate, each traced; and what is chosen at each limit."""
     cfg = OmegaConf.create(query.cfg)
     candidates = choices(cfg, 1, MAY_CHANGE, switches_only=True)  # type: ignore[arg-type]
-    steps = Steps(query, query.traces(), candidates[0], many_sizes=True)
+    steps = steps_of(query, candidates, query.traces())
     ranked, estimated = steps.ranked(candidates)
     every = [steps.traced(one) for one in candidates]
     peaks = sorted(one.reserved for one in every)
@@ -73,9 +73,9 @@ def test_the_choice_equals_brute_force_at_every_limit() -> None:
 
 def estimates_and_traces(query: Query) -> list[tuple[Any, float, float]]:
     candidates = choices(OmegaConf.create(query.cfg), 1, "rounding", switches_only=True)  # type: ignore[arg-type]
-    steps = Steps(query, query.traces(), candidates[0], many_sizes=False)
     some = {MICRO_BATCH: (4,), CHECKPOINT: ("none", "operations")}
     alike = [one for one in candidates if all(one[key] in some[key] for key in some)]
+    steps = steps_of(query, alike, query.traces())
     return [(one, steps.estimated_seconds(one), steps.traced(one).seconds) for one in alike]
 
 

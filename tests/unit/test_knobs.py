@@ -9,7 +9,14 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common.errors import ConfigError
-from torchtune_adaptive.core.step.knobs import CHECKPOINT, LOSS, OFFLOADING, RECOMPUTE_LOSS, Choice
+from torchtune_adaptive.core.step.knobs import (
+    CHECKPOINT,
+    LOSS,
+    MICRO_BATCH,
+    OFFLOADING,
+    RECOMPUTE_LOSS,
+    Choice,
+)
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check
@@ -17,7 +24,6 @@ from torchtune_adaptive.recipe.settings.kinds import KINDS, kind_of
 from torchtune_adaptive.recipe.settings.knob_table import (
     ACCUMULATION,
     KNOBS,
-    MICRO_BATCH,
     WHOLE,
     changes,
     choices,

@@ -22,12 +22,13 @@ from torchtune_adaptive.common.errors import CheckpointError, RankLost
 from torchtune_adaptive.core.sizes.micro_batches import ByTokens
 from torchtune_adaptive.core.sizes.packing import Budget
 from torchtune_adaptive.core.sizes.split import Split
+from torchtune_adaptive.core.step.knobs import MICRO_BATCH
 from torchtune_adaptive.recipe.record import CONFIG_NAME, REPORT_NAME, Record
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport, LengthTrial, Throughput
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kinds import FOUND, KINDS
-from torchtune_adaptive.recipe.settings.knob_table import MICRO_BATCH, choices, configured_choice
+from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME, Events
 from torchtune_adaptive.recipe.train.instruments import History, Point
 from torchtune_adaptive.recipe.train.metrics import Summary, Trained

@@ -5,7 +5,6 @@ The page needs nothing but itself: no script, no style sheet, no font from elsew
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,14 +59,6 @@ def as_text(blocks: Iterable[Block]) -> str:
 def as_markdown(blocks: Iterable[Block]) -> str:
     """GitHub's Markdown, with an empty line after each block."""
     return "".join(f"{line}\n" for block in blocks for line in (*block.markdown(), ""))
-
-
-def as_json(blocks: Iterable[Block]) -> str:
-    """JSON with the fields of each block; figures are left out."""
-    shown = [block for block in blocks if not isinstance(block, Drawing)]
-    return json.dumps(
-        [{"block": type(each).__name__, **vars(each)} for each in shown], default=list
-    )
 
 
 def as_page(title: str, sections: Mapping[str, Iterable[Block]]) -> str:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         CHUNKED,
         COMPILE,
         LOSS,
+        MICRO_BATCH,
         OFFLOADING,
         RECOMPUTE_LOSS,
         RESHARD,

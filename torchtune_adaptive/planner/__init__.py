@@ -16,18 +16,8 @@ if TYPE_CHECKING:
     from torchtune_adaptive.planner.memory.planned import gpu_limits, planned_gpu
     from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
     from torchtune_adaptive.planner.speed.devices import Speeds
-    from torchtune_adaptive.planner.speed.operations import (
-        ATTENTION,
-        ELSEWHERE,
-        GEMM,
-        DifferentOperations,
-        Operation,
-        StepOperations,
-        at_rows,
-    )
-    from torchtune_adaptive.planner.speed.replay import host_seconds_to_repeat, step_time
-    from torchtune_adaptive.planner.speed.roofline import seconds
     from torchtune_adaptive.planner.speed.speed import Pace, Speed
+    from torchtune_adaptive.planner.steps_by_choice import StepsByChoice, TracedStep
     from torchtune_adaptive.planner.trace import fake_device
     from torchtune_adaptive.planner.trace.recorder import check_sums, no_prediction
     from torchtune_adaptive.planner.trace.step_tracer import StepTracer

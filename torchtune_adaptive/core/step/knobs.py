@@ -14,6 +14,7 @@ OFFLOADING = "enable_activation_offloading"
 RESHARD = "fsdp_reshard_after_forward"
 LOSS = "loss._component_"
 COMPILE = "compile"
+MICRO_BATCH = "batch_size"
 
 CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
 

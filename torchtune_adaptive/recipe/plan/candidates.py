@@ -1,9 +1,7 @@
 """The fastest configuration of the same training: candidates by predicted speed, pruned by memory.
 
-Tracing every candidate would take minutes. What a candidate's step takes is first estimated: steps that
-repeat less follow from the one that repeats everything, by leaving operations out, and the other knobs are
-taken to add up. Then candidates are traced themselves, from the one that should be fastest, until one fits
-that no other can beat.
+Tracing every candidate would take minutes. What a candidate's step takes is first estimated. Then candidates
+are traced themselves, from the one that should be fastest, until one fits that no other can beat.
 """
 
 from __future__ import annotations
@@ -15,33 +13,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.core import (
-    CHECKPOINT,
-    LOSS,
-    OFFLOADING,
-    RECOMPUTE_LOSS,
-    RESHARD,
-    Choice,
-)
-from torchtune_adaptive.planner import (
-    ATTENTION,
-    ELSEWHERE,
-    GEMM,
-    DifferentOperations,
-    Operation,
-    StepOperations,
-    TracedRun,
-    at_rows,
-    host_seconds_to_repeat,
-    peak,
-    step_time,
-)
-from torchtune_adaptive.planner import seconds as seconds_of
+from torchtune_adaptive.core import LOSS, MICRO_BATCH, Choice
+from torchtune_adaptive.planner import StepsByChoice, TracedStep
 from torchtune_adaptive.recipe.plan.predict import Prediction, Query
 from torchtune_adaptive.recipe.settings.knob_table import (
     KNOBS,
     KNOBS_BY_KEY,
-    MICRO_BATCH,
     Change,
     choices,
     configured_choice,
@@ -58,8 +35,6 @@ _SAME = 0.002
 """A smaller gain is none."""
 _HOPELESS = 1.12
 """Estimated peaks above so many times the usable memory are not."""
-_OFFLOADING_COSTS = 1.05
-"""Estimate; a candidate that offloads is traced before it is chosen."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +52,6 @@ class Candidate:
     """The peak, if it was traced."""
     fits: bool | None
     """None if nothing was traced that tells."""
-
-
-@dataclass(frozen=True)
-class _Traced:
-    choice: Choice
-    seconds: float
-    reserved: int
 
 
 def rank_candidates(
@@ -109,21 +77,35 @@ def rank_candidates(
     assert isinstance(cfg, DictConfig)
     own, *others = choices(cfg, query.ranks, may_change, switches_only=True)
     traces = traces or query.traces()
-    steps = Steps(query, traces, own, many_sizes=MICRO_BATCH in _varied([own, *others]))
+    steps = steps_of(query, [own, *others], traces)
     ranked, estimated = steps.ranked([own, *others])
     traced = traced_until_one_fits(steps, ranked, estimated, query.device.usable_bytes)
     traces.remember()
     return [_candidate(query, cfg, one, estimated, traced) for one in ranked]
 
 
+def steps_of(query: Query, all_choices: list[Choice], traces: Traces) -> StepsByChoice:
+    """What the query's steps take with each choice, its own the first."""
+    assert query.pace is not None
+    return StepsByChoice(
+        traces,
+        all_choices,
+        rows=query.rows,
+        length=query.length,
+        rows_per_step=query.rows_per_step,
+        device=query.device,
+        pace=replace(query.pace, ranks=query.ranks),
+    )
+
+
 def traced_until_one_fits(
-    steps: Steps, ranked: list[Choice], estimated: dict[Choice, float], usable_bytes: int
-) -> dict[Choice, _Traced]:
+    steps: StepsByChoice, ranked: list[Choice], estimated: dict[Choice, float], usable_bytes: int
+) -> dict[Choice, TracedStep]:
     """Trace candidates, from the one that should be fastest, until no other can beat one that fits."""
-    traced: dict[Choice, _Traced] = {}
+    traced: dict[Choice, TracedStep] = {}
     best: float | None = None
     too_large = [one.choice for one in steps.leanest if one.reserved > usable_bytes]
-    if MICRO_BATCH in _varied(ranked):
+    if steps.many_sizes:
         too_large += _sizes_that_are_too_large(steps, ranked, usable_bytes)
     for one in ranked:
         if best is not None and estimated[one] > best * (1 + _CLOSE):
@@ -144,7 +126,7 @@ def traced_until_one_fits(
 
 
 def _sizes_that_are_too_large(
-    steps: Steps, ranked: list[Choice], usable_bytes: int
+    steps: StepsByChoice, ranked: list[Choice], usable_bytes: int
 ) -> list[Choice]:
     """By loss, what needs least memory of the smallest micro-batch of which nothing fits."""
     found = []
@@ -163,7 +145,7 @@ def _candidate(
     cfg: DictConfig,
     choice: Choice,
     estimated: dict[Choice, float],
-    traced: dict[Choice, _Traced],
+    traced: dict[Choice, TracedStep],
 ) -> Candidate:
     changed: Any = OmegaConf.to_container(with_choice(cfg, query.ranks, choice), resolve=True)
     found = traced.get(choice)
@@ -177,171 +159,6 @@ def _candidate(
         reserved=found.reserved if found else None,
         fits=found.reserved <= query.device.usable_bytes if found else None,
     )
-
-
-class Steps:
-    """The steps of one model with other values of its switches: traced, or estimated.
-
-    Args:
-        query: the config.
-        traces: its traces.
-        own: its choice.
-        many_sizes: whether there are candidates with other micro-batches.
-    """
-
-    def __init__(self, query: Query, traces: Traces, own: Choice, many_sizes: bool) -> None:
-        self.query = query
-        self._traces = traces
-        self._own = own
-        self._many_sizes = many_sizes
-        self._rows = query.rows_per_step
-        self._beginning = traces.start_up(query.length)
-        self._bases: dict[tuple[Any, ...], tuple[StepOperations, float]] = {}
-        self.leanest: list[_Traced] = []
-        """Steps that repeat all they can, where they had to be traced."""
-        self._exact: dict[Choice, _Traced] = {}
-
-    # --- traced ---------------------------------------------------------------------------------
-
-    def traced(self, choice: Choice) -> _Traced:
-        """What a step takes, from a trace of that very step."""
-        if choice not in self._exact:
-            size, length = self._size(choice), self.query.length
-            micro_batches = self._rows // size
-            step = self._traces.step(size, length, choice, min(2, micro_batches))
-            reserved = peak(self._beginning, step, size, length, self.query.device).reserved
-            assert step.operations is not None
-            seconds = self._replayed(step.operations, micro_batches)
-            self._exact[choice] = _Traced(choice, seconds, reserved)
-        return self._exact[choice]
-
-    def _size(self, choice: Choice) -> int:
-        return int(choice.get(MICRO_BATCH, self.query.rows))
-
-    def _replayed(self, step: StepOperations, micro_batches: int) -> float:
-        pace = self.query.pace
-        assert pace is not None
-        time = step_time(step, pace.speeds, self.query.ranks, micro_batches, pace.compiled)
-        return time.seconds * (pace.correction or 1.0)
-
-    # --- estimated ------------------------------------------------------------------------------
-
-    def ranked(self, candidates: list[Choice]) -> tuple[list[Choice], dict[Choice, float]]:
-        """The candidates from the one that should be fastest, and the seconds of each."""
-        estimated = {one: self.estimated_seconds(one) for one in candidates}
-        return sorted(candidates, key=lambda one: estimated[one]), estimated
-
-    def estimated_seconds(self, choice: Choice) -> float:
-        """What a step should take."""
-        size = self._size(choice)
-        # Only a loss in chunks can be repeated, so what is not repeated depends on the loss.
-        step, lean = self._base(size, *self._changed(choice, LOSS))
-        found = lean - self._rows // size * self._not_repeated(step, choice)
-        if change := self._changed(choice, RESHARD):
-            found += self._base(size, *change)[1] - self._base(size)[1]
-        return found * (_OFFLOADING_COSTS if choice.get(OFFLOADING) else 1.0)
-
-    def _changed(self, choice: Choice, key: str) -> tuple[Any, ...]:
-        """The knob and its value, if it is not the config's own."""
-        return (key, choice[key]) if choice.get(key) != self._own.get(key) else ()
-
-    def _base(self, size: int, *change: Any) -> tuple[StepOperations, float]:
-        """The step that repeats all it can, with at most one other knob changed; and its seconds."""
-        if (size, *change) not in self._bases:
-            choice = self._own | {CHECKPOINT: "all"} | dict([change] if change else [])
-            if RECOMPUTE_LOSS in choice:
-                choice |= {RECOMPUTE_LOSS: "Chunked" in str(choice.get(LOSS, "Chunked"))}
-            if choice.get(OFFLOADING):
-                choice |= {OFFLOADING: False}
-            if not self._many_sizes:
-                self.leanest.append(self.traced(choice))
-            step = self._operations(choice, size)
-            self._bases[size, *change] = (step, self._replayed(step, self._rows // size))
-        return self._bases[size, *change]
-
-    def _operations(self, choice: Choice, size: int) -> StepOperations:
-        def noted(rows: int) -> StepOperations:
-            count = 2 if self._many_sizes else min(2, self._rows // size)
-            found = self._traces.step(rows, self.query.length, choice, count).operations
-            assert found is not None
-            return found
-
-        few, many = TracedRun.ROWS
-        if not self._many_sizes or size < few:
-            return noted(size)
-        try:
-            return at_rows(noted(few), noted(many), (size - few) / (many - few))
-        except DifferentOperations:
-            return noted(size)
-
-    def _not_repeated(self, step: StepOperations, choice: Choice) -> float:
-        """Seconds of a micro-batch's operations that the step repeats, and the choice does not."""
-        pace = self.query.pace
-        assert pace is not None
-        last = step.micro_batches[-1]
-        saved = sum(
-            seconds_of(one, pace.speeds, self.query.ranks, pace.compiled)
-            for one in last
-            if one.repeats and not _repeats(one, choice)
-        )
-        if pace.speeds.is_host:  # elsewhere the device is busy meanwhile
-            saved += host_seconds_to_repeat(last, pace.speeds, False)
-            repeated = (one for one in last if not one.repeats or _repeats(one, choice))
-            by_operation = choice[CHECKPOINT] == "operations"
-            saved -= host_seconds_to_repeat(repeated, pace.speeds, by_operation)
-        return (pace.correction or 1.0) * saved
-
-    def estimated_peak(self, choice: Choice, traced: Iterable[_Traced]) -> float | None:
-        """The peak, if it lies between two that are known: of a step that keeps more layers' activations and
-        is otherwise the same, and of one that keeps fewer."""
-        kept = _kept(choice)
-        if kept is None:
-            return None
-        known = [(_kept(one.choice), one) for one in (*self.leanest, *traced)]
-        more = [
-            (share, one.reserved)
-            for share, one in known
-            if share is not None
-            and share >= kept
-            and _differ_only_in(one.choice, choice, CHECKPOINT)
-        ]
-        fewer = [
-            (share, one.reserved)
-            for share, one in known
-            if share is not None
-            and share < kept
-            and _differ_only_in(one.choice, choice, CHECKPOINT, RECOMPUTE_LOSS)
-        ]
-        if not more or not fewer:
-            return None
-        (high, most), (low, least) = min(more), max(fewer)
-        return least + (most - least) * (kept - low) / (high - low)
-
-
-def _differ_only_in(one: Choice, other: Choice, *keys: str) -> bool:
-    return all(one[key] == value or key in keys for key, value in other.items())
-
-
-def _repeats(one: Operation, choice: Choice) -> bool:
-    """Whether a step with this choice has an operation of the one that repeats all it can."""
-    if one.repeats == ELSEWHERE:
-        return bool(choice.get(RECOMPUTE_LOSS, True))
-    if choice[CHECKPOINT] == "operations":
-        return one.kind not in (GEMM, ATTENTION)
-    every = choice.checkpoints_every
-    return every is not None and one.repeats % every == 0
-
-
-def _kept(choice: Choice) -> float | None:
-    """The share of layers whose activations are kept, if each is kept as a whole or not."""
-    if choice[CHECKPOINT] == "operations":
-        return None
-    every = choice.checkpoints_every
-    return 1.0 if every is None else 1.0 - 1.0 / every
-
-
-def _varied(all_choices: list[Choice]) -> set[str]:
-    return {key for one in all_choices for key in one if one[key] != all_choices[0][key]}
 
 
 # --- what needs another model to be built ---------------------------------------------------------

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import (
     CHECKPOINT,
+    MICRO_BATCH,
     ByRows,
     Choice,
     Probe,
@@ -29,7 +30,6 @@ from torchtune_adaptive.recipe.search.worst_case import WorstCase
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.knob_table import (
     KNOBS_BY_KEY,
-    MICRO_BATCH,
     choices,
     may_be_changed,
     rough_cost,

@@ -19,6 +19,7 @@ from torchtune_adaptive.core import (
     CHUNKED,
     COMPILE,
     LOSS,
+    MICRO_BATCH,
     OFFLOADING,
     RECOMPUTE_LOSS,
     RESHARD,
@@ -32,7 +33,6 @@ Config = DictConfig | Mapping[str, Any]
 WHOLE = "torch.nn.CrossEntropyLoss"
 
 SHARDED_LAYERS = "custom_sharded_layers"
-MICRO_BATCH = "batch_size"
 ACCUMULATION = "gradient_accumulation_steps"
 FUSED = "optimizer.fused"
 

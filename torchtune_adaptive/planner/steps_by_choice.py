@@ -1,0 +1,231 @@
+"""What the steps of one model take with other values of its knobs: traced, or estimated from few traces.
+
+Steps that repeat less follow from the one that repeats everything, by leaving operations out, and the other
+knobs are taken to add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torchtune_adaptive.core import (
+    CHECKPOINT,
+    LOSS,
+    MICRO_BATCH,
+    OFFLOADING,
+    RECOMPUTE_LOSS,
+    RESHARD,
+    Choice,
+)
+from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp, peak
+from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
+from torchtune_adaptive.planner.speed.operations import (
+    ATTENTION,
+    ELSEWHERE,
+    GEMM,
+    DifferentOperations,
+    Operation,
+    StepOperations,
+    at_rows,
+)
+from torchtune_adaptive.planner.speed.replay import host_seconds_to_repeat, step_time
+from torchtune_adaptive.planner.speed.roofline import seconds as seconds_of
+from torchtune_adaptive.planner.speed.speed import Pace
+from torchtune_adaptive.planner.traced_run import TracedRun
+
+_OFFLOADING_COSTS = 1.05
+"""Estimate; a candidate that offloads is traced before it is chosen."""
+
+
+class Traces(Protocol):
+    """Steps of one run on one rank, with any choice of its knobs."""
+
+    def start_up(self, length: int) -> StartUp: ...
+
+    def step(
+        self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
+    ) -> RecordedStep: ...
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """What a step takes, from a trace of it."""
+
+    choice: Choice
+    seconds: float
+    reserved: int
+
+
+class StepsByChoice:
+    """The steps of one model with other values of its switches: traced, or estimated.
+
+    Args:
+        traces: traces of the model's steps.
+        choices: the candidates, the model's own first.
+        rows: the rows in its own micro-batch.
+        length: the length of each row.
+        rows_per_step: the rows of each rank in a step.
+        device: the device's memory.
+        pace: its speed.
+    """
+
+    def __init__(
+        self,
+        traces: Traces,
+        choices: Sequence[Choice],
+        *,
+        rows: int,
+        length: int,
+        rows_per_step: int,
+        device: DeviceLimits,
+        pace: Pace,
+    ) -> None:
+        self._traces, self._own = traces, choices[0]
+        self._rows, self._length, self._rows_per_step = rows, length, rows_per_step
+        self._device, self._pace = device, pace
+        sizes = {one.get(MICRO_BATCH) for one in choices}
+        self.many_sizes = len(sizes) > 1
+        """Whether there are candidates with other micro-batches."""
+        self._beginning = traces.start_up(length)
+        self._bases: dict[tuple[Any, ...], tuple[StepOperations, float]] = {}
+        self.leanest: list[TracedStep] = []
+        """Steps that repeat all they can, where they had to be traced."""
+        self._exact: dict[Choice, TracedStep] = {}
+
+    # --- traced ---------------------------------------------------------------------------------
+
+    def traced(self, choice: Choice) -> TracedStep:
+        """What a step takes, from a trace of that very step."""
+        if choice not in self._exact:
+            size, length = self._size(choice), self._length
+            micro_batches = self._rows_per_step // size
+            step = self._traces.step(size, length, choice, min(2, micro_batches))
+            reserved = peak(self._beginning, step, size, length, self._device).reserved
+            assert step.operations is not None
+            seconds = self._replayed(step.operations, micro_batches)
+            self._exact[choice] = TracedStep(choice, seconds, reserved)
+        return self._exact[choice]
+
+    def _size(self, choice: Choice) -> int:
+        return int(choice.get(MICRO_BATCH, self._rows))
+
+    def _replayed(self, step: StepOperations, micro_batches: int) -> float:
+        pace = self._pace
+        time = step_time(step, pace.speeds, pace.ranks, micro_batches, pace.compiled)
+        return time.seconds * (pace.correction or 1.0)
+
+    # --- estimated ------------------------------------------------------------------------------
+
+    def ranked(self, candidates: list[Choice]) -> tuple[list[Choice], dict[Choice, float]]:
+        """The candidates from the one that should be fastest, and the seconds of each."""
+        estimated = {one: self.estimated_seconds(one) for one in candidates}
+        return sorted(candidates, key=lambda one: estimated[one]), estimated
+
+    def estimated_seconds(self, choice: Choice) -> float:
+        """What a step should take."""
+        size = self._size(choice)
+        # Only a loss in chunks can be repeated, so what is not repeated depends on the loss.
+        step, lean = self._base(size, *self._changed(choice, LOSS))
+        found = lean - self._rows_per_step // size * self._not_repeated(step, choice)
+        if change := self._changed(choice, RESHARD):
+            found += self._base(size, *change)[1] - self._base(size)[1]
+        return found * (_OFFLOADING_COSTS if choice.get(OFFLOADING) else 1.0)
+
+    def _changed(self, choice: Choice, key: str) -> tuple[Any, ...]:
+        """The knob and its value, if it is not the config's own."""
+        return (key, choice[key]) if choice.get(key) != self._own.get(key) else ()
+
+    def _base(self, size: int, *change: Any) -> tuple[StepOperations, float]:
+        """The step that repeats all it can, with at most one other knob changed; and its seconds."""
+        if (size, *change) not in self._bases:
+            choice = self._own | {CHECKPOINT: "all"} | dict([change] if change else [])
+            if RECOMPUTE_LOSS in choice:
+                choice |= {RECOMPUTE_LOSS: "Chunked" in str(choice.get(LOSS, "Chunked"))}
+            if choice.get(OFFLOADING):
+                choice |= {OFFLOADING: False}
+            if not self.many_sizes:
+                self.leanest.append(self.traced(choice))
+            step = self._operations(choice, size)
+            self._bases[size, *change] = (step, self._replayed(step, self._rows_per_step // size))
+        return self._bases[size, *change]
+
+    def _operations(self, choice: Choice, size: int) -> StepOperations:
+        def noted(rows: int) -> StepOperations:
+            count = 2 if self.many_sizes else min(2, self._rows_per_step // size)
+            found = self._traces.step(rows, self._length, choice, count).operations
+            assert found is not None
+            return found
+
+        few, many = TracedRun.ROWS
+        if not self.many_sizes or size < few:
+            return noted(size)
+        try:
+            return at_rows(noted(few), noted(many), (size - few) / (many - few))
+        except DifferentOperations:
+            return noted(size)
+
+    def _not_repeated(self, step: StepOperations, choice: Choice) -> float:
+        """Seconds of a micro-batch's operations that the step repeats, and the choice does not."""
+        pace = self._pace
+        last = step.micro_batches[-1]
+        saved = sum(
+            seconds_of(one, pace.speeds, pace.ranks, pace.compiled)
+            for one in last
+            if one.repeats and not _repeats(one, choice)
+        )
+        if pace.speeds.is_host:  # elsewhere the device is busy meanwhile
+            saved += host_seconds_to_repeat(last, pace.speeds, False)
+            repeated = (one for one in last if not one.repeats or _repeats(one, choice))
+            by_operation = choice[CHECKPOINT] == "operations"
+            saved -= host_seconds_to_repeat(repeated, pace.speeds, by_operation)
+        return (pace.correction or 1.0) * saved
+
+    def estimated_peak(self, choice: Choice, traced: Iterable[TracedStep]) -> float | None:
+        """The peak, if it lies between two that are known: of a step that keeps more layers' activations and
+        is otherwise the same, and of one that keeps fewer."""
+        kept = _kept(choice)
+        if kept is None:
+            return None
+        known = [(_kept(one.choice), one) for one in (*self.leanest, *traced)]
+        more = [
+            (share, one.reserved)
+            for share, one in known
+            if share is not None
+            and share >= kept
+            and _differ_only_in(one.choice, choice, CHECKPOINT)
+        ]
+        fewer = [
+            (share, one.reserved)
+            for share, one in known
+            if share is not None
+            and share < kept
+            and _differ_only_in(one.choice, choice, CHECKPOINT, RECOMPUTE_LOSS)
+        ]
+        if not more or not fewer:
+            return None
+        (high, most), (low, least) = min(more), max(fewer)
+        return least + (most - least) * (kept - low) / (high - low)
+
+
+def _differ_only_in(one: Choice, other: Choice, *keys: str) -> bool:
+    return all(one[key] == value or key in keys for key, value in other.items())
+
+
+def _repeats(one: Operation, choice: Choice) -> bool:
+    """Whether a step with this choice has an operation of the one that repeats all it can."""
+    if one.repeats == ELSEWHERE:
+        return bool(choice.get(RECOMPUTE_LOSS, True))
+    if choice[CHECKPOINT] == "operations":
+        return one.kind not in (GEMM, ATTENTION)
+    every = choice.checkpoints_every
+    return every is not None and one.repeats % every == 0
+
+
+def _kept(choice: Choice) -> float | None:
+    """The share of layers whose activations are kept, if each is kept as a whole or not."""
+    if choice[CHECKPOINT] == "operations":
+        return None
+    every = choice.checkpoints_every
+    return 1.0 if every is None else 1.0 - 1.0 / every
