@@ -25,7 +25,6 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
-from torchtune_adaptive.core.search.timings import fastest
 from torchtune_adaptive.core.step.knobs import (
     CHECKPOINT,
     LOSS,
@@ -36,6 +35,7 @@ from torchtune_adaptive.core.step.knobs import (
 )
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.registry import load_config
+from torchtune_adaptive.recipe.search.timings import fastest
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 from torchtune_adaptive.recipe.tracing.self_check import _real_kind, _real_step

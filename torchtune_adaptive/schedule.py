@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.core import GrowthController, LrScaling
+from torchtune_adaptive.core import LrScaling
 
 IncreaseFunction = Callable[[int, int], int]
 """``f(epoch, current_batch_size) -> increment`` of the micro-batch, called at the start of each epoch."""
@@ -200,3 +200,40 @@ class GradientNoise(Schedule):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._asked_at = state["asked_at"]
         self._controller.load_state_dict(state)
+
+
+class GrowthController:
+    """Decides when to double the batch: when the noise scale has been twice the batch for a while.
+
+    Every rank has one and updates it with the same numbers, so all ranks decide alike without
+    communicating. It never shrinks the batch: a small one pays off early in training, which has passed.
+
+    Args:
+        patience: checks in a row that must favour doubling, so that noise in the noise scale does not decide.
+        dwell_steps: checks between two doublings, and before the first.
+        factor: the batch to aim for, in noise scales.
+    """
+
+    def __init__(self, patience: int = 3, dwell_steps: int = 100, factor: float = 1.0) -> None:
+        self._patience = patience
+        self._dwell_steps = dwell_steps
+        self._factor = factor
+        self._in_favour = 0  # checks in a row
+        self._since = 0  # checks, since the last doubling
+
+    def update(self, scale_in_rows: float | None, global_batch: int) -> bool:
+        """Whether to double the batch after this step. True counts as a doubling from here on; an unknown
+        scale never favours one."""
+        self._since += 1
+        wanted = scale_in_rows is not None and self._factor * scale_in_rows >= 2 * global_batch
+        self._in_favour = self._in_favour + 1 if wanted else 0
+        if self._in_favour < self._patience or self._since < self._dwell_steps:
+            return False
+        self._in_favour = self._since = 0
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_favour": self._in_favour, "since": self._since}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._in_favour, self._since = state["in_favour"], state["since"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from torchtune_adaptive.core.search.timings import fastest, fitting
+from torchtune_adaptive.recipe.search.timings import fastest, fitting
 
 
 def test_the_first_that_fit_are_taken_and_what_cannot_fit_is_not_tried() -> None:

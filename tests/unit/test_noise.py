@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from torchtune_adaptive.core.sizes.noise import GrowthController, NoiseScale, NoiseSums
+from torchtune_adaptive.core.sizes.noise import NoiseScale, NoiseSums
+from torchtune_adaptive.schedule import GrowthController
 
 GRADIENT = [0.3, -0.2, 0.05, 0.4]  # of a token, on average
 DEVIATION = [1.0, 2.0, 0.5, 1.5]  # of a token, in each parameter

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cli.hugging_face import ADAPTERS
-from torchtune_adaptive.core import CHUNKED, LOSS, OFFLOADING, RESHARD
+from torchtune_adaptive.core import knobs
 from torchtune_adaptive.recipe import (
     ACCUMULATION,
     FUSED,
@@ -69,22 +69,22 @@ def _changes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     now = {knob.key: knob.configured(cfg) for knob in KNOBS}
     checkpointing = "enable_activation_checkpointing"
     if cfg.get(checkpointing, False):
-        yield "no activation checkpointing", {checkpointing: False, OFFLOADING: False}
+        yield "no activation checkpointing", {checkpointing: False, knobs.OFFLOADING: False}
     else:
         selective = {} if kind.adapters else {"ac_mode": None}
         yield "activation checkpointing", {checkpointing: True, **selective}
-    if not now[OFFLOADING] and cfg.device != "cpu":
-        yield "activations offloaded", {checkpointing: True, OFFLOADING: True}
+    if not now[knobs.OFFLOADING] and cfg.device != "cpu":
+        yield "activations offloaded", {checkpointing: True, knobs.OFFLOADING: True}
     if kind.frozen or kind.sample == "pair":
         pass  # another loss would be another recipe, or would not go with the other model's
-    elif now[LOSS] == CHUNKED:
+    elif now[knobs.LOSS] == knobs.CHUNKED:
         yield "loss not in chunks", {"loss": {"_component_": WHOLE}}
     else:
-        yield "loss in chunks", {"loss": {"_component_": CHUNKED}}
+        yield "loss in chunks", {"loss": {"_component_": knobs.CHUNKED}}
     if kind.adapters:
         return
-    kept_or_freed = "kept" if now[RESHARD] else "freed"
-    yield f"parameters {kept_or_freed} after forward", {RESHARD: not now[RESHARD]}
+    kept_or_freed = "kept" if now[knobs.RESHARD] else "freed"
+    yield f"parameters {kept_or_freed} after forward", {knobs.RESHARD: not now[knobs.RESHARD]}
     if not cfg.get("optimizer_in_bwd", False):
         in_backward = {ACCUMULATION: 1, "clip_grad_norm": None}
         yield "optimizer in backward", {"optimizer_in_bwd": True, **in_backward}

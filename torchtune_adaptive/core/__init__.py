@@ -19,14 +19,8 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.ranks.agreement import Ranks
     from torchtune_adaptive.core.ranks.reduction import wrapped_in
     from torchtune_adaptive.core.ranks.watchdog import Watchdog
-    from torchtune_adaptive.core.search import timings
+    from torchtune_adaptive.core.search import strategies
     from torchtune_adaptive.core.search.probe import Probe
-    from torchtune_adaptive.core.search.strategies import (
-        SearchResult,
-        Status,
-        Strategy,
-        find_largest,
-    )
     from torchtune_adaptive.core.search.trial import SizeTrial
     from torchtune_adaptive.core.sizes.candidates import Rounding, candidates
     from torchtune_adaptive.core.sizes.loader import EpochRows, Loader, SampleOrder
@@ -37,24 +31,14 @@ if TYPE_CHECKING:
         MicroBatch,
         MicroBatches,
     )
-    from torchtune_adaptive.core.sizes.noise import GrowthController, NoiseScale, NoiseSums
+    from torchtune_adaptive.core.sizes.noise import NoiseScale, NoiseSums
     from torchtune_adaptive.core.sizes.packing import Budget
     from torchtune_adaptive.core.sizes.recovery import Recovery
     from torchtune_adaptive.core.sizes.scaling import LrScaling, lr_factor
     from torchtune_adaptive.core.sizes.split import Epochs, Split
-    from torchtune_adaptive.core.step import recompute
+    from torchtune_adaptive.core.step import knobs, recompute
     from torchtune_adaptive.core.step.exchange import StepDone, StepOutcome
-    from torchtune_adaptive.core.step.knobs import (
-        CHECKPOINT,
-        CHUNKED,
-        COMPILE,
-        LOSS,
-        MICRO_BATCH,
-        OFFLOADING,
-        RECOMPUTE_LOSS,
-        RESHARD,
-        Choice,
-    )
+    from torchtune_adaptive.core.step.knobs import Choice
     from torchtune_adaptive.core.step.loss_scale import LossScale
     from torchtune_adaptive.core.step.objective import (
         Batch,

@@ -7,16 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtune_adaptive.common import UsageError
-from torchtune_adaptive.core import (
-    Probe,
-    Rounding,
-    SizeTrial,
-    Status,
-    StepDone,
-    Strategy,
-    candidates,
-    find_largest,
-)
+from torchtune_adaptive.core import Probe, Rounding, SizeTrial, StepDone, candidates, strategies
 from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.step import AdaptiveStep
 
@@ -34,7 +25,7 @@ _JUDGED_FROM = 4
 class BatchSize(int):
     """The largest micro-batch that fits: a number of rows, which knows how it was found."""
 
-    status: Status
+    status: strategies.Status
     """Why the search ended."""
     trials: tuple[SizeTrial, ...]
     """Every size that was tried, with the peak of each rank."""
@@ -47,7 +38,7 @@ def find_batch_size(
     ceiling: int = 1 << 14,
     accumulation: int = 1,
     rounding: Rounding = "power_of_two",
-    search: Strategy = "extrapolate",
+    search: strategies.Strategy = "extrapolate",
     headroom: float = 0.05,
 ) -> BatchSize:
     """Find the largest micro-batch that fits on every rank, and leave no trace.
@@ -94,7 +85,7 @@ def find_batch_size(
         first = probe.prime(worst)
         if not first.fits:
             raise first.nothing_fits("row", _REMEDY)
-        found = find_largest(search, candidates(rounding, ceiling, ceiling), trial)
+        found = strategies.find_largest(search, candidates(rounding, ceiling, ceiling), trial)
     if found.size is None:
         raise found.trials[-1].nothing_fits("row", _REMEDY)
     size = BatchSize(found.size)

@@ -10,15 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torchtune_adaptive.core import (
-    CHECKPOINT,
-    LOSS,
-    MICRO_BATCH,
-    OFFLOADING,
-    RECOMPUTE_LOSS,
-    RESHARD,
-    Choice,
-)
+from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp, peak
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.speed.operations import (
@@ -85,7 +77,7 @@ class StepsByChoice:
         self._traces, self._own = traces, choices[0]
         self._rows, self._length, self._rows_per_step = rows, length, rows_per_step
         self._device, self._pace = device, pace
-        sizes = {one.get(MICRO_BATCH) for one in choices}
+        sizes = {one.get(knobs.MICRO_BATCH) for one in choices}
         self.many_sizes = len(sizes) > 1
         """Whether there are candidates with other micro-batches."""
         self._beginning = traces.start_up(length)
@@ -109,7 +101,7 @@ class StepsByChoice:
         return self._exact[choice]
 
     def _size(self, choice: Choice) -> int:
-        return int(choice.get(MICRO_BATCH, self._rows))
+        return int(choice.get(knobs.MICRO_BATCH, self._rows))
 
     def _replayed(self, step: StepOperations, micro_batches: int) -> float:
         pace = self._pace
@@ -127,11 +119,11 @@ class StepsByChoice:
         """What a step should take."""
         size = self._size(choice)
         # Only a loss in chunks can be repeated, so what is not repeated depends on the loss.
-        step, lean = self._base(size, *self._changed(choice, LOSS))
+        step, lean = self._base(size, *self._changed(choice, knobs.LOSS))
         found = lean - self._rows_per_step // size * self._not_repeated(step, choice)
-        if change := self._changed(choice, RESHARD):
+        if change := self._changed(choice, knobs.RESHARD):
             found += self._base(size, *change)[1] - self._base(size)[1]
-        return found * (_OFFLOADING_COSTS if choice.get(OFFLOADING) else 1.0)
+        return found * (_OFFLOADING_COSTS if choice.get(knobs.OFFLOADING) else 1.0)
 
     def _changed(self, choice: Choice, key: str) -> tuple[Any, ...]:
         """The knob and its value, if it is not the config's own."""
@@ -140,11 +132,13 @@ class StepsByChoice:
     def _base(self, size: int, *change: Any) -> tuple[StepOperations, float]:
         """The step that repeats all it can, with at most one other knob changed; and its seconds."""
         if (size, *change) not in self._bases:
-            choice = self._own | {CHECKPOINT: "all"} | dict([change] if change else [])
-            if RECOMPUTE_LOSS in choice:
-                choice |= {RECOMPUTE_LOSS: "Chunked" in str(choice.get(LOSS, "Chunked"))}
-            if choice.get(OFFLOADING):
-                choice |= {OFFLOADING: False}
+            choice = self._own | {knobs.CHECKPOINT: "all"} | dict([change] if change else [])
+            if knobs.RECOMPUTE_LOSS in choice:
+                choice |= {
+                    knobs.RECOMPUTE_LOSS: "Chunked" in str(choice.get(knobs.LOSS, "Chunked"))
+                }
+            if choice.get(knobs.OFFLOADING):
+                choice |= {knobs.OFFLOADING: False}
             if not self.many_sizes:
                 self.leanest.append(self.traced(choice))
             step = self._operations(choice, size)
@@ -178,7 +172,7 @@ class StepsByChoice:
         if pace.speeds.is_host:  # elsewhere the device is busy meanwhile
             saved += host_seconds_to_repeat(last, pace.speeds, False)
             repeated = (one for one in last if not one.repeats or _repeats(one, choice))
-            by_operation = choice[CHECKPOINT] == "operations"
+            by_operation = choice[knobs.CHECKPOINT] == "operations"
             saved -= host_seconds_to_repeat(repeated, pace.speeds, by_operation)
         return (pace.correction or 1.0) * saved
 
@@ -194,14 +188,14 @@ class StepsByChoice:
             for share, one in known
             if share is not None
             and share >= kept
-            and _differ_only_in(one.choice, choice, CHECKPOINT)
+            and _differ_only_in(one.choice, choice, knobs.CHECKPOINT)
         ]
         fewer = [
             (share, one.reserved)
             for share, one in known
             if share is not None
             and share < kept
-            and _differ_only_in(one.choice, choice, CHECKPOINT, RECOMPUTE_LOSS)
+            and _differ_only_in(one.choice, choice, knobs.CHECKPOINT, knobs.RECOMPUTE_LOSS)
         ]
         if not more or not fewer:
             return None
@@ -216,8 +210,8 @@ def _differ_only_in(one: Choice, other: Choice, *keys: str) -> bool:
 def _repeats(one: Operation, choice: Choice) -> bool:
     """Whether a step with this choice has an operation of the one that repeats all it can."""
     if one.repeats == ELSEWHERE:
-        return bool(choice.get(RECOMPUTE_LOSS, True))
-    if choice[CHECKPOINT] == "operations":
+        return bool(choice.get(knobs.RECOMPUTE_LOSS, True))
+    if choice[knobs.CHECKPOINT] == "operations":
         return one.kind not in (GEMM, ATTENTION)
     every = choice.checkpoints_every
     return every is not None and one.repeats % every == 0
@@ -225,7 +219,7 @@ def _repeats(one: Operation, choice: Choice) -> bool:
 
 def _kept(choice: Choice) -> float | None:
     """The share of layers whose activations are kept, if each is kept as a whole or not."""
-    if choice[CHECKPOINT] == "operations":
+    if choice[knobs.CHECKPOINT] == "operations":
         return None
     every = choice.checkpoints_every
     return 1.0 if every is None else 1.0 - 1.0 / every

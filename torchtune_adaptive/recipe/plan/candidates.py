@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import NoPrediction
-from torchtune_adaptive.core import LOSS, MICRO_BATCH, Choice
+from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.planner import StepsByChoice, TracedStep
 from torchtune_adaptive.recipe.plan.predict import Prediction, Query
 from torchtune_adaptive.recipe.settings.knob_table import (
@@ -130,9 +130,13 @@ def _sizes_that_are_too_large(
 ) -> list[Choice]:
     """By loss, what needs least memory of the smallest micro-batch of which nothing fits."""
     found = []
-    for loss in {one.get(LOSS) for one in ranked}:
-        for size in sorted({one[MICRO_BATCH] for one in ranked}):
-            alike = [one for one in ranked if (one[MICRO_BATCH], one.get(LOSS)) == (size, loss)]
+    for loss in {one.get(knobs.LOSS) for one in ranked}:
+        for size in sorted({one[knobs.MICRO_BATCH] for one in ranked}):
+            alike = [
+                one
+                for one in ranked
+                if (one[knobs.MICRO_BATCH], one.get(knobs.LOSS)) == (size, loss)
+            ]
             lean = Choice.leanest(alike)[0]
             if steps.traced(lean).reserved > usable_bytes:
                 found.append(lean)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from omegaconf import DictConfig
 
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.core import Rounding, SearchResult, SizeTrial, Split, candidates
+from torchtune_adaptive.core import Rounding, SizeTrial, Split, candidates, strategies
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.size_report import SearchReport
@@ -69,7 +69,7 @@ def _search(
     rows: RowsToTry,
     known: int | None,
     planner: BackgroundPlanner | None,
-) -> tuple[SearchResult[SizeTrial], WorstCase, SizeTrial | None]:
+) -> tuple[strategies.SearchResult[SizeTrial], WorstCase, SizeTrial | None]:
     """What was found, the row that it was found with, and the trial of validation."""
     sizes = possible_sizes(settings, rows.configured, rows.order.rows_per_rank)
     worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
@@ -181,7 +181,7 @@ class _Predictions:
             rows = self.planner.largest(self.row_length, self.capacity)
         return self.prober.ranks.from_rank_zero(rows) or 0
 
-    def learn_from(self, found: SearchResult[SizeTrial]) -> None:
+    def learn_from(self, found: strategies.SearchResult[SizeTrial]) -> None:
         """Remember how good predictions were, once a search has tried its size."""
         if self.planner is not None and found.status.is_proof:
             self._correct_by(next(trial for trial in found.trials if trial.size == found.size))

@@ -13,17 +13,8 @@ import torch
 from omegaconf import DictConfig
 
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.core import (
-    CHECKPOINT,
-    MICRO_BATCH,
-    ByRows,
-    Choice,
-    Probe,
-    SizeTrial,
-    Split,
-    recompute,
-    timings,
-)
+from torchtune_adaptive.core import ByRows, Choice, Probe, SizeTrial, Split, knobs, recompute
+from torchtune_adaptive.recipe.search import timings
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.worst_case import WorstCase
@@ -113,13 +104,13 @@ def possible_choices(cfg: DictConfig, settings: AdaptiveSettings, prober: Prober
 
     def meaning(choice: Choice) -> Choice:
         # With few layers, some values of the knob are the same.
-        layers = recompute.recomputed_layers(choice[CHECKPOINT], switches.layers)
-        return choice | {CHECKPOINT: tuple(layers)}
+        layers = recompute.recomputed_layers(choice[knobs.CHECKPOINT], switches.layers)
+        return choice | {knobs.CHECKPOINT: tuple(layers)}
 
     found = {meaning(own): own}
     for choice in others:
         changed = {key for key, value in choice.items() if value != own[key]}
-        if all(key in switches or key == MICRO_BATCH for key in changed):
+        if all(key in switches or key == knobs.MICRO_BATCH for key in changed):
             found.setdefault(meaning(choice), choice)
     return list(found.values())
 
@@ -144,11 +135,11 @@ def _choose(
 
 
 def _nothing_fits(settings: AdaptiveSettings, trials: _Trials) -> Exception:
-    may_split = may_be_changed(KNOBS_BY_KEY[MICRO_BATCH], settings.may_change)
+    may_split = may_be_changed(KNOBS_BY_KEY[knobs.MICRO_BATCH], settings.may_change)
     if may_split or trials.rows.configured.micro_batch == 1:
         return trials.worst.nothing_fits(trials.last)
     return ConfigError(
-        MICRO_BATCH,
+        knobs.MICRO_BATCH,
         trials.rows.configured.micro_batch,
         f"does not fit, whatever exact knobs are set to: {trials.last.deciding.trouble}",
         "Set adaptive_batching.may_change=rounding, so that it may be split into smaller micro-batches",
@@ -156,7 +147,7 @@ def _nothing_fits(settings: AdaptiveSettings, trials: _Trials) -> Exception:
 
 
 def _split_of(configured: Split, choice: Choice) -> Split:
-    size = choice.get(MICRO_BATCH, configured.micro_batch)
+    size = choice.get(knobs.MICRO_BATCH, configured.micro_batch)
     return Split(size, configured.rows // size, configured.ranks)
 
 

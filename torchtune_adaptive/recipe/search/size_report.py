@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchtune_adaptive.common import Block, Drawing, Paragraph, Table, human_bytes, plots
-from torchtune_adaptive.core import SearchResult, SizeTrial, Split, Status
+from torchtune_adaptive.core import SizeTrial, Split, strategies
 from torchtune_adaptive.recipe.data.images import RowSize
 from torchtune_adaptive.recipe.search.report import Report, batch_numbers, numbers_of
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
@@ -23,7 +23,7 @@ class SearchReport(Report):
     """A finished search and what it was about."""
 
     name: ClassVar[str] = "batch_size_search"
-    result: SearchResult[SizeTrial]
+    result: strategies.SearchResult[SizeTrial]
     before: Split
     after: Split
     strategy: str
@@ -54,9 +54,9 @@ class SearchReport(Report):
 
     def reason(self) -> str:
         """Why this size and not the next."""
-        if self.result.status is Status.CEILING:
-            return f"{Status.CEILING.value}: {self.ceiling}"
-        if self.result.status is not Status.NEXT_DOES_NOT_FIT:
+        if self.result.status is strategies.Status.CEILING:
+            return f"{strategies.Status.CEILING.value}: {self.ceiling}"
+        if self.result.status is not strategies.Status.NEXT_DOES_NOT_FIT:
             return self.result.status.value
         failed = min(
             (trial for trial in self.result.trials if not trial.fits), key=lambda t: t.size

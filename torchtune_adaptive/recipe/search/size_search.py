@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchtune_adaptive.common import Cache, cache_folder
-from torchtune_adaptive.core import Ranks, SearchResult, SizeTrial, Status, Strategy, find_largest
+from torchtune_adaptive.core import Ranks, SizeTrial, strategies
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class SizeSearch:
     """The trial of one row that came before the search."""
     sizes: tuple[int, ...]
     """That may be found, ascending."""
-    strategy: Strategy | Literal["predict"]
+    strategy: strategies.Strategy | Literal["predict"]
     ranks: Ranks
     cache: Cache[int]
     """The sizes that earlier searches found."""
@@ -38,7 +38,9 @@ class SizeSearch:
         folder = cache_folder(setting, "batch_sizes")
         return Cache(folder, "batch size", lambda n: type(n) is int and n >= 1)
 
-    def result(self, about: dict[str, Any], known: int | None) -> SearchResult[SizeTrial]:
+    def result(
+        self, about: dict[str, Any], known: int | None
+    ) -> strategies.SearchResult[SizeTrial]:
         """Search, or confirm what an earlier search found, and correct the cache.
 
         Args:
@@ -47,17 +49,17 @@ class SizeSearch:
         """
         # From rank 0, or ranks with different caches would diverge.
         remembered = known or self.ranks.from_rank_zero(self.cache.get(about))
-        found: SearchResult[SizeTrial] | None = None
+        found: strategies.SearchResult[SizeTrial] | None = None
         if remembered is not None and remembered in self.sizes:
             found = self._confirm(remembered)
         if found is None and self.strategy == "predict":
             found = self._by_prediction()
         if found is None:
             strategy = "extrapolate" if self.strategy == "predict" else self.strategy
-            found = find_largest(strategy, self.sizes, self._trial)
+            found = strategies.find_largest(strategy, self.sizes, self._trial)
         if self.ranks.is_zero and found.size is not None and found.status.is_proof:
             self.cache.put(about, found.size)
-        return SearchResult(found.size, found.status, tuple(self.tried.values()))
+        return strategies.SearchResult(found.size, found.status, tuple(self.tried.values()))
 
     def _trial(self, size: int) -> SizeTrial:
         if size not in self.tried:
@@ -65,7 +67,7 @@ class SizeSearch:
             log.info(self.tried[size].line())
         return self.tried[size]
 
-    def _confirm(self, size: int) -> SearchResult[SizeTrial] | None:
+    def _confirm(self, size: int) -> strategies.SearchResult[SizeTrial] | None:
         """The size that was found before, if it is still the largest."""
         log.info(f"A previous identical run found {size}; verifying with one trial.")
         trial = self._trial(size)
@@ -77,7 +79,7 @@ class SizeSearch:
             # Whatever was short of memory then, e.g. because of another process, is not any more.
             log.info("More fits now; searching again.")
             return None
-        return SearchResult(size, Status.REMEMBERED, ())
+        return strategies.SearchResult(size, strategies.Status.REMEMBERED, ())
 
     def _has_room_for(self, size: int, trial: SizeTrial) -> bool:
         """Whether the line through the peaks of one row and of a trial leaves room for a larger size."""
@@ -85,7 +87,7 @@ class SizeSearch:
         each_row = (peak - one) / (trial.size - 1) if trial.size > 1 else peak
         return peak + each_row * (size - trial.size) <= trial.deciding.usable_bytes
 
-    def _by_prediction(self) -> SearchResult[SizeTrial] | None:
+    def _by_prediction(self) -> strategies.SearchResult[SizeTrial] | None:
         """Try what is predicted, and again as long as trials correct the prediction upwards."""
         last: SizeTrial | None = None
         while (at := bisect_right(self.sizes, self.predicted(last)) - 1) >= 0:
@@ -96,7 +98,7 @@ class SizeSearch:
                 break
             last = trial
         if last is not None:
-            return SearchResult(last.size, Status.PREDICTED, ())
+            return strategies.SearchResult(last.size, strategies.Status.PREDICTED, ())
         if self.tried:
             log.info(
                 "It does not fit: the prediction was too high. Falling back to a normal search."

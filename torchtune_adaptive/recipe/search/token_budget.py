@@ -18,7 +18,7 @@ from torchtune_adaptive.core import (
     MicroBatches,
     Probe,
     SizeTrial,
-    find_largest,
+    strategies,
 )
 from torchtune_adaptive.recipe.search.budget_report import (
     BudgetReport,
@@ -65,7 +65,9 @@ def find_budget(
         return trial
 
     longest = lengths[0]
-    found = find_largest("extrapolate", range(1, most_rows + 1), lambda rows: try_at(rows, longest))
+    found = strategies.find_largest(
+        "extrapolate", range(1, most_rows + 1), lambda rows: try_at(rows, longest)
+    )
     if found.size is None:
         return None, trials
     measured = {longest: found.size}

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.core import LrScaling, Rounding, Strategy
+from torchtune_adaptive.core import LrScaling, Rounding, strategies
 from torchtune_adaptive.recipe.settings.rules import (
     CHECKPOINTING,
     COMPONENT,
@@ -71,7 +71,7 @@ class AdaptiveSettings:
     """Keep only the newest N checkpoints. By default all those of epochs are kept, and the newest mid-epoch
     one (docs/checkpoints.md)."""
 
-    search: Strategy | Literal["predict"] = "extrapolate"
+    search: strategies.Strategy | Literal["predict"] = "extrapolate"
     """How to search. ``extrapolate``, ``bisect`` and ``halve`` find the same size in different numbers of
     trials; ``predict`` confirms a predicted size with one trial and learns from it (docs/planning.md)."""
 

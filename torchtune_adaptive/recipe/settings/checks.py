@@ -15,15 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.core import (
-    CHECKPOINT,
-    CHUNKED,
-    COMPILE,
-    LOSS,
-    OFFLOADING,
-    RECOMPUTE_LOSS,
-    Choice,
-)
+from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.kinds import (
     Kind,
@@ -118,31 +110,31 @@ def _conflicts_of_memory(cfg: DictConfig) -> Iterator[Conflict]:
         "is not supported (fp16 needs loss scaling, which these recipes do not have)",
         "Use bf16 or fp32",
     )
-    checkpoint, loss = configured_checkpoint(cfg), OmegaConf.select(cfg, LOSS)
-    offloads = cfg.get(OFFLOADING, False)
+    checkpoint, loss = configured_checkpoint(cfg), OmegaConf.select(cfg, knobs.LOSS)
+    offloads = cfg.get(knobs.OFFLOADING, False)
     yield (
         offloads and cfg.device != "cuda",
-        OFFLOADING,
+        knobs.OFFLOADING,
         f"needs a CUDA device, but device is {cfg.device}",
         "Set enable_activation_offloading=False",
     )
     yield (
-        offloads and Choice({CHECKPOINT: checkpoint}).checkpoints_every is None,
-        OFFLOADING,
+        offloads and Choice({knobs.CHECKPOINT: checkpoint}).checkpoints_every is None,
+        knobs.OFFLOADING,
         "works only together with the checkpointing of whole layers",
         "Set enable_activation_checkpointing=True as well",
     )
     yield (
-        checkpoint == "operations" and cfg.get(COMPILE, False),
-        CHECKPOINT,
+        checkpoint == "operations" and cfg.get(knobs.COMPILE, False),
+        knobs.CHECKPOINT,
         "keeps the results of single operations, which compile=True fuses",
-        f"Set {CHECKPOINT} to all or every_2, or compile=False",
+        f"Set {knobs.CHECKPOINT} to all or every_2, or compile=False",
     )
     yield (
-        OmegaConf.select(cfg, RECOMPUTE_LOSS) and loss != CHUNKED,
-        RECOMPUTE_LOSS,
+        OmegaConf.select(cfg, knobs.RECOMPUTE_LOSS) and loss != knobs.CHUNKED,
+        knobs.RECOMPUTE_LOSS,
         f"computes the chunks of a loss again, but loss is {loss}",
-        f"Set loss._component_={CHUNKED}, or {RECOMPUTE_LOSS}=False",
+        f"Set loss._component_={knobs.CHUNKED}, or {knobs.RECOMPUTE_LOSS}=False",
     )
     yield (
         cfg.get("fsdp_cpu_offload", False) and cfg.device == "cpu",
@@ -161,8 +153,8 @@ def _conflicts_of_recipe(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
         "Use torchtune.data.padded_collate_sft",
     )
     yield (
-        "quantizer" in kind.more_blocks and cfg.get(COMPILE, False),
-        COMPILE,
+        "quantizer" in kind.more_blocks and cfg.get(knobs.COMPILE, False),
+        knobs.COMPILE,
         "cannot be combined with quantisation-aware training, as in torchtune",
         "Set compile=False",
     )

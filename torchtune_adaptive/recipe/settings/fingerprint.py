@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import libraries
-from torchtune_adaptive.core import CHECKPOINT, RECOMPUTE_LOSS
+from torchtune_adaptive.core import knobs
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings, top_level_keys
 from torchtune_adaptive.recipe.settings.kinds import FOUND, FROZEN_CHECKPOINTERS, KNOWN_KEYS
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
@@ -84,7 +84,7 @@ def step_facts(cfg: DictConfig) -> dict[str, Any]:
             node = node.get(block) or {}
         node.pop(key, None)
     facts = {k: config[k] for k in sorted(KNOWN_KEYS & config.keys()) if config[k] is not None}
-    ours = {key: OmegaConf.select(cfg, key) for key in (CHECKPOINT, RECOMPUTE_LOSS)}
+    ours = {key: OmegaConf.select(cfg, key) for key in (knobs.CHECKPOINT, knobs.RECOMPUTE_LOSS)}
     return facts | {key: value for key, value in ours.items() if value is not None}
 
 

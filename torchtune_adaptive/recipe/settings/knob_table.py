@@ -14,18 +14,7 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.core import (
-    CHECKPOINT,
-    CHUNKED,
-    COMPILE,
-    LOSS,
-    MICRO_BATCH,
-    OFFLOADING,
-    RECOMPUTE_LOSS,
-    RESHARD,
-    Choice,
-    Split,
-)
+from torchtune_adaptive.core import Choice, Split, knobs
 from torchtune_adaptive.recipe.settings.kinds import kind_of
 
 Effect = Literal["exact", "rounding", "named"]
@@ -44,7 +33,7 @@ def configured_accumulation(cfg: Config) -> int:
 
 def configured_batch(cfg: DictConfig, ranks: int) -> Split:
     """The batch that a checked config asks for, on a number of ranks."""
-    return Split(cfg[MICRO_BATCH], configured_accumulation(cfg), ranks)
+    return Split(cfg[knobs.MICRO_BATCH], configured_accumulation(cfg), ranks)
 
 
 @dataclass(frozen=True)
@@ -69,7 +58,7 @@ class Knob:
 
 def configured_checkpoint(cfg: DictConfig) -> str:
     """Which activations a config computes again in backward, by our setting or by torchtune's."""
-    if ours := OmegaConf.select(cfg, CHECKPOINT):
+    if ours := OmegaConf.select(cfg, knobs.CHECKPOINT):
         return str(ours)
     every_layer = cfg.get("enable_activation_checkpointing", False)
     mode = cfg.get("ac_mode") if "ac_mode" in kind_of(cfg).keys else None
@@ -86,7 +75,7 @@ def configured_checkpoint(cfg: DictConfig) -> str:
 
 def _checkpoint_values(cfg: DictConfig, ranks: int) -> tuple[str, ...]:
     values = ["none", "every_4", "every_3", "every_2", "operations", "all"]
-    if cfg.get(COMPILE, False):
+    if cfg.get(knobs.COMPILE, False):
         values.remove("operations")  # compiled regions are no single operations any more
     mine = configured_checkpoint(cfg)
     return tuple(values if mine in values else [*values, mine])
@@ -121,12 +110,12 @@ def _if_chunked(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
 
 
 def _losses(cfg: DictConfig, ranks: int) -> tuple[str, ...]:
-    mine = OmegaConf.select(cfg, LOSS)
+    mine = OmegaConf.select(cfg, knobs.LOSS)
     # Where another model's loss is part of it, it is not known how to change both.
-    if mine not in (WHOLE, CHUNKED) or kind_of(cfg).frozen:
+    if mine not in (WHOLE, knobs.CHUNKED) or kind_of(cfg).frozen:
         return ()
     batches_are_made_for_it = "output" in (_sharded_layers(cfg) or ())  # see ``recipe.data.rows``
-    return (mine,) if batches_are_made_for_it else (WHOLE, CHUNKED)
+    return (mine,) if batches_are_made_for_it else (WHOLE, knobs.CHUNKED)
 
 
 def _fused(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
@@ -135,29 +124,29 @@ def _fused(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
 
 
 KNOBS: tuple[Knob, ...] = (
-    Knob(CHECKPOINT, "exact", _checkpoint_values, configured_checkpoint),
-    Knob(RESHARD, "exact", _reshard_values, lambda cfg: cfg.get(RESHARD, True)),
+    Knob(knobs.CHECKPOINT, "exact", _checkpoint_values, configured_checkpoint),
+    Knob(knobs.RESHARD, "exact", _reshard_values, lambda cfg: cfg.get(knobs.RESHARD, True)),
     Knob(
-        OFFLOADING,
+        knobs.OFFLOADING,
         "exact",
         lambda cfg, ranks: (False, True) if cfg.device == "cuda" else (),
-        lambda cfg: cfg.get(OFFLOADING, False),
+        lambda cfg: cfg.get(knobs.OFFLOADING, False),
     ),
     Knob(
-        RECOMPUTE_LOSS,
+        knobs.RECOMPUTE_LOSS,
         "exact",
         _if_chunked,
-        lambda cfg: bool(OmegaConf.select(cfg, RECOMPUTE_LOSS)),
+        lambda cfg: bool(OmegaConf.select(cfg, knobs.RECOMPUTE_LOSS)),
     ),
     Knob(SHARDED_LAYERS, "exact", _sharded_layers_values, _sharded_layers, switch=False),
-    Knob(MICRO_BATCH, "rounding", _micro_batches, lambda cfg: cfg[MICRO_BATCH]),
-    Knob(LOSS, "rounding", _losses, lambda cfg: cfg.loss._component_),
+    Knob(knobs.MICRO_BATCH, "rounding", _micro_batches, lambda cfg: cfg[knobs.MICRO_BATCH]),
+    Knob(knobs.LOSS, "rounding", _losses, lambda cfg: cfg.loss._component_),
     Knob(FUSED, "rounding", _fused, lambda cfg: cfg.optimizer.get("fused", False), switch=False),
     Knob(
-        COMPILE,
+        knobs.COMPILE,
         "named",
         lambda cfg, ranks: () if cfg.get("quantizer") else (False, True),
-        lambda cfg: cfg.get(COMPILE, False),
+        lambda cfg: cfg.get(knobs.COMPILE, False),
         switch=False,
     ),
 )
@@ -231,9 +220,9 @@ def with_choice(cfg: DictConfig, ranks: int, choice: Choice) -> DictConfig:
     for change in changes(configured_choice(cfg, ranks), choice):
         value = list(change.new) if isinstance(change.new, tuple) else change.new
         OmegaConf.update(changed, change.key, value, force_add=True)
-        if change.key == MICRO_BATCH:
+        if change.key == knobs.MICRO_BATCH:
             changed[ACCUMULATION] = configured_batch(cfg, ranks).rows // change.new
-        if change.key == LOSS and value == WHOLE and "num_output_chunks" in cfg.loss:
+        if change.key == knobs.LOSS and value == WHOLE and "num_output_chunks" in cfg.loss:
             changed.loss.pop("num_output_chunks")
         if change.key == FUSED and value and cfg.optimizer.get("foreach"):
             changed.optimizer.pop("foreach")
@@ -276,11 +265,11 @@ def _shown(value: Any) -> str:
 # How much longer a step takes, roughly, where nothing better is known: a third of a step is forward, and
 # layers are most of it.
 _COSTS_OF_VALUES = {
-    (CHECKPOINT, "all"): 0.30,
-    (CHECKPOINT, "operations"): 0.08,
-    (RESHARD, True): 0.04,
-    (OFFLOADING, True): 0.15,
-    (RECOMPUTE_LOSS, True): 0.04,
+    (knobs.CHECKPOINT, "all"): 0.30,
+    (knobs.CHECKPOINT, "operations"): 0.08,
+    (knobs.RESHARD, True): 0.04,
+    (knobs.OFFLOADING, True): 0.15,
+    (knobs.RECOMPUTE_LOSS, True): 0.04,
 }
 
 
@@ -288,6 +277,6 @@ def rough_cost(choice: Choice) -> float:
     """Orders choices where no prediction is to be had, from the one that should be fastest."""
     costs = [_COSTS_OF_VALUES.get((key, value), 0.0) for key, value in choice.items()]
     if (every := choice.checkpoints_every) is not None and every > 1:
-        costs.append(_COSTS_OF_VALUES[CHECKPOINT, "all"] / every)
+        costs.append(_COSTS_OF_VALUES[knobs.CHECKPOINT, "all"] / every)
     # Each micro-batch gathers parameters and launches kernels once more.
-    return sum(costs) + 0.05 / choice.get(MICRO_BATCH, 1)
+    return sum(costs) + 0.05 / choice.get(knobs.MICRO_BATCH, 1)

@@ -12,17 +12,7 @@ from torchtune.modules import TiedLinear
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.model_fusion import DeepFusionModel
 
-from torchtune_adaptive.core import (
-    CHECKPOINT,
-    LOSS,
-    OFFLOADING,
-    RECOMPUTE_LOSS,
-    RESHARD,
-    NextTokenPrediction,
-    Objective,
-    Switches,
-    recompute,
-)
+from torchtune_adaptive.core import NextTokenPrediction, Objective, Switches, knobs, recompute
 from torchtune_adaptive.recipe.settings.knob_table import (
     KNOBS_BY_KEY,
     SHARDED_LAYERS,
@@ -67,18 +57,18 @@ def build_switches(
         ):
             layer.recomputed = recomputed
 
-    setters: dict[str, Any] = {CHECKPOINT: checkpoint}
+    setters: dict[str, Any] = {knobs.CHECKPOINT: checkpoint}
     if isinstance(model, FSDPModule):
-        setters[RESHARD] = model.set_reshard_after_forward
+        setters[knobs.RESHARD] = model.set_reshard_after_forward
     if offloading is not None:
-        setters[OFFLOADING] = lambda value: setattr(offloading, "enabled", value)
+        setters[knobs.OFFLOADING] = lambda value: setattr(offloading, "enabled", value)
     if type(objective) is NextTokenPrediction:
         setters |= _of_the_loss(cfg, environment, model, objective)
     configured = {key: KNOBS_BY_KEY[key].configured(cfg) for key in setters}
     switches = Switches(setters, configured, len(layers))
-    checkpoint(switches.choice[CHECKPOINT])
-    if switches.choice.get(RECOMPUTE_LOSS):
-        setters[RECOMPUTE_LOSS](True)
+    checkpoint(switches.choice[knobs.CHECKPOINT])
+    if switches.choice.get(knobs.RECOMPUTE_LOSS):
+        setters[knobs.RECOMPUTE_LOSS](True)
     return switches
 
 
@@ -87,19 +77,19 @@ def _of_the_loss(
 ) -> dict[str, Any]:
     def loss(component: str) -> None:
         ranks = environment.ranks.size
-        changed = with_choice(cfg, ranks, configured_choice(cfg, ranks) | {LOSS: component})
+        changed = with_choice(cfg, ranks, configured_choice(cfg, ranks) | {knobs.LOSS: component})
         model.set_num_output_chunks(0)  # type: ignore[operator]
         objective.loss_fn = build_loss(changed, environment, model)
 
     # Batches are made for a projection that is sharded by itself and runs once a chunk (``data.rows``).
     apart = "output" in (cfg.get(SHARDED_LAYERS) or ())
-    setters: dict[str, Any] = {} if apart else {LOSS: loss}
+    setters: dict[str, Any] = {} if apart else {knobs.LOSS: loss}
     head = _head(model)
     if head is not None and isinstance(objective.loss_fn, CEWithChunkedOutputLoss):
         objective.recomputed = chunks = recompute.RecomputedChunks(
             head, lambda logits, labels: objective.loss_fn.compute_cross_entropy(logits, labels)
         )
-        setters[RECOMPUTE_LOSS] = lambda value: setattr(chunks, "on", value)
+        setters[knobs.RECOMPUTE_LOSS] = lambda value: setattr(chunks, "on", value)
     return setters
 
 
