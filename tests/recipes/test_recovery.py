@@ -54,11 +54,12 @@ def run_beside_a_neighbour(cfg: Any) -> str:
     return str(raised.value)
 
 
-def test_the_optimizer_in_backward_can_only_stop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_the_optimizer_in_backward_can_only_stop(ranks: int, tmp_path: Path) -> None:
     searching = {"use_maximum_batch_size": True, "adaptive_batching.memory_limit": "30MiB"}
     changes = {"optimizer_in_bwd": True, "max_steps_per_epoch": None, **searching}
     cfg = tiny_config("full", tmp_path, **changes)
-    for said in run_ranks(run_beside_a_neighbour, 2, cfg, join=False):
+    for said in run_ranks(run_beside_a_neighbour, ranks, cfg, join=False):
         assert "adaptive_batching.headroom" in said and re.search(r"[sS]tep 2\d", said)
 
 

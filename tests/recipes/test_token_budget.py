@@ -60,9 +60,9 @@ def run_measuring(
 @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.exhaustive)])
 def test_steps_are_what_they_were(kind: str, tmp_path: Path) -> None:
     """The same rows in each step and the same gradient, to rounding; every micro-batch fits."""
-    plain = run(tmp_path / "plain", kind, **{**PLAIN, "max_steps_per_epoch": 5})
+    plain = run(tmp_path / "plain", kind, 1, **{**PLAIN, "max_steps_per_epoch": 5})
     short = {**BUDGET, "max_steps_per_epoch": 5}
-    packed = run(tmp_path / "packed", kind, draws=True, **short)
+    packed = run(tmp_path / "packed", kind, 1, draws=True, **short)
     for one, other in zip(plain, packed, strict=True):
         for key in ("lr", "samples_seen", "global_batch_size"):
             assert one[key] == other[key]
@@ -80,12 +80,13 @@ def test_steps_are_what_they_were(kind: str, tmp_path: Path) -> None:
 def test_a_slower_budget_is_not_used_nor_after_a_resume(tmp_path: Path) -> None:
     changes = {**BUDGET, "epochs": 2, "max_steps_per_epoch": 2}
     changes["adaptive_batching.memory_limit"] = "80MiB"  # the batch as configured fits as well
-    plain = run(tmp_path / "plain", **{**changes, "adaptive_batching.token_budget": False})
-    whole = run(tmp_path / "whole", speeds=SLOWER, **changes)
+    plain = run(tmp_path / "plain", ranks=1, **{**changes, "adaptive_batching.token_budget": False})
+    whole = run(tmp_path / "whole", ranks=1, speeds=SLOWER, **changes)
     assert losses(plain) == losses(whole)
     said = json.loads((tmp_path / "whole" / "token_budget.json").read_text())
     assert said["used"] is False and said["with_budget"]["tokens_per_second"] == 900
-    resumed = run(tmp_path / "whole", speeds=FASTER, **{**changes, **named_checkpoint("full")})
+    again = {**changes, **named_checkpoint("full")}
+    resumed = run(tmp_path / "whole", ranks=1, speeds=FASTER, **again)
     assert losses(resumed) == losses(whole)[2:]
     assert all("padding_share" not in one for one in whole + resumed)
 
