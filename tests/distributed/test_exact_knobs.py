@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
 import pytest
@@ -211,13 +210,19 @@ class FailingStep:
         return self.take()
 
 
-def fail_at_allocations(sample: Sample) -> tuple[int, list[str]]:
+EXACT_CHOICES = [
+    Choice({CHECKPOINT: checkpoint, RESHARD: reshard, RECOMPUTE_LOSS: recompute})
+    for checkpoint in ("none", "every_2", "operations", "all")
+    for reshard in (False, True)
+    for recompute in (False, True)
+]
+
+
+def fail_at_allocations(choices: list[Choice], sample: Sample) -> tuple[int, list[str]]:
     """How many steps were lost, and those after which memory was kept, or the next step had other bits."""
     run = FailingStep()
     lost, wrong = 0, []
-    values = (("none", "every_2", "operations", "all"), (False, True), (False, True))
-    for checkpoint, reshard, recompute in product(*values):
-        choice = Choice({CHECKPOINT: checkpoint, RESHARD: reshard, RECOMPUTE_LOSS: recompute})
+    for choice in choices:
         run.trained.step.switch(choice)
         run.take()  # the first step with these collectives
         with run.memory.fail_at(None):
@@ -238,7 +243,9 @@ def fail_at_allocations(sample: Sample) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_stays_of_a_step_that_runs_out_of_memory(ranks: int, sample: Sample) -> None:
     """With each exact choice, at a sample of allocations: of operations, and of what FSDP resizes."""
+    numbers = sample.every(exhaustive=1, quick=3).of(len(EXACT_CHOICES))
+    choices = [EXACT_CHOICES[number - 1] for number in numbers]
     sample = sample.every(exhaustive=7, quick=149)
-    for lost, wrong in run_ranks(fail_at_allocations, ranks, sample, timeout=900):
+    for lost, wrong in run_ranks(fail_at_allocations, ranks, choices, sample, timeout=900):
         assert wrong == []
-        assert lost > 16 * 200 // sample.stride
+        assert lost > len(choices) * 200 // sample.stride

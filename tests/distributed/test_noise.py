@@ -113,7 +113,7 @@ def train(measure_noise: bool, settings: dict[str, Any]) -> list[torch.Tensor]:
     rank = torch.distributed.get_rank()
     step = train_step(model, [adamw(model)], measure_noise=measure_noise, **settings)
     seen: list[torch.Tensor] = []
-    for number in range(6):
+    for number in range(3):
         for k in range(2):
             step.forward_backward(masked(2, 9, seed=10 * number + 2 * k + rank))
         seen += [p.grad.to_local().clone() for p in model.parameters()]  # type: ignore[union-attr]
