@@ -18,7 +18,15 @@ from omegaconf import DictConfig
 from tests.helpers import runs
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
-from tests.helpers.runs import ASYNCHRONOUS, RESUME, SHORT, losses, train, undisturbed
+from tests.helpers.runs import (
+    ASYNCHRONOUS,
+    RESUME,
+    SHORT,
+    assert_same_records,
+    losses,
+    train,
+    undisturbed,
+)
 from torchtune_adaptive.common import durable
 from torchtune_adaptive.recipe.checkpoints import asynchronous
 from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
@@ -127,6 +135,17 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     longer = {**SHORT, "epochs": 3, "model.lora_rank": 4}
     said = refused("lora", tmp_path / "lora", **longer, **RESUME)
     assert "does not fit the model: layers.0.attn" in said and "lora_a" in said
+
+
+# --- what is saved ------------------------------------------------------------------------------------
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("kind", ["lora", "lora_dpo", "full"])
+def test_saving_changes_no_bit_of_training(kind: str, tmp_path: Path) -> None:
+    """On a CPU what is gathered are the parameters themselves, into which adapters must not be merged."""
+    _, expected = undisturbed(kind)
+    assert_same_records(train(kind, tmp_path, save_every_n_steps=1), expected)
 
 
 # --- what cannot be saved ---------------------------------------------------------------------------
