@@ -210,7 +210,7 @@ def test_a_config_with_what_was_chosen_can_be_run_again(tmp_path: Path) -> None:
     (tried,) = report().result.trials[:1]
     found = FastestReport(
         *(one.cfg, 1, own, chosen, Split(chosen[MICRO_BATCH], 4 // chosen[MICRO_BATCH], 1)),
-        *([TimedChoice(chosen, 0.25, (0.5, 1.5, 1.0))], {str(chosen): tried}, 100, 103),
+        *([TimedChoice(chosen, 0.25, (0.5, 1.5, 1.0))], {chosen: tried}, 100, 103),
         *("the longest row", "H100", 0.05, 12.34),
     )
     one.decided(found.split, 0, found)
