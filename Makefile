@@ -5,7 +5,7 @@
 #   make test      lint, types, and the quick tests, which sample the slow ones (SHARD=N takes another sample)
 #   make test-all  lint, types, and every test that needs no GPU
 #   make test-rest only what `make test` samples or leaves out, in full
-#   make test-one  the tests in T, e.g. T=tests/unit/test_search.py
+#   make test-one  the tests in T, e.g. T=tests/core/test_search.py
 #   make test-torchtune-main PYTHON=...  what is special on torchtune's main branch, which that Python has
 #   make check     lint and types only
 #   make bench     the benchmarks that run on a CPU
@@ -16,7 +16,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo demo-oom test test-unit test-ranks test-recipes test-all test-rest test-one test-torchtune-main check bench gpu clean
+.PHONY: demo demo-oom test test-unit test-ranks test-runs test-all test-rest test-one test-torchtune-main check bench gpu clean
 .DEFAULT_GOAL := test
 
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -55,35 +55,36 @@ demo-oom: $(READY)
 PYTEST := $(RUN) $(BIN)/python -m pytest
 SHARD ?= 0
 TIER := --shard $(SHARD)
+AND :=
 
 # In lanes, because processes of ranks wait for each other much of the time; each lane prints when it is done.
-LANES = @$(MAKE) --no-print-directory -j 3 --output-sync=target test-unit test-ranks test-recipes
+LANES = @$(MAKE) --no-print-directory -j 3 --output-sync=target test-unit test-ranks test-runs
 
 test: $(READY)
 	@echo "Running lint, types and unit tests, tests of ranks, and whole runs in parallel: about 10 minutes."
 	$(LANES)
 
 test-unit: check
-	$(PYTEST) tests/unit $(TIER)
+	$(PYTEST) $(TIER) -m "not ranks and not runs$(AND)"
 
 test-ranks: $(READY)
-	$(PYTEST) tests/distributed tests/gpu $(TIER)
+	$(PYTEST) $(TIER) -m "ranks$(AND)"
 
-test-recipes: $(READY)
-	$(PYTEST) tests/recipes $(TIER)
+test-runs: $(READY)
+	$(PYTEST) $(TIER) -m "runs$(AND)"
 
 test-all: $(READY)
 	$(LANES) TIER='--exhaustive'
 
 test-rest: $(READY)
-	$(LANES) TIER='--exhaustive -m exhaustive --shard $(SHARD)'
+	$(LANES) TIER='--exhaustive --shard $(SHARD)' AND=' and exhaustive'
 
 test-one: $(READY)
-	$(PYTEST) $(or $(T),$(error which tests? For example: make test-one T=tests/unit/test_search.py))
+	$(PYTEST) $(or $(T),$(error which tests? For example: make test-one T=tests/core/test_search.py))
 
 test-torchtune-main:
-	$(RUN) PATH="$(dir $(PYTHON)):$$PATH" $(PYTHON) -m pytest -W ignore tests/unit/test_upstream.py \
-		tests/unit/test_step.py tests/recipes/test_torchtune_main.py tests/recipes/test_validation.py
+	$(RUN) PATH="$(dir $(PYTHON)):$$PATH" $(PYTHON) -m pytest -W ignore tests/recipe/test_upstream.py \
+		tests/core/test_step.py tests/recipe/test_torchtune_main.py tests/recipe/test_validating_runs.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,0 +1,147 @@
+"""Every command in the README and the docs works.
+
+The quick tier reads each one as its program would: recipe and config exist, the overrides pass the checks of
+a run, the arguments are known. The exhaustive tier runs those that need neither a GPU nor a download.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+from torchtune._recipe_registry import get_all_recipes
+
+from tests.cli.test_hugging_face import PUBLISHED, written
+from tests.recipe.test_launched_runs import BIN, QUICK
+from torchtune_adaptive.cli import plan_command
+from torchtune_adaptive.recipe.registry import RECIPES, load_config
+from torchtune_adaptive.recipe.settings.checks import check
+from torchtune_adaptive.recipe.settings.kinds import kind_of
+
+pytestmark = pytest.mark.runs
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PROGRAMS = ("tune", "tune-adaptive", "make", "python", "srun")
+
+# Stand-ins for what the reader fills in.
+FILLED_IN = {
+    "my_config.yaml": "tiny/lora",
+    "CONFIG": "tiny/full",
+    "$SLURM_NNODES": "2",
+    "HOST": "localhost",
+    "JOB": "job",
+    "~/models/Qwen2.5-7B": "Qwen2.5-7B",
+}
+
+
+def commands_of(page: Path) -> set[str]:
+    """The commands in code blocks, and those in the text that have arguments."""
+    text = page.read_text()
+    blocks = re.sub(r" *\\\n\s*", " ", text)  # continued lines
+    found = re.findall(rf"^ {{4}}((?:{'|'.join(PROGRAMS)}) .*)$", blocks, re.MULTILINE)
+    for fenced in re.findall(
+        r"^```(?:bash|sh|shell)?\n(.*?)^```", blocks, re.MULTILINE | re.DOTALL
+    ):
+        found += re.findall(rf"^((?:{'|'.join(PROGRAMS)}) .*)$", fenced, re.MULTILINE)
+    found += re.findall(r"`((?:tune|tune-adaptive) [\w-]+ [^`]*--[^`]*)`", text)
+    found += re.findall(r"`(make [\w-]+)`", text)
+    return {" ".join(each.split("  #")[0].split()) for each in found}
+
+
+COMMANDS = sorted({command for page in PAGES for command in commands_of(page)})
+
+
+def words_of(command: str) -> list[str]:
+    words = shlex.split(command)
+    if words[0] == "srun":
+        words = words[1:]
+    return [FILLED_IN.get(word, word) for word in words]
+
+
+def config_of(words: list[str]) -> DictConfig:
+    """The config that a ``run`` or ``find`` would have."""
+    at = words.index("--config")
+    overrides = OmegaConf.from_dotlist(words[at + 2 :])
+    merged = OmegaConf.merge(load_config(words[at + 1]), overrides)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def test_the_docs_have_commands() -> None:
+    assert len(COMMANDS) >= 15
+    assert any(command.startswith("srun tune run --nnodes") for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_documented_command_is_understood(command: str) -> None:
+    words = words_of(command)
+    match words[:2]:
+        case ["make", *_]:
+            done = subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True)
+            assert done.returncode == 0, done.stderr
+        case ["tune" | "tune-adaptive", "run" | "find"] if "eleuther_eval" not in words:
+            recipe = words[words.index("--config") - 1]
+            assert recipe in RECIPES
+            cfg = config_of(words)
+            check(cfg, kind_of(cfg))
+        case ["tune-adaptive", "plan"]:
+            parser = argparse.ArgumentParser()
+            plan_command.add_arguments(parser)
+            arguments = parser.parse_args(words[2:])
+            assert arguments.config is None or load_config(arguments.config)
+        case ["tune-adaptive", "validate"]:
+            load_config(words[2])
+        case ["tune", "run"]:  # torchtune's own recipe, which needs a trained model
+            configs = {config.name for recipe in get_all_recipes() for config in recipe.configs}
+            assert words[words.index("--config") + 1] in configs
+        case ["python", "-m"]:
+            assert (ROOT / Path(*words[2].split("."))).with_suffix(".py").exists()
+        case _:
+            pytest.fail(f"{command!r}: say how it is tested")
+
+
+def runs_here(command: str) -> bool:
+    words = words_of(command)
+    plans = words[:2] == ["tune-adaptive", "plan"]
+    return plans or any(word.startswith("tiny/") for word in words)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("command", [command for command in COMMANDS if runs_here(command)])
+def test_a_documented_command_runs(command: str, tmp_path: Path) -> None:
+    words = words_of(command)
+    if words[1] in ("run", "find"):
+        words += [*QUICK, "output_dir=out"]
+    if "--hf" in words:
+        folder = tmp_path / words[words.index("--hf") + 1]
+        folder.mkdir()
+        written(folder, PUBLISHED[folder.name][0])
+    done = subprocess.run(
+        [BIN / words[0], *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=400
+    )
+    # A plan also ends with 1: the configured batch does not fit.
+    assert done.returncode in ((0, 1) if words[1] == "plan" else (0,)), done.stdout + done.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["demo", "demo-oom"])
+def test_a_demo_runs(target: str, tmp_path: Path) -> None:
+    """With the commands of the Makefile, but its output elsewhere."""
+    printed = subprocess.run(
+        ["make", "-n", "--no-print-directory", target],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    script = printed.stdout.replace("demo_output", str(tmp_path / "output"))
+    done = subprocess.run(
+        ["sh", "-euc", script], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,124 @@
+"""What torchrun reports when ranks fail: the reason, once, under its root cause."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from torchtune_adaptive.common import ending
+
+pytestmark = pytest.mark.ranks
+
+REASON = "ConfigError: headroom: 2 is not valid"
+RANK = """
+import os, sys, time
+from torchtune_adaptive.common import ending
+rank = int(os.environ["RANK"])
+ending.MOMENT = 1.5
+def fail(on=(0, 1, 2), reason="ConfigError: headroom: 2 is not valid"):
+    if rank in on:
+        ending.explain(reason, known_to_all=True)
+        sys.exit(1)
+    time.sleep(60)  # until torchrun ends it
+"""
+
+
+def report_of(program: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> str:
+    """What torchrun says last when three ranks run a program; they themselves say nothing."""
+    script = folder / "rank.py"
+    script.write_text(RANK + program)
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=3,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id=folder.name,
+        max_restarts=0,
+    )
+    started = time.monotonic()
+    with pytest.raises(ChildFailedError) as failed:
+        elastic_launch(launch, sys.executable)("-u", str(script))
+    assert time.monotonic() - started < 30
+    said = capfd.readouterr()
+    assert "ConfigError" not in said.out + said.err
+    return str(failed.value)
+
+
+@pytest.fixture(autouse=True)
+def sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(ending.__file__).parents[2]))
+
+
+@pytest.mark.parametrize(
+    ("program", "rank"),
+    [
+        pytest.param("fail(on=[1])", 1, id="on one rank"),
+        pytest.param("fail()", None, id="on all ranks"),
+        pytest.param("time.sleep(2 * (rank == 0)); fail()", None, id="rank 0 is slow"),
+        pytest.param(
+            "time.sleep(rank == 2); fail([0, 2], f'ConfigError: of rank {rank}')",
+            0,
+            id="one leads to another",
+        ),
+    ],
+)
+def test_the_reason_is_the_root_cause_and_stands_there_once(
+    program: str, rank: int | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = report_of(program, tmp_path, capfd)
+    assert report.count("ConfigError") == 1
+    _, _, cause = report.partition("Root Cause")
+    assert f"traceback : {'ConfigError: of rank 0' if 'of rank' in program else REASON}" in cause
+    assert rank is None or f"rank      : {rank} " in cause
+    assert "Traceback" not in report
+
+
+def test_a_bug_keeps_its_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = """
+try:
+    1 / (rank != 1)
+except ZeroDivisionError as error:
+    ending.explain_bug(error)
+    sys.exit(1)
+time.sleep(60)
+"""
+    cause = report_of(program, tmp_path, capfd).partition("Root Cause")[2]
+    assert "Traceback (most recent call last)" in cause
+    assert "ZeroDivisionError: division by zero" in cause
+
+
+@pytest.mark.parametrize("file", ["", "a folder that is not there/0/error.json"])
+def test_without_torchrun_or_its_folder_the_reason_is_printed(file: str, tmp_path: Path) -> None:
+    environment = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / file)} if file else {}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{RANK}\nfail()"],
+        env={**os.environ, **environment, "TORCHELASTIC_RUN_ID": "1", "RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.strip() == f"rank 0: {REASON}"
+
+
+def test_rank_0_speaks_for_all_unless_it_is_slow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ending, "MOMENT", 0.3)
+    for name in ("TORCHELASTIC_ERROR_FILE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        began = time.monotonic()
+        ending.explain(REASON, known_to_all=True)
+        assert (time.monotonic() - began >= 0.3) is (rank == "1")
+        assert capsys.readouterr().err == f"\nrank {rank}: {REASON}\n\n"

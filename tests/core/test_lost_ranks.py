@@ -1,0 +1,145 @@
+"""A rank dies or hangs in the middle of a search; the others stop, soon, and say who it was and where."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.models import adamw, batch, tiny_llama, train_step
+from tests.helpers.ranks import Ended, watch_ranks
+from torchtune_adaptive.common.errors import RankLost
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE, Watchdog
+from torchtune_adaptive.core.search.probe import Probe
+
+pytestmark = pytest.mark.ranks
+
+LIMIT = 2.0
+VICTIM = 1
+
+
+class Fate(TorchDispatchMode):
+    """Does something terrible at the 200th operation of a step, which is in its backward pass."""
+
+    def __init__(self, happen: Callable[[], Any]) -> None:
+        super().__init__()
+        self.happen = happen
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented
+        self.seen += 1
+        if self.seen == 200:
+            self.happen()
+        return func(*args, **(kwargs or {}))
+
+
+def raise_bug() -> None:
+    raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+FATES: dict[str, Callable[[], Any]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hangs": lambda: time.sleep(3600),
+    "bug": raise_bug,
+}
+
+
+def rows_of(number: int) -> dict[str, Any]:
+    return batch(rows=number)
+
+
+def search_until(fate: str) -> None:
+    ranks = Ranks(timeout=2 * LIMIT)
+    watchdog = Watchdog(ranks, limit=LIMIT)
+    model = tiny_llama(layers=2)
+    memory = SimulatedMemory(10**9)
+    step = train_step(model, [adamw(model)], memory=memory, ranks=ranks, launched=watchdog.tick)
+    probe = Probe(
+        step=step,
+        accumulation=lambda size: 1,
+        headroom=0.0,
+        ranks=ranks,
+        entering=lambda phase: watchdog.enter(phase, LIMIT),
+    )
+    with watchdog, probe:
+        probe.prime(rows_of)
+        probe.trial(2, rows_of)
+        if ranks.rank == VICTIM:
+            with Fate(FATES[fate]):
+                probe.trial(4, rows_of)
+        else:
+            probe.trial(4, rows_of)
+            raise AssertionError("a trial without its victim came to an end")
+
+
+def slow_but_alive() -> str:
+    """Longer than the limit in a phase that may take long, and in one where all ranks are slow together."""
+    ranks = Ranks(timeout=20 * LIMIT)
+    watchdog = Watchdog(ranks, limit=1.0)
+    with watchdog:
+        watchdog.enter("loading the model", patience=None)
+        if ranks.rank == 0:
+            ctypes.PyDLL(None).usleep(2_500_000)  # holds the interpreter's lock, as saving may
+        ranks.any(False)
+        watchdog.enter("a long computation", patience=1.0)
+        time.sleep(2.5)
+    return "done"
+
+
+RUNS: dict[str, tuple[Callable[..., Any], list[str], list[int]]] = {
+    "killed": (search_until, ["killed"], [0]),
+    "stopped": (search_until, ["stopped"], [0]),
+    "hangs": (search_until, ["hangs"], [0]),
+    "bug": (search_until, ["bug"], [0, 1]),
+    "slow but alive": (slow_but_alive, [], [0, 1]),
+}
+"""What two ranks run, its arguments, and which of the ranks must exit."""
+
+
+@pytest.fixture(scope="module")
+def ended() -> Iterator[dict[str, Future[list[Ended]]]]:
+    """How each of the runs ends. Most of their time they wait, so they do it together."""
+    with ThreadPoolExecutor(len(RUNS)) as threads:
+        yield {
+            name: threads.submit(
+                watch_ranks, function, 2, *arguments, until_exit_of=exits, timeout=8 * LIMIT
+            )
+            for name, (function, arguments, exits) in RUNS.items()
+        }
+
+
+@pytest.mark.parametrize("fate", ["killed", "stopped", "hangs"])
+def test_the_others_stop_and_name_the_rank_and_the_phase(
+    fate: str, ended: dict[str, Future[list[Ended]]]
+) -> None:
+    survivor, *_ = ended[fate].result()
+    assert survivor.exit_code in (EXIT_CODE, 1), survivor.said
+    assert f"rank {VICTIM}" in survivor.said
+    assert "trial of 4 rows" in survivor.said
+    if survivor.exit_code == 1:
+        assert RankLost.__name__ in survivor.said
+
+
+def test_the_rank_with_the_bug_says_what_it_is(ended: dict[str, Future[list[Ended]]]) -> None:
+    survivor, victim = ended["bug"].result()
+    assert "mat1 and mat2 shapes cannot be multiplied" in victim.said
+    assert victim.exit_code == 1 and survivor.exit_code in (EXIT_CODE, 1)
+    assert f"rank {VICTIM}" in survivor.said
+
+
+def test_patience_where_patience_is_due(ended: dict[str, Future[list[Ended]]]) -> None:
+    for rank in ended["slow but alive"].result():
+        assert rank.exit_code == 0, rank.said

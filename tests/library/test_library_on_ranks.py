@@ -1,0 +1,311 @@
+"""The library interface in plain loops: memory runs out at every operation; nobody waits, no bit changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.helpers.faults import fail_at_each, survivable
+from tests.helpers.library import Trained, collate, failing, rows_of, tiny_model
+from tests.helpers.models import local_values, same_bits
+from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import Sample
+from torchtune_adaptive import AdaptiveStep, UsageError, find_batch_size, steps_of
+from torchtune_adaptive.core.step.snapshot import Snapshot
+
+pytestmark = pytest.mark.ranks
+
+
+def forget_the_sequence(step: AdaptiveStep) -> None:
+    """As at the beginning, when ranks agree before each collective."""
+    step.train_step._collectives.record_again()
+
+
+def fail_in_steps(
+    way: str,
+    recording: bool,
+    sample: Sample,
+    settings: dict[str, Any],
+    only_collectives: bool = False,
+) -> Counter[str]:
+    """Fail at operations of a step of two rows, on one rank after the other; it is retried with one row.
+
+    Args:
+        way: how the model is spread over the ranks.
+        recording: whether the ranks agree before each collective.
+        sample: of operations.
+        settings: of the step.
+        only_collectives: whether those are all.
+    """
+    run, memory = failing(way, max_grad_norm=1.0, **settings)
+    step, ranks = run.step, run.step.ranks
+    rows = rows_of(2, seed=ranks.rank)
+    for _ in range(3):
+        step(rows, collate, 2)
+    snapshot = Snapshot(run.model, [run.optimizer], torch.device("cpu"))
+    step(rows, collate, 1)
+    expected = local_values(run.model)
+    snapshot.restore()
+    last, collectives = survivable(memory, step.train_step, lambda: step(rows, collate, 2))
+    snapshot.restore()
+    every = collectives if only_collectives else range(1, last + 1)
+    operations = [every[number - 1] for number in sample.of(len(every))]
+    counts: Counter[str] = Counter()
+    for _, _, failure in fail_at_each(operations, memory, ranks):
+        step._begin(2)
+        if recording:
+            forget_the_sequence(step)
+        with failure:
+            outcome = step(rows, collate, 2)
+        counts["tried"] += 1
+        counts["retried"] += outcome.retried
+        counts["wrong"] += not same_bits(local_values(run.model), expected)
+        snapshot.restore()
+    return counts
+
+
+WAYS = {
+    "alone": ("alone", 1, {}),
+    "FSDP on 2 ranks": ("fsdp", 2, {}),
+    "FSDP on 4 ranks": ("fsdp", 4, {}),
+    "HSDP on 2 x 2 ranks": ("hsdp", 4, {}),
+    "HSDP, reducing in float16": ("hsdp", 4, {"compute_in": torch.float16}),
+    "DDP on 2 ranks": ("ddp", 2, {}),
+    "DDP on 4 ranks": ("ddp", 4, {}),
+    "DDP, measuring noise": ("ddp", 2, {"measure_noise": True}),
+    "FSDP, compiled": ("fsdp", 2, {"compiled": "aot_eager"}),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["alone", "fsdp"])
+def test_compiled_by_inductor(way: str, sample: Sample) -> None:
+    settings = {"compiled": "inductor"}
+    ranks = 1 if way == "alone" else 2
+    sample = sample.every(exhaustive=13, quick=13)
+    counts = run_ranks(fail_in_steps, ranks, way, False, sample, settings, timeout=280)
+    for count in counts:
+        assert count["retried"] == count["tried"] >= 1
+        assert count["wrong"] == 0
+
+
+@pytest.mark.parametrize("recording", [False, True], ids=["recorded", "while recording"])
+@pytest.mark.parametrize(("way", "ranks", "settings"), WAYS.values(), ids=WAYS)
+def test_memory_runs_out_at_every_operation(
+    way: str, ranks: int, settings: dict[str, Any], recording: bool, sample: Sample
+) -> None:
+    timeout = 280 if sample.exhaustive else 60
+    counts = run_ranks(fail_in_steps, ranks, way, recording, sample, settings, timeout=timeout)
+    for count in counts:
+        assert count["retried"] == count["tried"] >= 20 // sample.stride
+        assert count["wrong"] == 0
+
+
+@pytest.mark.parametrize("recording", [False, True], ids=["recorded", "while recording"])
+@pytest.mark.parametrize(("way", "ranks"), [("fsdp", 2), ("hsdp", 4)])
+def test_memory_runs_out_before_and_after_the_launch_of_each_collective(
+    way: str, ranks: int, recording: bool, sample: Sample
+) -> None:
+    """Whether the rank has launched a collective decides whether the others wait for it."""
+    sample = sample.every(exhaustive=1, quick=5)
+    counts = run_ranks(fail_in_steps, ranks, way, recording, sample, {}, True)
+    launches = {"fsdp": 4 + 2, "hsdp": 4 + 2 + 2}[way]  # gather each layer twice, reduce it
+    for count in counts:
+        assert count["retried"] == count["tried"] == len(sample.of(2 * launches))
+        assert count["wrong"] == 0
+
+
+def evaluate_between_steps(way: str) -> list[Any]:
+    """As loops do before, between and after steps; then fail. Gives losses, and what a search finds."""
+    run, memory = failing(way)
+
+    def evaluate() -> float:
+        run.model.eval()
+        with torch.no_grad():
+            loss, weight = run.forward(collate(rows_of(4)))
+        run.model.train()
+        return float(loss) / weight
+
+    seen: list[Any] = []
+    for number in range(8):
+        seen.append(evaluate())
+        here = number >= 4 and run.step.ranks.rank == number % run.step.ranks.size
+        with memory.fail_at(5 * (number - 3) if here else None):
+            outcome = run.step(rows_of(4), collate, 4)
+        assert bool(outcome.retried) == (number >= 4)
+        run.step._begin(4)
+        assert run.step.train_step._collectives.recording == (number == 0)
+        seen.append(outcome.loss)
+    return seen
+
+
+@pytest.mark.parametrize("way", ["fsdp", "hsdp"])
+def test_evaluation_between_steps_does_not_disturb_them(way: str) -> None:
+    [seen, *others] = run_ranks(evaluate_between_steps, 4, way)
+    assert others == [seen] * 3
+    assert seen[::2] == pytest.approx(
+        seen[1::2], rel=1e-5
+    )  # before each step, the loss that it reports
+
+
+def search_and_train(way: str, compiled: str | None) -> list[Any]:
+    """Search; train two steps, of which the second is asked to be far too large."""
+    run = Trained(way, layers=4, width=64, memory_limit="2MiB", compiled=compiled)
+    assert run.step.compiled == (compiled is not None)
+    before = local_values(run.model)
+    size = find_batch_size(run.step, lambda rows: collate(rows_of(rows, width=64)), ceiling=1 << 12)
+    assert same_bits(local_values(run.model), before)
+    data = rows_of(8 * size * run.step.ranks.size, width=64)
+    outcomes = [
+        run.step(rows, collate, micro_batch)
+        for rows, micro_batch in zip(steps_of(data, 4 * size), (size, 4 * size), strict=True)
+    ]
+    again = Trained(way, layers=4, width=64, memory_limit="2MiB", compiled=compiled)
+    undisturbed = [again.step(rows, collate, size) for rows in steps_of(data, 4 * size)]
+    assert same_bits(local_values(run.model), local_values(again.model))
+    assert [o.loss for o in outcomes] == [o.loss for o in undisturbed]
+    return [int(size), [trial.fits for trial in size.trials], outcomes[1].retried]
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks", "compiled"),
+    [
+        ("alone", 1, None),
+        ("fsdp", 2, None),
+        ("hsdp", 4, None),
+        ("ddp", 2, None),
+        ("fsdp", 2, "aot_eager"),
+    ],
+)
+def test_search_then_train(way: str, ranks: int, compiled: str | None) -> None:
+    found = run_ranks(search_and_train, ranks, way, compiled, timeout=120)
+    size, fits, retried = found[0]
+    assert found == [found[0]] * ranks
+    assert size >= 64 and any(fits) and not all(fits)
+    assert retried == 2
+
+
+def refusals() -> dict[str, str]:
+    """What is said about models that are spread in other ways, and about ranks that do not do the same."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    two = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp"))
+
+    def columns() -> nn.Module:
+        return parallelize_module(tiny_model("alone"), two["tp"], {"0.0": ColwiseParallel()})
+
+    def partly() -> nn.Module:
+        model = tiny_model("alone")
+        for layer in model.children():
+            fully_shard(layer, mesh=mesh)
+        return model
+
+    def ignoring() -> nn.Module:
+        model = tiny_model("alone")
+        return fully_shard(model, mesh=mesh, ignored_params={next(model.parameters())})
+
+    def divided() -> nn.Module:
+        model = tiny_model("fsdp")
+        model[0].set_gradient_divide_factor(1.0)  # type: ignore[index, operator]
+        return model
+
+    def apart() -> nn.Module:
+        model = tiny_model("fsdp")
+        model.set_requires_gradient_sync(False)  # type: ignore[operator]
+        return model
+
+    def partly_reduced() -> nn.Module:
+        model = tiny_model("hsdp")
+        model.set_requires_all_reduce(False)  # type: ignore[operator]
+        return model
+
+    def reduced_by_hook() -> nn.Module:
+        model = tiny_model("fsdp")
+        model[0].set_all_reduce_hook(print)  # type: ignore[index, operator]
+        return model
+
+    def with_buffers() -> nn.Module:
+        return DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+
+    def hooked() -> nn.Module:
+        model = tiny_model("ddp")
+        model.register_comm_hook(None, allreduce_hook)  # type: ignore[operator]
+        return model
+
+    models = {
+        "not spread": lambda: tiny_model("alone"),
+        "tensor parallel": columns,
+        "FSDP and tensor parallel": lambda: fully_shard(columns(), mesh=two["dp"]),
+        "on a part of the ranks": lambda: fully_shard(tiny_model("alone"), mesh=two["dp"]),
+        "in parts": partly,
+        "ignored parameters": ignoring,
+        "divide factor": divided,
+        "gradients apart": apart,
+        "replicas apart": partly_reduced,
+        "all-reduce by hook": reduced_by_hook,
+        "DDP with buffers": with_buffers,
+        "DDP with a hook": hooked,
+    }
+    said = {}
+    for name, make in models.items():
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters())
+        try:
+            AdaptiveStep(model, optimizer, lambda batch: (batch, 1))
+        except UsageError as refused:
+            said[name] = str(refused)
+    run = Trained("fsdp")
+    with pytest.raises(UsageError) as refused:
+        run.step(rows_of(2 + dist.get_rank()), collate, 2)
+    said["rows"] = str(refused.value)
+    run = Trained("ddp")
+    if dist.get_rank() == 0:
+        run.forward = _without_the_first_layer(run)  # type: ignore[method-assign]
+        run.step = AdaptiveStep(run.model, run.optimizer, run.forward)
+    else:
+        run.step = AdaptiveStep(run.model, run.optimizer, run.forward)
+    with pytest.raises(UsageError) as refused:
+        run.step(rows_of(2), collate, 2)
+    said["gradients"] = str(refused.value)
+    return said
+
+
+def _without_the_first_layer(run: Trained) -> Any:
+    def forward(batch: Any) -> tuple[torch.Tensor, int]:
+        return run.model.module[1](batch[0]).sum(), 1  # type: ignore[operator, index]
+
+    return forward
+
+
+def test_what_cannot_work_is_refused_on_every_rank() -> None:
+    said = run_ranks(refusals, 4, timeout=100)
+    assert said == [said[0]] * 4
+    expected = {
+        "not spread": "nothing reduces its gradients",
+        "tensor parallel": "tensor and context parallelism are not supported",
+        "FSDP and tensor parallel": "tensor and context parallelism are not supported",
+        "on a part of the ranks": "is spread over 2 of 4 ranks",
+        "in parts": "applied to 2 parts, but not to the whole",
+        "ignored parameters": "is not sharded",
+        "divide factor": "set_gradient_divide_factor was called",
+        "gradients apart": "set_requires_gradient_sync(False) was called",
+        "replicas apart": "set_requires_all_reduce(False) was called",
+        "all-reduce by hook": "set_all_reduce_hook was called",
+        "DDP with buffers": "Pass broadcast_buffers=False",
+        "DDP with a hook": "a communication hook would be bypassed",
+        "rows": "one rank has 2 and another 5",
+        "gradients": "a gradient on one rank and not on another",
+    }
+    assert set(expected) == set(said[0])
+    for name, part in expected.items():
+        assert part in said[0][name], said[0][name]

@@ -1,0 +1,139 @@
+"""Processes that trace beside a run: what they see of it, what comes back, and that they end with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from torchtune_adaptive.common.errors import ConfigError, NoPrediction
+from torchtune_adaptive.planner import workers
+from torchtune_adaptive.planner.workers import Worker
+
+VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "CUDA_VISIBLE_DEVICES",
+    "OWN",
+)
+
+
+def ask(make: Callable[..., Any], *arguments: Any, timeout: float = 30.0) -> Any:
+    worker = Worker(make, *arguments)
+    try:
+        return worker.ask("question", timeout)
+    finally:
+        worker.close()
+
+
+def adds(text: str) -> Callable[[str], str]:
+    return lambda question: text + question
+
+
+def looks_around() -> Callable[[str], Any]:
+    print("is not an answer")
+    variables = {name: os.environ.get(name) for name in VARIABLES}
+    main = sys.modules["__main__"].__spec__
+    return lambda _: (variables, main and main.name, sys.path)
+
+
+def cannot_start() -> Callable[[str], str]:
+    raise ConfigError("key", 1, "is wrong", "Write\n2")  # which could not be unpickled
+
+
+def cannot_answer() -> Callable[[str], str]:
+    def answer(_: str) -> str:
+        raise NoPrediction("no")
+
+    return answer
+
+
+def ends() -> Callable[[str], str]:
+    os._exit(3)
+
+
+def never_answers() -> Callable[[str], None]:
+    def answer(_: str) -> None:
+        while True:
+            pass
+
+    return answer
+
+
+def test_a_worker_answers() -> None:
+    worker = Worker(adds, "an ")
+    assert [worker.ask(text, 30.0) for text in ("a", "b")] == ["an a", "an b"]
+    worker.close()
+    with pytest.raises(NoPrediction, match="ended without an answer"):
+        worker.ask("c", 30.0)
+
+
+def test_it_is_no_rank_and_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "1")
+    variables, main, path = ask(looks_around)
+    assert variables == {**dict.fromkeys(VARIABLES), "CUDA_VISIBLE_DEVICES": "", "OWN": "1"}
+    assert main == Worker.__module__, "the program that runs must not be imported again"
+    assert set(filter(None, sys.path)) <= set(path)
+    assert os.environ["RANK"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (cannot_start, "could not be traced: ConfigError: key: 1 is wrong. Write 2."),
+        (cannot_answer, "no"),
+        (ends, "the planner process ended without an answer"),
+    ],
+)
+def test_what_goes_wrong_comes_back(make: Callable[..., Any], reason: str) -> None:
+    with pytest.raises(NoPrediction) as raised:
+        ask(make)
+    assert reason in str(raised.value)
+
+
+def test_patience_has_an_end() -> None:
+    with pytest.raises(NoPrediction, match=r"no answer within 0\.1 s"):
+        ask(never_answers, timeout=0.1)
+
+
+RUN = """
+from tests.planner.test_workers import Worker, never_answers
+worker = Worker(never_answers)
+print(worker.pid, flush=True)
+worker.ask("question", 60)
+"""
+
+
+def test_it_ends_with_the_run_that_is_killed() -> None:
+    run = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    worker = psutil.Process(int(run.stdout.readline()))
+    time.sleep(0.5)
+    assert worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
+    run.kill()
+    run.communicate()
+    end = time.monotonic() + 20
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end, "the worker has outlived the run"
+        time.sleep(0.05)
+
+
+def test_tracing_processes_keep_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(workers.forkserver, "ensure_running", lambda: seen.update(os.environ))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    before = dict(os.environ)
+    workers.start_server("torchtune_adaptive.recipe.plan.preload")
+    assert seen["XDG_CACHE_HOME"] == "/somewhere" and seen["CUDA_VISIBLE_DEVICES"] == ""
+    assert "LOCAL_RANK" not in seen
+    assert dict(os.environ) == before

@@ -1,0 +1,214 @@
+"""Checkpoints that runs resume from, or refuse, or cannot save: whole runs of the recipes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from tests.helpers import runs
+from tests.helpers.ranks import run_ranks, watch_ranks
+from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
+from tests.helpers.runs import (
+    ASYNCHRONOUS,
+    RESUME,
+    SHORT,
+    assert_same_records,
+    losses,
+    train,
+    undisturbed,
+)
+from torchtune_adaptive.common import durable
+from torchtune_adaptive.recipe.checkpoints import asynchronous
+from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
+
+pytestmark = pytest.mark.runs
+
+refused = partial(runs.refused, "CheckpointError")
+
+
+# --- what is resumed from ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epochs", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_a_run_that_is_finished(epochs: int, tmp_path: Path) -> None:
+    """Even where an earlier epoch could be resumed from, which would train the last one again."""
+    train("full", tmp_path, epochs=epochs)
+    said = refused("full", tmp_path, epochs=epochs, **RESUME)
+    assert f"{tmp_path}: the run is finished, and epoch_{epochs - 1} is its end" in said
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_resuming_without_naming_a_file(kind: str, tmp_path: Path) -> None:
+    changes = {**SHORT, "keep_last_n_checkpoints": 3}
+    cfg = tiny_config(kind, tmp_path, **changes, **RESUME)
+    (first,) = watch_ranks(run_ours, 1, kind, cfg, until_exit_of=[0], join=False)
+    assert "there is no checkpoint in" in first.said and "from the beginning" in first.said
+    assert {path.name for path in tmp_path.glob("epoch_*")} == {
+        "epoch_1",
+        "epoch_1_step_8",
+        "epoch_1_step_6",
+    }
+    weights = next((tmp_path / "epoch_1_step_8").glob("*.pt"))
+    os.truncate(weights, 100)
+    (tmp_path / ".saving" / "epoch_2").mkdir(parents=True)
+    cfg.epochs = 3  # or the run would be finished
+    (again,) = watch_ranks(run_ours, 1, kind, cfg, until_exit_of=[0], join=False)
+    (line,) = re.findall(r"Resuming from .*", again.said)
+    assert f"{tmp_path}/epoch_1_step_6 (step 6). Skipped: " in line
+    assert "epoch_2 (its run ended while saving it)" in line
+    assert "epoch_1 (it is the end of a run)" in line
+    assert f"epoch_1_step_8 ({weights.name} is truncated" in line
+    assert again.exit_code == 0
+
+
+def test_torchtune_reads_what_is_published(tmp_path: Path) -> None:
+    """As a model to start from, and to resume."""
+    expected = train("full", tmp_path / "out", epochs=2)
+    start = {
+        "checkpointer.checkpoint_dir": str(tmp_path / "out" / "epoch_0"),
+        "checkpointer.checkpoint_files": ["model-00001-of-00001.safetensors"],
+    }
+    cfg = tiny_config("full", tmp_path / "next", **start)
+    run_ranks(run_torchtunes, 1, "full", cfg, join=False)
+    assert not list((tmp_path / "next").rglob(durable.MANIFEST)), "not copied by torchtune"
+    named = {"checkpointer.checkpoint_files": ["epoch_0/model-00001-of-00001.safetensors"]}
+    cfg = tiny_config("full", tmp_path / "out", epochs=2, **named, **RESUME)
+    records, *_ = run_ranks(run_torchtunes, 1, "full", cfg, join=False)
+    assert losses(records) == losses(expected)[-3:]
+
+
+def test_weights_and_state_of_different_checkpoints(tmp_path: Path) -> None:
+    train("full", tmp_path, **SHORT, keep_last_n_checkpoints=5)
+    names = {
+        "checkpointer.checkpoint_files": ["epoch_0/model-00001-of-00001.safetensors"],
+        "checkpointer.recipe_checkpoint": "epoch_1_step_6/recipe_state.pt",
+    }
+    said = refused("full", tmp_path, **SHORT, **RESUME, **names)
+    assert "belongs to another checkpoint than" in said
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "weights truncated": ({"file": "model-00001-of-00001.safetensors", "size": 999}, "truncated"),
+    "state empty": ({"file": "recipe_state.pt", "size": 0}, "is empty"),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), BROKEN.values(), ids=BROKEN)
+def test_the_only_checkpoint_is_damaged(damage: dict[str, Any], said: str, tmp_path: Path) -> None:
+    whole, _ = undisturbed("full", epochs=2, max_steps_per_epoch=1)
+    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
+    os.truncate(tmp_path / "epoch_0" / damage["file"], damage["size"])
+    message = refused("full", tmp_path, 2, epochs=3, **RESUME)
+    assert "none of the checkpoints can be resumed from" in message and said in message
+
+
+def test_a_base_model_that_is_damaged_or_missing(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    assets = Path(tiny_config("full", tmp_path).checkpointer.checkpoint_dir)
+    shutil.copytree(assets, base)
+    weights = base / "model-00001-of-00001.safetensors"
+    os.truncate(weights, 5000)
+    change = {"checkpointer.checkpoint_dir": str(base)}
+    said = refused("full", tmp_path / "out", 2, **change)
+    assert "The checkpoint to start from cannot be read" in said and weights.name in said
+    weights.unlink()
+    assert weights.name in refused("full", tmp_path / "out", **change)
+    change = {"checkpointer.checkpoint_dir": str(tmp_path / "nowhere")}
+    assert "nowhere/config.json" in refused("full", tmp_path / "out", **change)
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    said = refused("full", tmp_path / "full", 2, **{"model.intermediate_dim": 96})
+    assert "does not fit the model: layers.0.mlp" in said
+    said = refused("full", tmp_path / "full", **{"model.num_layers": 5})
+    assert "layers.4" in said and "is missing in the checkpoint" in said
+    train("lora", tmp_path / "lora", **SHORT, keep_last_n_checkpoints=2)
+    longer = {**SHORT, "epochs": 3, "model.lora_rank": 4}
+    said = refused("lora", tmp_path / "lora", **longer, **RESUME)
+    assert "does not fit the model: layers.0.attn" in said and "lora_a" in said
+
+
+# --- what is saved ------------------------------------------------------------------------------------
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("kind", ["lora", "lora_dpo", "full"])
+def test_saving_changes_no_bit_of_training(kind: str, tmp_path: Path) -> None:
+    """On a CPU what is gathered are the parameters themselves, into which adapters must not be merged."""
+    _, expected = undisturbed(kind)
+    assert_same_records(train(kind, tmp_path, save_every_n_steps=1), expected)
+
+
+# --- what cannot be saved ---------------------------------------------------------------------------
+
+
+def run_on_a_full_disk(kind: str, cfg: DictConfig, save: int, writer: str) -> None:
+    """A run whose disk is full from one of its saves on, as the library reports it that writes the file."""
+    errors: dict[str, tuple[Any, str, Exception]] = {
+        "manifest": (
+            durable,
+            "write_durably",
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"),
+        ),
+        "state": (
+            torch,
+            "save",
+            RuntimeError("[enforce fail] write failed\nat"),
+        ),
+        "distributed": (
+            asynchronous.FileSystemWriter,
+            "write_data",
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"),
+        ),
+    }
+    owner, name, error = errors[writer]
+    begin = CheckpointFolder.begin
+    saves = count(1)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    def begin_and_fail(self: CheckpointFolder, folder: str) -> Path:
+        if next(saves) == save:
+            setattr(owner, name, fail)
+        return begin(self, folder)
+
+    CheckpointFolder.begin = begin_and_fail  # type: ignore[method-assign]
+    run_ours(kind, cfg)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("writer", ["distributed", "manifest", "state"])
+def test_a_disk_that_is_full_at_the_second_checkpoint(writer: str, tmp_path: Path) -> None:
+    asynchronous = writer == "distributed"
+    changes = ASYNCHRONOUS if asynchronous else SHORT
+    cfg = tiny_config("full", tmp_path, **changes)
+    with pytest.raises(AssertionError, match="CheckpointError") as raised:
+        run_ranks(run_on_a_full_disk, 2, "full", cfg, 2, writer, join=False)
+    said = str(raised.value)
+    first = "dist_epoch_0" if asynchronous else "epoch_0_step_2"
+    second = "dist_epoch_1" if asynchronous else "epoch_0_step_4"
+    assert f"The checkpoint {second} could not be written" in said and "GiB free" in said
+    assert f"The last one is {tmp_path}/{first}" in said
+    assert ("write failed" if writer == "state" else "No space left on device") in said
+    assert {p.name for p in tmp_path.glob("*epoch_*")} == {first}
+    found, _ = CheckpointFolder(tmp_path).newest("full", lambda _: True)
+    assert found is not None and found.name == first
+    assert not list((tmp_path / ".saving").glob("*epoch*")), "the space has been given back"
+
+
+def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = refused("full", tmp_path / "file" / "out", 2)
+    assert "file/out: cannot be written to (Not a directory). Set output_dir" in said

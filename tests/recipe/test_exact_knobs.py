@@ -1,0 +1,253 @@
+"""Exact knobs are exact: with any of them, training has the bits that it has without."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config, training
+
+from tests.helpers.faults import fail_at_each
+from tests.helpers.models import adamw, batch, local_values, same_bits
+from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import Sample
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.step.failures import StepHalfApplied
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, RECOMPUTE_LOSS, RESHARD, Choice
+from torchtune_adaptive.core.step.snapshot import Snapshot
+from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
+from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
+from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.knob_table import SHARDED_LAYERS, choices
+from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.setup.model_switches import build_switches
+from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN
+
+pytestmark = pytest.mark.ranks
+
+SIZE = {"vocab_size": 16, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 8}
+SIZE |= {"intermediate_dim": 12, "max_seq_len": 32}
+ADAPTERS = {"lora_attn_modules": ["q_proj", "output_proj"], "apply_lora_to_mlp": True}
+ADAPTERS |= {"lora_rank": 2, "lora_alpha": 4}
+STEPS = 2
+
+
+def config_of(kind: str, dtype: str, dropout: float, **keys: Any) -> DictConfig:
+    cfg = OmegaConf.create(copy.deepcopy(SMALL_RUN))
+    cfg.update({"dtype": dtype, "batch_size": 2, "enable_activation_checkpointing": False})
+    cfg.loss.num_output_chunks = 3
+    cfg.model = {"_component_": "torchtune.models.llama2.llama2", **SIZE, "attn_dropout": dropout}
+    if kind == "lora":
+        cfg.model = {"_component_": "torchtune.models.llama2.lora_llama2", **SIZE, **ADAPTERS}
+        cfg.model.lora_dropout = dropout
+    for key, value in keys.items():
+        OmegaConf.update(cfg, key, value, force_add=True)
+    return cfg
+
+
+class Training:
+    """A step as a run builds it from a config, taken again and again from the same start."""
+
+    def __init__(self, cfg: DictConfig, memory: SimulatedMemory | None = None) -> None:
+        self.ranks = Ranks(timeout=20)
+        dtype = training.get_dtype(cfg.dtype, torch.device("cpu"))
+        environment = Environment(torch.device("cpu"), dtype, self.ranks)
+        torch.manual_seed(0)
+        with training.set_default_dtype(dtype):
+            whole = config.instantiate(cfg.model)
+        for parameter in whole.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        weights = whole.state_dict()
+        adapters = {name: value for name, value in weights.items() if "lora" in name}
+        base = {name: value for name, value in weights.items() if name not in adapters}
+        checkpoint = {training.MODEL_KEY: base, training.ADAPTER_KEY: adapters or None}
+        recipe = recipe_kind(kind_of(cfg), cfg, environment)
+        model = recipe.model(checkpoint)
+        objective = recipe.objective(model.module, ())
+        optimizer = adamw(model.module)
+        self.step = TrainStep(
+            model=model.module,
+            objective=objective,
+            optimizers=[optimizer],
+            device=environment.device,
+            memory=memory or SimulatedMemory(None),
+            ranks=self.ranks,
+            options=StepOptions(
+                clip_grad_norm=1.0,
+                switches=build_switches(
+                    cfg, environment, model.module, objective, model.offloading
+                ),
+            ),
+        )
+        model.module.train()
+        self.snapshot = Snapshot(model.module, [optimizer], environment.device)
+
+    def train(self, choice: Choice | None = None) -> tuple[list[float], list[torch.Tensor]]:
+        """Losses and weights of some steps, each of two micro-batches; then all is as before."""
+        if choice is not None:
+            self.step.switch(choice)
+        losses = []
+        for number in range(STEPS):
+            for micro_batch in range(2):
+                seed = 10 * number + micro_batch + 100 * self.ranks.rank
+                self.step.forward_backward(batch(length=10, seed=seed))
+            losses.append(self.step.apply().loss)
+        weights = local_values(self.step.model)
+        self.snapshot.close()
+        return losses, weights
+
+
+def differs(some: Any, others: Any) -> bool:
+    return some[0] != others[0] or not same_bits(some[1], others[1])
+
+
+def different_choices(
+    models: Sequence[tuple[str, str, float]], keys: dict[str, Any], sample: int
+) -> tuple[int, list[str]]:
+    """How many choices were trained with, and those that did not give the bits of the config's own values."""
+    different, tried = [], 0
+    for kind, dtype, dropout in models:
+        cfg = config_of(kind, dtype, dropout, **keys)
+        trained = Training(cfg)
+        own, *others = choices(cfg, trained.ranks.size, "exact", switches_only=True)
+        expected = trained.train(own)
+        assert not differs(expected, trained.train(own)), "training is not repeatable"
+        assert len(set(expected[0])) == STEPS, "nothing was learnt"
+        for choice in others[tried % sample :: sample]:
+            tried += 1
+            if differs(expected, trained.train(choice)):
+                different.append(f"{kind} {dtype} {dropout} {choice}")
+    return tried, different
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_no_bit_depends_on_an_exact_knob(kind: str, ranks: int, exhaustive: bool) -> None:
+    sample = 1 if exhaustive else 2 + 3 * ranks
+    models = [(kind, dtype, dropout) for dtype in ("fp32", "bf16") for dropout in (0.0, 0.5)]
+    found = run_ranks(different_choices, ranks, models, {}, sample, timeout=240)
+    assert all(tried >= 8 for tried, _ in found)
+    assert [different for _, different in found] == [[]] * ranks
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_nor_where_the_last_projection_is_sharded_apart(kind: str, exhaustive: bool) -> None:
+    apart = {SHARDED_LAYERS: ["tok_embeddings", "output"]}
+    sample = 1 if exhaustive else 7
+    found = run_ranks(different_choices, 2, [(kind, "bf16", 0.0)], apart, sample, timeout=120)
+    assert [different for _, different in found] == [[]] * 2
+
+
+def built_differently(some: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[bool]:
+    expected = Training(config_of("full", "bf16", 0.0, **some)).train()
+    return [
+        differs(expected, Training(config_of("full", "bf16", 0.0, **other)).train())
+        for other in others
+    ]
+
+
+def test_a_config_with_a_knob_trains_like_the_config_without() -> None:
+    """What is built is as exact as what is switched, whoever's key it is."""
+    others = [
+        {"enable_activation_checkpointing": True},
+        {"ac_mode": "selective", "ac_option": 2},
+        {CHECKPOINT: "operations", RECOMPUTE_LOSS: True},
+        {CHECKPOINT: "every_3", RESHARD: False},
+        {SHARDED_LAYERS: ["tok_embeddings", "output"]},
+    ]
+    assert run_ranks(built_differently, 2, {}, others, timeout=120) == [[False] * len(others)] * 2
+
+
+class FailingAllocation(SimulatedMemory):
+    """A simulated device that has no memory for a chosen allocation."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=1 << 40)
+        self.seen, self.failing = 0, None
+
+    def check(self, extra: int = 0) -> None:
+        self.seen += 1
+        if self.seen == self.failing:
+            raise torch.OutOfMemoryError(f"injected at allocation {self.seen}")
+
+    @contextmanager
+    def fail_at(self, allocation: int | None) -> Iterator[FailingAllocation]:
+        self.seen, self.failing = 0, allocation
+        yield self
+        self.failing = None
+
+
+class FailingStep:
+    """One step of two layers, taken again and again from the same start."""
+
+    def __init__(self) -> None:
+        self.memory = FailingAllocation()
+        self.trained = Training(
+            config_of("full", "fp32", 0.0, **{"model.num_layers": 2}), self.memory
+        )
+
+    def take(self) -> tuple[bool, list[torch.Tensor]]:
+        """Whether it was lost, and the weights; then all is as before."""
+        step = self.trained.step
+        try:
+            step.forward_backward(batch(length=10, seed=self.trained.ranks.rank))
+            lost = step.apply().lost
+        except StepHalfApplied:
+            step.forget()
+            lost = True
+        weights = local_values(step.model)
+        self.trained.snapshot.restore()
+        return lost, weights
+
+    def take_the_first(self) -> tuple[bool, list[torch.Tensor]]:
+        """The same, without what steps before have left in the optimizer's state."""
+        for optimizer in self.trained.step.optimizers:
+            optimizer.state.clear()
+        return self.take()
+
+
+EXACT_CHOICES = [
+    Choice({CHECKPOINT: checkpoint, RESHARD: reshard, RECOMPUTE_LOSS: recompute})
+    for checkpoint in ("none", "every_2", "operations", "all")
+    for reshard in (False, True)
+    for recompute in (False, True)
+]
+
+
+def fail_at_allocations(choices: list[Choice], sample: Sample) -> tuple[int, list[str]]:
+    """How many steps were lost, and those after which memory was kept, or the next step had other bits."""
+    run = FailingStep()
+    lost, wrong = 0, []
+    for choice in choices:
+        run.trained.step.switch(choice)
+        run.take()  # the first step with these collectives
+        with run.memory.fail_at(None):
+            run.take()
+        allocations = sample.of(run.memory.seen)
+        _, expected = run.take_the_first()
+        before = run.memory.in_use()
+        for allocation, _, failure in fail_at_each(allocations, run.memory, run.trained.ranks):
+            with failure:
+                lost += run.take()[0]
+            kept = run.memory.in_use() - before
+            again, weights = run.take_the_first()
+            if kept or again or not same_bits(weights, expected):
+                wrong.append(f"{choice}, allocation {allocation}: {kept} bytes kept")
+    return lost, wrong[:9]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_stays_of_a_step_that_runs_out_of_memory(ranks: int, sample: Sample) -> None:
+    """With each exact choice, at a sample of allocations: of operations, and of what FSDP resizes."""
+    numbers = sample.every(exhaustive=1, quick=3).of(len(EXACT_CHOICES))
+    choices = [EXACT_CHOICES[number - 1] for number in numbers]
+    sample = sample.every(exhaustive=7, quick=149)
+    for lost, wrong in run_ranks(fail_at_allocations, ranks, choices, sample, timeout=900):
+        assert wrong == []
+        assert lost > len(choices) * 200 // sample.stride

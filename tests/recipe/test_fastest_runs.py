@@ -1,0 +1,78 @@
+"""A run that chooses its fastest configuration has that on record, and its record makes the same run."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import run_ours, tiny_config
+from torchtune_adaptive.core.step.knobs import CHECKPOINT
+from torchtune_adaptive.recipe.plan import background
+from torchtune_adaptive.recipe.registry import with_overrides
+from torchtune_adaptive.recipe.settings.kinds import FOUND
+
+pytestmark = pytest.mark.runs
+
+CHOOSES = {
+    "use_fastest_configuration": True,
+    "adaptive_batching.may_change": "rounding",
+    "adaptive_batching.memory_limit": "16MiB",  # which the config's own values do not fit into
+    "adaptive_batching.speed_trials": 1,
+    "batch_size": 8,
+    "max_steps_per_epoch": 2,
+    "epochs": 1,
+    "metric_logger._component_": "torchtune.training.metric_logging.DiskLogger",
+}
+
+
+def run_without_waiting_for_a_prediction(cfg: DictConfig) -> None:
+    background.PATIENCE = 0.0
+    run_ours("full", cfg)
+
+
+def run(cfg: DictConfig) -> Path:
+    run_ranks(run_without_waiting_for_a_prediction, 1, cfg, join=False, timeout=120)
+    return Path(cfg.output_dir)
+
+
+def test_what_was_chosen_is_on_record_and_makes_the_same_run(tmp_path: Path) -> None:
+    given = tiny_config("full", tmp_path / "chose", **CHOOSES)
+    folder = run(given)
+    found = json.loads((folder / "fastest_configuration.json").read_text())
+    changed = {change["key"]: change["new"] for change in found["changes"]}
+    assert CHECKPOINT in changed or "batch_size" in changed, "it had to change something"
+
+    saved = OmegaConf.load(folder / "torchtune_config.yaml")
+    assert isinstance(saved, DictConfig)
+    numbers = saved.pop(FOUND)
+    assert saved == with_overrides(given, found["overrides"].split())
+    assert {key: OmegaConf.select(saved, key) for key in changed} == changed
+    assert numbers.global_batch_size == found["global_batch_size"] == 8
+    assert numbers.batch_size == saved.batch_size and numbers.trials == len(found["trials"])
+    (searched,) = logged(folder, "search/")
+    assert float(searched["batch_size"]) == saved.batch_size
+
+    page = unescape((folder / "report.html").read_text())
+    search = page[page.index("<h2>Search</h2>") : page.index("<h2>Training and memory</h2>")]
+    assert "There was no" not in page and "Timed steps of the data's first rows" in search
+    assert all(f"{key}: " in search for key in changed) and found["overrides"] in search
+    assert len(re.findall("<tr><td>", search)) == len(found["timed"])
+
+    again = run(OmegaConf.merge(saved, {"output_dir": str(tmp_path / "again")}))
+    assert "There was no search" in (again / "report.html").read_text()
+    assert [step["loss"] for step in logged(again)] == [step["loss"] for step in logged(folder)]
+
+
+def logged(folder: Path, prefix: str = "") -> list[dict[str, Any]]:
+    """What torchtune's logger has written of the search, or else of the steps."""
+    (path,) = (folder / "logs").iterdir()
+    lines = path.read_text().splitlines()
+    kept = [line for line in lines if ("search/" in line) == bool(prefix)]
+    return [dict(re.findall(rf"{prefix}(\w+):(\S+)", line)) for line in kept]

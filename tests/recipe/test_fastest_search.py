@@ -1,0 +1,229 @@
+"""The fastest configuration on the simulated device, whose time is modelled: it is that of brute force."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchtune.data import padded_collate_sft
+
+from tests.helpers.ranks import run_ranks
+from tests.recipe.test_exact_knobs import Training, config_of, differs
+from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.ranks.watchdog import Watchdog
+from torchtune_adaptive.core.sizes.loader import SampleOrder
+from torchtune_adaptive.core.sizes.split import Split
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, MICRO_BATCH, Choice
+from torchtune_adaptive.core.step.train_step import TrainStep
+from torchtune_adaptive.recipe.data.dataset import Data
+from torchtune_adaptive.recipe.data.row_lengths import RowLengths
+from torchtune_adaptive.recipe.search.fastest_report import FastestReport
+from torchtune_adaptive.recipe.search.fastest_search import _Trials, find_fastest, possible_choices
+from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.knob_table import changes
+
+pytestmark = pytest.mark.ranks
+
+ROWS = 4
+LENGTH = 24
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+class Modelled(TorchDispatchMode):
+    """Adds up the seconds that operations would take: by their FLOPs, their bytes, and their number."""
+
+    def __init__(self, memory: TimedMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if FakeTensor in types:
+            return func(*args, **(kwargs or {}))  # a sharded tensor's shape is being worked out
+        if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+        seconds = 1e-6 + sum(leaf.nbytes for leaf in given) / 5e9
+        if func in PRODUCTS:
+            seconds += 2 * args[-2].numel() * args[-1].shape[-1] / 1e9
+        self._memory.modelled += seconds
+        return result
+
+
+class TimedMemory(SimulatedMemory):
+    """A simulated device with a clock of its own."""
+
+    modelled = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with super().running(), Modelled(self):
+            yield
+
+    def clock(self) -> float:
+        return self.modelled
+
+
+Run = tuple[DictConfig, AdaptiveSettings, Prober, RowsToTry]
+
+
+def run_of(cfg: DictConfig, memory: SimulatedMemory, **settings: Any) -> tuple[Run, Any]:
+    trained = Training(cfg, memory)
+    numbers = random.Random(0)
+    rows = [[numbers.randrange(16) for _ in range(numbers.randrange(8, LENGTH))] for _ in range(64)]
+    dataset = [{"tokens": row, "labels": row} for row in rows]
+    ranks = trained.ranks
+    adaptive = AdaptiveSettings(
+        use_fastest_configuration=True, probe_length=LENGTH, headroom=0.0, **settings
+    )
+    prober = Prober(trained.step, ranks, Watchdog(ranks, 20.0, on_duty=False), 0.0, None)
+    rows_to_try = RowsToTry(
+        Data(dataset, SimpleNamespace(pad_id=0), padded_collate_sft, False),
+        SampleOrder(len(dataset), ranks.size, shuffle=True),
+        Split(ROWS, 1, ranks.size),
+        RowLengths(dataset, cfg, ranks, adaptive.cache),
+    )
+    return (cfg, adaptive, prober, rows_to_try), trained
+
+
+def step_of(run: Run) -> TrainStep:
+    return run[2].step
+
+
+def every_choice(run: Run, timed: bool = True) -> dict[Choice, tuple[int, float]]:
+    """Peak and, if they are timed, seconds of each."""
+    found = {}
+    cfg, settings, prober, rows = run
+    worst = prober.worst_case(rows.data, rows.lengths, LENGTH)
+    choices = possible_choices(cfg, settings, prober)
+    with _Trials(prober, rows, worst, choices[:1]) as trials:
+        for choice in choices:
+            assert trials.fits(choice)
+            peak = trials.last.usage.peak_bytes
+            (seconds,) = trials.time(choice, 1) or () if timed else (0.0,)
+            found[choice] = (peak, seconds)
+    return found
+
+
+def compared_with_brute_force(
+    kind: str, may_change: str, limits: int, sample: int, offset: int
+) -> tuple[int, list[str]]:
+    """How many limits were tried, and the choices that were not the fastest that fits."""
+    cfg = config_of(kind, "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
+    memory = TimedMemory(1 << 40)
+    run, _ = run_of(cfg, memory, may_change=may_change)
+    own = step_of(run).options.switches.choice
+    table = every_choice(run)
+    ranked = sorted(
+        ((choice, seconds) for choice, (_, seconds) in table.items()), key=lambda one: one[1]
+    )
+    peaks = sorted(peak for peak, _ in table.values())
+    wrong, tried = [], 0
+    for number in range(offset % sample, limits, sample):
+        memory.limit = int(peaks[0] + (peaks[-1] * 1.05 - peaks[0]) * number / (limits - 1))
+        step_of(run).switch(own)
+        chosen = find_fastest(*run, rank=lambda length, capacity: ranked).chosen
+        tried += 1
+        best = min(seconds for peak, seconds in table.values() if peak <= memory.limit)
+        peak, seconds = table[chosen]
+        if peak > memory.limit or seconds > best * (1 + 1e-9):
+            wrong.append(f"{memory.limit}: {chosen} takes {seconds}, not {best}")
+    return tried, wrong
+
+
+@pytest.mark.parametrize(
+    ("kind", "may_change", "ranks"),
+    [
+        ("full", "exact", 1),
+        pytest.param("full", "rounding", 1, marks=pytest.mark.exhaustive),
+        pytest.param("lora", "rounding", 1, marks=pytest.mark.exhaustive),
+        pytest.param("full", "exact", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_choice_is_that_of_brute_force_at_each_limit(
+    kind: str, may_change: str, ranks: int, exhaustive: bool, shard: int
+) -> None:
+    limits, sample = 48, (1 if may_change == "exact" and ranks == 1 else 4) if exhaustive else 24
+    arguments = (kind, may_change, limits, sample, shard)
+    for tried, wrong in run_ranks(compared_with_brute_force, ranks, *arguments, timeout=600):
+        assert wrong == [] and tried == limits // sample
+
+
+def without_prediction(limit_share: float | None) -> tuple[FastestReport, bool]:
+    """What is chosen where memory is limited to a share of what the choices need at most."""
+    cfg = config_of("full", "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
+    memory = TimedMemory(1 << 40)
+    run, trained = run_of(cfg, memory)
+    own = step_of(run).options.switches.choice
+    if limit_share is not None:
+        peaks = [peak for peak, _ in every_choice(run, timed=False).values()]
+        step_of(run).switch(own)
+    expected = trained.train()
+    if limit_share is not None:
+        memory.limit = int(max(peaks) * limit_share)
+    report = find_fastest(*run)
+    memory.limit = 1 << 40
+    return report, not differs(expected, trained.train())
+
+
+@pytest.mark.parametrize("limit_share", [pytest.param(0.8, marks=pytest.mark.exhaustive), None])
+def test_what_is_chosen_is_exact_was_tried_and_is_not_slower(limit_share: float | None) -> None:
+    results = run_ranks(without_prediction, 2, limit_share, timeout=120)
+    report, _ = results[0]
+    assert [each.chosen for each, _ in results] == [report.chosen] * 2
+    assert all(bits for _, bits in results), "training after the choice has the config's bits"
+    assert len(report.timed) <= 4 and report.chosen in [each.choice for each in report.timed]
+    measured = {each.choice: each.measured for each in report.timed}
+    if report.own in measured:
+        assert measured[report.chosen] <= measured[report.own]  # type: ignore[operator]
+    assert {change.effect for change in changes(report.own, report.chosen)} <= {"exact"}
+    assert report.split.global_batch == ROWS * 2
+    assert all(report.tried[each.choice].fits for each in report.timed)
+    text = report.text()
+    assert "tokens/s per rank" in text and "global batch unchanged: 8 rows" in text
+    for change in changes(report.own, report.chosen):
+        assert str(change) in text
+    assert report.overrides().endswith("use_fastest_configuration=False")
+
+
+def in_too_little_memory(may_change: str) -> str:
+    cfg = config_of("full", "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
+    memory = TimedMemory(1 << 40)
+    run, _ = run_of(cfg, memory, may_change=may_change)
+    table = every_choice(run, timed=False)
+    whole = [peak for choice, (peak, _) in table.items() if choice[MICRO_BATCH] == ROWS]
+    memory.limit = min(whole) - 1
+    try:
+        return str(find_fastest(*run).chosen[MICRO_BATCH])
+    except ConfigError as error:
+        return str(error)
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    (said,) = run_ranks(in_too_little_memory, 1, "exact", timeout=120)
+    assert "batch_size" in said and "may_change=rounding" in said
+    (size,) = run_ranks(in_too_little_memory, 1, "rounding", timeout=120)
+    assert int(size) < ROWS
+
+
+def resumed() -> tuple[int, int, str]:
+    cfg = config_of("full", "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
+    run, _ = run_of(cfg, TimedMemory(1 << 40))
+    known = next(one for one in possible_choices(*run[:3]) if one[CHECKPOINT] == "every_2")
+    report = find_fastest(*run, known=dict(known))  # as a checkpoint has it
+    return len(report.tried), len(report.timed), step_of(run).options.switches.choice[CHECKPOINT]
+
+
+def test_a_resumed_run_keeps_its_choice_after_one_trial() -> None:
+    assert run_ranks(resumed, 1) == [(1, 1, "every_2")]

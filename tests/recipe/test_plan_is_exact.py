@@ -1,0 +1,164 @@
+"""What is predicted is what happens: traces of fake ranks against real ranks on the simulated device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from tests.helpers.ranks import run_ranks
+from torchtune_adaptive.planner.memory.recorded_step import Bilinear
+from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, measured_peaks, traced_peaks
+from torchtune_adaptive.recipe.tracing.tracer import Tracer
+
+pytestmark = pytest.mark.ranks
+
+CORNERS = [(2, 64), (3, 64), (2, 128), (3, 128)]
+HELD_OUT = (5, 256)
+SIZES = [(1, 64), *CORNERS, HELD_OUT, (9, 32)]
+FEW_SIZES = [HELD_OUT, (9, 32)]
+DPO = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+QUANTIZER = {
+    "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
+    "groupsize": 32,
+}
+KL = {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"}
+
+
+def a_config(kind: str, checkpointing: bool, accumulation: int, vocabulary: int) -> DictConfig:
+    adapters = "lora" in kind or kind in ("dora", "kd")
+    lora = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True}
+    lora |= {"lora_rank": 4, "lora_alpha": 8, "use_dora": kind == "dora"}
+    if kind == "qlora":  # whose blocks must come out even
+        lora |= {
+            "quantize_base": True,
+            "embed_dim": 256,
+            "intermediate_dim": 256,
+            "num_kv_heads": 4,
+        }
+    changes = {
+        "model": {
+            "_component_": f"torchtune.models.llama2.{'lora_' if adapters else ''}llama2",
+            "vocab_size": vocabulary,
+            **(lora if adapters else {}),
+        },
+        **({"loss": DPO} if "dpo" in kind else {}),
+        **({"quantizer": QUANTIZER} if "qat" in kind else {}),
+        **(a_teacher(vocabulary) if kind == "kd" else {}),
+        "enable_activation_checkpointing": checkpointing,
+        "gradient_accumulation_steps": accumulation,
+    }
+    merged = OmegaConf.merge(SMALL_RUN, changes)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def a_teacher(vocabulary: int) -> dict[str, Any]:
+    size = {"vocab_size": vocabulary, "num_layers": 3}
+    return {
+        "kd_loss": KL,
+        "teacher_model": OmegaConf.merge(OmegaConf.create(SMALL_RUN)["model"], size),
+    }
+
+
+def measured(
+    configs: list[DictConfig], sizes: list[tuple[int, int]]
+) -> list[dict[tuple[int, int], int]]:
+    return [measured_peaks(cfg, sizes) for cfg in configs]
+
+
+def predicted(
+    configs: list[DictConfig], sizes: list[tuple[int, int]], ranks: int, rank: int
+) -> list[dict[tuple[int, int], int]]:
+    """By a trace of each size; one that is held out is also worked out of the others."""
+    found = []
+    for cfg in configs:
+        tracer = Tracer(cfg, ranks, rank)
+        found.append(traced_peaks(tracer, sizes))
+        steps = {size: tracer.take_step(*size).renumbered() for size in (*CORNERS, HELD_OUT)}
+        between = Bilinear({size: steps[size] for size in CORNERS})
+        assert between.step(*HELD_OUT).events == steps[HELD_OUT].events, cfg
+    return found
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+def test_predicted_peaks_are_measured_peaks(ranks: int, exhaustive: bool, shard: int) -> None:
+    grid = [
+        (kind, checkpointing, accumulation, (512, 2000)[(checkpointing + accumulation) % 2])
+        for kind in ("full", "lora")
+        for checkpointing in (False, True)
+        for accumulation in (1, 2)
+    ]
+    grid += [("dora", True, 1, 512), ("qlora", True, 1, 512)]
+    grid += [("full_dpo", True, 2, 512), ("lora_dpo", False, 1, 2000)]
+    grid += [("kd", True, 2, 512), ("kd", False, 1, 2000)]
+    grid += [("qat", False, 2, 512), ("qat_lora", True, 1, 2000)]
+    configs = [a_config(*case) for case in grid]
+    for changes in (
+        {"ac_mode": "selective", "ac_option": 2},
+        {"optimizer_in_bwd": True, "clip_grad_norm": None},
+        {"fsdp_reshard_after_forward": False, "optimizer.fused": True},
+    ):
+        changed = a_config("full", False, 1, 512)
+        for key, value in changes.items():
+            OmegaConf.update(changed, key, value, force_add=True)
+        configs.append(changed)
+    sizes = SIZES if exhaustive else FEW_SIZES
+    if not exhaustive:  # another third in each shard
+        random.Random(shard).shuffle(configs)
+        configs = configs[::3]
+    for at in range(0, len(configs), 5):
+        portion = configs[at : at + 5]
+        measurements = run_ranks(measured, ranks, portion, sizes)[0]
+        [predictions] = run_ranks(predicted, 1, portion, sizes, ranks, 0, join=False)
+        for cfg, prediction, measurement in zip(portion, predictions, measurements, strict=True):
+            assert prediction == measurement, cfg  # to the byte
+
+
+def test_ranks_with_other_shares_have_other_peaks(exhaustive: bool) -> None:
+    sizes = SIZES if exhaustive else FEW_SIZES
+    config = a_config("full", False, 1, 515)
+    measurements = [peaks for [peaks] in run_ranks(measured, 3, [config], sizes, timeout=100)]
+    assert measurements[0] != measurements[2]
+    for rank in (0, 2):
+        [[prediction]] = run_ranks(predicted, 1, [config], sizes, 3, rank, timeout=100, join=False)
+        assert prediction == measurements[rank]
+
+
+def traced(cfg: DictConfig) -> list[int]:
+    """The allocations of three steps on the fake device, and what they leave behind."""
+    tracer = Tracer(cfg, ranks=1)
+    steps = [tracer.take_step(2, 64) for _ in range(3)]
+    return [len(step.events) for step in steps] + [tracer.recorder.in_use]
+
+
+def test_an_8_bit_optimizer_in_backward_is_traced() -> None:
+    cfg = a_config("full", True, 1, 2000)
+    changes = {
+        "optimizer": {"_component_": "torchao.optim.AdamW8bit"},
+        "optimizer_in_bwd": True,
+        "clip_grad_norm": None,
+        "device": "cuda",
+    }
+    eight_bit = OmegaConf.merge(cfg, changes)
+    plain = OmegaConf.merge(eight_bit, {"optimizer": {"_component_": "torch.optim.AdamW"}})
+    [(first, *later, less)] = run_ranks(traced, 1, eight_bit, timeout=60, join=False)
+    [(_, *_, more)] = run_ranks(traced, 1, plain, timeout=60, join=False)
+    assert later[0] == later[1] < first  # which creates the state
+    assert less < more
+
+
+def backward_passes_of_log_softmax(cfg: DictConfig) -> int:
+    step = Tracer(cfg, ranks=1).take_step(2, 64)
+    return sum("_log_softmax_backward" in label.operation for label in step.labels.values())
+
+
+def test_the_divergence_from_a_teacher_is_traced_with_its_backward_pass() -> None:
+    """It asks whether there is any label: without one, it would be a constant."""
+    cfg = OmegaConf.merge(a_config("kd", True, 1, 512), {"device": "cuda"})
+    without = OmegaConf.merge(a_config("lora", True, 1, 512), {"device": "cuda"})
+    [more] = run_ranks(backward_passes_of_log_softmax, 1, cfg, timeout=60, join=False)
+    [fewer] = run_ranks(backward_passes_of_log_softmax, 1, without, timeout=60, join=False)
+    assert more == 2 * fewer > 0

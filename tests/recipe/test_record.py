@@ -1,0 +1,270 @@
+"""The report of a run, as a browser shows it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from contextlib import suppress
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.recipe.test_knobs import config
+from tests.recipe.test_report import report
+from torchtune_adaptive.common.document import Paragraph, Table, as_page
+from torchtune_adaptive.common.errors import CheckpointError, RankLost
+from torchtune_adaptive.core.sizes.micro_batches import ByTokens
+from torchtune_adaptive.core.sizes.packing import Budget
+from torchtune_adaptive.core.sizes.split import Split
+from torchtune_adaptive.core.step.knobs import MICRO_BATCH
+from torchtune_adaptive.recipe.record import CONFIG_NAME, REPORT_NAME, Record
+from torchtune_adaptive.recipe.search.budget_report import BudgetReport, LengthTrial, Throughput
+from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
+from torchtune_adaptive.recipe.settings.checks import check
+from torchtune_adaptive.recipe.settings.kinds import FOUND, KINDS
+from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
+from torchtune_adaptive.recipe.train.events import EVENTS_NAME, Events
+from torchtune_adaptive.recipe.train.instruments import History, Point
+from torchtune_adaptive.recipe.train.metrics import Summary, Trained
+
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser")
+
+
+class Logger:
+    """A metric logger that keeps what it is given, and like W&B takes a config only once."""
+
+    def __init__(self) -> None:
+        self.config: Any = None
+        self.logged: dict[str, float] = {}
+
+    def log_config(self, config: Any) -> None:
+        assert self.config is None
+        self.config = config
+        with suppress(OSError):  # as torchtune's do
+            OmegaConf.save(config, Path(config.output_dir) / CONFIG_NAME)
+
+    def log_dict(self, payload: dict[str, float], step: int) -> None:
+        self.logged.update(payload)
+
+
+def record(folder: Path) -> Record:
+    cfg = OmegaConf.create(
+        {
+            "output_dir": str(folder),
+            "batch_size": 2,
+            "gradient_accumulation_steps": 4,
+            "model": {"_component_": "torchtune.models.llama2.llama2", "name": "<b>&amp;"},
+        }
+    )
+    return Record(cfg, "full", 2, Logger())
+
+
+def trained(steps: int = 20) -> Trained:
+    history = History()
+    for step in range(1, steps + 1):
+        history.add(Point(32 * step, 32, 4, 1e-5 * step, 3 - step / 20, (20 + step % 5) << 30))
+    split = Split(4, 4, 2)
+    summary = Summary(steps, 3725.0, 5321.4, 21 << 30, 80 << 30, 3, split, (2.9, 2.1), 5)
+    return Trained(split, steps, 3, may_change=True, history=history, summary=summary)
+
+
+def budget_report(used: bool = True) -> BudgetReport:
+    budget = Budget(((128, 40), (256, 20), (512, 8)))
+    trials = [LengthTrial(512, trial) for trial in report().result.trials]
+    speeds = Throughput(0.4, 1666.0), Throughput(0.1, 1427.0)
+    return BudgetReport(ByTokens(budget, [1], 0, -100), trials, Split(16, 1, 2), *speeds, used)
+
+
+def opened(path: Path) -> str:
+    """The document as a browser has it after it has opened a page, with nothing else to load it from."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        assert not os.environ.get("REQUIRE_BROWSER"), f"none of {BROWSERS} is installed"
+        pytest.skip(f"none of {BROWSERS} is installed (apt-get install chromium-headless-shell)")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    profile = f"--user-data-dir={path.parent / 'profile'}"
+    done = subprocess.run(
+        [browser, *options, profile, "--dump-dom", path.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr  # where it complains of a page
+    return done.stdout
+
+
+def test_a_browser_shows_the_whole_report(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one = record(tmp_path)
+    one.decided(Split(4, 4, 2), 0, report())
+    Events(tmp_path).changed(7, "out of memory on rank 1, <backward>", micro_batch=(4, 2))
+    one.close(None, trained())
+    shown = opened(tmp_path / REPORT_NAME)
+    assert f"<title>Run {tmp_path.name} (full)</title>" in shown
+    headings = re.findall(r"<h2>(.*?)</h2>", shown)
+    assert headings == ["Summary", "Search", "Training and memory", "Events", "Config"]
+    for text in (
+        *("<td>finished</td>", "<td>1 h 2 min</td>", "<td>5,321 tokens/s over 2 ranks</td>"),
+        *("batch_size 2 -&gt; 4 (8 rows do not fit", "<td>out of memory in backward</td>"),
+        *("Search on H100: batch_size 2 -&gt; 4", "peak memory, tightest rank (GiB)"),
+        *("Training: batch, learning rate, loss, memory", "loss (nats/token)", "batch (rows)"),
+        *("<td>out of memory on rank 1, &lt;backward&gt;</td>", "<td>micro batch 4 -&gt; 2</td>"),
+        *("batch_size: 4", "&lt;b&gt;&amp;amp;"),
+    ):
+        assert text in shown, text
+    assert shown.count("<svg") == 2, "the figures are in the page"
+    links = re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"')\s>]+)", shown)
+    assert all(link.startswith(("#", "data:")) for link in links), "nothing comes from elsewhere"
+    assert "<script" not in shown
+
+
+class Balanced(HTMLParser):
+    """Whether every element that is opened is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "shown"),
+    [
+        (RankLost("lost rank 1 <silent>"), "failed", "RankLost: lost rank 1 &lt;silent&gt;"),
+        (KeyboardInterrupt("asked to"), "stopped", "KeyboardInterrupt: asked to"),
+        (ZeroDivisionError("oh"), "failed", "ZeroDivisionError: oh"),
+    ],
+)
+def test_a_run_that_ends_early_says_why(
+    error: BaseException, state: str, shown: str, tmp_path: Path
+) -> None:
+    one = record(tmp_path)
+    one.close(error)
+    html = (tmp_path / REPORT_NAME).read_text()
+    assert f"<td>{state}</td>" in html and shown in html
+    assert "No step has been trained." in html
+    parser = Balanced()
+    parser.feed(html)
+    assert not parser.open
+    assert one.logger.config.batch_size == 2, "the config is logged, as it was"
+
+
+def test_the_config_on_record_is_what_is_trained_with(tmp_path: Path) -> None:
+    one = record(tmp_path)
+    assert OmegaConf.load(one.save_config()).batch_size == 2
+    given = one.cfg
+    one.decided(Split(8, 1, 2), 0, report(after=Split(8, 1, 2)))
+    logged = one.logger.config
+    assert (logged.batch_size, logged.gradient_accumulation_steps) == (8, 1)
+    assert logged[FOUND].largest_batch_size == 4
+    assert given.batch_size == 2 and FOUND not in given, "the run still works with its own"
+    assert one.logger.logged["search/batch_size"] == 8
+    assert one.logger.logged["search/trials"] == 4
+    assert all(isinstance(value, (int, float)) for value in one.logger.logged.values())
+
+
+def test_a_run_that_does_not_begin_leaves_the_record_of_the_one_before(tmp_path: Path) -> None:
+    """As where that one is finished, and is resumed."""
+    one = record(tmp_path)
+    one.decided(Split(8, 1, 2), 0, report())
+    one.close(None)
+    kept = [(tmp_path / name).read_text() for name in (CONFIG_NAME, REPORT_NAME)]
+    again = record(tmp_path)
+    again.save_config()
+    again.close(CheckpointError("the run is finished"))
+    assert [(tmp_path / name).read_text() for name in (CONFIG_NAME, REPORT_NAME)] == kept
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_budget_on_record(used: bool, tmp_path: Path) -> None:
+    one = record(tmp_path)
+    found = budget_report(used)
+    one.decided(found.split, 0, found)
+    assert one.logger.logged["search/token_budget_used"] is int(used)
+    assert one.logger.logged["search/tokens_per_second_per_gpu_with_budget"] == 1427
+    block = one.cfg.get("adaptive_batching") or {}
+    assert block.get("token_budget", "as it was") == ("as it was" if used else False)
+    assert ("The token budget is not used, because it is slower" in one.html()) is not used
+    assert "Token budget" in one.html()
+
+
+def test_a_config_with_what_was_chosen_can_be_run_again(tmp_path: Path) -> None:
+    asked = {"use_fastest_configuration": True, "adaptive_batching.search_only": True}
+    fixed = {"use_maximum_batch_size": False, "output_dir": str(tmp_path), "batch_size": 4}
+    one = record(tmp_path)
+    one.cfg = config(**fixed, **asked)
+    own, *_, chosen = choices(one.cfg, 1, "rounding", switches_only=True)
+    (tried,) = report().result.trials[:1]
+    found = FastestReport(
+        *(one.cfg, 1, own, chosen, Split(chosen[MICRO_BATCH], 4 // chosen[MICRO_BATCH], 1)),
+        *([TimedChoice(chosen, 0.25, (0.5, 1.5, 1.0))], {chosen: tried}, 100, 103),
+        *("the longest row", "H100", 0.05, 12.34),
+    )
+    one.decided(found.split, 0, found)
+    logged = one.logger.config
+    assert configured_choice(logged, 1) == chosen != own
+    settings = check(logged, KINDS["full"])
+    assert not settings.use_fastest_configuration and not settings.search_only
+    assert logged[FOUND].tokens_per_second_per_gpu == 100 and logged[FOUND].trials == 1
+    assert "<td>100</td><td>400</td><td>21 of 76 GiB</td>" in one.html()
+    assert f"<li>{found.overrides()}</li>" in one.html()
+
+
+def test_without_matplotlib_the_report_has_its_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtune_adaptive.common.plots.new_figure", lambda *_: None)
+    one = record(tmp_path)
+    one.decided(Split(4, 4, 2), 0, report())
+    one.trained = trained()
+    html = one.html()
+    assert html.count("matplotlib is not installed") == 2 and "<td>out of memory" in html
+
+
+def test_what_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
+    for name in (REPORT_NAME, CONFIG_NAME, "training.png"):
+        (tmp_path / name).mkdir()
+    one = record(tmp_path)
+    one.save_config()
+    one.close(None, trained())
+    for what in ("The config", "The report of the run", "The plot of the run"):
+        assert f"{what} was not written" in caplog.text
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    Events(tmp_path).changed(7, "out of memory", micro_batch=(4, 2))
+    with (tmp_path / EVENTS_NAME).open("a") as file:
+        file.write('{"step": 8, "rea')
+    html = record(tmp_path).html()
+    assert "<td>7</td>" in html and "<td>8</td>" not in html
+
+
+def test_a_report_that_cannot_be_made_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
+    one = record(tmp_path)
+    one.trained = SimpleNamespace()  # type: ignore[assignment]
+    assert one.write() is None
+    assert "could not be made: AttributeError" in caplog.text
+
+
+def test_text_is_escaped() -> None:
+    html = as_page("<a>", {"<u>": [Paragraph(["<i>"]), Table("", ("<th>",), [("&",)])]})
+    assert not re.search("<(a|u|i)>", html) and "&lt;i&gt;" in html and "<td>&amp;</td>" in html

@@ -1,0 +1,102 @@
+"""Runs on several machines, each with a launcher of its own; here both launchers are on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+TUNE = Path(sys.executable).parent / "tune"
+pytestmark = [pytest.mark.runs, pytest.mark.exhaustive]
+
+
+def free_port() -> int:
+    """A port that nothing listens on (the store that found it is gone when this returns)."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+
+
+@contextmanager
+def two_machines(folder: Path, *overrides: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two launchers with one rank each, as docs/clusters.md starts them; killed with all they started."""
+    launcher = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d"]
+    launcher += ["--rdzv_endpoint", f"localhost:{free_port()}", "--rdzv_id", "test"]
+    recipe = ["adaptive_full_finetune_distributed", "--config", "tiny/full"]
+    running = []
+    for number in range(2):  # the first one holds torchrun's own key-value store
+        options = [*launcher, "--rdzv_conf", f"is_host={number == 0}", *recipe]
+        command = [TUNE, "run", *options, "output_dir=out", *overrides]
+        running.append(start(command, folder, folder / f"machine_{number}.txt"))
+    try:
+        yield running
+    finally:
+        for machine in running:
+            stop_machine(machine)
+
+
+def start(command: list[str | Path], folder: Path, log: Path) -> subprocess.Popen[str]:
+    with log.open("w") as output:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def stop_machine(machine: subprocess.Popen[str]) -> None:
+    """Kill a launcher and its ranks, which torchrun starts in sessions of their own."""
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(machine.pid)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    for pid in [machine.pid, *map(int, children.stdout.split())]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    machine.wait(timeout=10)
+
+
+def said(folder: Path) -> str:
+    return "\n".join((folder / f"machine_{number}.txt").read_text() for number in range(2))
+
+
+def test_two_machines_agree_on_a_size_and_train(tmp_path: Path) -> None:
+    quick = ["max_steps_per_epoch=3", "epochs=1", "adaptive_batching.cache=False"]
+    with two_machines(tmp_path, *quick) as machines:
+        for machine in machines:
+            assert machine.wait(timeout=150) == 0, said(tmp_path)
+    assert "micro-batch 8 x accumulation 1 x 2 ranks" in said(tmp_path)
+    out = tmp_path / "out"
+    found = json.loads((out / "batch_size_search.json").read_text())
+    assert found["batch_size"] == 8
+    assert (out / "epoch_0" / ".checkpoint.json").exists()
+
+
+def test_a_machine_that_is_gone_ends_the_run_on_the_other(tmp_path: Path) -> None:
+    """As when a node fails: the other machine does not wait for ever, and says which rank is gone."""
+    slow = ["epochs=100", "adaptive_batching.cache=False", "adaptive_batching.rank_timeout=10"]
+    with two_machines(tmp_path, *slow) as machines:
+        end = time.monotonic() + 120
+        while not re.search(r"Loss: \d|step +\d|\d+/\d+ ", said(tmp_path)):
+            assert time.monotonic() < end, said(tmp_path)
+            time.sleep(0.2)
+        left, gone = machines
+        stop_machine(gone)
+        assert left.wait(timeout=90) != 0, "it ends, instead of waiting for the process group"
+    assert re.search(r"RankLost: lost rank [01]", said(tmp_path)), said(tmp_path)

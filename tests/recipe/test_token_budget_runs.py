@@ -1,0 +1,213 @@
+"""Whole runs under a token budget: the same steps as without, in less memory or less time."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchtune.modules import TransformerDecoder
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.recipes import run_ours, run_recipe_at, tiny_config
+from tests.helpers.runs import (
+    Records,
+    assert_same_end,
+    losses,
+    named_checkpoint,
+)
+from torchtune_adaptive.core.step.snapshot import Snapshot
+from torchtune_adaptive.recipe.search import token_budget
+
+pytestmark = pytest.mark.runs
+
+PLAIN = {"batch_size": 16, "max_steps_per_epoch": 10, "clip_grad_norm": 1.0}
+BUDGET = {
+    **PLAIN,
+    "adaptive_batching.token_budget": True,
+    "adaptive_batching.memory_limit": "24MiB",
+}
+
+
+FASTER, SLOWER = (1000.0, 1500.0), (1000.0, 900.0)
+
+
+def run(
+    folder: Path,
+    kind: str = "full",
+    ranks: int = 2,
+    speeds: tuple[float, float] | None = FASTER,
+    draws: bool = False,
+    **changes: Any,
+) -> Records:
+    """What a run logs. Its measurement, which is noisy here, finds ``speeds`` unless they are None."""
+    cfg = tiny_config(kind, folder, **changes)
+    path = f"recipes/adaptive_{kind}_finetune_distributed.py"
+    records, *_ = run_ranks(run_measuring, ranks, speeds, path, cfg, draws, join=False, timeout=100)
+    return records
+
+
+def run_measuring(
+    speeds: tuple[float, float] | None, path: str, cfg: Any, draws: bool = False
+) -> Records:
+    if speeds is not None:
+        token_budget._speeds = lambda *_: speeds
+    return run_recipe_at(path, cfg, draws)
+
+
+@pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.exhaustive)])
+def test_steps_are_what_they_were(kind: str, tmp_path: Path) -> None:
+    """The same rows in each step and the same gradient, to rounding; every micro-batch fits."""
+    plain = run(tmp_path / "plain", kind, 1, **{**PLAIN, "max_steps_per_epoch": 5})
+    short = {**BUDGET, "max_steps_per_epoch": 5}
+    packed = run(tmp_path / "packed", kind, 1, draws=True, **short)
+    for one, other in zip(plain, packed, strict=True):
+        for key in ("lr", "samples_seen", "global_batch_size"):
+            assert one[key] == other[key]
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
+    assert packed[-1]["retried_steps"] == 0, "nothing ran out of memory"
+    assert all(0 <= record["padding_share"] < 0.35 for record in packed)
+    assert {record["gradient_accumulation_steps"] for record in packed} != {1}
+    assert (tmp_path / "packed" / "token_budget.png").exists()
+    said = json.loads((tmp_path / "packed" / "token_budget.json").read_text())
+    assert said["without_budget"]["padding_share"] > 1.5 * said["with_budget"]["padding_share"]
+    assert said["with_budget"]["tokens_per_second"] > 0
+    assert [trial["fits"] for trial in said["trials"]].count(True) >= 2
+
+
+def test_a_slower_budget_is_not_used_nor_after_a_resume(tmp_path: Path) -> None:
+    changes = {**BUDGET, "epochs": 2, "max_steps_per_epoch": 2}
+    changes["adaptive_batching.memory_limit"] = "80MiB"  # the batch as configured fits as well
+    plain = run(tmp_path / "plain", ranks=1, **{**changes, "adaptive_batching.token_budget": False})
+    whole = run(tmp_path / "whole", ranks=1, speeds=SLOWER, **changes)
+    assert losses(plain) == losses(whole)
+    said = json.loads((tmp_path / "whole" / "token_budget.json").read_text())
+    assert said["used"] is False and said["with_budget"]["tokens_per_second"] == 900
+    again = {**changes, **named_checkpoint("full")}
+    resumed = run(tmp_path / "whole", ranks=1, speeds=FASTER, **again)
+    assert losses(resumed) == losses(whole)[2:]
+    assert all("padding_share" not in one for one in whole + resumed)
+
+
+def test_all_ranks_measure_the_same(tmp_path: Path) -> None:
+    """Or they would divide the first step differently, and wait for each other."""
+    changes = {**BUDGET, "max_steps_per_epoch": 1}
+    cfg = tiny_config("full", tmp_path, **changes)
+    speeds = run_ranks(measured_by_a_slow_rank, 2, cfg, join=False, timeout=100)
+    assert speeds[0] == speeds[1] and speeds[0][1] is not None
+
+
+def measured_by_a_slow_rank(cfg: Any) -> tuple[float | None, float | None]:
+    seen = []
+
+    def speeds(run: Any, *rest: Any) -> tuple[float | None, float | None]:
+        if run.ranks.rank == 1:
+            restore = Snapshot.restore
+            Snapshot.restore = lambda self: (time.sleep(0.05), restore(self))  # type: ignore[assignment]
+        seen.append(measure(run, *rest))
+        return seen[0]
+
+    measure, token_budget._speeds = token_budget._speeds, speeds
+    run_ours("full", cfg)
+    return seen[0]
+
+
+@pytest.mark.exhaustive
+def test_three_ranks_and_one_agree(tmp_path: Path) -> None:
+    changes = {**BUDGET, "batch_size": 4}
+    three = run(tmp_path / "three", ranks=3, **changes)
+    alone = run(tmp_path / "alone", ranks=1, **{**changes, "batch_size": 12})
+    for one, other in zip(three, alone, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-4)
+
+
+@pytest.mark.exhaustive
+def test_a_budget_of_ones_own_is_confirmed(tmp_path: Path) -> None:
+    records = run(tmp_path, **{**BUDGET, "adaptive_batching.token_budget": 300})
+    assert max(record["micro_batch_size"] for record in records) >= 3
+    for budget, said in ((50, "less than the longest row"), (100_000, "does not fit")):
+        changes = {**BUDGET, "batch_size": 160, "adaptive_batching.token_budget": budget}
+        with pytest.raises(AssertionError, match=said):
+            run(tmp_path, **changes)
+
+
+@pytest.mark.exhaustive
+def test_it_shrinks_when_a_neighbour_moves_in(tmp_path: Path) -> None:
+    changes = {**BUDGET, "batch_size": 32, "epochs": 3, "max_steps_per_epoch": None}
+    changes["adaptive_batching.grow_back_after"] = 10
+    changes["enable_activation_checkpointing"] = True  # or the step would turn it on instead
+    changes["adaptive_batching.memory_limit"] = "14MiB"
+    cfg = tiny_config("full", tmp_path, **changes)
+    disturbed, *_ = run_ranks(
+        run_measuring, 2, FASTER, "demos/neighbour.py", cfg, join=False, timeout=100
+    )
+    del changes["adaptive_batching.memory_limit"], changes["adaptive_batching.token_budget"]
+    plain = run(tmp_path / "plain", **changes)
+    assert disturbed[-1]["retried_steps"] >= 1
+    for one, other in zip(plain, disturbed, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)
+    events = (tmp_path / "batch_size_events.jsonl").read_text().splitlines()
+    before, after = json.loads(events[0])["token_budget"]
+    assert after == before // 2
+
+
+@pytest.mark.exhaustive
+def test_with_growth_and_resume_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    changes = {
+        **BUDGET,
+        "batch_size": 4,
+        "epochs": 2,
+        "batch_increase_function": {
+            "_component_": "torchtune_adaptive.schedule.Geometric",
+            "every": 0.5,
+        },
+    }
+    whole = run(tmp_path / "whole", **changes)
+    assert len({record["global_batch_size"] for record in whole}) >= 3
+    assert max(record["micro_batch_size"] for record in whole) > 4, "as large as the steps become"
+    resumed = run(tmp_path / "whole", **{**changes, **named_checkpoint("full")})
+    assert resumed
+    assert_same_end(resumed, whole)
+
+
+def run_compiled(cfg: Any, backend: str) -> tuple[Records, set[int], int]:
+    """What was logged, the lengths of micro-batches, and how many graphs were compiled."""
+    os.environ["TORCH_COMPILE_BACKEND"] = backend
+    torch._inductor.config.compile_threads = 1
+    lengths = set()
+    forward = TransformerDecoder.forward
+
+    def seen(model: Any, tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths.add(tokens.shape[1])
+        return forward(model, tokens, *args, **kwargs)
+
+    TransformerDecoder.forward = seen
+    records = run_ours("full", cfg)
+    return records, lengths, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_model_sees_few_lengths(tmp_path: Path, exhaustive: bool) -> None:
+    # No limit on memory: on the simulated device, compiled regions run eager.
+    changes = {**PLAIN, "batch_size": 24, "adaptive_batching.token_budget": 400}
+    changes["max_steps_per_epoch"] = 3
+    plain = run(tmp_path / "plain", ranks=1, **changes)
+    cfg = tiny_config("full", tmp_path / "compiled", **changes, compile=True)
+    backend = "inductor" if exhaustive else "aot_eager"  # inductor takes half a minute here
+    [(compiled, lengths, graphs)] = run_ranks(
+        run_compiled, 1, cfg, backend, join=False, timeout=240
+    )
+    for one, other in zip(plain, compiled, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)
+    assert 2 < len(lengths) <= 8, "of micro-batches of many lengths"
+    assert 0 < graphs <= 2 * len(lengths), (graphs, lengths)
+
+
+def test_packed_data_have_no_use_for_it(tmp_path: Path) -> None:
+    packed = {"dataset.packed": True, "tokenizer.max_seq_len": 128, "batch_size": 2}
+    records = run(tmp_path, ranks=1, **{**BUDGET, **packed, "max_steps_per_epoch": 2})
+    assert "padding_share" not in records[0]

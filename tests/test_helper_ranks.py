@@ -1,0 +1,61 @@
+"""The helper that runs ranks: one that hangs, raises or dies fails its test, with what there is to know."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import pytest
+
+from tests.helpers import preload
+from tests.helpers.ranks import run_ranks, watch_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def hang() -> None:
+    threading.Event().wait()
+
+
+def die() -> None:
+    os._exit(3)
+
+
+def crash() -> None:
+    os.abort()
+
+
+def raise_an_error() -> None:
+    raise ValueError("of this rank")
+
+
+def threads_and_modules() -> tuple[int, set[str]]:
+    return threading.active_count(), set(sys.modules)
+
+
+def test_a_hang_fails_with_where_the_rank_was() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)ranks \[0\] .* within 2 s.*in hang"):
+        run_ranks(hang, 1, timeout=2, join=False)
+
+
+def test_a_rank_that_should_exit_and_hangs_fails_with_where_it_was() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 0 is still running after 2 s.*in hang"):
+        watch_ranks(hang, 1, until_exit_of=[0], timeout=2, join=False)
+
+
+def test_a_rank_that_raises_or_dies_fails_at_once() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)rank 0: .*ValueError: of this rank"):
+        run_ranks(raise_an_error, 1, join=False)
+    with pytest.raises(AssertionError, match="rank 0: the process died, exit code 3"):
+        run_ranks(die, 1, join=False)
+    with pytest.raises(AssertionError, match=r"(?s)exit code -6.*Fatal Python error.* in crash"):
+        run_ranks(crash, 1, join=False)
+    (ended,) = watch_ranks(crash, 1, until_exit_of=[0], join=False)
+    assert ended.exit_code == -6 and "in crash" in ended.said
+
+
+def test_ranks_start_with_one_thread_and_what_they_need_imported() -> None:
+    [(threads, modules)] = run_ranks(threads_and_modules, 1, join=False)
+    assert threads == 1
+    assert modules >= set(preload.MODULES)
