@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from torchtune import training
 
+from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.settings.kinds import KINDS
 
@@ -138,6 +139,7 @@ def _recipe_class(module: ModuleType) -> Any:
 
 
 def _module_at(path: Path) -> ModuleType:
+    install()  # torchtune's recipes, too, read the tiny configs
     name = f"recipe_under_test_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
