@@ -37,7 +37,7 @@ class Manifest:
     """What a sealed folder holds.
 
     Args:
-        facts: what the writer wants to know of the folder without opening its files.
+        facts: the facts that the writer wants to know of the folder without opening its files.
         files: size in bytes and SHA-256 of each file, by its path in the folder.
     """
 

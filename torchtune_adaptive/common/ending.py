@@ -27,7 +27,7 @@ def explain(reason: str, *, known_to_all: bool = False) -> None:
     """Tell the user why this process ends; return when it may end.
 
     Args:
-        reason: one line.
+        reason: the reason, in one line.
         known_to_all: whether every rank ends for this reason, so that one of them may speak for all.
     """
     if known_to_all and launcher.local_rank() != 0:
@@ -72,7 +72,7 @@ def note(reason: str) -> None:
 
 
 def _error_file() -> Path | None:
-    """Where torchrun looks for the reason; None without it."""
+    """The file in which torchrun looks for the reason; None without torchrun."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file) if file and "TORCHELASTIC_RUN_ID" in os.environ else None
 

@@ -21,5 +21,5 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """How many ranks this machine has."""
+    """The number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -24,7 +24,7 @@ from torchtune_adaptive.core import StepOptions, TrainStep, wrapped_in
 from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
 from torchtune_adaptive.library.search import CheckedBatch
-from torchtune_adaptive.library.summed_loss import SummedLoss
+from torchtune_adaptive.library.step import SummedLoss
 from torchtune_adaptive.planner import (
     DeviceLimits,
     RecordedStep,
@@ -109,7 +109,7 @@ def plan_batch_size(
         gpu: the GPU, by a name that ``tune-adaptive plan --list-gpus`` shows; ``"cpu"`` is the device that
             ``AdaptiveStep(memory_limit=...)`` simulates.
         memory: the capacity of one process, such as ``"24GiB"``, if it is not that of the GPU.
-        ranks: how many there are.
+        ranks: the number of ranks.
         rows: the micro-batch whose peak is wanted; by default, the largest that fits.
         ceiling: the largest micro-batch to consider.
         accumulation: micro-batches in a step.

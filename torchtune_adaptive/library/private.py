@@ -27,7 +27,10 @@ def saved(node: Any, name: str, default: Any = None) -> Any:
     return getattr(node, f"_saved_{name}", default)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` was applied to a module: what ``module.compile()`` sets, and what the wrapper
-    of ``torch.compile(module)`` has (torch 2.13)."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+def is_compiled(model: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to a model or a part of it: what ``module.compile()`` sets, and
+    what the wrapper of ``torch.compile(module)`` has (torch 2.13)."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+        for module in model.modules()
+    )

@@ -34,10 +34,10 @@ def steps_of(
 
     Args:
         data: the dataset.
-        rows: in a step, on each rank: one micro-batch, or a multiple of it to accumulate gradients.
-        epoch: which order the rows have.
-        shuffle: whether it is another one in each epoch, or always the dataset's.
-        seed: of the shuffling.
+        rows: the rows of a step on each rank: one micro-batch, or a multiple of it to accumulate gradients.
+        epoch: the number of the epoch, which decides the order of the rows.
+        shuffle: whether the order is another one in each epoch, or always the dataset's.
+        seed: the seed of the shuffling.
         start: rows that each rank has used already, to continue in the middle of an epoch.
     """
     rank, ranks = 0, 1

@@ -216,8 +216,3 @@ def rows_in(batch: Any) -> int:
     """The rows of a batch: the length of its first tensor."""
     tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     return next((len(tensor) for tensor in tensors if tensor.ndim), 1)
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether ``torch.compile`` was applied to the model or a part of it."""
-    return any(map(private.is_compiled, model.modules()))

@@ -65,7 +65,7 @@ def is_out_of_memory(exception: BaseException) -> bool:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that a tensor is made of: its shard, its quantised data, or itself."""
+    """The plain tensors that a tensor is made of: its shard, its quantized data, or itself."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)
@@ -81,12 +81,10 @@ class Usage:
 
     peak_bytes: int
     """The most that was held at once, in the unit that runs out: reserved memory on an accelerator."""
-
     peak_allocated_bytes: int
     """The most that tensors held at once."""
-
     retries: int
-    """How often the allocator had to give memory back before it could go on."""
+    """The number of times that the allocator had to give memory back before it could go on."""
 
 
 class DeviceMemory(ABC):
@@ -115,7 +113,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def retries(self) -> int:
-        """How often, since the process began, the allocator had to give memory back to go on."""
+        """The number of times, since the process began, that the allocator had to give memory back."""
 
     @property
     def measured(self) -> bool:

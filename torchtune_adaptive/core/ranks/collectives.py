@@ -49,9 +49,10 @@ class Collectives:
     Args:
         models: the models that run in a pass.
         ranks: the ranks of the run.
-        device: where the models run.
+        device: the device of the models.
         launched: called after each launch: there is no finer sign of progress.
         reducing: sees the gradients that FSDP reduces, but not the scratch buffers of ``finish``.
+        survive: whether a pass may fail; if not, nothing is recorded, and ``launched`` is not called.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Collectives:
         device: torch.device,
         launched: Callable[[], None] = lambda: None,
         reducing: fsdp.Reducing | None = None,
+        survive: bool = True,
     ) -> None:
         self._ranks = ranks
+        self._survive = survive
         self._device = device
         self._launched = launched
         self._sequences: dict[str, _Sequence] = {}
@@ -74,13 +77,14 @@ class Collectives:
         self._in_step = False
         self.disturbed = False
         """Whether the models have run between steps since the last reset; see ``step.train_step``."""
-        for model in models:
-            fsdp.watch_collectives(model, self._watch, reducing)
+        if survive or reducing is not None:
+            for model in models:
+                fsdp.watch_collectives(model, self._watch, reducing)
 
     @property
     def recording(self) -> bool:
         """Whether the sequence is not certain yet: a failure must be announced before the next collective."""
-        return self._ranks.size > 1 and self._sequence.equal_passes < 2
+        return self._survive and self._ranks.size > 1 and self._sequence.equal_passes < 2
 
     def record_again(self) -> None:
         """Forget the sequences: from the next pass on, they are others."""
@@ -153,24 +157,20 @@ class Collectives:
             collective.launch(output, input)
             self._launched()
 
-    def _watch(
-        self,
-        launch: Callable[[], Any],
-        descriptions: tuple[Callable[[], fsdp.Collective], ...],
-    ) -> Any:
-        if not self._in_step:
-            self.disturbed = True
+    def _watch(self, launch: Callable[[], Any], collectives: Sequence[fsdp.Collective]) -> Any:
+        if not self._survive or not self._in_step:
+            self.disturbed = self._survive
             return launch()
         self._close()
         known = self._sequence.recorded
         if self.recording:
             if self.failed_elsewhere():
                 raise AnotherRankFailed
-            self._pass[self._phase] += [describe() for describe in descriptions]
+            self._pass[self._phase] += collectives
             known = self._pass
         at = self._count[self._phase]
-        following = known.get(self._phase, [])[at : at + len(descriptions)]
-        self._open = _Open(len(descriptions), [collective.group for collective in following])
+        following = known.get(self._phase, [])[at : at + len(collectives)]
+        self._open = _Open(len(collectives), [collective.group for collective in following])
         self._launched()
         result = launch()
         self._open.returned = True
@@ -189,8 +189,8 @@ class _Open:
     A failure may come before or after each launch. The groups tell: they count what they launch.
 
     Args:
-        size: how many these are.
-        groups: those that launch them; fewer where a pass is longer than the recorded one.
+        size: the number of these.
+        groups: the groups that launch them; fewer where a pass is longer than the recorded one.
     """
 
     def __init__(self, size: int = 0, groups: Sequence[dist.ProcessGroup] = ()) -> None:
@@ -200,7 +200,7 @@ class _Open:
         self._before = [(group, launches_of(group)) for group in groups]
 
     def launched(self) -> int:
-        """How many of them have been launched."""
+        """The number of them that have been launched."""
         unknown = self.size - len(self._before)
         return unknown + sum(self._was_launched(at) for at in range(len(self._before)))
 
@@ -209,35 +209,6 @@ class _Open:
         if before is None:  # The best guess: what raises in a launch does so where it waits.
             return at == 0 or self.returned
         return launches_of(group) != before
-
-
-class NoCollectives:
-    """Does nothing in place of ``Collectives``, where a step is not to survive running out of memory."""
-
-    recording = False
-    disturbed = False
-
-    def __init__(self, models: Iterable[nn.Module], reducing: fsdp.Reducing | None = None) -> None:
-        if reducing is not None:
-            for model in models:
-                fsdp.watch_collectives(model, fsdp.launch_only, reducing)
-
-    def record_again(self) -> None: ...
-
-    def end_step(self) -> None: ...
-
-    def begin_pass(self, kind: str = "training") -> None: ...
-
-    def begin_phase(self, phase: str) -> None: ...
-
-    def end_pass(self) -> bool:
-        return True
-
-    def failed_elsewhere(self) -> bool:
-        return False
-
-    def finish(self, phase: str) -> bool:
-        return False
 
 
 def _aligned(size: int) -> int:

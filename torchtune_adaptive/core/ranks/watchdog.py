@@ -59,7 +59,7 @@ class Watchdog:
     Args:
         ranks: the ranks to watch; with one rank there is nothing to do.
         limit: seconds without any sign of life after which a rank is lost.
-        on_duty: if not, it does nothing.
+        on_duty: whether it watches; if not, it does nothing.
     """
 
     LONGEST_SILENCE: ClassVar = LONGEST_SILENCE

@@ -12,7 +12,7 @@ def candidates(rounding: Rounding, ceiling: int, rows_per_step: int) -> tuple[in
 
     Args:
         rounding: ``power_of_two``, ``divisor`` (of ``rows_per_step``), or ``none``.
-        ceiling: no candidate is larger.
+        ceiling: the largest size that may be a candidate.
         rows_per_step: the rows that one rank contributes to one optimizer step.
     """
     if rounding == "power_of_two":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any
 
@@ -19,70 +20,60 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchtune_adaptive.core.sizes.micro_batches import MicroBatch, MicroBatches, Portion
 
 
+@dataclass(frozen=True)
 class SampleOrder:
     """The order in which the samples of an epoch are used.
 
     Args:
-        samples: how many samples the dataset has.
-        ranks: the data-parallel ranks that share them.
-        shuffle: another order in each epoch, or always the dataset's.
-        seed: of the shuffling.
+        samples: the number of samples in the dataset.
+        ranks: the number of data-parallel ranks that share them.
+        shuffle: whether the order is another one in each epoch, or always the dataset's.
+        seed: the seed of the shuffling.
     """
 
-    def __init__(self, samples: int, ranks: int, shuffle: bool, seed: int = 0) -> None:
-        self._samples = samples
-        self._ranks = ranks
-        self._shuffle = shuffle
-        self._seed = seed
+    samples: int
+    ranks: int
+    shuffle: bool
+    seed: int = 0
 
     @property
     def rows_per_rank(self) -> int:
-        """How many samples each rank has in an epoch."""
-        return -(-self._samples // self._ranks)
+        """The number of samples of each rank in an epoch."""
+        return -(-self.samples // self.ranks)
 
     def epoch(self, epoch: int) -> list[int]:
         """The samples of an epoch, in order; rank ``r`` of ``n`` uses those at ``r``, ``r + n``, ..."""
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed + epoch)
-            order = torch.randperm(self._samples, generator=generator).tolist()
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            order = torch.randperm(self.samples, generator=generator).tolist()
         else:
-            order = list(range(self._samples))
-        missing = self.rows_per_rank * self._ranks - self._samples
-        while missing > 0:  # more than once only where there are fewer samples than ranks
-            order += order[:missing]
-            missing = self.rows_per_rank * self._ranks - len(order)
+            order = list(range(self.samples))
+        while missing := self.rows_per_rank * self.ranks - len(order):
+            order += order[:missing]  # more than once only where there are fewer samples than ranks
         return order
 
 
+@dataclass
 class Loader:
     """Loads one rank's samples, in portions of any size.
 
     Args:
-        dataset: by index.
+        dataset: the dataset, by index.
         collate: makes a batch of rows.
-        order: of the samples.
-        rank: whose samples to bring, and of how many ranks.
-        micro_batches: how a step is divided.
+        order: the order of the samples.
+        rank: the rank whose samples are loaded.
+        ranks: the number of ranks.
+        micro_batches: the way in which a step is divided.
         workers: processes that fetch and collate ahead.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        collate: Callable[[list[Any]], dict[str, Any]],
-        order: SampleOrder,
-        rank: int,
-        ranks: int,
-        micro_batches: MicroBatches,
-        workers: int = 0,
-    ) -> None:
-        self.dataset = dataset
-        self.collate = collate
-        self.order = order
-        self.micro_batches = micro_batches
-        self._rank = rank
-        self._ranks = ranks
-        self._workers = workers
+    dataset: Dataset[Any]
+    collate: Callable[[list[Any]], dict[str, Any]]
+    order: SampleOrder
+    rank: int
+    ranks: int
+    micro_batches: MicroBatches
+    workers: int = 0
 
     def epoch(self, epoch: int, used: int = 0) -> EpochRows:
         """This rank's samples of an epoch, of which the first ``used`` rows have been used."""
@@ -93,9 +84,9 @@ class Loader:
 
         Args:
             step: the samples of the step, over all ranks.
-            size: of a micro-batch; see ``MicroBatches``.
+            size: the size of a micro-batch; see ``MicroBatches``.
         """
-        return self.micro_batches.portions(step, size, self._rank, self._ranks)
+        return self.micro_batches.portions(step, size, self.rank, self.ranks)
 
     def bring(self, steps: Iterable[list[Portion]]) -> Iterator[MicroBatch]:
         """Load the samples of each portion as one micro-batch."""
@@ -106,8 +97,8 @@ class Loader:
             batch_sampler=_SampleIds(fetched),
             collate_fn=self.collate,
             generator=torch.Generator(),  # or each loader would draw from the run's own
-            num_workers=self._workers,
-            worker_init_fn=self.leave_signals_to_the_run if self._workers else None,
+            num_workers=self.workers,
+            worker_init_fn=self.leave_signals_to_the_run if self.workers else None,
         )
         for portion, batch in zip(brought, loader, strict=True):
             self.micro_batches.finish(portion, batch)
@@ -120,10 +111,6 @@ class Loader:
         checkpoint."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-
-    @property
-    def ranks(self) -> int:
-        return self._ranks
 
 
 class _SampleIds(Sampler[list[int]]):
@@ -145,9 +132,9 @@ class EpochRows:
         self._loader = loader
         self._sample_ids = sample_ids  # of all ranks
         self.used = used
-        """Rows, on each rank."""
+        """Rows used so far, on each rank."""
         self._running: tuple[int, int, int] | None = None
-        """For what step, of how many rows and in what portions, micro-batches are being loaded."""
+        """The step that micro-batches are being loaded for, its rows and the size of its portions."""
 
     def step(self, rows: int, size: int) -> Iterator[MicroBatch]:
         """The next ``rows`` samples on each rank, in portions of ``size``; the last may be smaller."""

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 COST_OF_A_MICRO_BATCH = 1 / 32
-"""Besides its tokens (gathering weights, kernel launches), as a fraction of a full micro-batch."""
+"""Cost besides its tokens (gathering weights, kernel launches), as a fraction of a full micro-batch."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many rows fit, by length.
+    """The rows that fit, by length.
 
     Between two measured lengths, as many tokens fit as at the longer one, but never more rows than at the
     shorter one: the same number of tokens in shorter rows never takes more memory (attention takes less),

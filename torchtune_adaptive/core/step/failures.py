@@ -33,7 +33,7 @@ from typing import Any
 
 from torchtune_adaptive.common import TrainingOutOfMemory
 from torchtune_adaptive.core.device.memory import DeviceMemory, is_out_of_memory
-from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives, NoCollectives
+from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives
 
 
 class StepHalfApplied(Exception):
@@ -53,25 +53,25 @@ class Failures:
     """What this rank knows of failures in a step, and what it does after its own.
 
     Args:
-        collectives: of the step's passes.
+        collectives: the collectives of the step's passes.
         memory: the device's memory.
-        survive: whether a step is discarded in which memory runs out; otherwise the error is raised as it is.
+        survive: whether a step in which memory runs out is discarded; otherwise the error is raised as it is.
         forget: drops everything that the step has made on this rank.
     """
 
-    collectives: Collectives | NoCollectives
+    collectives: Collectives
     memory: DeviceMemory
     survive: bool
     forget: Callable[[], None]
 
     phase: str = field(init=False, default="forward")
-    """What the step is doing."""
+    """The phase that the step is in."""
 
     def __post_init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.here: str | None = None
         """The phase in which this rank ran out of memory, if it did."""
         self.known = False
@@ -83,7 +83,7 @@ class Failures:
         return self.here is None and not self.known
 
     def do(self, phase: str, work: Callable[..., None], *arguments: Any) -> None:
-        """One phase of a pass: do it or, on a rank that ran out of memory, launch its collectives only."""
+        """Do one phase of a pass or, on a rank that ran out of memory, launch its collectives only."""
         if self.known:
             return
         if self.none:
@@ -93,12 +93,12 @@ class Failures:
             self.known = True
 
     def end_pass(self) -> None:
-        """The phases of a pass are over."""
+        """End a pass."""
         if self.none and not self.collectives.end_pass():
             self.known = True
 
     def look_elsewhere(self) -> None:
-        """Between phases: learn of a failure that all will know of."""
+        """Learn, between phases, of a failure that all will know of."""
         if self.none and self.collectives.failed_elsewhere():
             self.known = True
 

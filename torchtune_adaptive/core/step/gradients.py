@@ -20,7 +20,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def share(gradient: torch.Tensor, ranks: int) -> float:
-    """By how much a rank's piece counts in a sum over all ranks: less than 1 where several hold the same."""
+    """The weight of a rank's piece in a sum over all ranks: less than 1 where several hold the same."""
     pieces = 1
     if isinstance(gradient, DTensor):
         for dim, placement in enumerate(gradient.placements):

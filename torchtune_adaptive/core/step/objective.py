@@ -29,7 +29,6 @@ class Summed(NamedTuple):
 
     weight: int | None = None
     """The number of its terms, where it is not known before."""
-
     metrics: Mapping[str, torch.Tensor] | None = None
     """What else is logged: detached sums over the same terms, on the device."""
 
@@ -39,13 +38,10 @@ class Objective(Protocol):
 
     unit: str
     """What ``weight`` counts: ``tokens``, or something else."""
-
     ignored: int
     """The label of what is not trained on, such as padding."""
-
     frozen: Sequence[nn.Module]
     """Models that the loss needs besides the trained one, such as a teacher or a reference."""
-
     metrics: Sequence[str]
     """The names of what ``summed_loss`` gives besides the loss."""
 
@@ -86,11 +82,11 @@ class NextTokenPrediction:
         self._shifted = shifted
         self.ignored: int = loss_fn.ignore_index  # type: ignore[assignment]
         self.recomputed: RecomputedChunks | None = None
-        """For a loss in chunks: computes their logits again in backward, while it is on."""
+        """Switch of a loss in chunks: while it is on, backward computes their logits again."""
 
     @property
     def output_chunks(self) -> int:
-        """In how many chunks the loss takes the model's output."""
+        """The number of chunks in which the loss takes the model's output."""
         return int(getattr(self.loss_fn, "num_output_chunks", 1))
 
     def rows(self, batch: Batch) -> int:
@@ -127,7 +123,7 @@ class NextTokenPrediction:
         return labels
 
     def _targets(self, batch: Batch) -> torch.Tensor:
-        """At each position, the token that comes next; the last position has none."""
+        """The token that comes next, at each position; the last position has none."""
         labels: torch.Tensor = batch["labels"]
         if self._shifted:
             return labels

@@ -87,7 +87,7 @@ class RecomputedChunks:
 
     Args:
         head: the last projection of the model.
-        summed_loss: of the logits of a chunk and its labels, as the loss function computes it.
+        summed_loss: the loss function, summed, of the logits of a chunk and its labels.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RecomputedChunks:
 
     @contextmanager
     def replacing_logits(self, labels: Sequence[torch.Tensor]) -> Iterator[None]:
-        """In this context the model gives the losses of its chunks in the place of their logits."""
+        """A context in which the model gives the losses of its chunks in the place of their logits."""
         self._labels = iter(labels)
         try:
             yield

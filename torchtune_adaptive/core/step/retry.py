@@ -20,7 +20,7 @@ from torchtune_adaptive.core.step.train_step import TrainStep
 
 @dataclass(frozen=True)
 class Adjustment:
-    """What is done about the memory that steps take. If nothing changes, the reason says why."""
+    """A change in the memory that steps take. If nothing changes, the reason says why."""
 
     step: int
     """The first step that it concerns, counted from 1."""
@@ -42,7 +42,7 @@ class StepRunner:
     Args:
         step: the step.
         advice: says what to do where a step cannot be retried, for the message that ends the run.
-        unit: what the size of a micro-batch counts.
+        unit: the things that the size of a micro-batch counts.
         wait_for_memory: seconds to wait, in all, when not even the smallest micro-batch fits: memory may be
             short for a moment only, because of another process.
     """
