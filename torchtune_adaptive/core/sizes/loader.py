@@ -15,7 +15,7 @@ from itertools import islice, tee
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from torchtune_adaptive.core.sizes.micro_batches import MicroBatch, MicroBatches, Portion
 
@@ -79,22 +79,13 @@ class Loader:
         """This rank's samples of an epoch, of which the first ``used`` rows have been used."""
         return EpochRows(self, self.order.epoch(epoch), used)
 
-    def portions(self, step: list[int], size: int) -> list[Portion]:
-        """This rank's micro-batches of a step.
-
-        Args:
-            step: the samples of the step, over all ranks.
-            size: the size of a micro-batch; see ``MicroBatches``.
-        """
-        return self.micro_batches.portions(step, size, self.rank, self.ranks)
-
     def bring(self, steps: Iterable[list[Portion]]) -> Iterator[MicroBatch]:
         """Load the samples of each portion as one micro-batch."""
         # Twice: once to fetch, ahead if there are workers, and once to say what has come.
         fetched, brought = tee(portion for portions in steps for portion in portions)
         loader = DataLoader(
             self.dataset,
-            batch_sampler=_SampleIds(fetched),
+            batch_sampler=(portion.sample_ids for portion in fetched),
             collate_fn=self.collate,
             generator=torch.Generator(),  # or each loader would draw from the run's own
             num_workers=self.workers,
@@ -113,19 +104,11 @@ class Loader:
             signal.signal(number, signal.SIG_IGN)
 
 
-class _SampleIds(Sampler[list[int]]):
-    def __init__(self, portions: Iterator[Portion]) -> None:
-        self._portions = portions
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (portion.sample_ids for portion in self._portions)
-
-
 class EpochRows:
     """One rank's samples of an epoch, a step at a time.
 
-    A step has the same rows until ``advance`` is called, in whatever micro-batches it is asked for, so a
-    retry in smaller ones loses and repeats nothing.
+    A step has the same rows until ``advance`` is called, in micro-batches of whatever size, so a retry in
+    smaller ones loses and repeats nothing.
     """
 
     def __init__(self, loader: Loader, sample_ids: list[int], used: int = 0) -> None:
@@ -154,5 +137,6 @@ class EpochRows:
             used += rows
 
     def _portions(self, used: int, rows: int, size: int) -> list[Portion]:
-        ranks = self._loader.ranks
-        return self._loader.portions(self._sample_ids[used * ranks : (used + rows) * ranks], size)
+        rank, ranks = self._loader.rank, self._loader.ranks
+        step = self._sample_ids[used * ranks : (used + rows) * ranks]
+        return self._loader.micro_batches.portions(step, size, rank, ranks)

@@ -55,12 +55,9 @@ class SwitchedLayer:
             return self._forward(*arguments, **named)
         run = checkpoint
         if self.recomputed == "operations":
-            run = partial(checkpoint, context_fn=_keeping_what_is_expensive)
+            keeping = partial(create_selective_checkpoint_contexts, _policy)
+            run = partial(checkpoint, context_fn=keeping)
         return run(self._forward, *arguments, use_reentrant=False, **named)
-
-
-def _keeping_what_is_expensive() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
