@@ -43,12 +43,7 @@ def cached_files(base: Path) -> dict[Kind, list[Path]]:
 
 
 def cache_folder(setting: bool | str, kind: Kind) -> Path | None:
-    """The folder for values of a kind, or None.
-
-    Args:
-        setting: True for the user's cache folder, False for none, or a folder.
-        kind: the kind of the values, which names the folder in it.
-    """
+    """The folder for values of a kind: in the user's cache (True), in another folder, or none (False)."""
     if setting is False:
         return None
     if setting is True:
@@ -83,19 +78,15 @@ def package_fingerprint() -> str:
 
 @dataclass(frozen=True)
 class Cache(Generic[V]):
-    """Values of one kind in a folder; without one, nothing is kept.
-
-    Args:
-        folder: the folder of the files.
-        what: the name of such a value, for messages: "batch size".
-        valid: whether something read can be such a value.
-        most: the number of values that are kept; the oldest are removed.
-    """
+    """Values of one kind in a folder; without one, nothing is kept."""
 
     folder: Path | None
     what: str
+    """The name of such a value, for messages: "batch size"."""
     valid: Callable[[Any], bool]
+    """Whether something read can be such a value."""
     most: int | None = None
+    """The number of values that are kept; the oldest are removed."""
 
     def get(self, facts: Mapping[str, Any]) -> V | None:
         """The value under exactly these facts."""

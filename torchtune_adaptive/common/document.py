@@ -62,12 +62,7 @@ def as_markdown(blocks: Iterable[Block]) -> str:
 
 
 def as_page(title: str, sections: Mapping[str, Iterable[Block]]) -> str:
-    """A whole page of HTML.
-
-    Args:
-        title: the title of the page.
-        sections: the blocks of each section, by its title.
-    """
+    """A whole page of HTML, with the blocks of each section by its title."""
     lines = []
     for heading, blocks in sections.items():
         name = escape(heading.lower().replace(" ", "-"))

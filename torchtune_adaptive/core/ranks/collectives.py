@@ -1,8 +1,6 @@
-"""Keep the ranks together when one of them runs out of memory.
+"""Keep the ranks together in FSDP's collectives when one of them runs out of memory.
 
-FSDP runs every forward and backward as a sequence of collectives. A rank that stops in the middle leaves the
-others waiting in the next one until the process group times out. So it does not stop; Note [Failure before a
-collective] in ``step.failures`` tells what it does in the whole step, and this module does the part of FSDP:
+This is the first part of Note [Failure before a collective] in ``step.failures``:
 
 - Once (twice, to check that it repeats) the sequence is *recorded*, and while it is, all ranks agree
   before each collective, so that nobody enters one that another rank will miss.
@@ -186,11 +184,8 @@ class Collectives:
 class _Open:
     """A collective that FSDP is launching, and those that it launches right after it without asking.
 
-    A failure may come before or after each launch. The groups tell: they count what they launch.
-
-    Args:
-        size: the number of these.
-        groups: the groups that launch them; fewer where a pass is longer than the recorded one.
+    A failure may come before or after each launch. The groups tell: they count what they launch. There are
+    fewer groups than collectives where a pass is longer than the recorded one.
     """
 
     def __init__(self, size: int = 0, groups: Sequence[dist.ProcessGroup] = ()) -> None:

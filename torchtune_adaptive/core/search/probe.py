@@ -30,25 +30,20 @@ Attempt = Callable[[Sequence[dict[str, Any]]], str | None]
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Probe:
-    """Tries sizes on the run itself; a context, which ends with the run as it was at its beginning.
-
-    Args:
-        step: the step that training will use.
-        accumulation: the micro-batches in a step, for a given size.
-        headroom: the share of the capacity that must stay free.
-        ranks: the ranks of the run.
-        entering: called with the name of each phase.
-        compiled: whether the model is compiled, and forgets what it compiled between sizes.
-        observe: called with the size and the outcome of each trial's step that was not lost.
-    """
+    """Tries sizes on the run itself; a context, which ends with the run as it was at its beginning."""
 
     step: TrainStep
     accumulation: Callable[[int], int]
+    """The micro-batches in a step, for a given size."""
     headroom: float
+    """The share of the capacity that must stay free."""
     ranks: Ranks
     entering: Callable[[str], None]
+    """Function called with the name of each phase."""
     compiled: bool = False
+    """Whether the model is compiled, and forgets what it compiled between sizes."""
     observe: Callable[[int, StepDone], None] = lambda size, outcome: None
+    """Function called with the size and the outcome of each trial's step that was not lost."""
 
     def __enter__(self) -> Probe:
         self._snapshot = Snapshot(self.step.model, self.step.optimizers, self.step.device)

@@ -72,13 +72,7 @@ class SearchResult(Generic[T]):
 def find_largest(
     strategy: Strategy, candidates: Sequence[int], trial: Callable[[int], T]
 ) -> SearchResult[T]:
-    """Find the largest candidate that fits.
-
-    Args:
-        strategy: one of ``STRATEGIES``.
-        candidates: the sizes that may be returned, ascending.
-        trial: tries one size.
-    """
+    """Find the largest candidate that fits; candidates are in ascending order."""
     bracket = _Bracket[T](candidates)
     next_index = STRATEGIES[strategy](bracket)
     while not bracket.closed:

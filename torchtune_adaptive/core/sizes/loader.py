@@ -22,18 +22,14 @@ from torchtune_adaptive.core.sizes.micro_batches import MicroBatch, MicroBatches
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order in which the samples of an epoch are used.
-
-    Args:
-        samples: the number of samples in the dataset.
-        ranks: the number of data-parallel ranks that share them.
-        shuffle: whether the order is another one in each epoch, or always the dataset's.
-        seed: the seed of the shuffling.
-    """
+    """The order in which the samples of an epoch are used."""
 
     samples: int
+    """The number of samples in the dataset."""
     ranks: int
+    """The number of data-parallel ranks that share them."""
     shuffle: bool
+    """Whether the order is another one in each epoch, or always the dataset's."""
     seed: int = 0
 
     @property
@@ -55,25 +51,18 @@ class SampleOrder:
 
 @dataclass
 class Loader:
-    """Loads one rank's samples, in portions of any size.
-
-    Args:
-        dataset: the dataset, by index.
-        collate: makes a batch of rows.
-        order: the order of the samples.
-        rank: the rank whose samples are loaded.
-        ranks: the number of ranks.
-        micro_batches: the way in which a step is divided.
-        workers: processes that fetch and collate ahead.
-    """
+    """Loads one rank's samples, in portions of any size."""
 
     dataset: Dataset[Any]
     collate: Callable[[list[Any]], dict[str, Any]]
+    """Function that makes a batch of rows."""
     order: SampleOrder
     rank: int
+    """The rank whose samples are loaded."""
     ranks: int
     micro_batches: MicroBatches
     workers: int = 0
+    """Processes that fetch and collate ahead."""
 
     def epoch(self, epoch: int, used: int = 0) -> EpochRows:
         """This rank's samples of an epoch, of which the first ``used`` rows have been used."""

@@ -74,11 +74,6 @@ def pack(lengths: Sequence[int], budget: Budget, ranks: int) -> list[list[list[i
     and the one that is not full has the longest rows, where padding costs most. Then they are cut once more
     where that saves more padding than a micro-batch costs. If some ranks would have nothing to do at the
     end, the largest micro-batches are split for them.
-
-    Args:
-        lengths: the lengths of the step's rows, over all ranks.
-        budget: the budget of one micro-batch.
-        ranks: the number of ranks.
     """
     parts: list[list[int]] = [[]]
     for row in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):

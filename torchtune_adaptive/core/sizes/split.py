@@ -69,13 +69,8 @@ class Epochs:
 
     @classmethod
     def of(cls, rows_per_rank: int, split: Split, max_steps: int | None) -> Epochs:
-        """The epochs of a run. A run without a step would save untrained weights, and is refused.
-
-        Args:
-            rows_per_rank: the rows that each rank has.
-            split: the split of the first step.
-            max_steps: the most steps of that size in an epoch.
-        """
+        """The epochs of a run, at most ``max_steps`` of its first split each. A run without a step would save
+        untrained weights, and is refused."""
         if rows_per_rank < split.rows:
             raise ConfigError(
                 "batch_size",

@@ -85,24 +85,19 @@ class Exchange:
 
     Nothing here allocates memory on the device, so a rank that has run out of it can take part; see
     Note [Failure before a collective] in ``step.failures``.
-
-    Args:
-        ranks: the ranks of the run.
-        memory: the device's memory, whose allocation retries are told.
-        device: the device of the sums.
-        metrics: the names of what the objective reports besides the loss.
-        noise: the measurement of the gradient noise.
-        scaling: the factors that turn gradients into those of the mean loss.
-        stop_requested: whether this rank has been asked to stop.
     """
 
     ranks: Ranks
     memory: DeviceMemory
+    """The device's memory, whose allocation retries are told."""
     device: torch.device
     metrics: Sequence[str]
+    """The names of what the objective reports besides the loss."""
     noise: SmallBatches
     scaling: Scaling
+    """The factors that turn gradients into those of the mean loss."""
     stop_requested: Callable[[], bool]
+    """Whether this rank has been asked to stop."""
 
     def __post_init__(self) -> None:
         slots = Total.METRICS + len(self.metrics)

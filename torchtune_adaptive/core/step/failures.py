@@ -50,19 +50,14 @@ class StepHalfApplied(Exception):
 
 @dataclass
 class Failures:
-    """What this rank knows of failures in a step, and what it does after its own.
-
-    Args:
-        collectives: the collectives of the step's passes.
-        memory: the device's memory.
-        survive: whether a step in which memory runs out is discarded; otherwise the error is raised as it is.
-        forget: drops everything that the step has made on this rank.
-    """
+    """What this rank knows of failures in a step, and what it does after its own."""
 
     collectives: Collectives
     memory: DeviceMemory
     survive: bool
+    """Whether a step in which memory runs out is discarded; otherwise the error is raised as it is."""
     forget: Callable[[], None]
+    """Function that drops everything that the step has made on this rank."""
 
     phase: str = field(init=False, default="forward")
     """The phase that the step is in."""

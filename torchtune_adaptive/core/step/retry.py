@@ -38,19 +38,16 @@ class StepRunner:
     """Takes each step of training, as often as it takes, in micro-batches of the size that works.
 
     Every rank has one and sees the same outcomes, so all ranks decide the same without asking.
-
-    Args:
-        step: the step.
-        advice: says what to do where a step cannot be retried, for the message that ends the run.
-        unit: the things that the size of a micro-batch counts.
-        wait_for_memory: seconds to wait, in all, when not even the smallest micro-batch fits: memory may be
-            short for a moment only, because of another process.
     """
 
     step: TrainStep
     advice: Callable[[], str]
+    """What to do where a step cannot be retried, for the message that ends the run."""
     unit: str = "rows"
+    """The things that the size of a micro-batch counts."""
     wait_for_memory: float = 0.0
+    """Seconds to wait, in all, when not even the smallest micro-batch fits: memory may be short for a moment
+    only, because of another process."""
 
     recovery: Recovery | None = field(init=False, default=None)
     reliefs: list[Choice] = field(init=False)
@@ -67,9 +64,7 @@ class StepRunner:
     def begin(self, size: int, recovery: Recovery | None) -> None:
         """Use micro-batches of this size from the next step on.
 
-        Args:
-            size: the size of a micro-batch.
-            recovery: decides about taking less memory; without one, running out of memory ends training.
+        ``recovery`` decides about taking less memory; without it, running out of memory ends training.
         """
         self._size, self.recovery = size, recovery
         self._relieve()

@@ -90,13 +90,8 @@ class SmallBatches:
     def over_ranks(
         self, totals: Sequence[float], weight: float, squared_norm: float
     ) -> NoiseSums | None:
-        """The sums over all ranks; None if no batch was smaller than the step.
-
-        Args:
-            totals: the totals of ``sums``.
-            weight: the weight of the step.
-            squared_norm: the squared norm of its gradient, as it has been reduced.
-        """
+        """The sums over all ranks, from the totals of ``sums`` and the step's weight and squared norm of the
+        reduced gradient; None if no batch was smaller than the step."""
         small, small_weight, small_weight_squared, rows = totals
         to_sum = self._averaged_over**2  # FSDP reduces to the mean over ranks
         if not self._reduces:  # the one small batch spans all ranks

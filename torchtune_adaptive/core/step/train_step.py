@@ -4,10 +4,9 @@
         step.forward_backward(batch)
     outcome = step.apply()
 
-Running out of memory does not raise while the step can still be discarded. The rank that ran out drops
-everything the step made, launches the collectives that the others still expect, and reports the failure in
-the one all-reduce that a step has; see Note [Failure before a collective]. Then ``outcome.lost`` is true on
-every rank, nothing has changed on any, and the caller decides what to do.
+Running out of memory does not raise while the step can still be discarded; see Note [Failure before a
+collective] in ``step.failures``. Then ``outcome.lost`` is true on every rank, nothing has changed on any, and
+the caller decides what to do.
 """
 
 from __future__ import annotations
@@ -64,23 +63,16 @@ class StepOptions:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TrainStep:
-    """Forward, backward, and the optimizer step of a model.
-
-    Args:
-        model: the model that is trained, sharded by FSDP2 or not.
-        objective: the loss that is minimized.
-        optimizers: the optimizer, or one for each parameter if they step in backward.
-        device: the device of the model.
-        memory: the memory of that device.
-        ranks: the ranks of the run.
-        options: the ways in which the step may be taken.
-    """
+    """Forward, backward, and the optimizer step of a model."""
 
     model: nn.Module
+    """The model that is trained, sharded by FSDP2 or not."""
     objective: Objective
     optimizers: Sequence[Optimizer]
+    """The optimizer, or one for each parameter if they step in backward."""
     device: torch.device
     memory: DeviceMemory
+    """The memory of that device."""
     ranks: Ranks
     options: StepOptions = field(default_factory=StepOptions)
 
