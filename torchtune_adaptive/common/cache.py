@@ -22,7 +22,7 @@ from torchtune_adaptive.common.durable import atomically
 log = logging.getLogger(__name__)
 _LIBRARIES = ("torch", "torchtune", "torchao", "torchtune-adaptive")
 Kind = Literal["batch_sizes", "row_lengths", "traces", "calibrations", "speeds", "self_checks"]
-"""What is cached, each kind in a folder of its own."""
+"""The kinds of what is cached, each in a folder of its own."""
 V = TypeVar("V")
 
 

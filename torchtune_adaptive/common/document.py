@@ -119,7 +119,7 @@ class Table:
     right: Collection[int] = ()
     """The numbers of the columns that are aligned right."""
     commands: Sequence[str] = ()
-    """What to type for each row, if anything: under the row as text, otherwise in a last column."""
+    """The command to type for each row, if any: under the row as text, otherwise in a last column."""
 
     def text(self) -> list[str]:
         lines = _wrapped(f"{self.title}:") if self.title else []
@@ -177,7 +177,7 @@ class Verbatim:
 
     content: str
     title: str = ""
-    """What the text is; as HTML, it opens on a click."""
+    """The title of the text; as HTML, it opens on a click."""
     failed: bool = False
     """Whether it says why something failed."""
 
@@ -224,7 +224,7 @@ def _wrapped(text: str, first: str = "", others: str = "  ") -> list[str]:
 
 
 def _command(command: str) -> list[str]:
-    """What to type, so that it can be pasted from several lines as well."""
+    """The lines of a command, which can be pasted together."""
     if not command:
         return []
     lines = [""]

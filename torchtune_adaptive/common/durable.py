@@ -2,7 +2,7 @@
 
 A folder of a checkpoint is written under another name on the same filesystem, sealed (every file flushed to
 disk, a manifest with sizes and checksums written last), and published by one rename. What it replaces is
-removed afterwards.
+removed afterward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a sealed folder holds."""
+    """The content of a sealed folder."""
 
     facts: dict[str, Any]
     """The facts that the writer wants to know of the folder without opening its files."""

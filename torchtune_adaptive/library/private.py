@@ -23,7 +23,7 @@ def has_communication_hook(wrapped: DistributedDataParallel) -> bool:
 
 
 def saved(node: Any, name: str, default: Any = None) -> Any:
-    """What a node of the graph has saved for backward, as the ``reduction`` of torch's losses."""
+    """A value that a node of the graph has saved for backward, as the ``reduction`` of torch's losses."""
     return getattr(node, f"_saved_{name}", default)
 
 

@@ -49,9 +49,6 @@ def steps_of(
             f"rows: {rows} in a step on each rank, and the data has {order.rows_per_rank}. Lower it (the "
             "ceiling of find_batch_size bounds what is found), or use more data."
         )
-    return _steps(data, order.epoch(epoch)[rank::ranks], rows, start)
-
-
-def _steps(data: IndexedRows, mine: list[int], rows: int, start: int) -> Iterator[list[Any]]:
-    for first in range(start, len(mine) - rows + 1, rows):
-        yield [data[index] for index in mine[first : first + rows]]
+    mine = order.epoch(epoch)[rank::ranks]
+    starts = range(start, len(mine) - rows + 1, rows)
+    return ([data[index] for index in mine[first : first + rows]] for first in starts)

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step did; the same on every rank."""
+    """The outcome of a step; the same on every rank."""
 
     loss: float
     """The mean loss of the step over all ranks, before the optimizer changed the weights."""
@@ -73,10 +73,10 @@ class AdaptiveStep:
     Args:
         model: the model that is trained.
         optimizer: the optimizer of the model's parameters, created after ``fully_shard``.
-        forward: called with a micro-batch on the device. Returns the loss, summed over its terms (tokens,
-            rows, ...), and their number; if that is a tensor on the device, the host waits for it.
+        forward: function called with a micro-batch on the device. Returns the loss, summed over its terms
+            (tokens, rows, ...), and their number; if that is a tensor on the device, the host waits for it.
         max_grad_norm: the norm above which gradients are scaled down.
-        scaler: scales losses against underflow in float16; it is kept up to date.
+        scaler: the scaler of losses against underflow in float16; it is kept up to date.
         memory_limit: the most capacity that this process may have, such as ``"24GiB"``. On a CPU, the tensors
             of a step are counted against it.
         grow_back_after: steps without trouble after which a size that failed is tried again; None: never.
@@ -150,7 +150,7 @@ class AdaptiveStep:
 
         Args:
             rows: this rank's rows of the step; every rank must have as many.
-            collate: makes a micro-batch of some of them.
+            collate: function that makes a micro-batch of some of them.
             size: rows in a micro-batch, as long as memory suffices; the last may have fewer.
 
         Raises:
@@ -208,7 +208,7 @@ class AdaptiveStep:
         log.log(logging.WARNING if self.ranks.is_zero else logging.DEBUG, what)
 
     def state_dict(self) -> dict[str, Any]:
-        """What recovery has learned, for a checkpoint."""
+        """The state of recovery, for a checkpoint."""
         return {"size": self._size, "steps": self.steps, **self._runner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -220,7 +220,7 @@ class AdaptiveStep:
 
 
 class SummedLoss:
-    """What a step minimizes: the loss that the user's function returns."""
+    """The objective of a step: the loss that the user's function returns."""
 
     ignored = -100
     unit = "terms"

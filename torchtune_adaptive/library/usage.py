@@ -1,4 +1,4 @@
-"""What cannot work is refused with a ``UsageError``, in one line that says why and what to do."""
+"""Checks that refuse what cannot work with a ``UsageError``: one line that says why and what to do."""
 
 from __future__ import annotations
 

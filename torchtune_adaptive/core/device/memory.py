@@ -1,4 +1,4 @@
-"""What every device answers about its memory: how much there is, how much a step takes.
+"""The questions that every device answers about its memory: how much there is, how much a step takes.
 
 An accelerator answers from its caching allocator (see ``accelerator``). The CPU has none, so it is given a
 simulated one (see ``simulated``).
@@ -77,7 +77,7 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What has been used since ``DeviceMemory.watch``."""
+    """Use of memory since ``DeviceMemory.watch``."""
 
     peak_bytes: int
     """The most that was held at once, in the unit that runs out: reserved memory on an accelerator."""
@@ -101,7 +101,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def capped(self, limit: int) -> AbstractContextManager[None]:
-        """Within this context the device has no more than ``limit`` bytes for this process."""
+        """A context in which the device has no more than ``limit`` bytes for this process."""
 
     @abstractmethod
     def watch(self) -> None:
@@ -109,7 +109,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def usage(self) -> Usage:
-        """What has been used since ``watch``."""
+        """The use of memory since ``watch``."""
 
     @abstractmethod
     def retries(self) -> int:
@@ -125,7 +125,7 @@ class DeviceMemory(ABC):
         """Bytes held by tensors now."""
 
     def running(self) -> AbstractContextManager[object]:
-        """Around everything that runs on the device: what a simulated device needs in order to see it."""
+        """The context of everything that runs on the device; a simulated device needs it to see anything."""
         return nullcontext()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 - a device knows its own
@@ -140,7 +140,7 @@ class DeviceMemory(ABC):
         return time.perf_counter()
 
     def release(self) -> None:
-        """Give back everything that nothing refers to any more."""
+        """Give back everything that nothing refers to anymore."""
         gc.collect()
 
     def record_history(self, enabled: bool) -> None:  # noqa: B027 - only an allocator has a history

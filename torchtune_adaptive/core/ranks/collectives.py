@@ -48,8 +48,8 @@ class Collectives:
         models: the models that run in a pass.
         ranks: the ranks of the run.
         device: the device of the models.
-        launched: called after each launch: there is no finer sign of progress.
-        reducing: sees the gradients that FSDP reduces, but not the scratch buffers of ``finish``.
+        launched: function called after each launch: there is no finer sign of progress.
+        reducing: function called with gradients that FSDP reduces, but not with the buffers of ``finish``.
         survive: whether a pass may fail; if not, nothing is recorded, and ``launched`` is not called.
     """
 
@@ -89,7 +89,7 @@ class Collectives:
         self._sequences.clear()
 
     def end_step(self) -> None:
-        """What is launched from now on belongs to no pass, as when the caller evaluates the model."""
+        """End a step: what is launched from now on, as when the caller evaluates the model, is in no pass."""
         self._in_step = False
 
     def begin_pass(self, kind: str = "training") -> None:
@@ -125,13 +125,13 @@ class Collectives:
         return self.recording and self._ranks.any(False)
 
     def finish(self, phase: str) -> bool:
-        """After a failure on this rank: launch what the others wait for; whether they know of it then.
+        """Launch what the others wait for, after a failure on this rank; whether they know of it then.
 
         The data is worthless, and every rank discards it. By now the memory of the failed step has been
         freed, which is more than the scratch buffer takes.
 
         While recording, the others wait for what they have agreed to launch, and learn of the failure where
-        they would agree next. Afterwards they go through the rest of the recorded phase.
+        they would agree next. Afterward they go through the rest of the recorded phase.
         """
         known = self._pass if self.recording else self._sequence.recorded
         launched = self._count.get(phase, 0) + self._open.launched()

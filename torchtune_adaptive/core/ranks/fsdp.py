@@ -1,4 +1,4 @@
-"""What we need from FSDP2 beyond training: to see its collectives, and to reset it after an exception."""
+"""FSDP2 beyond training: to see its collectives, and to reset it after an exception."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Collective:
 
 
 Watcher = Callable[[Callable[[], Any], Sequence[Collective]], Any]
-"""Called for each launch with two things: what launches, and the collective with those that FSDP launches
+"""Function called for each launch with what launches, and with the collective and those that FSDP launches
 right after it. Must return what the launch returns."""
 
 Reducing = Callable[[torch.Tensor], None]
-"""Called with this rank's own gradients, before they are reduced over all ranks."""
+"""Function called with this rank's own gradients, before they are reduced over all ranks."""
 
 
 def watch_collectives(model: nn.Module, watcher: Watcher, reducing: Reducing | None = None) -> None:
@@ -79,7 +79,7 @@ def roots(model: nn.Module) -> list[FSDPModule]:
 
 
 class _Watched:
-    """What FSDP2's two interfaces for custom collectives have in common."""
+    """Base of FSDP2's two interfaces for custom collectives."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -150,7 +150,7 @@ class _ReduceScatter(_Watched):
 def reset(model: nn.Module) -> None:
     """Reset an FSDP2 model to the start of a step, after an exception in forward or backward.
 
-    Afterwards every parameter is sharded and no parameter has a gradient. Without this the next backward
+    Afterward every parameter is sharded and no parameter has a gradient. Without this the next backward
     silently trains only part of the model. Gradients that backward had left on unsharded parameters are
     dropped first, while the model still shows those parameters: FSDP2's own reset leaves them (torch
     2.13), and the next step would count them twice.

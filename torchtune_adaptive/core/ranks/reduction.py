@@ -1,4 +1,4 @@
-"""How the gradients of all ranks become those of a step."""
+"""The ways in which the gradients of all ranks become those of a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reduction:
         self.averaged_over = averaged_over
 
     def apart(self) -> AbstractContextManager[None]:
-        """What forward and backward run in."""
+        """The context in which forward and backward run."""
         return nullcontext()
 
     def finish(self, parameters: Sequence[nn.Parameter], failed: bool) -> bool:

@@ -205,7 +205,7 @@ class Watchdog:
         return Sign(self._phase, self._progress, self._patience, self._stopped, self._beats)
 
     def _who_is_missing(self) -> str:
-        """Called when a collective broke: who has missed a few beats?"""
+        """The ranks that have missed a few beats, as a sentence; called when a collective broke."""
         print(
             f"rank {self._ranks.rank}: lost contact in the phase '{self._phase}'; "
             "identifying the missing rank",

@@ -62,9 +62,9 @@ class Probe:
         capacity = self.step.memory.capacity()
         with self.step.memory.capped(capacity):
             trial = self._try(1, capacity, self._step_of(1, batch), self._take_step)
-            if not trial.fits:
-                return trial
-            return self._try(1, capacity, self._step_of(1, batch), self._take_step)
+            if trial.fits:
+                trial = self._try(1, capacity, self._step_of(1, batch), self._take_step)
+            return trial
 
     def trial(self, size: int, batch: BatchMaker) -> SizeTrial:
         """Try one size."""
@@ -124,7 +124,7 @@ class Probe:
         failed_in = attempt(micro_batches)
         self.step.memory.synchronize()
         step_seconds = time.perf_counter() - began
-        usage = self.step.memory.usage()
+        usage = self.step.memory.usage()  # before restoring, which takes memory, too
         self._snapshot.restore()
         report = RankReport(
             failed_in=failed_in,

@@ -1,4 +1,4 @@
-"""Which samples come when, and the loader that brings them.
+"""The order of samples, and the loader that brings them.
 
 The order of an epoch's samples is a function of the epoch and nothing else. How many of them are taken
 at a time is decided where they are taken, so a micro-batch can change its size without losing or

@@ -1,4 +1,4 @@
-"""How the rows of a step become micro-batches: a number of rows each, or as many as a token budget allows."""
+"""The division of a step into micro-batches: of a number of rows, or of as many as a token budget allows."""
 
 from __future__ import annotations
 
@@ -73,16 +73,16 @@ class MicroBatches(ABC):
         """Change a collated batch in place: pad it, or take its weight away."""
 
     def computed(self, micro_batch: MicroBatch) -> Computed:
-        """What is kept of a micro-batch."""
+        """The facts that are kept of a micro-batch."""
         samples, tokens = micro_batch.sample_ids, micro_batch.batch["tokens"]
         return Computed(samples, len(samples), tokens.shape[-1], tokens.numel())
 
     def metrics(self, computed: Sequence[Computed]) -> dict[str, float]:
-        """What to log about a step."""
+        """The numbers to log about a step."""
         return {}
 
     def state(self) -> list[list[int]] | None:
-        """What a checkpoint keeps: a token budget, an empty one that was given up, or None."""
+        """The token budget, for a checkpoint: empty if it was given up, None if there was none."""
         return None
 
 

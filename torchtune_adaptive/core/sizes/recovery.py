@@ -1,4 +1,4 @@
-"""How the next step is taken: in less memory after running out of it, as before after a while without.
+"""Recovery: after running out of memory, steps take less of it; after a while without, as much as before.
 
 Every rank has its own copy and gives it the same input, so all ranks decide the same without communicating.
 """

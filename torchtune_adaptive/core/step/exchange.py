@@ -39,7 +39,7 @@ class StepLost:
 
 @dataclass(frozen=True)
 class StepDone:
-    """What a step did, equal on every rank."""
+    """The outcome of a step that was done, equal on every rank."""
 
     lost: ClassVar[Literal[False]] = False
 
@@ -62,7 +62,7 @@ class StepDone:
 
 
 StepOutcome = StepDone | StepLost
-"""What became of a step; ``lost`` tells which."""
+"""The outcome of a step; ``lost`` tells which."""
 
 
 class Total(IntEnum):

@@ -50,7 +50,7 @@ class StepHalfApplied(Exception):
 
 @dataclass
 class Failures:
-    """What this rank knows of failures in a step, and what it does after its own."""
+    """The failures in a step that this rank knows of, and what it does after its own."""
 
     collectives: Collectives
     memory: DeviceMemory
@@ -61,16 +61,14 @@ class Failures:
 
     phase: str = field(init=False, default="forward")
     """The phase that the step is in."""
-
-    def __post_init__(self) -> None:
-        self.begin()
+    here: str | None = field(init=False, default=None)
+    """The phase in which this rank ran out of memory, if it did."""
+    known: bool = field(init=False, default=False)
+    """Whether a rank ran out of memory and every rank knows."""
 
     def begin(self) -> None:
         """Begin a step."""
-        self.here: str | None = None
-        """The phase in which this rank ran out of memory, if it did."""
-        self.known = False
-        """Whether a rank ran out of memory and every rank knows."""
+        self.here, self.known = None, False
 
     @property
     def none(self) -> bool:

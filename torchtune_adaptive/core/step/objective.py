@@ -1,4 +1,4 @@
-"""What training minimizes: how a micro-batch becomes a loss.
+"""The objective of training: how a micro-batch becomes a loss.
 
 Losses are sums, and each comes with its *weight*: the number of terms that it is a sum of. A step divides
 once, by the weight of all micro-batches of all ranks, so how its rows are split never matters.
@@ -16,7 +16,7 @@ from torch import nn
 from torchtune_adaptive.core.step.recompute import RecomputedChunks
 
 Batch = Any
-"""What a collate function makes; the recipes' are dictionaries of tensors."""
+"""A micro-batch as a collate function makes it; the recipes' are dictionaries of tensors."""
 
 Forward = Callable[..., Any]
 """The forward pass of the model that is trained, with activation offloading where that is on."""
@@ -30,14 +30,14 @@ class Summed(NamedTuple):
     weight: int | None = None
     """The number of its terms, where it is not known before."""
     metrics: Mapping[str, torch.Tensor] | None = None
-    """What else is logged: detached sums over the same terms, on the device."""
+    """Detached sums of what else is logged, over the same terms, on the device."""
 
 
 class Objective(Protocol):
-    """What ``TrainStep`` minimizes; every kind of recipe has its own."""
+    """The loss that ``TrainStep`` minimizes; every kind of recipe has its own."""
 
     unit: str
-    """What ``weight`` counts: ``tokens``, or something else."""
+    """Things that ``weight`` counts: ``tokens``, or something else."""
     ignored: int
     """The label of what is not trained on, such as padding."""
     frozen: Sequence[nn.Module]
@@ -113,7 +113,7 @@ class NextTokenPrediction:
         return {name: value for name, value in batch.items() if name != "labels"}
 
     def _labels(self, batch: Batch, weight: int) -> torch.Tensor:
-        """What the loss compares predictions to."""
+        """The labels that the loss compares predictions to."""
         labels = self._targets(batch)
         if weight == 0:
             # The mean over no tokens is NaN, and would spoil the whole step; and every parameter must have a

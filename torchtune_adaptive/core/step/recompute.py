@@ -1,4 +1,4 @@
-"""What a step computes again in backward instead of keeping it, as switches on a model that is built.
+"""Recomputation in backward of what forward does not keep, as switches on a model that is built.
 
 Nothing here changes a result: what is computed again is computed by the same kernels from the same inputs,
 with the same random numbers.
@@ -119,7 +119,7 @@ class RecomputedChunks:
 
 
 def recomputed_layers(checkpointing: str, layers: int) -> list[Recomputed]:
-    """What is computed again of each layer, for a value of ``adaptive_batching.checkpoint``.
+    """The part of each layer that is computed again, for a value of ``adaptive_batching.checkpoint``.
 
     Layers are counted from 1, as torchtune does: ``every_2`` of 4 is the second and the fourth.
     """

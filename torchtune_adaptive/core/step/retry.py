@@ -42,7 +42,7 @@ class StepRunner:
 
     step: TrainStep
     advice: Callable[[], str]
-    """What to do where a step cannot be retried, for the message that ends the run."""
+    """Advice for the message that ends the run where a step cannot be retried."""
     unit: str = "rows"
     """The things that the size of a micro-batch counts."""
     wait_for_memory: float = 0.0
@@ -113,8 +113,8 @@ class StepRunner:
                 generators.restore()
             outcome = self._attempt(micro_batches, number)
         self.allocation_retries += outcome.retries
-        if (learnt := self._learn(outcome.retries, number + 1)) is not None:
-            adjusted(learnt)
+        if (learned := self._learn(outcome.retries, number + 1)) is not None:
+            adjusted(learned)
         return outcome
 
     def _attempt(self, micro_batches: Callable[[int], Iterable[Batch]], number: int) -> StepOutcome:

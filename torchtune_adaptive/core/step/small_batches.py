@@ -30,10 +30,8 @@ class SmallBatches:
         self._averaged_over = reduction.averaged_over
         self.of_rank = on and reduction.after_backward
         """Whether all micro-batches of a rank are one small batch."""
-        if on:  # elsewhere not a byte of the device is taken
-            self._reduced = torch.zeros(
-                (), dtype=torch.float64, device=device
-            )  # their squared norms
+        if on:  # or not a byte of the device is taken
+            self._reduced = torch.zeros((), dtype=torch.float64, device=device)
         self.begin()
 
     def begin(self) -> None:
@@ -54,11 +52,11 @@ class SmallBatches:
 
     @property
     def observer(self) -> Reducing | None:
-        """Called by FSDP with gradients of some parameters, where noise is measured."""
+        """Function that FSDP calls with gradients of some parameters, where noise is measured."""
         return self._reducing if self._on else None
 
     def _reducing(self, gradient: torch.Tensor) -> None:
-        # Must not make the host wait.
+        """Add its squared norm to the sum; must not make the host wait."""
         square = torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
         # The first of a step overwrites the previous step's sum: zeroing it beforehand would happen on
         # another stream, and after a failure nothing orders the two.
@@ -79,7 +77,7 @@ class SmallBatches:
         return self._reduces or self._first is not None
 
     def sums(self) -> tuple[torch.Tensor | float, ...]:
-        """What is to be summed over all ranks, if anything."""
+        """The terms of this rank in sums over all ranks, if there are any."""
         if self._reduces:
             squares = sum(weight * weight for weight in self._weights)
             return self._reduced, float(sum(self._weights)), float(squares), float(self._rows)

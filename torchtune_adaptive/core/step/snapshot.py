@@ -22,8 +22,8 @@ class Snapshot:
     """A copy of a model, its optimizers, and the random number generators, to restore them from.
 
     Args:
-        model: its trained parameters and its buffers are copied.
-        optimizers: their state is copied; an optimizer without any has its new state dropped in ``close``.
+        model: the model whose trained parameters and buffers are copied.
+        optimizers: the optimizers whose state is copied; ``close`` drops new state of one without any.
         device: the device whose random number generator is used.
     """
 

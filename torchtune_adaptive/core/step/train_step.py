@@ -116,7 +116,7 @@ class TrainStep:
 
     @property
     def phase(self) -> str:
-        """What the step is doing, or has done last."""
+        """The phase that the step is in, or was in last."""
         return self._failures.phase
 
     def switch(self, choice: Choice) -> None:
@@ -132,7 +132,7 @@ class TrainStep:
         self._activations = self.options.activations()
         gradients.drop_unfinished(self.device)
         self._reset_models()
-        self.memory.release()
+        self.memory.release()  # last: it can give back only what nothing refers to anymore
 
     def _reset_models(self) -> None:
         self._collectives.disturbed = False
@@ -259,7 +259,8 @@ class TrainStep:
                 return outcome
         try:
             with self.memory.running():
-                self._scale_gradients(factor)
+                self._failures.phase = "gradient scaling"
+                gradients.scale(self._gradients(), factor, self.device, self._failures.insist)
                 self._failures.phase = "optimizer step"
                 for optimizer in self.optimizers:
                     optimizer.step()
@@ -282,7 +283,7 @@ class TrainStep:
         return failures.attempt("gradient norm", self._squared_gradient_norm)
 
     def _agree(self, squared_norm: torch.Tensor | None = None) -> StepOutcome:
-        """What the step did on all ranks; if one of them has failed, nothing is left of it."""
+        """The outcome of the step on all ranks; if one of them has failed, nothing is left of it."""
         if not self._failures.known:
             done = self._exchange.run(not self._failures.none, squared_norm)
             if done is not None:
@@ -300,14 +301,10 @@ class TrainStep:
         """This rank's part, before gradients are scaled."""
         return gradients.squared_norm(self._gradients(), self.ranks.size, self.device)
 
-    def _scale_gradients(self, factor: float) -> None:
-        self._failures.phase = "gradient scaling"
-        gradients.scale(self._gradients(), factor, self.device, self._failures.insist)
-
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients; afterwards each module has the mode that it had."""
+    """Evaluation mode, without gradients; afterward each module has the mode that it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
