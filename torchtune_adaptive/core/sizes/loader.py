@@ -116,7 +116,7 @@ class EpochRows:
         return islice(self._micro_batches, len(self._portions(self.used, rows, size)))
 
     def advance(self, rows: int) -> None:
-        """The step is done."""
+        """Go on to the next step."""
         self.used += rows
 
     def _steps(self, used: int, rows: int, size: int) -> Iterator[list[Portion]]:

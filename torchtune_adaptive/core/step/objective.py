@@ -26,7 +26,6 @@ class Summed(NamedTuple):
     """A summed loss, and what else the forward pass tells."""
 
     loss: torch.Tensor
-
     weight: int | None = None
     """The number of its terms, where it is not known before."""
     metrics: Mapping[str, torch.Tensor] | None = None

@@ -259,8 +259,7 @@ class TrainStep:
                 return outcome
         try:
             with self.memory.running():
-                self._failures.phase = "gradient scaling"
-                gradients.scale(self._gradients(), factor, self.device, self._failures.insist)
+                self._scale_gradients(factor)
                 self._failures.phase = "optimizer step"
                 for optimizer in self.optimizers:
                     optimizer.step()
@@ -300,6 +299,10 @@ class TrainStep:
     def _squared_gradient_norm(self) -> torch.Tensor:
         """This rank's part, before gradients are scaled."""
         return gradients.squared_norm(self._gradients(), self.ranks.size, self.device)
+
+    def _scale_gradients(self, factor: float) -> None:
+        self._failures.phase = "gradient scaling"
+        gradients.scale(self._gradients(), factor, self.device, self._failures.insist)
 
 
 @contextmanager
