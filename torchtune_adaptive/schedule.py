@@ -50,7 +50,7 @@ class Schedule(ABC):
     """Base class: decides the global batch. It is called before every step, with moments in order."""
 
     lr_scaling: LrScaling = "none"
-    """How the learning rate follows the batch, unless ``lr_scaling`` is set."""
+    """The rule by which the learning rate follows the batch, unless ``lr_scaling`` is set."""
     needs_noise = False
     """Whether the gradient noise scale must be measured."""
     predictable = True
@@ -95,8 +95,8 @@ class Geometric(Schedule):
     """Multiplies the batch by ``factor`` every ``every`` epochs (AdaBatch: doubling).
 
     Args:
-        factor: at least 1.
-        every: epochs; may be a fraction.
+        factor: the growth each time, at least 1.
+        every: epochs between two growths; may be a fraction.
     """
 
     def __init__(self, factor: float = 2, every: float = 1) -> None:
@@ -172,8 +172,11 @@ class Replay(Schedule):
 class GradientNoise(Schedule):
     """Doubles when ``factor`` times the measured gradient noise scale stays at twice the batch or above.
 
+    Every rank has one and sees the same numbers, so all ranks decide alike without communicating. It never
+    shrinks the batch: a small one pays off early in training, which has passed.
+
     Args:
-        patience: consecutive steps in which that must hold.
+        patience: consecutive steps in which that must hold, so that noise in the noise scale does not decide.
         dwell: minimum number of steps between two doublings, and before the first.
         factor: the wanted batch, in noise scales.
     """
@@ -185,55 +188,27 @@ class GradientNoise(Schedule):
         _at_least("patience", patience, 1)
         _at_least("dwell", dwell, 1)
         _at_least("factor", factor, 1e-6)
-        self._controller = GrowthController(patience, dwell, factor)
+        self._patience, self._dwell, self._factor = patience, dwell, factor
         self._asked_at = -1
+        self._in_favor = 0  # steps in a row
+        self._since = 0  # steps since the last doubling
 
     def global_batch(self, now: Moment) -> int:
         if now.samples == self._asked_at:  # called twice between two epochs
             return now.current
         self._asked_at = now.samples
-        return now.current * (2 if self._controller.update(now.noise, now.current) else 1)
+        self._since += 1
+        wanted = now.noise is not None and self._factor * now.noise >= 2 * now.current
+        self._in_favor = self._in_favor + 1 if wanted else 0
+        if self._in_favor < self._patience or self._since < self._dwell:
+            return now.current
+        self._in_favor = self._since = 0
+        return now.current * 2
 
     def state_dict(self) -> dict[str, Any]:
-        return {"asked_at": self._asked_at, **self._controller.state_dict()}
+        # Checkpoints of earlier versions have this spelling.
+        return {"asked_at": self._asked_at, "in_favour": self._in_favor, "since": self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._asked_at = state["asked_at"]
-        self._controller.load_state_dict(state)
-
-
-class GrowthController:
-    """Decides when to double the batch: when the noise scale has been twice the batch for a while.
-
-    Every rank has one and updates it with the same numbers, so all ranks decide alike without
-    communicating. It never shrinks the batch: a small one pays off early in training, which has passed.
-
-    Args:
-        patience: checks in a row that must favour doubling, so that noise in the noise scale does not decide.
-        dwell_steps: checks between two doublings, and before the first.
-        factor: the batch to aim for, in noise scales.
-    """
-
-    def __init__(self, patience: int = 3, dwell_steps: int = 100, factor: float = 1.0) -> None:
-        self._patience = patience
-        self._dwell_steps = dwell_steps
-        self._factor = factor
-        self._in_favour = 0  # checks in a row
-        self._since = 0  # checks, since the last doubling
-
-    def update(self, scale_in_rows: float | None, global_batch: int) -> bool:
-        """Whether to double the batch after this step. True counts as a doubling from here on; an unknown
-        scale never favours one."""
-        self._since += 1
-        wanted = scale_in_rows is not None and self._factor * scale_in_rows >= 2 * global_batch
-        self._in_favour = self._in_favour + 1 if wanted else 0
-        if self._in_favour < self._patience or self._since < self._dwell_steps:
-            return False
-        self._in_favour = self._since = 0
-        return True
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"in_favour": self._in_favour, "since": self._since}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._in_favour, self._since = state["in_favour"], state["since"]
+        self._in_favor, self._since = state["in_favour"], state["since"]

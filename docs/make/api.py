@@ -28,7 +28,7 @@ _ORDER = (
     "plan_batch_size",
     "Plan",
 )
-"""What comes first; the rest follows in alphabetical order."""
+"""The names that come first; the rest follows in alphabetical order."""
 
 
 def page() -> str:

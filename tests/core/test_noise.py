@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from torchtune_adaptive.core.sizes.noise import NoiseScale, NoiseSums
-from torchtune_adaptive.schedule import GrowthController
+from torchtune_adaptive.schedule import GradientNoise, Moment
 
 GRADIENT = [0.3, -0.2, 0.05, 0.4]  # of a token, on average
 DEVIATION = [1.0, 2.0, 0.5, 1.5]  # of a token, in each parameter
@@ -157,58 +157,63 @@ def test_the_state_is_restored_bit_for_bit() -> None:
 # --- growth ---------------------------------------------------------------------------------------------
 
 
-def doublings(
-    controller: GrowthController, scales: list[float | None], batch: int = 8
-) -> list[int]:
+def doubles(schedule: GradientNoise, check: int, scale: float | None, batch: int) -> bool:
+    """Whether the batch is doubled, the ``check``-th time."""
+    now = Moment(samples=check, epochs=0.0, start=8, current=batch, noise=scale)
+    return schedule.global_batch(now) == 2 * batch
+
+
+def doublings(schedule: GradientNoise, scales: list[float | None], batch: int = 8) -> list[int]:
     """The checks, counted from 1, after which the batch is doubled."""
     checks = []
     for check, scale in enumerate(scales, start=1):
-        if controller.update(scale, batch):
+        if doubles(schedule, check, scale, batch):
             batch *= 2
             checks.append(check)
     return checks
 
 
 def test_a_step_up_is_followed_one_doubling_at_a_time() -> None:
-    controller = GrowthController(patience=3, dwell_steps=10)
-    assert doublings(controller, [10.0] * 20 + [64.0] * 60) == [23, 33, 43]  # 8 -> 64
+    schedule = GradientNoise(patience=3, dwell=10)
+    assert doublings(schedule, [10.0] * 20 + [64.0] * 60) == [23, 33, 43]  # 8 -> 64
 
 
 def test_it_takes_twice_the_batch() -> None:
-    assert doublings(GrowthController(3, 5), [15.9] * 50) == []
-    assert doublings(GrowthController(3, 5), [16.0] * 50) == [5]
-    assert doublings(GrowthController(3, 5, factor=0.5), [31.9] * 50) == []
-    assert doublings(GrowthController(3, 5, factor=2.0), [8.0] * 50) == [5]
+    assert doublings(GradientNoise(3, 5), [15.9] * 50) == []
+    assert doublings(GradientNoise(3, 5), [16.0] * 50) == [5]
+    assert doublings(GradientNoise(3, 5, factor=0.5), [31.9] * 50) == []
+    assert doublings(GradientNoise(3, 5, factor=2.0), [8.0] * 50) == [5]
 
 
 def test_noise_is_no_reason() -> None:
     up, down = 20.0, 10.0
-    assert doublings(GrowthController(3, 5), [up, up, down] * 20) == []
-    assert doublings(GrowthController(3, 5), [down] * 9 + [up, up, down, up, up, up]) == [15]
+    assert doublings(GradientNoise(3, 5), [up, up, down] * 20) == []
+    assert doublings(GradientNoise(3, 5), [down] * 9 + [up, up, down, up, up, up]) == [15]
 
 
 def test_a_dip_costs_the_patience_but_nothing_is_taken_back() -> None:
-    controller = GrowthController(patience=3, dwell_steps=4)
-    assert doublings(controller, [20.0] * 4 + [1.0] * 10 + [40.0] * 4) == [4, 17]
+    schedule = GradientNoise(patience=3, dwell=4)
+    assert doublings(schedule, [20.0] * 4 + [1.0] * 10 + [40.0] * 4) == [4, 17]
 
 
 def test_what_is_not_known_is_no_reason() -> None:
-    assert doublings(GrowthController(3, 3), [None] * 20) == []
-    assert doublings(GrowthController(3, 3), [20.0, 20.0, None] * 10) == []
+    assert doublings(GradientNoise(3, 3), [None] * 20) == []
+    assert doublings(GradientNoise(3, 3), [20.0, 20.0, None] * 10) == []
 
 
 def test_there_is_time_between_doublings() -> None:
-    assert doublings(GrowthController(1, 7), [1e9] * 30) == [7, 14, 21, 28]
-    assert doublings(GrowthController(3, 0), [1e9] * 10) == [3, 6, 9]
+    assert doublings(GradientNoise(1, 7), [1e9] * 30) == [7, 14, 21, 28]
+    assert doublings(GradientNoise(3, 1), [1e9] * 10) == [3, 6, 9]
 
 
 @pytest.mark.parametrize("resume_at", range(1, 40, 5))
 def test_a_resumed_run_decides_as_if_it_had_not_been_interrupted(resume_at: int) -> None:
     chance = random.Random(3)
     scales: list[float | None] = [chance.uniform(10, 100) for _ in range(40)]
-    whole, first, second = (GrowthController(2, 6) for _ in range(3))
-    uninterrupted = [whole.update(scale, 16) for scale in scales]
-    decisions = [first.update(scale, 16) for scale in scales[:resume_at]]
+    whole, first, second = (GradientNoise(2, 6) for _ in range(3))
+    checks = list(enumerate(scales))
+    uninterrupted = [doubles(whole, check, scale, 16) for check, scale in checks]
+    decisions = [doubles(first, check, scale, 16) for check, scale in checks[:resume_at]]
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    decisions += [second.update(scale, 16) for scale in scales[resume_at:]]
+    decisions += [doubles(second, check, scale, 16) for check, scale in checks[resume_at:]]
     assert decisions == uninterrupted and any(decisions)

@@ -1,4 +1,4 @@
-"""What every other package may use: errors, text, files, figures. It imports none of them.
+"""Errors, text, files and figures, for every other package. It imports none of them.
 
 Begin with ``errors.py``: everything that we raise on purpose.
 """

@@ -15,11 +15,7 @@ AMOUNTS_OF_MEMORY = ("an amount of memory, e.g. 24GiB", "a number of bytes")
 
 
 def amount_of_memory(key: str, value: object) -> int:
-    """The bytes of ``24GiB``, ``512 MB`` or a plain number.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
+    """The bytes of ``24GiB``, ``512 MB`` or a plain number; ``ConfigError`` if it is none of these."""
     try:
         return parse_memory(value)
     except ValueError:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
@@ -21,7 +22,7 @@ from torchtune_adaptive.common.durable import atomically
 log = logging.getLogger(__name__)
 _LIBRARIES = ("torch", "torchtune", "torchao", "torchtune-adaptive")
 Kind = Literal["batch_sizes", "row_lengths", "traces", "calibrations", "speeds", "self_checks"]
-"""What is cached, each kind in a folder of its own."""
+"""The kinds of what is cached, each in a folder of its own."""
 V = TypeVar("V")
 
 
@@ -42,12 +43,7 @@ def cached_files(base: Path) -> dict[Kind, list[Path]]:
 
 
 def cache_folder(setting: bool | str, kind: Kind) -> Path | None:
-    """The folder for values of a kind, or None.
-
-    Args:
-        setting: True for the user's cache folder, False for none, or a folder.
-        kind: which values, and so the name of the folder in it.
-    """
+    """The folder for values of a kind: in the user's cache (True), in another folder, or none (False)."""
     if setting is False:
         return None
     if setting is True:
@@ -80,43 +76,33 @@ def package_fingerprint() -> str:
     return found.hexdigest()[:16]
 
 
+@dataclass(frozen=True)
 class Cache(Generic[V]):
-    """Values of one kind in a folder; without one, nothing is kept.
+    """Values of one kind in a folder; without one, nothing is kept."""
 
-    Args:
-        folder: where.
-        what: the name of such a value, for messages: "batch size".
-        valid: whether something read can be such a value.
-        most: how many are kept; the oldest are removed.
-    """
-
-    def __init__(
-        self,
-        folder: Path | None,
-        what: str,
-        valid: Callable[[Any], bool],
-        most: int | None = None,
-    ) -> None:
-        self._folder = folder
-        self._what = what
-        self._valid = valid
-        self._most = most
+    folder: Path | None
+    what: str
+    """The name of such a value, for messages: "batch size"."""
+    valid: Callable[[Any], bool]
+    """Whether something read can be such a value."""
+    most: int | None = None
+    """The number of values that are kept; the oldest are removed."""
 
     def get(self, facts: Mapping[str, Any]) -> V | None:
         """The value under exactly these facts."""
-        if self._folder is None:
+        if self.folder is None:
             return None
-        path = self._folder / _file_name(facts)
+        path = self.folder / _file_name(facts)
         entry = self._read(path)
         if entry is not None and entry[0] != _plain(facts):
-            log.warning(f"Ignoring cached {self._what} in {path}: it belongs to a different run.")
+            log.warning(f"Ignoring cached {self.what} in {path}: it belongs to a different run.")
             return None
         return entry[1] if entry else None
 
     def all(self) -> list[tuple[dict[str, Any], V]]:
         """All values, with their facts."""
         try:
-            paths = sorted(self._folder.glob("*.json")) if self._folder else []
+            paths = sorted(self.folder.glob("*.json")) if self.folder else []
         except OSError as error:
             self._give_up(error)
             return []
@@ -128,7 +114,7 @@ class Cache(Generic[V]):
             facts, value = entry["facts"], entry["value"]
             if entry["checksum"] != _checksum(facts, value):
                 raise ValueError("it does not match its checksum")
-            if not self._valid(value):
+            if not self.valid(value):
                 raise ValueError("invalid value")
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -144,32 +130,32 @@ class Cache(Generic[V]):
             RecursionError,
         ) as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else error
-            log.warning(f"Ignoring cached {self._what} in {path}: {reason}.")
+            log.warning(f"Ignoring cached {self.what} in {path}: {reason}.")
             return None
         return facts, value
 
     def put(self, facts: Mapping[str, Any], value: V) -> None:
         """Keep a value."""
-        if self._folder is None:
+        if self.folder is None:
             return
         entry = {"facts": _plain(facts), "value": _plain(value)}
         entry["checksum"] = _checksum(**entry)
         try:
-            with atomically(self._folder / _file_name(facts)) as temporary:
+            with atomically(self.folder / _file_name(facts)) as temporary:
                 temporary.write_text(json.dumps(entry))
-            self._prune(self._folder)
+            self._prune(self.folder)
         except OSError as error:
             self._give_up(error)
 
     def _prune(self, folder: Path) -> None:
-        if self._most is not None:
+        if self.most is not None:
             newest_first = sorted(folder.glob("*.json"), key=lambda p: -p.stat().st_mtime)
-            for path in newest_first[self._most :]:
+            for path in newest_first[self.most :]:
                 path.unlink(missing_ok=True)
 
     def _give_up(self, error: OSError) -> None:
-        assert self._folder is not None
-        _warn_once(str(self._folder.parent), error.strerror or str(error))
+        assert self.folder is not None
+        _warn_once(str(self.folder.parent), error.strerror or str(error))
 
 
 def _file_name(facts: Mapping[str, Any]) -> str:

@@ -62,12 +62,7 @@ def as_markdown(blocks: Iterable[Block]) -> str:
 
 
 def as_page(title: str, sections: Mapping[str, Iterable[Block]]) -> str:
-    """A whole page of HTML.
-
-    Args:
-        title: the title of the page.
-        sections: the blocks of each section, by its title.
-    """
+    """A whole page of HTML, with the blocks of each section by its title."""
     lines = []
     for heading, blocks in sections.items():
         name = escape(heading.lower().replace(" ", "-"))
@@ -124,7 +119,7 @@ class Table:
     right: Collection[int] = ()
     """The numbers of the columns that are aligned right."""
     commands: Sequence[str] = ()
-    """What to type for each row, if anything: under the row as text, otherwise in a last column."""
+    """The command to type for each row, if any: under the row as text, otherwise in a last column."""
 
     def text(self) -> list[str]:
         lines = _wrapped(f"{self.title}:") if self.title else []
@@ -182,7 +177,7 @@ class Verbatim:
 
     content: str
     title: str = ""
-    """What the text is; as HTML, it opens on a click."""
+    """The title of the text; as HTML, it opens on a click."""
     failed: bool = False
     """Whether it says why something failed."""
 
@@ -229,7 +224,7 @@ def _wrapped(text: str, first: str = "", others: str = "  ") -> list[str]:
 
 
 def _command(command: str) -> list[str]:
-    """What to type, so that it can be pasted from several lines as well."""
+    """The lines of a command, which can be pasted together."""
     if not command:
         return []
     lines = [""]

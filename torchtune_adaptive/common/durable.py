@@ -2,7 +2,7 @@
 
 A folder of a checkpoint is written under another name on the same filesystem, sealed (every file flushed to
 disk, a manifest with sizes and checksums written last), and published by one rename. What it replaces is
-removed afterwards.
+removed afterward.
 """
 
 from __future__ import annotations
@@ -34,15 +34,12 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a sealed folder holds.
-
-    Args:
-        facts: what the writer wants to know of the folder without opening its files.
-        files: size in bytes and SHA-256 of each file, by its path in the folder.
-    """
+    """The content of a sealed folder."""
 
     facts: dict[str, Any]
+    """The facts that the writer wants to know of the folder without opening its files."""
     files: dict[str, tuple[int, str]]
+    """Size in bytes and SHA-256 of each file, by its path in the folder."""
 
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:
@@ -91,11 +88,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a sealed folder.
-
-    Raises:
-        Damaged: there is none that can be read.
-    """
+    """The manifest of a sealed folder; ``Damaged`` if there is none that can be read."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         if content.pop("format") != _FORMAT:
@@ -112,11 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest, only: str | None = None) -> None:
-    """Raise unless every listed file (or only one) is there, in its size. Quick: nothing is read.
-
-    Raises:
-        Damaged: naming the file.
-    """
+    """Raise ``Damaged`` unless every listed file (or only one) is there, in its size. Reads nothing."""
     for name, (size, _) in manifest.files.items():
         if only is not None and name != only:
             continue
@@ -130,11 +119,7 @@ def check_sizes(folder: Path, manifest: Manifest, only: str | None = None) -> No
 
 
 def check_contents(folder: Path, manifest: Manifest, names: list[str]) -> None:
-    """Raise unless these files have the content that was saved. Reads them all.
-
-    Raises:
-        Damaged: naming the file.
-    """
+    """Raise ``Damaged`` unless these files have the content that was saved. Reads them all."""
 
     def check(name: str) -> str | None:
         try:
@@ -186,11 +171,7 @@ def link(name: Path, target: Path) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Make the folder if need be, and go through what publishing does, with a small file.
-
-    Raises:
-        OSError: it cannot be done.
-    """
+    """Make the folder if need be, and raise ``OSError`` unless a small file can be published in it."""
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / f".writable.{uuid.uuid4().hex[:8]}"
     write_durably(probe, b"?")

@@ -12,7 +12,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,22 +26,18 @@ def explain(reason: str, *, known_to_all: bool = False) -> None:
     """Tell the user why this process ends; return when it may end.
 
     Args:
-        reason: one line.
+        reason: the reason, in one line.
         known_to_all: whether every rank ends for this reason, so that one of them may speak for all.
     """
     if known_to_all and launcher.local_rank() != 0:
         # Rank 0 says it, and has a moment to write the run's report; unless it is slow.
-        _sleep_unless(another_rank_has_failed)
+        moment = time.monotonic() + MOMENT
+        while time.monotonic() < moment and not another_rank_has_failed():
+            time.sleep(0.05)
     if (file := _error_file()) is None:
         print(f"\n{_prefix()}{reason}\n", file=sys.stderr, flush=True)
     else:
         _write(file, reason)
-
-
-def _sleep_unless(over: Callable[[], bool]) -> None:
-    end = time.monotonic() + MOMENT
-    while time.monotonic() < end and not over():
-        time.sleep(0.05)
 
 
 def explain_bug(error: BaseException) -> None:
@@ -72,7 +67,7 @@ def note(reason: str) -> None:
 
 
 def _error_file() -> Path | None:
-    """Where torchrun looks for the reason; None without it."""
+    """The file in which torchrun looks for the reason; None without torchrun."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file) if file and "TORCHELASTIC_RUN_ID" in os.environ else None
 

@@ -1,21 +1,4 @@
-"""Everything this package raises on purpose.
-
-    AdaptiveBatchingError
-    |-- ConfigError            a setting that cannot work, found before any model is built
-    |-- UsageError             a model, optimizer or function that the library interface cannot work with
-    |-- UnsupportedVersion     a library version that this release does not support
-    |-- NothingFits            not even one row fits on the device
-    |-- EmptyTrial             a trial in which no token was trained on, so it shows nothing
-    |-- NothingToLearn         no row of the data has a label that is trained on
-    |-- BatchIncreaseError     the batch cannot grow as asked, or cannot be shared by the ranks
-    |-- TrainingOutOfMemory    a training step ran out of memory and cannot be retried
-    |-- OutOfMemoryElsewhere   memory ran out between steps, so not because of the batch size
-    |-- CheckpointError        a checkpoint that cannot be saved or resumed from
-    |-- NoPrediction           a run whose memory cannot be predicted, and why
-    `-- RankLost               another rank died, hung, or stopped answering
-
-Every message gives the value, the reason and the remedy.
-"""
+"""Everything this package raises on purpose. Every message gives the value, the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +8,7 @@ class AdaptiveBatchingError(Exception):
 
 
 class ConfigError(AdaptiveBatchingError, ValueError):
-    """A setting that cannot work."""
+    """A setting that cannot work, found before any model is built."""
 
     def __init__(self, key: str, value: object, reason: str, remedy: str) -> None:
         self.key = key
@@ -43,15 +26,15 @@ class UnsupportedVersion(AdaptiveBatchingError):
 
 
 class NothingFits(AdaptiveBatchingError):
-    """Not even one sample fits on the device."""
+    """Not even one row fits on the device."""
 
 
 class EmptyTrial(AdaptiveBatchingError):
-    """A trial in which no token was trained on."""
+    """A trial in which no token was trained on, so it shows nothing."""
 
 
 class NothingToLearn(AdaptiveBatchingError):
-    """No sample of the data has a label that is trained on."""
+    """No row of the data has a label that is trained on."""
 
 
 class BatchIncreaseError(AdaptiveBatchingError):
@@ -63,7 +46,7 @@ class TrainingOutOfMemory(AdaptiveBatchingError):
 
 
 class OutOfMemoryElsewhere(AdaptiveBatchingError):
-    """Memory ran out between training steps, e.g. while saving."""
+    """Memory ran out between training steps, e.g. while saving, so not because of the batch size."""
 
 
 class CheckpointError(AdaptiveBatchingError):
@@ -71,7 +54,7 @@ class CheckpointError(AdaptiveBatchingError):
 
 
 class NoPrediction(AdaptiveBatchingError):
-    """A run whose memory cannot be predicted."""
+    """A run whose memory cannot be predicted, and why."""
 
 
 class RankLost(AdaptiveBatchingError):
@@ -82,8 +65,8 @@ class Stopped(KeyboardInterrupt):
     """The run was asked to stop, by SIGTERM or Ctrl-C. No error, so no ``except Exception`` catches it.
 
     Args:
-        message: for the user.
-        status: to exit with.
+        message: the sentence for the user.
+        status: the status to exit with.
         everywhere: whether all ranks say the same.
     """
 

@@ -1,5 +1,5 @@
-"""What the launcher, such as torchrun, tells a process in its environment: all there is before the ranks have
-joined a process group, which is when ``core.Ranks`` takes over."""
+"""The environment that a launcher, such as torchrun, gives a process: all there is before the ranks join a
+process group, which is when ``core.Ranks`` takes over."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """How many ranks this machine has."""
+    """The number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -17,11 +17,7 @@ from typing import Any
 
 
 def interface(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` for the ``__init__`` of a package.
-
-    Args:
-        package: the name of the package.
-    """
+    """``__getattr__``, ``__dir__`` and ``__all__`` for the ``__init__`` of a package, given its name."""
     module = sys.modules[package]
     where = _typed_imports(Path(str(module.__file__)))
 

@@ -13,7 +13,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "
 """Colors that people with color vision deficiencies can tell apart (Okabe and Ito)."""
 GRAY = "#777777"
 COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, "#56B4E9", "#F0E442", "#332288", GRAY)
-"""For more series than that; no two are alike."""
+"""Colors for more series than that; no two are alike."""
 
 
 def new_figure(width: float, height: float) -> Figure | None:

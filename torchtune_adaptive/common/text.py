@@ -14,13 +14,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB")
 def table(
     header: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()
 ) -> list[str]:
-    """The lines of a table, indented by two spaces.
-
-    Args:
-        header: the columns' names.
-        rows: the cells.
-        right: the numbers of the columns that are aligned right.
-    """
+    """The lines of a table, indented by two spaces; ``right`` has the numbers of columns aligned right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     lines = []
     for row in (header, *rows):

@@ -48,7 +48,7 @@ def empty_host_cache() -> None:
 
 
 def launches_of(group: dist.ProcessGroup) -> int | None:
-    """How many collectives a group has launched; None if it does not count them, as NCCL and gloo do.
+    """The number of collectives that a group has launched, which NCCL and gloo count; None if not known.
 
     It tells whether a launch that raised has taken place (checked on torch 2.13).
     """
@@ -111,7 +111,7 @@ def free_gathered(root: FSDPModule) -> None:
                 parameter.free_unsharded_param()
 
 
-def changed_reduction(module: FSDPModule) -> list[str]:
+def reduction_changes(module: FSDPModule) -> list[str]:
     """The methods of FSDP2 that have changed how gradients are reduced (checked on torch 2.13)."""
     changes = {
         "set_gradient_divide_factor": lambda group: group.gradient_divide_factor is not None,

@@ -24,7 +24,7 @@ from torchtune_adaptive.core import StepOptions, TrainStep, wrapped_in
 from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
 from torchtune_adaptive.library.search import CheckedBatch
-from torchtune_adaptive.library.summed_loss import SummedLoss
+from torchtune_adaptive.library.step import SummedLoss
 from torchtune_adaptive.planner import (
     DeviceLimits,
     RecordedStep,
@@ -39,12 +39,12 @@ from torchtune_adaptive.planner import (
 )
 
 _ANY_LENGTH = 1
-"""Rows are as long as ``batch`` makes them."""
+"""Length that stands for rows as long as ``batch`` makes them."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a training step will take."""
+    """The memory that a training step will take."""
 
     largest: int
     """The largest micro-batch that fits, in rows, up to the ceiling; 0 if not even one row does."""
@@ -57,12 +57,12 @@ class Plan:
     usable_bytes: int
     """Usable memory, in bytes: what the peak must stay within."""
     assumptions: tuple[str, ...]
-    """What was assumed about the device."""
+    """Assumptions about the device."""
 
 
 @dataclass(frozen=True)
 class _StepQuestion:
-    """What to predict; it is sent to the process that traces."""
+    """A question for ``_answer``, in the process that traces."""
 
     build: Callable[[], nn.Module]
     optimizer: Callable[[Iterator[nn.Parameter]], Optimizer]
@@ -101,15 +101,16 @@ def plan_batch_size(
     own work is under ``if __name__ == "__main__"``. ``functools.partial`` gives them arguments.
 
     Args:
-        build: makes the model, and applies ``fully_shard`` as training does, on the meta device and with
-            ``ranks`` fake ranks. A mesh must be for ``torch.accelerator.current_accelerator()``.
-        optimizer: called with the model's parameters.
-        forward: called with the model and a micro-batch; returns the loss, summed, and the number of terms.
-        batch: makes a micro-batch of so many rows on the host: the worst case.
+        build: function that makes the model, and applies ``fully_shard`` as training does, on the meta device
+            and with ``ranks`` fake ranks. A mesh must be for ``torch.accelerator.current_accelerator()``.
+        optimizer: function called with the model's parameters.
+        forward: function called with the model and a micro-batch; returns the loss, summed, and the number of
+            terms.
+        batch: function that makes a micro-batch of so many rows on the host: the worst case.
         gpu: the GPU, by a name that ``tune-adaptive plan --list-gpus`` shows; ``"cpu"`` is the device that
             ``AdaptiveStep(memory_limit=...)`` simulates.
         memory: the capacity of one process, such as ``"24GiB"``, if it is not that of the GPU.
-        ranks: how many there are.
+        ranks: the number of ranks.
         rows: the micro-batch whose peak is wanted; by default, the largest that fits.
         ceiling: the largest micro-batch to consider.
         accumulation: micro-batches in a step.
@@ -124,12 +125,8 @@ def plan_batch_size(
     functions = {"build": build, "optimizer": optimizer, "forward": forward, "batch": batch}
     for name, function in functions.items():
         _require_importable(name, function)
-    for name, number in {
-        "ranks": ranks,
-        "rows": rows,
-        "ceiling": ceiling,
-        "accumulation": accumulation,
-    }.items():
+    numbers = {"ranks": ranks, "rows": rows, "ceiling": ceiling, "accumulation": accumulation}
+    for name, number in numbers.items():
         if number is not None and number < 1:
             raise UsageError(f"{name}: {number!r} must be 1 or more.")
     bytes_given = None if memory is None else amount_of_memory("memory", memory)

@@ -23,11 +23,14 @@ def has_communication_hook(wrapped: DistributedDataParallel) -> bool:
 
 
 def saved(node: Any, name: str, default: Any = None) -> Any:
-    """What a node of the graph has saved for backward, as the ``reduction`` of torch's losses."""
+    """A value that a node of the graph has saved for backward, as the ``reduction`` of torch's losses."""
     return getattr(node, f"_saved_{name}", default)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` was applied to a module: what ``module.compile()`` sets, and what the wrapper
-    of ``torch.compile(module)`` has (torch 2.13)."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+def is_compiled(model: nn.Module) -> bool:
+    """Whether ``torch.compile`` was applied to a model or a part of it: what ``module.compile()`` sets, and
+    what the wrapper of ``torch.compile(module)`` has (torch 2.13)."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+        for module in model.modules()
+    )

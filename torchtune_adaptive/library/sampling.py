@@ -34,10 +34,10 @@ def steps_of(
 
     Args:
         data: the dataset.
-        rows: in a step, on each rank: one micro-batch, or a multiple of it to accumulate gradients.
-        epoch: which order the rows have.
-        shuffle: whether it is another one in each epoch, or always the dataset's.
-        seed: of the shuffling.
+        rows: the rows of a step on each rank: one micro-batch, or a multiple of it to accumulate gradients.
+        epoch: the number of the epoch, which decides the order of the rows.
+        shuffle: whether the order is another one in each epoch, or always the dataset's.
+        seed: the seed of the shuffling.
         start: rows that each rank has used already, to continue in the middle of an epoch.
     """
     rank, ranks = 0, 1
@@ -49,9 +49,6 @@ def steps_of(
             f"rows: {rows} in a step on each rank, and the data has {order.rows_per_rank}. Lower it (the "
             "ceiling of find_batch_size bounds what is found), or use more data."
         )
-    return _steps(data, order.epoch(epoch)[rank::ranks], rows, start)
-
-
-def _steps(data: IndexedRows, mine: list[int], rows: int, start: int) -> Iterator[list[Any]]:
-    for first in range(start, len(mine) - rows + 1, rows):
-        yield [data[index] for index in mine[first : first + rows]]
+    mine = order.epoch(epoch)[rank::ranks]
+    starts = range(start, len(mine) - rows + 1, rows)
+    return ([data[index] for index in mine[first : first + rows]] for first in starts)

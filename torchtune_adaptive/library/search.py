@@ -17,7 +17,7 @@ _REMEDY = (
     "Shorten the rows, use activation checkpointing or more ranks, or allow more memory (memory_limit, "
     "headroom)."
 )
-"""What helps where not even one row fits."""
+"""Advice where not even one row fits."""
 _JUDGED_FROM = 4
 """Rows from which on a mean is told from a sum."""
 
@@ -44,11 +44,12 @@ def find_batch_size(
     """Find the largest micro-batch that fits on every rank, and leave no trace.
 
     Each trial takes the whole step on ``batch(rows)``: forward, backward, clipping and the optimizer.
-    Afterwards parameters, buffers, optimizer state and random numbers are what they were, bit for bit.
+    Afterward, parameters, buffers, optimizer state and random numbers are what they were, bit for bit.
 
     Args:
         step: the step that training will take.
-        batch: makes a micro-batch on the host, as long as the data can make it: the worst case.
+        batch: function that makes a micro-batch of so many rows on the host, each as long as the data can
+            make it: the worst case.
         ceiling: the largest size to try; no more than there are rows in a step.
         accumulation: micro-batches in a step; from two on, trials have gradients in memory.
         rounding: sizes that may be found: ``power_of_two``, ``divisor`` (of the ceiling), or ``none``.

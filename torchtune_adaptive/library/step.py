@@ -15,42 +15,45 @@ from torch.optim import Optimizer
 from torchtune_adaptive.common import UsageError, amount_of_memory
 from torchtune_adaptive.core import (
     Adjustment,
+    Batch,
+    Forward,
     LossScale,
     NoiseSums,
     Ranks,
     Recovery,
     StepOptions,
     StepRunner,
+    Summed,
     TrainStep,
     candidates,
     device_memory,
 )
 from torchtune_adaptive.library import usage as checks
-from torchtune_adaptive.library.summed_loss import SummedLoss
+from torchtune_adaptive.library.private import is_compiled
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step did; the same on every rank."""
+    """The outcome of a step; the same on every rank."""
 
     loss: float
     """The mean loss of the step over all ranks, before the optimizer changed the weights."""
     weight: int
     """The number of terms in the loss, over all ranks."""
     gradient_norm: float | None
-    """With ``max_grad_norm``: the norm of the whole gradient before clipping."""
+    """The norm of the whole gradient before clipping, with ``max_grad_norm``."""
     micro_batch: int
     """The rows in a micro-batch, as the step went through."""
     retried: int
-    """How often the step was done again because memory ran out on some rank."""
+    """The number of times that the step was done again because memory ran out on some rank."""
     allocation_retries: int
-    """How often the allocators of all ranks had to free cached memory to go on."""
+    """The number of times that the allocators of all ranks freed cached memory to go on."""
     overflow: bool
-    """With a ``scaler``: the gradient overflowed, so the optimizer did not step."""
+    """Whether, with a ``scaler``, the gradient overflowed, so that the optimizer did not step."""
     noise: NoiseSums | None
-    """With ``measure_noise``: what the step adds to a ``NoiseScale``."""
+    """The sums that the step adds to a ``NoiseScale``, with ``measure_noise``."""
 
 
 class AdaptiveStep:
@@ -69,15 +72,15 @@ class AdaptiveStep:
 
     Args:
         model: the model that is trained.
-        optimizer: over the model's parameters; created after ``fully_shard``.
-        forward: called with a micro-batch on the device. Returns the loss, summed over its terms (tokens,
-            rows, ...), and their number; if that is a tensor on the device, the host waits for it.
+        optimizer: the optimizer of the model's parameters, created after ``fully_shard``.
+        forward: function called with a micro-batch on the device. Returns the loss, summed over its terms
+            (tokens, rows, ...), and their number; if that is a tensor on the device, the host waits for it.
         max_grad_norm: the norm above which gradients are scaled down.
-        scaler: scales losses against underflow in float16; it is kept up to date.
+        scaler: the scaler of losses against underflow in float16; it is kept up to date.
         memory_limit: the most capacity that this process may have, such as ``"24GiB"``. On a CPU, the tensors
             of a step are counted against it.
         grow_back_after: steps without trouble after which a size that failed is tried again; None: never.
-        measure_noise: measure the gradient noise, with one more norm of each micro-batch's gradient.
+        measure_noise: whether to measure gradient noise, by one more norm of each micro-batch's gradient.
         frozen: sharded models that ``forward`` runs besides, such as a teacher.
         compiled: whether ``forward`` runs compiled code; by default, whether the model is compiled.
         wait_for_memory: seconds to wait, in all, where not even one row fits: another process may be the
@@ -112,7 +115,7 @@ class AdaptiveStep:
             )
         self.ranks = Ranks(timeout)
         checks.require_supported(model, self.ranks)
-        self.compiled = checks.is_compiled(model) if compiled is None else compiled
+        self.compiled = is_compiled(model) if compiled is None else compiled
         limit = None if memory_limit is None else amount_of_memory("memory_limit", memory_limit)
         device = checks.device_of(model)
         self.train_step = TrainStep(
@@ -147,7 +150,7 @@ class AdaptiveStep:
 
         Args:
             rows: this rank's rows of the step; every rank must have as many.
-            collate: makes a micro-batch of some of them.
+            collate: function that makes a micro-batch of some of them.
             size: rows in a micro-batch, as long as memory suffices; the last may have fewer.
 
         Raises:
@@ -205,7 +208,7 @@ class AdaptiveStep:
         log.log(logging.WARNING if self.ranks.is_zero else logging.DEBUG, what)
 
     def state_dict(self) -> dict[str, Any]:
-        """What recovery has learned, for a checkpoint."""
+        """The state of recovery, for a checkpoint."""
         return {"size": self._size, "steps": self.steps, **self._runner.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -214,3 +217,29 @@ class AdaptiveStep:
         if self._size:
             self._begin(self._size)
         self._runner.load_state_dict(state)
+
+
+class SummedLoss:
+    """The objective of a step: the loss that the user's function returns."""
+
+    ignored = -100
+    unit = "terms"
+    metrics: Sequence[str] = ()
+
+    def __init__(self, forward: Callable[[Any], Any], frozen: Sequence[nn.Module]) -> None:
+        self._forward = forward
+        self._checked = False
+        self.frozen: Sequence[nn.Module] = tuple(frozen)
+
+    def rows(self, batch: Batch) -> int:
+        return checks.rows_in(batch)
+
+    def weight(self, batch: Batch) -> int:
+        return 0
+
+    def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> Summed:
+        loss, weight = checks.weighted(self._forward(batch))
+        if not self._checked and weight > 1:
+            checks.require_sum(loss, weight)
+            self._checked = True
+        return Summed(loss, weight)

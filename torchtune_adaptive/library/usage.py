@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything runs, in one line that says why and what to do."""
+"""Checks that refuse what cannot work with a ``UsageError``: one line that says why and what to do."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def require_trainable(model: nn.Module, optimizer: Optimizer) -> None:
-    """Check that the model has weights, and that the optimizer is for them.
-
-    Raises:
-        UsageError: they cannot be trained together.
-    """
+    """Check that the model has weights, and that the optimizer is for them."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         raise UsageError("model: no parameter requires a gradient, so there is nothing to train.")
@@ -55,11 +51,7 @@ def require_trainable(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def require_supported(model: nn.Module, ranks: Ranks) -> None:
-    """Check that the model is spread over the ranks in a way in which none is left waiting.
-
-    Raises:
-        UsageError: in another way.
-    """
+    """Check that the model is spread over the ranks in a way in which none is left waiting."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise UsageError(
             "model: FullyShardedDataParallel (FSDP1) cannot be reset after running out of memory. Use "
@@ -150,11 +142,7 @@ def plain_optimizer(optimizer: Any) -> Optimizer:
 
 
 def weighted(result: object) -> tuple[torch.Tensor, int]:
-    """What ``forward`` returned, if it is a summed loss and its weight.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """The summed loss and its weight, if they are what ``forward`` returned."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise UsageError(
             f"forward: returned {_kind(result)}, but must return two values: the loss, summed over its "
@@ -179,9 +167,6 @@ def require_sum(loss: torch.Tensor, weight: int) -> None:
     """Check that the last thing that was computed is not a mean.
 
     The mean of one term is its sum, and a mean that is multiplied again may be one.
-
-    Raises:
-        UsageError: it is a mean, of several terms.
     """
     node = loss.grad_fn
     while node is not None and node.name() in _SAME_NUMBER:
@@ -216,8 +201,3 @@ def rows_in(batch: Any) -> int:
     """The rows of a batch: the length of its first tensor."""
     tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
     return next((len(tensor) for tensor in tensors if tensor.ndim), 1)
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether ``torch.compile`` was applied to the model or a part of it."""
-    return any(map(private.is_compiled, model.modules()))

@@ -1,4 +1,4 @@
-"""Memory behind a caching allocator: CUDA, and others as far as ``torch.accelerator`` goes."""
+"""Memory that an allocator caches."""
 
 from __future__ import annotations
 

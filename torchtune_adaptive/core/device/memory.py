@@ -1,4 +1,4 @@
-"""What every device answers about its memory: how much there is, how much a step takes.
+"""The questions that every device answers about its memory: how much there is, how much a step takes.
 
 An accelerator answers from its caching allocator (see ``accelerator``). The CPU has none, so it is given a
 simulated one (see ``simulated``).
@@ -65,7 +65,7 @@ def is_out_of_memory(exception: BaseException) -> bool:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that a tensor is made of: its shard, its quantised data, or itself."""
+    """The plain tensors that a tensor is made of: its shard, its quantized data, or itself."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)
@@ -77,16 +77,14 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What has been used since ``DeviceMemory.watch``."""
+    """Use of memory since ``DeviceMemory.watch``."""
 
     peak_bytes: int
     """The most that was held at once, in the unit that runs out: reserved memory on an accelerator."""
-
     peak_allocated_bytes: int
     """The most that tensors held at once."""
-
     retries: int
-    """How often the allocator had to give memory back before it could go on."""
+    """The number of times that the allocator had to give memory back before it could go on."""
 
 
 class DeviceMemory(ABC):
@@ -103,7 +101,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def capped(self, limit: int) -> AbstractContextManager[None]:
-        """Within this context the device has no more than ``limit`` bytes for this process."""
+        """A context in which the device has no more than ``limit`` bytes for this process."""
 
     @abstractmethod
     def watch(self) -> None:
@@ -111,11 +109,11 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def usage(self) -> Usage:
-        """What has been used since ``watch``."""
+        """The use of memory since ``watch``."""
 
     @abstractmethod
     def retries(self) -> int:
-        """How often, since the process began, the allocator had to give memory back to go on."""
+        """The number of times, since the process began, that the allocator had to give memory back."""
 
     @property
     def measured(self) -> bool:
@@ -127,7 +125,7 @@ class DeviceMemory(ABC):
         """Bytes held by tensors now."""
 
     def running(self) -> AbstractContextManager[object]:
-        """Around everything that runs on the device: what a simulated device needs in order to see it."""
+        """The context of everything that runs on the device; a simulated device needs it to see anything."""
         return nullcontext()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 - a device knows its own
@@ -142,7 +140,7 @@ class DeviceMemory(ABC):
         return time.perf_counter()
 
     def release(self) -> None:
-        """Give back everything that nothing refers to any more."""
+        """Give back everything that nothing refers to anymore."""
         gc.collect()
 
     def record_history(self, enabled: bool) -> None:  # noqa: B027 - only an allocator has a history

@@ -1,8 +1,4 @@
-"""The device's memory: how much there is, how much a step takes.
-
-Two kinds of device answer the same questions: an accelerator from its caching allocator, the CPU by
-simulation (see ``simulated``).
-"""
+"""The memory of a device, whichever it is."""
 
 from __future__ import annotations
 

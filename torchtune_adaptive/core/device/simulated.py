@@ -133,7 +133,7 @@ class _CountNewTensors(TorchDispatchMode):
         if FakeTensor in types:
             return func(*args, **kwargs)  # a sharded tensor's shape is being worked out: no memory
         if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
-            return NotImplemented  # a sharded or quantised tensor: count the plain ones inside it
+            return NotImplemented  # a sharded or quantized tensor: count the plain ones inside it
         if func.namespace == "c10d":
             return _communicate_through_copies(func, args, kwargs)
         result = func(*args, **kwargs)

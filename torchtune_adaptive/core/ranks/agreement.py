@@ -27,10 +27,8 @@ class Ranks:
         self._group = None
         if self.size > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._flag = torch.zeros(1, dtype=torch.int32)
-        self._flag_value = self._flag.numpy()  # the same memory
         self._ends = torch.zeros(2, dtype=torch.int64)
-        self._ends_value = self._ends.numpy()
+        self._ends_value = self._ends.numpy()  # the same memory
 
     @property
     def is_zero(self) -> bool:
@@ -38,19 +36,15 @@ class Ranks:
         return self.rank == 0
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank.
+        """Whether ``flag`` is true on any rank."""
+        return bool(self.spread(flag)[1])
+
+    def spread(self, number: int) -> tuple[int, int]:
+        """The smallest and the largest of the ranks' numbers.
 
         Nothing here can run out of memory: a failure after the all-reduce would have to be announced by a
         second one, which the others would take for the answer to another question.
         """
-        if self._group is None:
-            return flag
-        self._flag_value[0] = flag
-        dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(self._flag_value[0])
-
-    def spread(self, number: int) -> tuple[int, int]:
-        """The smallest and the largest of the ranks' numbers; like ``any``, it cannot run out of memory."""
         if self._group is None:
             return number, number
         self._ends_value[:] = -number, number

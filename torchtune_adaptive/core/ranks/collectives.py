@@ -1,8 +1,6 @@
-"""Keep the ranks together when one of them runs out of memory.
+"""Keep the ranks together in FSDP's collectives when one of them runs out of memory.
 
-FSDP runs every forward and backward as a sequence of collectives. A rank that stops in the middle leaves the
-others waiting in the next one until the process group times out. So it does not stop; Note [Failure before a
-collective] in ``step.failures`` tells what it does in the whole step, and this module does the part of FSDP:
+This is the first part of Note [Failure before a collective] in ``step.failures``:
 
 - Once (twice, to check that it repeats) the sequence is *recorded*, and while it is, all ranks agree
   before each collective, so that nobody enters one that another rank will miss.
@@ -49,9 +47,10 @@ class Collectives:
     Args:
         models: the models that run in a pass.
         ranks: the ranks of the run.
-        device: where the models run.
-        launched: called after each launch: there is no finer sign of progress.
-        reducing: sees the gradients that FSDP reduces, but not the scratch buffers of ``finish``.
+        device: the device of the models.
+        launched: function called after each launch: there is no finer sign of progress.
+        reducing: function called with gradients that FSDP reduces, but not with the buffers of ``finish``.
+        survive: whether a pass may fail; if not, nothing is recorded, and ``launched`` is not called.
     """
 
     def __init__(
@@ -61,8 +60,10 @@ class Collectives:
         device: torch.device,
         launched: Callable[[], None] = lambda: None,
         reducing: fsdp.Reducing | None = None,
+        survive: bool = True,
     ) -> None:
         self._ranks = ranks
+        self._survive = survive
         self._device = device
         self._launched = launched
         self._sequences: dict[str, _Sequence] = {}
@@ -74,20 +75,21 @@ class Collectives:
         self._in_step = False
         self.disturbed = False
         """Whether the models have run between steps since the last reset; see ``step.train_step``."""
-        for model in models:
-            fsdp.watch_collectives(model, self._watch, reducing)
+        if survive or reducing is not None:
+            for model in models:
+                fsdp.watch_collectives(model, self._watch, reducing)
 
     @property
     def recording(self) -> bool:
         """Whether the sequence is not certain yet: a failure must be announced before the next collective."""
-        return self._ranks.size > 1 and self._sequence.equal_passes < 2
+        return self._survive and self._ranks.size > 1 and self._sequence.equal_passes < 2
 
     def record_again(self) -> None:
         """Forget the sequences: from the next pass on, they are others."""
         self._sequences.clear()
 
     def end_step(self) -> None:
-        """What is launched from now on belongs to no pass, as when the caller evaluates the model."""
+        """End a step: what is launched from now on, as when the caller evaluates the model, is in no pass."""
         self._in_step = False
 
     def begin_pass(self, kind: str = "training") -> None:
@@ -123,13 +125,13 @@ class Collectives:
         return self.recording and self._ranks.any(False)
 
     def finish(self, phase: str) -> bool:
-        """After a failure on this rank: launch what the others wait for; whether they know of it then.
+        """Launch what the others wait for, after a failure on this rank; whether they know of it then.
 
         The data is worthless, and every rank discards it. By now the memory of the failed step has been
         freed, which is more than the scratch buffer takes.
 
         While recording, the others wait for what they have agreed to launch, and learn of the failure where
-        they would agree next. Afterwards they go through the rest of the recorded phase.
+        they would agree next. Afterward they go through the rest of the recorded phase.
         """
         known = self._pass if self.recording else self._sequence.recorded
         launched = self._count.get(phase, 0) + self._open.launched()
@@ -153,24 +155,20 @@ class Collectives:
             collective.launch(output, input)
             self._launched()
 
-    def _watch(
-        self,
-        launch: Callable[[], Any],
-        descriptions: tuple[Callable[[], fsdp.Collective], ...],
-    ) -> Any:
-        if not self._in_step:
-            self.disturbed = True
+    def _watch(self, launch: Callable[[], Any], collectives: Sequence[fsdp.Collective]) -> Any:
+        if not self._survive or not self._in_step:
+            self.disturbed = self._survive
             return launch()
         self._close()
         known = self._sequence.recorded
         if self.recording:
             if self.failed_elsewhere():
                 raise AnotherRankFailed
-            self._pass[self._phase] += [describe() for describe in descriptions]
+            self._pass[self._phase] += collectives
             known = self._pass
         at = self._count[self._phase]
-        following = known.get(self._phase, [])[at : at + len(descriptions)]
-        self._open = _Open(len(descriptions), [collective.group for collective in following])
+        following = known.get(self._phase, [])[at : at + len(collectives)]
+        self._open = _Open(len(collectives), [collective.group for collective in following])
         self._launched()
         result = launch()
         self._open.returned = True
@@ -186,11 +184,8 @@ class Collectives:
 class _Open:
     """A collective that FSDP is launching, and those that it launches right after it without asking.
 
-    A failure may come before or after each launch. The groups tell: they count what they launch.
-
-    Args:
-        size: how many these are.
-        groups: those that launch them; fewer where a pass is longer than the recorded one.
+    A failure may come before or after each launch. The groups tell: they count what they launch. There are
+    fewer groups than collectives where a pass is longer than the recorded one.
     """
 
     def __init__(self, size: int = 0, groups: Sequence[dist.ProcessGroup] = ()) -> None:
@@ -200,7 +195,7 @@ class _Open:
         self._before = [(group, launches_of(group)) for group in groups]
 
     def launched(self) -> int:
-        """How many of them have been launched."""
+        """The number of them that have been launched."""
         unknown = self.size - len(self._before)
         return unknown + sum(self._was_launched(at) for at in range(len(self._before)))
 
@@ -209,35 +204,6 @@ class _Open:
         if before is None:  # The best guess: what raises in a launch does so where it waits.
             return at == 0 or self.returned
         return launches_of(group) != before
-
-
-class NoCollectives:
-    """Does nothing in place of ``Collectives``, where a step is not to survive running out of memory."""
-
-    recording = False
-    disturbed = False
-
-    def __init__(self, models: Iterable[nn.Module], reducing: fsdp.Reducing | None = None) -> None:
-        if reducing is not None:
-            for model in models:
-                fsdp.watch_collectives(model, fsdp.launch_only, reducing)
-
-    def record_again(self) -> None: ...
-
-    def end_step(self) -> None: ...
-
-    def begin_pass(self, kind: str = "training") -> None: ...
-
-    def begin_phase(self, phase: str) -> None: ...
-
-    def end_pass(self) -> bool:
-        return True
-
-    def failed_elsewhere(self) -> bool:
-        return False
-
-    def finish(self, phase: str) -> bool:
-        return False
 
 
 def _aligned(size: int) -> int:

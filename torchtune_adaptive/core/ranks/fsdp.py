@@ -1,8 +1,8 @@
-"""What we need from FSDP2 beyond training: to see its collectives, and to reset it after an exception."""
+"""FSDP2 beyond training: to see its collectives, and to reset it after an exception."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +42,12 @@ class Collective:
         self.operation(output, input, group=self.group, **dict(self.extra))
 
 
-Watcher = Callable[[Callable[[], Any], tuple[Callable[[], Collective], ...]], Any]
-"""Called for each launch with two things: what launches, and what describes the collective and those that
-FSDP launches right after it. Must return what the launch returns."""
+Watcher = Callable[[Callable[[], Any], Sequence[Collective]], Any]
+"""Function called for each launch with what launches, and with the collective and those that FSDP launches
+right after it. Must return what the launch returns."""
 
 Reducing = Callable[[torch.Tensor], None]
-"""Called with this rank's own gradients, before they are reduced over all ranks."""
+"""Function called with this rank's own gradients, before they are reduced over all ranks."""
 
 
 def watch_collectives(model: nn.Module, watcher: Watcher, reducing: Reducing | None = None) -> None:
@@ -64,7 +64,7 @@ def watch_collectives(model: nn.Module, watcher: Watcher, reducing: Reducing | N
 
 
 def _replicas(module: nn.Module) -> dist.ProcessGroup | None:
-    """With HSDP, the ranks that hold the same shard: FSDP all-reduces over them what it reduce-scattered."""
+    """The ranks that hold the same shard, with HSDP: FSDP all-reduces over them what it reduce-scattered."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 2:
             return parameter.device_mesh.get_group(0)
@@ -78,15 +78,8 @@ def roots(model: nn.Module) -> list[FSDPModule]:
     return [root for child in model.children() for root in roots(child)]
 
 
-def launch_only(
-    launch: Callable[[], Any], descriptions: tuple[Callable[[], Collective], ...]
-) -> Any:
-    """A watcher that only launches."""
-    return launch()
-
-
 class _Watched:
-    """What FSDP2's two interfaces for custom collectives have in common."""
+    """Base of FSDP2's two interfaces for custom collectives."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
@@ -103,17 +96,15 @@ class _Watched:
         input: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool,
-        *then: Callable[[], Collective],
+        *then: Collective,
         **extra: Any,
     ) -> Any:
-        def describe() -> Collective:
-            return Collective(
-                operation, output.numel(), input.numel(), input.dtype, group, tuple(extra.items())
-            )
-
+        collective = Collective(
+            operation, output.numel(), input.numel(), input.dtype, group, tuple(extra.items())
+        )
         return self._watcher(
             lambda: operation(output, input, group=group, async_op=async_op, **extra),
-            (describe, *then),
+            (collective, *then),
         )
 
 
@@ -150,8 +141,7 @@ class _ReduceScatter(_Watched):
         then = []
         if self._replicas is not None:
             numel, dtype = output_tensor.numel(), output_tensor.dtype
-            extra = (("op", op),)
-            then = [lambda: Collective(_all_reduce, numel, 0, dtype, self._replicas, extra)]  # type: ignore[arg-type]
+            then = [Collective(_all_reduce, numel, 0, dtype, self._replicas, (("op", op),))]
         return self._watch(
             _reduce_scatter, output_tensor, input_tensor, group, async_op, *then, op=op
         )
@@ -160,7 +150,7 @@ class _ReduceScatter(_Watched):
 def reset(model: nn.Module) -> None:
     """Reset an FSDP2 model to the start of a step, after an exception in forward or backward.
 
-    Afterwards every parameter is sharded and no parameter has a gradient. Without this the next backward
+    Afterward every parameter is sharded and no parameter has a gradient. Without this the next backward
     silently trains only part of the model. Gradients that backward had left on unsharded parameters are
     dropped first, while the model still shows those parameters: FSDP2's own reset leaves them (torch
     2.13), and the next step would count them twice.
@@ -190,6 +180,6 @@ def _check_sharded(model: nn.Module) -> None:
 
 
 def changed_reduction(model: nn.Module) -> str | None:
-    """Which method of FSDP2 has changed how gradients are reduced, if any has."""
+    """A method of FSDP2 that has changed how gradients are reduced, if any has."""
     modules = (module for module in model.modules() if isinstance(module, FSDPModule))
-    return next((name for module in modules for name in private.changed_reduction(module)), None)
+    return next((name for module in modules for name in private.reduction_changes(module)), None)

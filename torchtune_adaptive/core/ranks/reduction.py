@@ -1,4 +1,4 @@
-"""How the gradients of all ranks become those of a step."""
+"""The ways in which the gradients of all ranks become those of a step."""
 
 from __future__ import annotations
 
@@ -15,40 +15,34 @@ from torchtune_adaptive.core.ranks.agreement import Ranks
 
 
 class Reduction:
-    """What the ways of reducing gradients have in common; as it is here, there is nothing to reduce."""
+    """FSDP reduces the gradients of each micro-batch in its backward, to their mean over the ranks.
 
-    averaged_over = 1
-    """The number of ranks if gradients are averaged over them; 1 if they are summed."""
+    Args:
+        averaged_over: the number of ranks if gradients are averaged over them; 1 if they are summed, or those
+            of the only rank.
+    """
 
     after_backward = False
-    """Whether they are reduced in ``finish``, and not in the backward pass of each micro-batch."""
+    """Whether gradients are reduced in ``finish``, and not in the backward pass of each micro-batch."""
+
+    def __init__(self, averaged_over: int) -> None:
+        self.averaged_over = averaged_over
 
     def apart(self) -> AbstractContextManager[None]:
-        """What forward and backward run in."""
+        """The context in which forward and backward run."""
         return nullcontext()
 
     def finish(self, parameters: Sequence[nn.Parameter], failed: bool) -> bool:
         """Reduce what is not reduced yet, after all micro-batches of a step.
 
         Args:
-            parameters: that are trained.
+            parameters: the parameters that are trained.
             failed: whether this rank has failed, which others may not know.
 
         Returns:
             False if nothing was reduced, because a rank has failed; then all know.
         """
         return True
-
-
-class OneRank(Reduction):
-    """The gradients of the only rank are those of the step."""
-
-
-class Sharded(Reduction):
-    """FSDP reduces the gradients of each micro-batch in its backward, to their mean over the ranks."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.averaged_over = ranks.size
 
 
 class Replicas(Reduction):
@@ -62,11 +56,11 @@ class Replicas(Reduction):
     after_backward = True
 
     def __init__(self, wrapped: DistributedDataParallel, ranks: Ranks) -> None:
+        super().__init__(averaged_over=1)
         self._wrapped = wrapped
         self._ranks = ranks
 
     def apart(self) -> AbstractContextManager[None]:
-        """Without communication."""
         return self._wrapped.no_sync()
 
     def finish(self, parameters: Sequence[nn.Parameter], failed: bool) -> bool:
@@ -98,9 +92,7 @@ class Replicas(Reduction):
 
 def reduction_of(model: nn.Module, ranks: Ranks) -> Reduction:
     wrapped = wrapped_in(model)
-    if wrapped is not None:
-        return Replicas(wrapped, ranks)
-    return Sharded(ranks) if ranks.size > 1 else OneRank()
+    return Reduction(ranks.size) if wrapped is None else Replicas(wrapped, ranks)
 
 
 def wrapped_in(model: nn.Module) -> DistributedDataParallel | None:

@@ -22,16 +22,16 @@ class Sign:
 
     phase: str
     progress: int
-    """Counts everything that all ranks do in the same order; who is behind holds the others up."""
+    """Count of everything that all ranks do in the same order; who is behind holds the others up."""
     patience: float | None
     """Seconds without progress after which a rank hangs in this phase; None if it may take any time."""
     stopped: str = ""
-    """Set when the rank has ended: why."""
+    """Reason why the rank has ended, once it has."""
     beats: int = 0
     heard: float = 0.0
-    """When the sign last changed at all, on the observer's clock."""
+    """Time at which the sign last changed at all, on the observer's clock."""
     moved: float = 0.0
-    """When its progress last changed, on the observer's clock."""
+    """Time at which its progress last changed, on the observer's clock."""
 
 
 def lost_rank(own: Sign, others: dict[int, Sign], now: float, limit: float) -> str | None:

@@ -43,7 +43,7 @@ def open_store(ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
 
 
 def _host(ranks: int) -> str:
-    """Where the ranks reach rank 0."""
+    """The name under which the ranks reach rank 0."""
     if launcher.local_size() == ranks:
         return _LOOPBACK
     return os.environ.get("MASTER_ADDR") or socket.gethostname()

@@ -59,7 +59,7 @@ class Watchdog:
     Args:
         ranks: the ranks to watch; with one rank there is nothing to do.
         limit: seconds without any sign of life after which a rank is lost.
-        on_duty: if not, it does nothing.
+        on_duty: whether it watches; if not, it does nothing.
     """
 
     LONGEST_SILENCE: ClassVar = LONGEST_SILENCE
@@ -205,7 +205,7 @@ class Watchdog:
         return Sign(self._phase, self._progress, self._patience, self._stopped, self._beats)
 
     def _who_is_missing(self) -> str:
-        """Called when a collective broke: who has missed a few beats?"""
+        """The ranks that have missed a few beats, as a sentence; called when a collective broke."""
         print(
             f"rank {self._ranks.rank}: lost contact in the phase '{self._phase}'; "
             "identifying the missing rank",

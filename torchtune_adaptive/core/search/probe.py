@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torchtune_adaptive.common import EmptyTrial
-from torchtune_adaptive.core.device.memory import DeviceMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.step.exchange import StepDone
@@ -28,102 +28,89 @@ Attempt = Callable[[Sequence[dict[str, Any]]], str | None]
 """Computes micro-batches; gives the phase in which this rank ran out of memory, if it did."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Probe:
-    """Tries sizes on the run itself; a context, which ends with the run as it was at its beginning.
+    """Tries sizes on the run itself; a context, which ends with the run as it was at its beginning."""
 
-    Args:
-        step: the step that training will use.
-        accumulation: the micro-batches in a step, for a given size.
-        headroom: the share of the capacity that must stay free.
-        ranks: the ranks of the run.
-        entering: called with the name of each phase.
-        compiled: whether the model is compiled, and forgets what it compiled between sizes.
-        observe: called with the size and the outcome of each trial's step that was not lost.
-    """
-
-    def __init__(
-        self,
-        *,
-        step: TrainStep,
-        accumulation: Callable[[int], int],
-        headroom: float,
-        ranks: Ranks,
-        entering: Callable[[str], None],
-        compiled: bool = False,
-        observe: Callable[[int, StepDone], None] = lambda size, outcome: None,
-    ) -> None:
-        self._step = step
-        self._memory: DeviceMemory = step.memory
-        self._accumulation = accumulation
-        self._headroom = headroom
-        self._ranks = ranks
-        self._entering = entering
-        self._compiled = compiled
-        self._observe = observe
+    step: TrainStep
+    accumulation: Callable[[int], int]
+    """The micro-batches in a step, for a given size."""
+    headroom: float
+    """The share of the capacity that must stay free."""
+    ranks: Ranks
+    entering: Callable[[str], None]
+    """Function called with the name of each phase."""
+    compiled: bool = False
+    """Whether the model is compiled, and forgets what it compiled between sizes."""
+    observe: Callable[[int, StepDone], None] = lambda size, outcome: None
+    """Function called with the size and the outcome of each trial's step that was not lost."""
 
     def __enter__(self) -> Probe:
-        self._snapshot = Snapshot(self._step.model, self._step.optimizers, self._step.device)
+        self._snapshot = Snapshot(self.step.model, self.step.optimizers, self.step.device)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._snapshot.close()
-        self._step.forget()
-        if self._compiled:
+        self.step.forget()
+        if self.compiled:
             torch.compiler.reset()
 
     def prime(self, batch: BatchMaker) -> SizeTrial:
         """Take two steps of one row: the optimizer creates its state, the device its workspaces, and the
         sequence of collectives is recorded and checked. Only then is what remains free there for rows."""
-        self._entering("first steps of the search, of 1 row")
-        capacity = self._memory.capacity()
-        with self._memory.capped(capacity):
+        self.entering("first steps of the search, of 1 row")
+        capacity = self.step.memory.capacity()
+        with self.step.memory.capped(capacity):
             trial = self._try(1, capacity, self._step_of(1, batch), self._take_step)
-            if not trial.fits:
-                return trial
-            return self._try(1, capacity, self._step_of(1, batch), self._take_step)
+            if trial.fits:
+                trial = self._try(1, capacity, self._step_of(1, batch), self._take_step)
+            return trial
 
     def trial(self, size: int, batch: BatchMaker) -> SizeTrial:
         """Try one size."""
-        self._entering(f"trial of {size} rows")
+        self.entering(f"trial of {size} rows")
         return self._trial(size, self._step_of(size, batch), self._take_step)
 
     def trial_of_validation(self, size: int, batch: dict[str, Any]) -> SizeTrial:
         """Try a micro-batch of validation."""
-        self._entering(f"trial of {size} rows in validation")
+        self.entering(f"trial of {size} rows in validation")
         return self._trial(size, [batch], self._evaluate)
 
     def timed(
         self, what: str, micro_batches: Sequence[dict[str, Any]], steps: int = 1, warm_up: int = 0
     ) -> list[float] | None:
-        """Seconds of each of some steps of these on the slowest rank; None if memory runs out on one."""
-        self._entering(f"a step {what}")
-        self._memory.release()
+        """Seconds of each of some steps on the slowest rank; None if memory runs out on one."""
+        self.entering(f"a step {what}")
+        self.step.memory.release()
         seconds: list[float] = []
         failed_in = None
-        with self._memory.capped(int(self._memory.capacity() * (1 - self._headroom))):
+        with self.step.memory.capped(self._usable()):
             for _ in range(warm_up + steps):
-                started = self._memory.clock()
+                started = self.step.memory.clock()
                 failed_in = self._take_step(micro_batches) or failed_in
-                seconds.append(self._memory.clock() - started)
+                seconds.append(self.step.memory.clock() - started)
                 self._snapshot.restore()
-        seen = self._ranks.gather((failed_in, seconds[warm_up:]))
+        seen = self.ranks.gather((failed_in, seconds[warm_up:]))
         if any(failed for failed, _ in seen):
             return None
         return [max(each) for each in zip(*(seconds for _, seconds in seen), strict=True)]
 
+    def _usable(self) -> int:
+        return int(self.step.memory.capacity() * (1 - self.headroom))
+
     def _step_of(self, size: int, batch: BatchMaker) -> list[Any]:
         # From the second micro-batch on, gradients are there; more of them make no new peak.
-        return [batch(size)] * min(self._accumulation(size), 2)
+        return [batch(size)] * min(self.accumulation(size), 2)
 
     def _trial(
         self, size: int, micro_batches: Sequence[dict[str, Any]], attempt: Attempt
     ) -> SizeTrial:
-        if self._compiled:
+        if self.compiled:
             # Compile for this size alone, as training will: dynamo would switch to dynamic shapes.
             torch.compiler.reset()
-        self._memory.release()
-        usable = int(self._memory.capacity() * (1 - self._headroom))
-        with self._memory.capped(usable):
+        self.step.memory.release()
+        usable = self._usable()
+        with self.step.memory.capped(usable):
             trial = self._try(size, usable, micro_batches, attempt)
             # The first step may have had to clear up what the allocator had cut for other sizes.
             return self._try(size, usable, micro_batches, attempt) if trial.only_retried else trial
@@ -132,12 +119,12 @@ class Probe:
         self, size: int, usable: int, micro_batches: Sequence[dict[str, Any]], attempt: Attempt
     ) -> SizeTrial:
         started = time.perf_counter()
-        self._memory.watch()
+        self.step.memory.watch()
         began = time.perf_counter()
         failed_in = attempt(micro_batches)
-        self._memory.synchronize()
+        self.step.memory.synchronize()
         step_seconds = time.perf_counter() - began
-        usage = self._memory.usage()
+        usage = self.step.memory.usage()  # before restoring, which takes memory, too
         self._snapshot.restore()
         report = RankReport(
             failed_in=failed_in,
@@ -147,39 +134,39 @@ class Probe:
             usable_bytes=usable,
             step_seconds=step_seconds,
         )
-        reports = tuple(self._ranks.gather(report))
+        reports = tuple(self.ranks.gather(report))
         # A compiled model spends most of a trial on compiling.
-        tokens = 0 if self._compiled else sum(map(_tokens, micro_batches))
+        tokens = 0 if self.compiled else sum(map(_tokens, micro_batches))
         return SizeTrial(size, time.perf_counter() - started, reports, tokens)
 
     def _take_step(self, micro_batches: Sequence[dict[str, Any]]) -> str | None:
         """The phase in which this rank ran out of memory, if it did."""
         try:
             for batch in micro_batches:
-                self._step.forward_backward(batch)
-            outcome = self._step.apply(even_if_overflow=True)
+                self.step.forward_backward(batch)
+            outcome = self.step.apply(even_if_overflow=True)
         except StepHalfApplied as half_applied:
-            self._step.forget()
+            self.step.forget()
             return half_applied.phase if half_applied.here else None
         if outcome.lost:
-            return outcome.failures[self._ranks.rank]
+            return outcome.failures[self.ranks.rank]
         if outcome.weight == 0:
             raise EmptyTrial(
-                f"A trial of {self._step.objective.rows(micro_batches[0])} rows predicted no token, so it "
+                f"A trial of {self.step.objective.rows(micro_batches[0])} rows predicted no token, so it "
                 "says nothing about memory. Check that the dataset's rows have two tokens or more, and that "
                 "collate_fn keeps their labels."
             )
-        self._observe(self._step.objective.rows(micro_batches[0]), outcome)
+        self.observe(self.step.objective.rows(micro_batches[0]), outcome)
         return None
 
     def _evaluate(self, micro_batches: Sequence[dict[str, Any]]) -> str | None:
         """The same, of validation."""
         [batch] = micro_batches
-        outcome = self._step.evaluate(batch)
-        return outcome.failures[self._ranks.rank] if outcome.lost else None
+        outcome = self.step.evaluate(batch)
+        return outcome.failures[self.ranks.rank] if outcome.lost else None
 
 
 def _tokens(batch: Any) -> int:
-    """In a batch; 0 in one that is made of something else, as other programs' may be."""
+    """The tokens in a batch; 0 in one that is made of something else, as other programs' may be."""
     tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
     return tokens.numel() if isinstance(tokens, torch.Tensor) else 0

@@ -23,7 +23,7 @@ LARGEST_LEAP = 32
 mostly the constant part of memory, and a wild guess costs a batch of that many rows in host memory."""
 
 WRONG_ESTIMATES_BEFORE_BISECTING = 2
-"""If memory has missed its line twice, it is not a line."""
+"""Number of times that memory may miss its line: after that, it is not a line."""
 
 STEP_BELOW_A_FAILED_ESTIMATE = 1 / 16
 """Estimates are off by a few percent; the next try goes this fraction of the bracket below a failed one."""
@@ -72,13 +72,7 @@ class SearchResult(Generic[T]):
 def find_largest(
     strategy: Strategy, candidates: Sequence[int], trial: Callable[[int], T]
 ) -> SearchResult[T]:
-    """Find the largest candidate that fits.
-
-    Args:
-        strategy: one of ``STRATEGIES``.
-        candidates: the sizes that may be returned, ascending.
-        trial: tries one size.
-    """
+    """Find the largest candidate that fits; candidates are in ascending order."""
     bracket = _Bracket[T](candidates)
     next_index = STRATEGIES[strategy](bracket)
     while not bracket.closed:

@@ -50,11 +50,11 @@ class SizeTrial:
     seconds: float
     reports: tuple[RankReport, ...]
     tokens: int = 0
-    """In the step of each rank, all in rows of the same length; 0 where speed is not measured."""
+    """Tokens in the step of each rank, in rows of one length; 0 where speed is not measured."""
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of each rank; None if the size does not fit, or speed was not measured."""
+        """The speed of each rank; None if the size does not fit, or speed was not measured."""
         seconds = max(report.step_seconds for report in self.reports)
         return self.tokens / seconds if self.fits and self.tokens and seconds else None
 

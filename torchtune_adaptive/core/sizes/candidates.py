@@ -12,18 +12,13 @@ def candidates(rounding: Rounding, ceiling: int, rows_per_step: int) -> tuple[in
 
     Args:
         rounding: ``power_of_two``, ``divisor`` (of ``rows_per_step``), or ``none``.
-        ceiling: no candidate is larger.
+        ceiling: the largest size that may be a candidate.
         rows_per_step: the rows that one rank contributes to one optimizer step.
     """
     if rounding == "power_of_two":
         return tuple(1 << power for power in range(ceiling.bit_length()))
     if rounding == "divisor":
-        return tuple(size for size in _divisors(rows_per_step) if size <= ceiling)
+        return tuple(size for size in range(1, ceiling + 1) if rows_per_step % size == 0)
     if rounding == "none":
         return tuple(range(1, ceiling + 1))
     raise ValueError(f"no such rounding: {rounding!r}")
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})

@@ -1,4 +1,4 @@
-"""Which samples come when, and the loader that brings them.
+"""The order of samples, and the loader that brings them.
 
 The order of an epoch's samples is a function of the epoch and nothing else. How many of them are taken
 at a time is decided where they are taken, so a micro-batch can change its size without losing or
@@ -10,92 +10,63 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from torchtune_adaptive.core.sizes.micro_batches import MicroBatch, MicroBatches, Portion
 
 
+@dataclass(frozen=True)
 class SampleOrder:
-    """The order in which the samples of an epoch are used.
+    """The order in which the samples of an epoch are used."""
 
-    Args:
-        samples: how many samples the dataset has.
-        ranks: the data-parallel ranks that share them.
-        shuffle: another order in each epoch, or always the dataset's.
-        seed: of the shuffling.
-    """
-
-    def __init__(self, samples: int, ranks: int, shuffle: bool, seed: int = 0) -> None:
-        self._samples = samples
-        self._ranks = ranks
-        self._shuffle = shuffle
-        self._seed = seed
+    samples: int
+    """The number of samples in the dataset."""
+    ranks: int
+    """The number of data-parallel ranks that share them."""
+    shuffle: bool
+    """Whether the order is another one in each epoch, or always the dataset's."""
+    seed: int = 0
 
     @property
     def rows_per_rank(self) -> int:
-        """How many samples each rank has in an epoch."""
-        return -(-self._samples // self._ranks)
+        """The number of samples of each rank in an epoch."""
+        return -(-self.samples // self.ranks)
 
     def epoch(self, epoch: int) -> list[int]:
         """The samples of an epoch, in order; rank ``r`` of ``n`` uses those at ``r``, ``r + n``, ..."""
-        if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed + epoch)
-            order = torch.randperm(self._samples, generator=generator).tolist()
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            order = torch.randperm(self.samples, generator=generator).tolist()
         else:
-            order = list(range(self._samples))
-        missing = self.rows_per_rank * self._ranks - self._samples
-        while missing > 0:  # more than once only where there are fewer samples than ranks
-            order += order[:missing]
-            missing = self.rows_per_rank * self._ranks - len(order)
+            order = list(range(self.samples))
+        while missing := self.rows_per_rank * self.ranks - len(order):
+            order += order[:missing]  # more than once only where there are fewer samples than ranks
         return order
 
 
+@dataclass
 class Loader:
-    """Loads one rank's samples, in portions of any size.
+    """Loads one rank's samples, in portions of any size."""
 
-    Args:
-        dataset: by index.
-        collate: makes a batch of rows.
-        order: of the samples.
-        rank: whose samples to bring, and of how many ranks.
-        micro_batches: how a step is divided.
-        workers: processes that fetch and collate ahead.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        collate: Callable[[list[Any]], dict[str, Any]],
-        order: SampleOrder,
-        rank: int,
-        ranks: int,
-        micro_batches: MicroBatches,
-        workers: int = 0,
-    ) -> None:
-        self.dataset = dataset
-        self.collate = collate
-        self.order = order
-        self.micro_batches = micro_batches
-        self._rank = rank
-        self._ranks = ranks
-        self._workers = workers
+    dataset: Dataset[Any]
+    collate: Callable[[list[Any]], dict[str, Any]]
+    """Function that makes a batch of rows."""
+    order: SampleOrder
+    rank: int
+    """The rank whose samples are loaded."""
+    ranks: int
+    micro_batches: MicroBatches
+    workers: int = 0
+    """Processes that fetch and collate ahead."""
 
     def epoch(self, epoch: int, used: int = 0) -> EpochRows:
         """This rank's samples of an epoch, of which the first ``used`` rows have been used."""
         return EpochRows(self, self.order.epoch(epoch), used)
-
-    def portions(self, step: list[int], size: int) -> list[Portion]:
-        """This rank's micro-batches of a step.
-
-        Args:
-            step: the samples of the step, over all ranks.
-            size: of a micro-batch; see ``MicroBatches``.
-        """
-        return self.micro_batches.portions(step, size, self._rank, self._ranks)
 
     def bring(self, steps: Iterable[list[Portion]]) -> Iterator[MicroBatch]:
         """Load the samples of each portion as one micro-batch."""
@@ -103,11 +74,11 @@ class Loader:
         fetched, brought = tee(portion for portions in steps for portion in portions)
         loader = DataLoader(
             self.dataset,
-            batch_sampler=_SampleIds(fetched),
+            batch_sampler=(portion.sample_ids for portion in fetched),
             collate_fn=self.collate,
             generator=torch.Generator(),  # or each loader would draw from the run's own
-            num_workers=self._workers,
-            worker_init_fn=self.leave_signals_to_the_run if self._workers else None,
+            num_workers=self.workers,
+            worker_init_fn=self.leave_signals_to_the_run if self.workers else None,
         )
         for portion, batch in zip(brought, loader, strict=True):
             self.micro_batches.finish(portion, batch)
@@ -121,33 +92,21 @@ class Loader:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
-    @property
-    def ranks(self) -> int:
-        return self._ranks
-
-
-class _SampleIds(Sampler[list[int]]):
-    def __init__(self, portions: Iterator[Portion]) -> None:
-        self._portions = portions
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (portion.sample_ids for portion in self._portions)
-
 
 class EpochRows:
     """One rank's samples of an epoch, a step at a time.
 
-    A step has the same rows until ``advance`` is called, in whatever micro-batches it is asked for, so a
-    retry in smaller ones loses and repeats nothing.
+    A step has the same rows until ``advance`` is called, in micro-batches of whatever size, so a retry in
+    smaller ones loses and repeats nothing.
     """
 
     def __init__(self, loader: Loader, sample_ids: list[int], used: int = 0) -> None:
         self._loader = loader
         self._sample_ids = sample_ids  # of all ranks
         self.used = used
-        """Rows, on each rank."""
+        """Rows used so far, on each rank."""
         self._running: tuple[int, int, int] | None = None
-        """For what step, of how many rows and in what portions, micro-batches are being loaded."""
+        """The step that micro-batches are being loaded for, its rows and the size of its portions."""
 
     def step(self, rows: int, size: int) -> Iterator[MicroBatch]:
         """The next ``rows`` samples on each rank, in portions of ``size``; the last may be smaller."""
@@ -157,7 +116,7 @@ class EpochRows:
         return islice(self._micro_batches, len(self._portions(self.used, rows, size)))
 
     def advance(self, rows: int) -> None:
-        """The step is done."""
+        """Go on to the next step."""
         self.used += rows
 
     def _steps(self, used: int, rows: int, size: int) -> Iterator[list[Portion]]:
@@ -167,5 +126,6 @@ class EpochRows:
             used += rows
 
     def _portions(self, used: int, rows: int, size: int) -> list[Portion]:
-        ranks = self._loader.ranks
-        return self._loader.portions(self._sample_ids[used * ranks : (used + rows) * ranks], size)
+        rank, ranks = self._loader.rank, self._loader.ranks
+        step = self._sample_ids[used * ranks : (used + rows) * ranks]
+        return self._loader.micro_batches.portions(step, size, rank, ranks)

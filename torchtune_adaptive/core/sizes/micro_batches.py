@@ -1,4 +1,4 @@
-"""How the rows of a step become micro-batches: a number of rows each, or as many as a token budget allows."""
+"""The division of a step into micro-batches: of a number of rows, or of as many as a token budget allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtune_adaptive.core.sizes.split import Split
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank puts through one forward and backward."""
+    """Samples that one rank puts through one forward and backward."""
 
     sample_ids: tuple[int, ...]
     batch: dict[str, Any]
@@ -29,7 +29,7 @@ class Portion:
 
     sample_ids: list[int]
     weightless: bool = False
-    """Whether it only runs so that this rank takes part in the collectives; nothing is learnt from it."""
+    """Whether it only runs so that this rank takes part in the collectives; nothing is learned from it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Computed:
     rows: int
     length: int
     tokens: int
-    """Padding included."""
+    """Tokens, padding included."""
 
 
 class MicroBatches(ABC):
@@ -51,7 +51,7 @@ class MicroBatches(ABC):
     """
 
     unit: ClassVar[str]
-    """What the size counts."""
+    """The things that the size counts."""
 
     @abstractmethod
     def full_size(self, split: Split) -> int:
@@ -67,22 +67,22 @@ class MicroBatches(ABC):
 
     @abstractmethod
     def change(self, before: int, after: int, split: Split) -> dict[str, tuple[int, int]]:
-        """What a change of the size means to the user: names of quantities, each before and after."""
+        """The quantities that a change of the size means to the user, each before and after."""
 
     def finish(self, portion: Portion, batch: dict[str, Any]) -> None:  # noqa: B027 - nothing to do
         """Change a collated batch in place: pad it, or take its weight away."""
 
     def computed(self, micro_batch: MicroBatch) -> Computed:
-        """What is kept of a micro-batch."""
+        """The facts that are kept of a micro-batch."""
         samples, tokens = micro_batch.sample_ids, micro_batch.batch["tokens"]
         return Computed(samples, len(samples), tokens.shape[-1], tokens.numel())
 
     def metrics(self, computed: Sequence[Computed]) -> dict[str, float]:
-        """What to log about a step."""
+        """The numbers to log about a step."""
         return {}
 
     def state(self) -> list[list[int]] | None:
-        """What a checkpoint keeps: a token budget, an empty one that was given up, or None."""
+        """The token budget, for a checkpoint: empty if it was given up, None if there was none."""
         return None
 
 
@@ -90,7 +90,7 @@ class ByRows(MicroBatches):
     """Micro-batches of a number of rows; the last of a step may have fewer.
 
     Args:
-        rounding: which sizes are allowed; see ``strategies.candidates``.
+        rounding: the sizes that are allowed; see ``candidates``.
         instead_of_budget: whether a token budget was found, and given up for this.
     """
 
@@ -124,9 +124,9 @@ class ByTokens(MicroBatches):
     """Micro-batches of as many rows as a token budget allows at their length.
 
     Args:
-        budget: of a micro-batch.
-        row_lengths: of every sample.
-        padding_id: what rows are padded with.
+        budget: the budget of a micro-batch.
+        row_lengths: the length of every sample.
+        padding_id: the token that rows are padded with.
         ignored: the label that is not trained on.
         buckets: lengths that batches are padded to, ascending, so that a compiled model sees few shapes;
             without any, batches are as long as their longest row.

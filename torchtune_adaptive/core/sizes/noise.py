@@ -94,7 +94,7 @@ class NoiseScale:
 
     @property
     def scale_in_tokens(self) -> float | None:
-        """None until there is a usable estimate; never 0, negative, or NaN."""
+        """The scale; None until there is a usable estimate, and never 0, negative, or NaN."""
         return self._sums.scale_in_tokens() if self.steps >= self._least_steps else None
 
     @property

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 COST_OF_A_MICRO_BATCH = 1 / 32
-"""Besides its tokens (gathering weights, kernel launches), as a fraction of a full micro-batch."""
+"""Cost besides its tokens (gathering weights, kernel launches), as a fraction of a full micro-batch."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many rows fit, by length.
+    """The rows that fit, by length.
 
     Between two measured lengths, as many tokens fit as at the longer one, but never more rows than at the
     shorter one: the same number of tokens in shorter rows never takes more memory (attention takes less),
@@ -74,11 +74,6 @@ def pack(lengths: Sequence[int], budget: Budget, ranks: int) -> list[list[list[i
     and the one that is not full has the longest rows, where padding costs most. Then they are cut once more
     where that saves more padding than a micro-batch costs. If some ranks would have nothing to do at the
     end, the largest micro-batches are split for them.
-
-    Args:
-        lengths: the lengths of the step's rows, over all ranks.
-        budget: the budget of one micro-batch.
-        ranks: the number of ranks.
     """
     parts: list[list[int]] = [[]]
     for row in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):

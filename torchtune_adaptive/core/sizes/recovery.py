@@ -1,4 +1,4 @@
-"""How the next step is taken: in less memory after running out of it, as before after a while without.
+"""Recovery: after running out of memory, steps take less of it; after a while without, as much as before.
 
 Every rank has its own copy and gives it the same input, so all ranks decide the same without communicating.
 """
@@ -14,9 +14,9 @@ class Recovery:
 
     Args:
         size: the initial size, and the largest.
-        candidates: sizes that it may shrink to.
+        candidates: the sizes that it may shrink to.
         calm_steps: steps without trouble after which what failed is tried again; None: never.
-        reliefs: how many ways there are to take less memory at the same size, each on top of those before.
+        reliefs: the number of ways to take less memory at the same size, each on top of those before.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Recovery:
     ) -> None:
         self.size = size
         self.relief = 0
-        """How many of the reliefs are in use."""
+        """The number of reliefs in use."""
         self._reliefs = reliefs
         self._candidates = sorted(candidates)
         self._calm_steps = calm_steps

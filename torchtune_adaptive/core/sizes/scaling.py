@@ -1,4 +1,4 @@
-"""How the learning rate and Adam's second beta follow a batch that grows."""
+"""The learning rate of a batch that grows."""
 
 from __future__ import annotations
 

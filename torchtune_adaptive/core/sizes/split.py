@@ -1,4 +1,4 @@
-"""How rows are divided: a global batch into micro-batches, an epoch into steps."""
+"""The division of rows: of a global batch into micro-batches, of an epoch into steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torchtune_adaptive.common import BatchIncreaseError, ConfigError
 
 @dataclass(frozen=True)
 class Split:
-    """How a global batch is put together."""
+    """The parts of a global batch."""
 
     micro_batch: int
     accumulation: int
     ranks: int
     rows: int = 0
-    """On each rank; given where the last micro-batch is smaller than the others."""
+    """Rows on each rank; given where the last micro-batch is smaller than the others."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", self.rows or self.micro_batch * self.accumulation)
@@ -56,7 +56,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Epochs:
-    """How the samples of a run become positions in its base schedule.
+    """The epochs of a run, in which samples become positions in its base schedule.
 
     The base schedule is that of the run whose batch never grows. Its steps are positions, and the run is
     at one of them by the samples that it has used, however many steps it took to use them.
@@ -69,13 +69,8 @@ class Epochs:
 
     @classmethod
     def of(cls, rows_per_rank: int, split: Split, max_steps: int | None) -> Epochs:
-        """The epochs of a run. A run without a step would save untrained weights, and is refused.
-
-        Args:
-            rows_per_rank: the rows that there are.
-            split: the split of the first step.
-            max_steps: the most steps of that size in an epoch.
-        """
+        """The epochs of a run, at most ``max_steps`` of its first split each. A run without a step would save
+        untrained weights, and is refused."""
         if rows_per_rank < split.rows:
             raise ConfigError(
                 "batch_size",
@@ -90,7 +85,7 @@ class Epochs:
 
     @property
     def base_steps(self) -> int:
-        """In an epoch."""
+        """Base steps in an epoch."""
         return self.rows // self.base_rows
 
     def position(self, epoch: int, used: int) -> int:

@@ -1,4 +1,4 @@
-"""What the ranks tell each other about a step, in its one all-reduce, and what it comes to."""
+"""The one all-reduce of a step: what the ranks tell each other about it, and what it comes to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.sizes.noise import NoiseSums
 from torchtune_adaptive.core.step.gradients import Scaling, divide
 from torchtune_adaptive.core.step.objective import Summed
-from torchtune_adaptive.core.step.small_batches import NoSmallBatches, SmallBatches
+from torchtune_adaptive.core.step.small_batches import SmallBatches
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StepLost:
 
     @property
     def trouble(self) -> str:
-        """Where memory ran out."""
+        """The ranks on which memory ran out, and where."""
         return ", ".join(
             f"out of memory on rank {rank}, {phase}"
             for rank, phase in enumerate(self.failures)
@@ -39,41 +39,34 @@ class StepLost:
 
 @dataclass(frozen=True)
 class StepDone:
-    """What a step did, equal on every rank."""
+    """The outcome of a step that was done, equal on every rank."""
 
     lost: ClassVar[Literal[False]] = False
 
     weight: int
     """The weight of the objective, over all ranks: the tokens that were predicted, or the pairs compared."""
-
     loss: float
     """Mean loss of those, before the step."""
-
     gradient_norm: float | None
-    """Where gradients are clipped: their norm before clipping."""
-
+    """The norm of the gradients before clipping, where they are clipped."""
     retries: int
-    """How often the allocators of all ranks had to free cached memory to continue."""
-
+    """The number of times that the allocators of all ranks freed cached memory to continue."""
     stop: bool
-    """A rank has been asked to stop."""
-
+    """Whether a rank has been asked to stop."""
     overflow: bool
-    """With loss scaling: a gradient overflowed, so the optimizer has not stepped."""
-
+    """Whether a gradient overflowed under loss scaling, so that the optimizer has not stepped."""
     noise: NoiseSums | None
-    """Where it is measured: what the step says about the noise in its gradient, if anything."""
-
+    """The noise in the gradient, as far as it is measured and the step says anything about it."""
     metrics: Mapping[str, float]
-    """What the objective reports besides the loss: means over the same terms."""
+    """Means, over the same terms, of what the objective reports besides the loss."""
 
 
 StepOutcome = StepDone | StepLost
-"""What became of a step; ``lost`` tells which."""
+"""The outcome of a step; ``lost`` tells which."""
 
 
 class Total(IntEnum):
-    """Where each of the things begins that the ranks sum."""
+    """The places of what the ranks sum, each by its first."""
 
     WEIGHT = 0
     LOSS = 1
@@ -92,24 +85,19 @@ class Exchange:
 
     Nothing here allocates memory on the device, so a rank that has run out of it can take part; see
     Note [Failure before a collective] in ``step.failures``.
-
-    Args:
-        ranks: the ranks of the run.
-        memory: the device's memory, whose allocation retries are told.
-        device: where sums are.
-        metrics: the names of what the objective reports besides the loss.
-        noise: what is told about the gradient noise.
-        scaling: how gradients become those of the mean loss.
-        stop_requested: whether this rank has been asked to stop.
     """
 
     ranks: Ranks
     memory: DeviceMemory
+    """The device's memory, whose allocation retries are told."""
     device: torch.device
     metrics: Sequence[str]
-    noise: SmallBatches | NoSmallBatches
+    """The names of what the objective reports besides the loss."""
+    noise: SmallBatches
     scaling: Scaling
+    """The factors that turn gradients into those of the mean loss."""
     stop_requested: Callable[[], bool]
+    """Whether this rank has been asked to stop."""
 
     def __post_init__(self) -> None:
         slots = Total.METRICS + len(self.metrics)
@@ -118,7 +106,7 @@ class Exchange:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins, and there is nothing to tell yet."""
+        """Begin a step, of which there is nothing to tell yet."""
         self.loss: torch.Tensor | None = None  # summed over terms, and over micro-batches
         self._metrics: torch.Tensor | None = None  # summed likewise
         self._weight = 0
@@ -141,7 +129,7 @@ class Exchange:
         """Tell the others, in the one moment of a step when the host waits for the device.
 
         Args:
-            failed: whether this rank has.
+            failed: whether this rank has failed.
             squared_norm: this rank's part of the squared norm of the gradient, where that is wanted.
 
         Returns:

@@ -33,7 +33,7 @@ from typing import Any
 
 from torchtune_adaptive.common import TrainingOutOfMemory
 from torchtune_adaptive.core.device.memory import DeviceMemory, is_out_of_memory
-from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives, NoCollectives
+from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives
 
 
 class StepHalfApplied(Exception):
@@ -50,32 +50,25 @@ class StepHalfApplied(Exception):
 
 @dataclass
 class Failures:
-    """What this rank knows of failures in a step, and what it does after its own.
+    """The failures in a step that this rank knows of, and what it does after its own."""
 
-    Args:
-        collectives: of the step's passes.
-        memory: the device's memory.
-        survive: whether a step is discarded in which memory runs out; otherwise the error is raised as it is.
-        forget: drops everything that the step has made on this rank.
-    """
-
-    collectives: Collectives | NoCollectives
+    collectives: Collectives
     memory: DeviceMemory
     survive: bool
+    """Whether a step in which memory runs out is discarded; otherwise the error is raised as it is."""
     forget: Callable[[], None]
+    """Function that drops everything that the step has made on this rank."""
 
     phase: str = field(init=False, default="forward")
-    """What the step is doing."""
-
-    def __post_init__(self) -> None:
-        self.begin()
+    """The phase that the step is in."""
+    here: str | None = field(init=False, default=None)
+    """The phase in which this rank ran out of memory, if it did."""
+    known: bool = field(init=False, default=False)
+    """Whether a rank ran out of memory and every rank knows."""
 
     def begin(self) -> None:
-        """A step begins."""
-        self.here: str | None = None
-        """The phase in which this rank ran out of memory, if it did."""
-        self.known = False
-        """Whether a rank ran out of memory and every rank knows."""
+        """Begin a step."""
+        self.here, self.known = None, False
 
     @property
     def none(self) -> bool:
@@ -83,7 +76,7 @@ class Failures:
         return self.here is None and not self.known
 
     def do(self, phase: str, work: Callable[..., None], *arguments: Any) -> None:
-        """One phase of a pass: do it or, on a rank that ran out of memory, launch its collectives only."""
+        """Do one phase of a pass or, on a rank that ran out of memory, launch its collectives only."""
         if self.known:
             return
         if self.none:
@@ -93,12 +86,12 @@ class Failures:
             self.known = True
 
     def end_pass(self) -> None:
-        """The phases of a pass are over."""
+        """End a pass."""
         if self.none and not self.collectives.end_pass():
             self.known = True
 
     def look_elsewhere(self) -> None:
-        """Between phases: learn of a failure that all will know of."""
+        """Learn, between phases, of a failure that all will know of."""
         if self.none and self.collectives.failed_elsewhere():
             self.known = True
 

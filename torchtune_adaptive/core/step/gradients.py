@@ -20,7 +20,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def share(gradient: torch.Tensor, ranks: int) -> float:
-    """By how much a rank's piece counts in a sum over all ranks: less than 1 where several hold the same."""
+    """The weight of a rank's piece in a sum over all ranks: less than 1 where several hold the same."""
     pieces = 1
     if isinstance(gradient, DTensor):
         for dim, placement in enumerate(gradient.placements):
@@ -46,10 +46,7 @@ def squared_norm(
 
 @torch.no_grad()
 def scale(
-    gradients: Iterable[torch.Tensor],
-    factor: float,
-    device: torch.device,
-    run: Callable[..., Any],
+    gradients: Iterable[torch.Tensor], factor: float, device: torch.device, run: Callable[..., Any]
 ) -> None:
     """Multiply gradients in place; ``run`` is given each kernel with its arguments, to call it."""
     pieces = [local(gradient) for gradient in gradients]
@@ -67,7 +64,7 @@ def divide(number: float, tokens: float) -> float:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What turns gradients of summed losses, as they are reduced, into those of the mean loss, clipped."""
+    """The factors that turn reduced gradients of summed losses into those of the mean loss, clipped."""
 
     averaged_over: int
     clip_norm: float | None

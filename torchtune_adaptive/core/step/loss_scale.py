@@ -13,7 +13,7 @@ class LossScale:
     """The scale of a ``GradScaler``, and its way of adapting it.
 
     Args:
-        scaler: its scale is used and kept up to date, so that its ``state_dict`` is that of the run.
+        scaler: the scaler whose scale is used and kept up to date, so that its ``state_dict`` is the run's.
     """
 
     def __init__(self, scaler: GradScaler) -> None:

@@ -1,4 +1,4 @@
-"""What training minimizes: how a micro-batch becomes a loss.
+"""The objective of training: how a micro-batch becomes a loss.
 
 Losses are sums, and each comes with its *weight*: the number of terms that it is a sum of. A step divides
 once, by the weight of all micro-batches of all ranks, so how its rows are split never matters.
@@ -16,7 +16,7 @@ from torch import nn
 from torchtune_adaptive.core.step.recompute import RecomputedChunks
 
 Batch = Any
-"""What a collate function makes; the recipes' are dictionaries of tensors."""
+"""A micro-batch as a collate function makes it; the recipes' are dictionaries of tensors."""
 
 Forward = Callable[..., Any]
 """The forward pass of the model that is trained, with activation offloading where that is on."""
@@ -26,26 +26,21 @@ class Summed(NamedTuple):
     """A summed loss, and what else the forward pass tells."""
 
     loss: torch.Tensor
-
     weight: int | None = None
     """The number of its terms, where it is not known before."""
-
     metrics: Mapping[str, torch.Tensor] | None = None
-    """What else is logged: detached sums over the same terms, on the device."""
+    """Detached sums of what else is logged, over the same terms, on the device."""
 
 
 class Objective(Protocol):
-    """What ``TrainStep`` minimizes; every kind of recipe has its own."""
+    """The loss that ``TrainStep`` minimizes; every kind of recipe has its own."""
 
     unit: str
-    """What ``weight`` counts: ``tokens``, or something else."""
-
+    """Things that ``weight`` counts: ``tokens``, or something else."""
     ignored: int
     """The label of what is not trained on, such as padding."""
-
     frozen: Sequence[nn.Module]
     """Models that the loss needs besides the trained one, such as a teacher or a reference."""
-
     metrics: Sequence[str]
     """The names of what ``summed_loss`` gives besides the loss."""
 
@@ -86,11 +81,11 @@ class NextTokenPrediction:
         self._shifted = shifted
         self.ignored: int = loss_fn.ignore_index  # type: ignore[assignment]
         self.recomputed: RecomputedChunks | None = None
-        """For a loss in chunks: computes their logits again in backward, while it is on."""
+        """Switch of a loss in chunks: while it is on, backward computes their logits again."""
 
     @property
     def output_chunks(self) -> int:
-        """In how many chunks the loss takes the model's output."""
+        """The number of chunks in which the loss takes the model's output."""
         return int(getattr(self.loss_fn, "num_output_chunks", 1))
 
     def rows(self, batch: Batch) -> int:
@@ -117,7 +112,7 @@ class NextTokenPrediction:
         return {name: value for name, value in batch.items() if name != "labels"}
 
     def _labels(self, batch: Batch, weight: int) -> torch.Tensor:
-        """What the loss compares predictions to."""
+        """The labels that the loss compares predictions to."""
         labels = self._targets(batch)
         if weight == 0:
             # The mean over no tokens is NaN, and would spoil the whole step; and every parameter must have a
@@ -127,7 +122,7 @@ class NextTokenPrediction:
         return labels
 
     def _targets(self, batch: Batch) -> torch.Tensor:
-        """At each position, the token that comes next; the last position has none."""
+        """The token that comes next, at each position; the last position has none."""
         labels: torch.Tensor = batch["labels"]
         if self._shifted:
             return labels

@@ -1,4 +1,4 @@
-"""What a step computes again in backward instead of keeping it, as switches on a model that is built.
+"""Recomputation in backward of what forward does not keep, as switches on a model that is built.
 
 Nothing here changes a result: what is computed again is computed by the same kernels from the same inputs,
 with the same random numbers.
@@ -55,12 +55,9 @@ class SwitchedLayer:
             return self._forward(*arguments, **named)
         run = checkpoint
         if self.recomputed == "operations":
-            run = partial(checkpoint, context_fn=_keeping_what_is_expensive)
+            keeping = partial(create_selective_checkpoint_contexts, _policy)
+            run = partial(checkpoint, context_fn=keeping)
         return run(self._forward, *arguments, use_reentrant=False, **named)
-
-
-def _keeping_what_is_expensive() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
@@ -87,7 +84,7 @@ class RecomputedChunks:
 
     Args:
         head: the last projection of the model.
-        summed_loss: of the logits of a chunk and its labels, as the loss function computes it.
+        summed_loss: the loss function, summed, of the logits of a chunk and its labels.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class RecomputedChunks:
 
     @contextmanager
     def replacing_logits(self, labels: Sequence[torch.Tensor]) -> Iterator[None]:
-        """In this context the model gives the losses of its chunks in the place of their logits."""
+        """A context in which the model gives the losses of its chunks in the place of their logits."""
         self._labels = iter(labels)
         try:
             yield
@@ -122,7 +119,7 @@ class RecomputedChunks:
 
 
 def recomputed_layers(checkpointing: str, layers: int) -> list[Recomputed]:
-    """What is computed again of each layer, for a value of ``adaptive_batching.checkpoint``.
+    """The part of each layer that is computed again, for a value of ``adaptive_batching.checkpoint``.
 
     Layers are counted from 1, as torchtune does: ``every_2`` of 4 is the second and the fourth.
     """

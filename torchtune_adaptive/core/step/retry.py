@@ -20,7 +20,7 @@ from torchtune_adaptive.core.step.train_step import TrainStep
 
 @dataclass(frozen=True)
 class Adjustment:
-    """What is done about the memory that steps take. If nothing changes, the reason says why."""
+    """A change in the memory that steps take. If nothing changes, the reason says why."""
 
     step: int
     """The first step that it concerns, counted from 1."""
@@ -38,19 +38,16 @@ class StepRunner:
     """Takes each step of training, as often as it takes, in micro-batches of the size that works.
 
     Every rank has one and sees the same outcomes, so all ranks decide the same without asking.
-
-    Args:
-        step: the step.
-        advice: says what to do where a step cannot be retried, for the message that ends the run.
-        unit: what the size of a micro-batch counts.
-        wait_for_memory: seconds to wait, in all, when not even the smallest micro-batch fits: memory may be
-            short for a moment only, because of another process.
     """
 
     step: TrainStep
     advice: Callable[[], str]
+    """Advice for the message that ends the run where a step cannot be retried."""
     unit: str = "rows"
+    """The things that the size of a micro-batch counts."""
     wait_for_memory: float = 0.0
+    """Seconds to wait, in all, when not even the smallest micro-batch fits: memory may be short for a moment
+    only, because of another process."""
 
     recovery: Recovery | None = field(init=False, default=None)
     reliefs: list[Choice] = field(init=False)
@@ -67,9 +64,7 @@ class StepRunner:
     def begin(self, size: int, recovery: Recovery | None) -> None:
         """Use micro-batches of this size from the next step on.
 
-        Args:
-            size: the size of a micro-batch.
-            recovery: decides about taking less memory; without one, running out of memory ends training.
+        ``recovery`` decides about taking less memory; without it, running out of memory ends training.
         """
         self._size, self.recovery = size, recovery
         self._relieve()
@@ -118,8 +113,8 @@ class StepRunner:
                 generators.restore()
             outcome = self._attempt(micro_batches, number)
         self.allocation_retries += outcome.retries
-        if (learnt := self._learn(outcome.retries, number + 1)) is not None:
-            adjusted(learnt)
+        if (learned := self._learn(outcome.retries, number + 1)) is not None:
+            adjusted(learned)
         return outcome
 
     def _attempt(self, micro_batches: Callable[[int], Iterable[Batch]], number: int) -> StepOutcome:

@@ -7,7 +7,7 @@ parameters cannot change and are not copied.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ class Snapshot:
     """A copy of a model, its optimizers, and the random number generators, to restore them from.
 
     Args:
-        model: its trained parameters and its buffers are copied.
-        optimizers: their state is copied; an optimizer without any has its new state dropped in ``close``.
+        model: the model whose trained parameters and buffers are copied.
+        optimizers: the optimizers whose state is copied; ``close`` drops new state of one without any.
         device: the device whose random number generator is used.
     """
 
@@ -31,7 +31,8 @@ class Snapshot:
         self, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device
     ) -> None:
         self._optimizers = [_OptimizerSnapshot(optimizer) for optimizer in optimizers]
-        self._tensors = _Copies([*_trained(model), *model.buffers()])
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._tensors = _Copies([*trained, *model.buffers()])
         self._generators = Generators(device)
 
     def restore(self) -> None:
@@ -50,7 +51,7 @@ class Snapshot:
 
 
 class _Copies:
-    """Host copies of tensors, sharded and quantised ones included."""
+    """Host copies of tensors, sharded and quantized ones included."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._copies = [
@@ -101,7 +102,7 @@ def _reset_paged(state: dict[str, Any]) -> None:
     """Make the paged state of a bitsandbytes optimizer what it is before the first step.
 
     Its memory is never freed (the optimizer keeps a list of it), so dropping the state would leave a second
-    copy behind. What it starts from is zero, apart from the quantisation maps.
+    copy behind. What it starts from is zero, apart from the quantization maps.
     """
     state["step"] = 0
     for name, value in state.items():
@@ -150,7 +151,3 @@ class Generators:
         torch.set_rng_state(self._torch)
         if self._device is not None:
             torch.get_device_module(self._device).set_rng_state(self._accelerator, self._device)
-
-
-def _trained(model: nn.Module) -> Iterator[torch.Tensor]:
-    return (parameter for parameter in model.parameters() if parameter.requires_grad)

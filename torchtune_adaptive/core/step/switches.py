@@ -12,9 +12,9 @@ class Switches:
     """The knobs that can be changed on a model that is built.
 
     Args:
-        setters: what changes each knob, by its key.
-        choice: what they are set to.
-        layers: how many there are that can be checkpointed.
+        setters: the functions that change each knob, by its key.
+        choice: the values that the knobs have.
+        layers: the number of layers that can be checkpointed.
     """
 
     def __init__(

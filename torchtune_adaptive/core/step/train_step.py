@@ -4,10 +4,9 @@
         step.forward_backward(batch)
     outcome = step.apply()
 
-Running out of memory does not raise while the step can still be discarded. The rank that ran out drops
-everything the step made, launches the collectives that the others still expect, and reports the failure in
-the one all-reduce that a step has; see Note [Failure before a collective]. Then ``outcome.lost`` is true on
-every rank, nothing has changed on any, and the caller decides what to do.
+Running out of memory does not raise while the step can still be discarded; see Note [Failure before a
+collective] in ``step.failures``. Then ``outcome.lost`` is true on every rank, nothing has changed on any, and
+the caller decides what to do.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torchtune_adaptive.core.device.memory import DeviceMemory
 from torchtune_adaptive.core.private import tree_leaves, tree_map
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.core.ranks.collectives import Collectives, NoCollectives
+from torchtune_adaptive.core.ranks.collectives import Collectives
 from torchtune_adaptive.core.ranks.reduction import reduction_of
 from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import Exchange, StepLost, StepOutcome
@@ -33,62 +32,47 @@ from torchtune_adaptive.core.step.failures import Failures, StepHalfApplied
 from torchtune_adaptive.core.step.knobs import Choice
 from torchtune_adaptive.core.step.loss_scale import LossScale
 from torchtune_adaptive.core.step.objective import Batch, Objective, Summed
-from torchtune_adaptive.core.step.small_batches import NoSmallBatches, SmallBatches
+from torchtune_adaptive.core.step.small_batches import SmallBatches
 from torchtune_adaptive.core.step.switches import Switches
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step is taken."""
+    """The ways in which a step may be taken."""
 
     survive: bool = True
-    """Discard a step in which memory runs out; otherwise the error is raised as it is."""
-
+    """Whether a step in which memory runs out is discarded; otherwise the error is raised as it is."""
     activations: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Makes what forward passes run in, such as activation offloading; a failed step's is replaced."""
-
+    """Maker of the context of forward passes, such as activation offloading; a failed step's is replaced."""
     switches: Switches = field(default_factory=Switches)
     """The memory knobs that can be changed between steps."""
-
     clip_grad_norm: float | None = None
     """The norm above which gradients are scaled down."""
-
     optimizer_in_backward: bool = False
-    """The optimizers step in backward, by hooks that they come with."""
-
+    """Whether the optimizers step in backward, by hooks that they come with."""
     launched: Callable[[], None] = lambda: None
-    """Called after every collective that FSDP launches, if the step is to survive."""
-
+    """Function called after every collective that FSDP launches, if the step is to survive."""
     measure_noise: bool = False
-    """Measure gradient noise, with one more norm of each micro-batch's gradient. Not possible where the
+    """Whether gradient noise is measured, by one more norm of each micro-batch's gradient. Not possible where
     optimizers step in backward: there the step's gradient is never complete."""
-
     loss_scale: LossScale | None = None
-    """Scales losses against underflow in float16. Not possible where the optimizers step in backward."""
-
+    """The scale of losses against underflow in float16. Not possible where optimizers step in backward."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether this rank has been asked to stop; all ranks learn of it in the outcome."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TrainStep:
-    """Forward, backward, and the optimizer step of a model.
-
-    Args:
-        model: the model that is trained, sharded by FSDP2 or not.
-        objective: what is minimized.
-        optimizers: the optimizer, or one for each parameter if they step in backward.
-        device: where the model runs.
-        memory: that device's memory.
-        ranks: the ranks of the run.
-        options: how the step is taken.
-    """
+    """Forward, backward, and the optimizer step of a model."""
 
     model: nn.Module
+    """The model that is trained, sharded by FSDP2 or not."""
     objective: Objective
     optimizers: Sequence[Optimizer]
+    """The optimizer, or one for each parameter if they step in backward."""
     device: torch.device
     memory: DeviceMemory
+    """The memory of that device."""
     ranks: Ranks
     options: StepOptions = field(default_factory=StepOptions)
 
@@ -100,14 +84,12 @@ class TrainStep:
         self._activations = options.activations()
         self._reduction = reduction_of(model, ranks)
         measures_noise = options.measure_noise and not options.optimizer_in_backward
-        self._noise = SmallBatches(device, self._reduction) if measures_noise else NoSmallBatches()
+        self._noise = SmallBatches(device, self._reduction, measures_noise)
         self._scaling = gradients.Scaling(
             self._reduction.averaged_over, options.clip_grad_norm, options.loss_scale
         )
-        self._collectives = (
-            Collectives(self._models, ranks, device, options.launched, self._noise.reducing)
-            if options.survive
-            else NoCollectives(self._models, self._noise.reducing)
+        self._collectives = Collectives(
+            self._models, ranks, device, options.launched, self._noise.observer, options.survive
         )
         self._failures = Failures(self._collectives, memory, options.survive, self.forget)
         self._exchange = Exchange(
@@ -134,7 +116,7 @@ class TrainStep:
 
     @property
     def phase(self) -> str:
-        """What the step is doing, or has done last."""
+        """The phase that the step is in, or was in last."""
         return self._failures.phase
 
     def switch(self, choice: Choice) -> None:
@@ -150,7 +132,7 @@ class TrainStep:
         self._activations = self.options.activations()
         gradients.drop_unfinished(self.device)
         self._reset_models()
-        self.memory.release()
+        self.memory.release()  # last: it can give back only what nothing refers to anymore
 
     def _reset_models(self) -> None:
         self._collectives.disturbed = False
@@ -215,9 +197,9 @@ class TrainStep:
         Only between steps: FSDP is reset, which drops gradients.
 
         Args:
-            batch: on the host; if memory runs out, the outcome is lost on every rank.
-            counts: whether its tokens do. A rank that has no row left, where others have, evaluates one for
-                nothing, to take part in the collectives.
+            batch: the micro-batch, on the host; if memory runs out, the outcome is lost on every rank.
+            counts: whether its tokens count. A rank that has no row left, where others have, evaluates one
+                for nothing, to take part in the collectives.
         """
         self._collectives.begin_pass("evaluation")
         with _evaluating(self.model):
@@ -244,8 +226,8 @@ class TrainStep:
         """End the step: apply it, or, if memory ran out on any rank, leave no trace of it.
 
         Args:
-            even_if_overflow: with loss scaling: step the optimizer whatever its gradients are, and keep the
-                scale, as a trial does.
+            even_if_overflow: whether, with loss scaling, the optimizer steps whatever its gradients are and
+                the scale is kept, as in a trial.
 
         Raises:
             StepHalfApplied: memory ran out after parameters may have changed on some rank.
@@ -300,7 +282,7 @@ class TrainStep:
         return failures.attempt("gradient norm", self._squared_gradient_norm)
 
     def _agree(self, squared_norm: torch.Tensor | None = None) -> StepOutcome:
-        """What the step did on all ranks; if one of them has failed, nothing is left of it."""
+        """The outcome of the step on all ranks; if one of them has failed, nothing is left of it."""
         if not self._failures.known:
             done = self._exchange.run(not self._failures.none, squared_norm)
             if done is not None:
@@ -325,7 +307,7 @@ class TrainStep:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients; afterwards each module has the mode that it had."""
+    """Evaluation mode, without gradients; afterward each module has the mode that it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
