@@ -41,9 +41,7 @@ from torchtune_adaptive.recipe.plan.request import PlanRequest, plan_request
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.settings.kinds import kind_of
 from torchtune_adaptive.recipe.setup.environment import Environment
-from torchtune_adaptive.recipe.setup.model import (
-    initialize_ropes,
-)
+from torchtune_adaptive.recipe.setup.model import initialize_ropes
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
 

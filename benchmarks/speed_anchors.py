@@ -45,11 +45,7 @@ BARE = {
 }
 ADAPTERS = {"enable_activation_offloading": False, **FUSED_ADAMW, **ONE_MICRO_BATCH, **CHUNKED}
 RANK_8_QV = {
-    "model": {
-        "lora_attn_modules": ["q_proj", "v_proj"],
-        "apply_lora_to_mlp": False,
-        "lora_rank": 8,
-    }
+    "model": {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": False, "lora_rank": 8}
 }
 
 THREE_B, THREE_B_LORA = "llama3_2/3B_full_single_device", "llama3_2/3B_lora_single_device"

@@ -18,13 +18,7 @@ from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.hugging_face import METHODS, config_for
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import Progress
-from torchtune_adaptive.cli.plan_report import (
-    PlanReport,
-    WhatIfResult,
-    as_dict,
-    details,
-    headline,
-)
+from torchtune_adaptive.cli.plan_report import PlanReport, WhatIfResult, as_dict, details, headline
 from torchtune_adaptive.cli.speed_report import Job, job
 from torchtune_adaptive.cli.what_if import what_ifs
 from torchtune_adaptive.common import (

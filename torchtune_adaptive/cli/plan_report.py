@@ -7,21 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
-from torchtune_adaptive.cli.speed_report import (
-    Job,
-    compare_table,
-    speed_as_dict,
-    speed_blocks,
-)
+from torchtune_adaptive.cli.speed_report import Job, compare_table, speed_as_dict, speed_blocks
 from torchtune_adaptive.common import Block, Listing, Paragraph, Table, bytes_of, human_bytes
 from torchtune_adaptive.planner import Peak
 from torchtune_adaptive.recipe import TOKENS, LengthLimits, OnDevice, PlanRequest, Prediction
 
-_WHERE = {
-    "forward": "forward pass",
-    "backward": "backward pass",
-    "optimizer step": "optimizer",
-}
+_WHERE = {"forward": "forward pass", "backward": "backward pass", "optimizer step": "optimizer"}
 _NO_JOB = Job()
 _SAME = 0.01
 """A what-if that saves a smaller share of the peak than this, and no row, gains nothing."""

@@ -7,13 +7,7 @@ from math import ceil
 
 from torchtune_adaptive.planner.speed import devices
 from torchtune_adaptive.planner.speed.devices import Speeds
-from torchtune_adaptive.planner.speed.operations import (
-    ATTENTION,
-    COLLECTIVE,
-    COPY,
-    GEMM,
-    Operation,
-)
+from torchtune_adaptive.planner.speed.operations import ATTENTION, COLLECTIVE, COPY, GEMM, Operation
 
 _TILES = (
     ((128, 256), 1.0),

@@ -39,9 +39,7 @@ def fill(
         return nn.Parameter(parameter, requires_grad=trained)
 
     model.load_state_dict(
-        {name: filled(value) for name, value in parameters.items()},
-        strict=False,
-        assign=True,
+        {name: filled(value) for name, value in parameters.items()}, strict=False, assign=True
     )
     for module in model.modules():
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:

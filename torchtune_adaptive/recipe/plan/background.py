@@ -16,11 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, Usage
 from torchtune_adaptive.planner import TracedRun, Worker
-from torchtune_adaptive.recipe.plan.calibration import (
-    Calibration,
-    Calibrations,
-    SpeedCalibration,
-)
+from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations, SpeedCalibration
 from torchtune_adaptive.recipe.plan.candidates import rank_candidates
 from torchtune_adaptive.recipe.plan.pace import pace_for
 from torchtune_adaptive.recipe.plan.request import device_for, plan_request, row_length

@@ -12,13 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.common import ConfigError, NoPrediction
-from torchtune_adaptive.planner import (
-    DeviceLimits,
-    Pace,
-    gpu_limits,
-    gpus,
-    planned_gpu,
-)
+from torchtune_adaptive.planner import DeviceLimits, Pace, gpu_limits, gpus, planned_gpu
 from torchtune_adaptive.recipe.data.row_lengths import longest_known
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.recipe.plan.pace import pace_for

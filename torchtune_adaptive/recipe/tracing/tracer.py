@@ -108,11 +108,7 @@ class Tracer(StepTracer):
         )
 
     def take_step(
-        self,
-        rows: int,
-        length: int,
-        choice: Choice | None = None,
-        micro_batches: int | None = None,
+        self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
     ) -> RecordedStep:
         """The step at a size.
 
