@@ -80,7 +80,7 @@ class Anchor:
     length: int = 4096
     ranks: int = 1
     compiled: bool = True
-    quantised: bool = False
+    quantized: bool = False
     differs: str = ""
     """Why the prediction need not be within 10 %."""
     note: str = ""
@@ -110,7 +110,7 @@ ANCHORS = [
     Anchor(T3, "LoRA", 8210, A100, THREE_B_LORA, (ADAPTERS, CHECKPOINTED, OFFLOADED)),
     Anchor(
         *(T3, "QLoRA", 8035, A100, THREE_B_QLORA, (ADAPTERS, CHECKPOINTED, OFFLOADED)),
-        quantised=True,
+        quantized=True,
     ),
     Anchor(
         T8, "LoRA", 3083, RTX4090, EIGHT_B_LORA, (ADAPTERS, CHECKPOINTED, RANK_8_QV), length=2048
@@ -118,7 +118,7 @@ ANCHORS = [
     Anchor(
         *(T8, "QLoRA", 2413, RTX4090, EIGHT_B_QLORA, (ADAPTERS, CHECKPOINTED)),
         length=2048,
-        quantised=True,
+        quantized=True,
     ),
     Anchor(
         *("titan-H100", "eager", 5762, TITAN_H100.name, EIGHT_B),
@@ -208,7 +208,7 @@ def all_steps(folder: Path | None) -> list[StepOperations]:
 
 
 def result(anchor: Anchor, step: StepOperations) -> Result:
-    pace = Pace(DEVICES[anchor.device], anchor.ranks, anchor.compiled, anchor.quantised, "bfloat16")
+    pace = Pace(DEVICES[anchor.device], anchor.ranks, anchor.compiled, anchor.quantized, "bfloat16")
     return Result(anchor, pace.speed(step, anchor.rows, anchor.length, 1))
 
 
@@ -241,13 +241,13 @@ def main() -> None:
         print("|---|---|--:|--:|--:|--:|---|")
         for one in rows:
             anchor = one.anchor
-            notes = ("quantised" * anchor.quantised, anchor.differs, anchor.note)
+            notes = ("quantized" * anchor.quantized, anchor.differs, anchor.note)
             note = "; ".join(filter(None, notes))
             print(
                 f"| {anchor.name} | {anchor.device} | {anchor.ranks} | {anchor.published:,.0f} "
                 f"| {one.predicted.tokens_per_second_per_gpu:,.0f} | {one.error:+.1%} | {note} |"
             )
-            if abs(one.error) > 0.10 and not anchor.quantised and not anchor.differs:
+            if abs(one.error) > 0.10 and not anchor.quantized and not anchor.differs:
                 failed.append(f"{table}, {anchor.name}: {one.error:+.1%}")
         print()
         if correlation < 0.95:

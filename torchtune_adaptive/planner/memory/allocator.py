@@ -11,7 +11,7 @@ apart. The rules are those of torch 2.13 with default settings:
   of a large one. So a large tensor may occupy up to 1 MiB more than requested, which counts as allocated.
 - If there is no such block, a segment is requested from the device: 2 MiB for small blocks, 20 MiB for large
   blocks below 10 MiB, and the size itself in units of 2 MiB from there on.
-- A freed block merges with its free neighbours in the segment.
+- A freed block merges with its free neighbors in the segment.
 - When the device has no more memory, all segments without a block in use are returned to it and the request
   is repeated (a *retry*, which costs time); only if that fails is it out of memory.
 - With *expandable segments* each pool is one segment that grows at its end by pages of 2 MiB or 20 MiB, and
@@ -38,14 +38,12 @@ class OutOfMemory(Exception):
 
 
 class Block:
-    """A piece of a segment, in use or free, between its neighbours."""
+    """A piece of a segment, in use or free, between its neighbors."""
 
     __slots__ = ("address", "before", "behind", "free", "pool", "size")
 
     def __init__(self, pool: Pool, address: int, size: int) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
+        self.pool, self.address, self.size = pool, address, size
         self.free = False
         self.before: Block | None = None
         self.behind: Block | None = None
@@ -84,9 +82,8 @@ class Allocator:
             self.release()
             block = self._take(pool, size) or self._reserve(pool, size)
         if block is None:
-            raise OutOfMemory(
-                f"{size:,} bytes, with {self.reserved:,} of {self._capacity:,} reserved"
-            )
+            held = f"{self.reserved:,} of {self._capacity:,} reserved"
+            raise OutOfMemory(f"{size:,} bytes, with {held}")
         self._split(block, size)
         block.free = False
         self.allocated += block.size
@@ -183,8 +180,7 @@ class Allocator:
 
     def _split(self, block: Block, size: int) -> None:
         left = block.size - size
-        worth_it = left >= UNIT if block.pool[1] or self._expandable else left > LARGEST_SMALL
-        if not worth_it:
+        if not (left >= UNIT if block.pool[1] or self._expandable else left > LARGEST_SMALL):
             return
         rest = Block(block.pool, block.address + size, left)
         block.size = size

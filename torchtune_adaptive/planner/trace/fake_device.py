@@ -143,7 +143,6 @@ class _DeviceModule:
     Event = FakeEvent
     current_stream = staticmethod(current_stream)
     stream = staticmethod(in_stream)
-
     default_stream = staticmethod(default_stream)
 
     def is_initialized(self) -> bool:
@@ -182,7 +181,7 @@ class _DeviceModule:
 def device() -> torch.device:
     """Register the fake device with torch, and return it."""
     if not hasattr(torch, NAME):
-        private.register_device(NAME, _DeviceModule())
+        private.register_device(NAME, backend_module=_DeviceModule())
     return torch.device(NAME, 0)
 
 

@@ -40,7 +40,7 @@ def pace_for(
         speeds,
         ranks,
         compiled=bool(cfg.get("compile", False)),
-        quantised=is_quantised(cfg),
+        quantized=is_quantised(cfg),
         dtype=dtype,
     )
     measured = Calibrations(SpeedCalibration, settings.cache, cfg, ranks).of(device)
