@@ -1,4 +1,5 @@
-"""How far a plan is: ``tracing 3 of 17`` on stderr: rewritten in place on a terminal, else plain lines."""
+"""The progress of a plan, ``tracing 3 of 17``, on stderr: rewritten in place on a terminal, else plain
+lines."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ class Progress:
     """Counts traces that are done. Use as a context, which leaves a clean line.
 
     Args:
-        expected: how many there will be.
+        expected: the number of traces that there will be.
     """
 
     def __init__(self, expected: int) -> None:

@@ -72,7 +72,7 @@ class _Clock:
 def step_time(
     step: StepOperations, speeds: Speeds, ranks: int, micro_batches: int, compiled: bool = False
 ) -> StepTime:
-    """The time of one of many steps with so many micro-batches; ``step`` has one, or the first two of more."""
+    """The time of one of many steps with so many micro-batches; ``step`` has one of them, or two."""
     parts = [step.micro_batches[min(n, len(step.micro_batches) - 1)] for n in range(micro_batches)]
     few = parts[:3]  # what a further micro-batch takes is the difference of three to two
     clock = _Clock()

@@ -122,7 +122,7 @@ class StepTracer:
         self._optimizer_state_is_there = False
 
     def begin(self, step: TrainStep, models: Sequence[nn.Module]) -> None:
-        """Trace this step from now on, which runs these models. Its tensors are fake, on the tracer's device."""
+        """Trace this step of these models from now on. Its tensors are fake, on the tracer's device."""
         self.step, self._models = step, tuple(models)
         parameters = [p for model in models for p in model.parameters()]
         sharded = [p for p in parameters if isinstance(p, DTensor)]
