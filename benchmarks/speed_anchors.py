@@ -4,7 +4,7 @@
     python benchmarks/speed_anchors.py --traces FOLDER   # keeps the traces there, to compare again in seconds
 
 What was published was measured by others, on their machines, with the software of their time. No constant of
-the time model comes from these tables (see ``time_model/devices.py``).
+the time model comes from these tables (see ``planner/speed/devices.py``).
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Anchor:
     compiled: bool = True
     quantized: bool = False
     differs: str = ""
-    """Why the prediction need not be within 10 %."""
+    """Reason why the prediction need not be within 10 %."""
     note: str = ""
-    """What is different and should not matter much."""
+    """Difference that should not matter much."""
 
 
 EVERY_SECOND_PRODUCT = "theirs repeats every second matrix product, ours all of every second layer"

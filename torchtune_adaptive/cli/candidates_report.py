@@ -1,4 +1,4 @@
-"""What ``plan --fastest`` reports: the choice, what it changes, and the other candidates."""
+"""The report of ``plan --fastest``: the choice, what it changes, and the other candidates."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torchtune_adaptive.cli.answers import Answers
 from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.hugging_face import METHODS, config_for
 from torchtune_adaptive.cli.plan_plot import draw
-from torchtune_adaptive.cli.plan_progress import Progress
+from torchtune_adaptive.cli.plan_progress import TraceProgress
 from torchtune_adaptive.cli.plan_report import PlanReport, WhatIfResult, as_dict, details, headline
 from torchtune_adaptive.cli.speed_report import Job, job
 from torchtune_adaptive.cli.what_if import WhatIf, what_ifs
@@ -203,7 +203,7 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
     devices = on_devices(plan, arguments.compare) if arguments.compare else []
     lora = kind_of(plan.cfg).adapters
     expected = 2 - fastest + len(alternatives) + (lora and bool(alternatives))
-    with Progress(expected) as progress, Answers(plan.settings.cache) as answers:
+    with TraceProgress(expected) as progress, Answers(plan.settings.cache) as answers:
 
         def ask(work: Callable[..., Any], query: Query, *others: Any) -> Future[Any]:
             if work is rank_candidates:

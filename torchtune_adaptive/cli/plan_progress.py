@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 
-class Progress:
+class TraceProgress:
     """Counts traces that are done. Use as a context, which leaves a clean line.
 
     Args:
@@ -36,7 +36,7 @@ class Progress:
             self._clear()
             print(text, end="", flush=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TraceProgress:
         with self._lock:
             self._show()
         return self

@@ -1,4 +1,4 @@
-"""What the plan command reports: as blocks of text, and as JSON."""
+"""The report of the plan command: as blocks of text, and as JSON."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _memory_table(found: Prediction) -> Table:
 
 
 def details(report: PlanReport) -> list[Block]:
-    """What follows the headline: corrections, the last rank, the limits, the what-ifs."""
+    """The blocks after the headline: corrections, the last rank, the limits, the what-ifs."""
     blocks: list[Block] = []
     if report.found.traced_directly and not report.first_answer.traced_directly:
         correction = f"{_verdict_text(report.plan, report.found)} {_largest_text(report.found)}"

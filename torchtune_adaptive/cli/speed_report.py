@@ -1,4 +1,4 @@
-"""What a plan reports about speed: tokens per second, where the time goes, hours and cost."""
+"""The report of a plan about speed: tokens per second, where the time goes, hours and cost."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ _FOR_STRIDED = "_propagate_use_strided_shard_flag"
 def of_sharding(
     unseen: Callable[[], AbstractContextManager[None]],
 ) -> Iterable[tuple[Any, str, Any]]:
-    """What to replace in torch while a sharded model is traced: owner, name, replacement. Shapes are computed
+    """Replacements in torch while a sharded model is traced: owner, name, replacement. Shapes are computed
     ``unseen``, in a context in which nothing is recorded, on tensors of the whole model's size."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 

@@ -1,4 +1,4 @@
-"""What the steps of one model take with other values of its knobs: traced, or estimated from few traces.
+"""Time and memory of one model's steps with other values of its knobs: traced, or estimated from few traces.
 
 Steps that repeat less follow from the one that repeats everything, by leaving operations out, and the other
 knobs are taken to add up.
@@ -60,7 +60,7 @@ class StepsByChoice:
         length: the length of each row.
         rows_per_step: the rows of each rank in a step.
         device: the device's memory.
-        pace: its speed.
+        pace: the device's speed.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StepsByChoice:
         self._exact: dict[Choice, TracedStep] = {}
 
     def traced(self, choice: Choice) -> TracedStep:
-        """What a step takes, from a trace of that very step."""
+        """Seconds and bytes of a step, from a trace of that very step."""
         if choice not in self._exact:
             size, length = self._size(choice), self._length
             micro_batches = self._rows_per_step // size
@@ -112,7 +112,7 @@ class StepsByChoice:
         return sorted(candidates, key=lambda one: estimated[one]), estimated
 
     def estimated_seconds(self, choice: Choice) -> float:
-        """What a step should take."""
+        """The seconds that a step should take."""
         size = self._size(choice)
         # Only a loss in chunks can be repeated, so what is not repeated depends on the loss.
         step, lean = self._base(size, *self._changed(choice, knobs.LOSS))

@@ -99,7 +99,7 @@ class TracedRun:
         return self._known[size]
 
     def operations(self, rows: int, length: int) -> StepOperations:
-        """What a step computes and moves."""
+        """The operations of a step, with what they compute and move."""
         if not self.direct and rows >= self.ROWS[0]:
             few, many = (self._noted(traced, length) for traced in self.ROWS)
             share = (rows - self.ROWS[0]) / (self.ROWS[1] - self.ROWS[0])

@@ -78,7 +78,8 @@ class Worker:
     """A process that answers questions, and ends with the process that started it, however that ends.
 
     Args:
-        make: called in the process with the arguments, which are pickled; returns what answers questions.
+        make: the function that is called in the process with the arguments, which are pickled, and returns
+            the one that answers questions.
 
     Raises:
         OSError: the process cannot be started.

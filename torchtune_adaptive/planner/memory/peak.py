@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchtune_adaptive.planner.memory.allocator import Allocator, Block
+from torchtune_adaptive.planner.memory.allocator import Allocator, MemoryBlock
 from torchtune_adaptive.planner.memory.recorded_step import Label, MemoryEvent, RecordedStep
 
 
@@ -178,7 +178,7 @@ def _replay(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> tupl
     allocator = Allocator(expandable=device.expandable)
     for nbytes in device.workspaces:
         allocator.allocate(nbytes)
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, MemoryBlock] = {}
     _play(allocator, start_up.set_up.events, blocks)
     _play(allocator, start_up.first_step.events, blocks)
     allocator.release()  # as between trials of a search
@@ -188,7 +188,9 @@ def _replay(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> tupl
     return allocator.peak_allocated, allocator.peak_reserved
 
 
-def _play(allocator: Allocator, events: Iterable[MemoryEvent], blocks: dict[int, Block]) -> None:
+def _play(
+    allocator: Allocator, events: Iterable[MemoryEvent], blocks: dict[int, MemoryBlock]
+) -> None:
     for block, nbytes, stream in events:
         if nbytes >= 0:
             blocks[block] = allocator.allocate(nbytes, stream)

@@ -34,10 +34,10 @@ passes."""
 SYNCHRONIZE = 1e-6
 """Seconds in which the host records an event or makes a stream wait for one."""
 
-COLLECTIVE = 30e-6
+COLLECTIVE_LATENCY = 30e-6
 """Seconds that a collective takes before it moves anything."""
 
-COPY = 10e-6
+COPY_LATENCY = 10e-6
 """Seconds that a copy to or from the host takes before it moves anything."""
 
 
@@ -119,7 +119,7 @@ def with_power(speeds: Speeds, name: str, share: float) -> Speeds:
 
 @dataclass(frozen=True)
 class _Family:
-    """What GPUs that are built alike have in common."""
+    """The properties that GPUs which are built alike have in common."""
 
     gemm: float
     attention: tuple[float, float]

@@ -33,9 +33,9 @@ def seconds(operation: Operation, speeds: Speeds, ranks: int, compiled: bool) ->
             return 0.0
         passes = 2 if operation.name.startswith("allreduce") else 1
         wire = operation.nbytes * passes * (ranks - 1) / ranks
-        return devices.COLLECTIVE + wire / speeds.collective_bandwidth(ranks)
+        return devices.COLLECTIVE_LATENCY + wire / speeds.collective_bandwidth(ranks)
     if operation.kind == COPY:
-        return devices.COPY + operation.nbytes / speeds.host
+        return devices.COPY_LATENCY + operation.nbytes / speeds.host
     nbytes = operation.fused_bytes if compiled else operation.nbytes
     time = nbytes / (speeds.bandwidth * devices.STREAMING)
     if operation.flops and (peak := speeds.peak(operation.dtype)):

@@ -60,7 +60,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a run trains."""
+    """The speed of a run."""
 
     seconds: float
     """Seconds of one step."""

@@ -67,7 +67,7 @@ class KnownResults:
         self._known: dict[Any, tuple[Callable[..., Any] | None, list[_Part]] | None] = {}
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``func(*args, **kwargs)`` returns."""
+        """The result of ``func(*args, **kwargs)``."""
         regular = self._regular.get(func)
         if regular is None:
             regular = self._regular[func] = _is_regular(func)
@@ -144,7 +144,7 @@ def _is_regular(func: Any) -> bool:
 def _taken_apart(
     result: Any, tensors: list[FakeTensor]
 ) -> tuple[Callable[..., Any] | None, list[_Part]] | None:
-    """How to make a result again; None if it is not a regular one."""
+    """The parts from which a result can be made again; None if it is not a regular one."""
     several = type(result) in (tuple, list)
     parts = [_part(value, tensors) for value in (result if several else [result])]
     if None in parts:

@@ -58,7 +58,7 @@ class PredictedPeak:
 
 
 class BackgroundPlanner:
-    """What ``tune-adaptive plan`` would predict for a run: the largest micro-batch that fits; or, where the
+    """The predictions of ``tune-adaptive plan`` for a run: the largest micro-batch that fits; or, where the
     run chooses its fastest configuration, the ranking of ``--fastest``.
 
     Args:
@@ -160,7 +160,7 @@ class BackgroundPlanner:
 
 
 def _instead(settings: AdaptiveSettings) -> str:
-    """What a run does without a prediction."""
+    """The run's way without a prediction."""
     ranks = settings.use_fastest_configuration
     return "Ranking by rules of thumb" if ranks else "Searching without it"
 

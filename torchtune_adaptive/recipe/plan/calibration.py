@@ -28,7 +28,7 @@ class Calibration:
     reserved_ratio: float
     """Measured peak of reserved memory / predicted peak."""
     allocated_ratio: float
-    """The same for allocated memory."""
+    """Measured peak of allocated memory / predicted peak."""
     when: float
     """Seconds since 1970."""
 

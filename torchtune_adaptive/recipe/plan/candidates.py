@@ -76,15 +76,15 @@ def rank_candidates(
     assert isinstance(cfg, DictConfig)
     own, *others = choices(cfg, query.ranks, may_change, switches_only=True)
     traces = traces or query.traces()
-    steps = steps_of(query, [own, *others], traces)
+    steps = steps_with(query, [own, *others], traces)
     ranked, estimated = steps.ranked([own, *others])
     traced = traced_until_one_fits(steps, ranked, estimated, query.device.usable_bytes)
     traces.remember()
     return [_candidate(query, cfg, one, estimated, traced) for one in ranked]
 
 
-def steps_of(query: Query, all_choices: list[Choice], traces: Traces) -> StepsByChoice:
-    """What the query's steps take with each choice, its own the first."""
+def steps_with(query: Query, all_choices: list[Choice], traces: Traces) -> StepsByChoice:
+    """The query's steps with each choice, its own the first."""
     assert query.pace is not None
     return StepsByChoice(
         traces,
@@ -127,7 +127,7 @@ def traced_until_one_fits(
 def _sizes_that_are_too_large(
     steps: StepsByChoice, ranked: list[Choice], usable_bytes: int
 ) -> list[Choice]:
-    """By loss, what needs least memory of the smallest micro-batch of which nothing fits."""
+    """The choices, by loss, that need the least memory of the smallest micro-batch of which nothing fits."""
     found = []
     for loss in {one.get(knobs.LOSS) for one in ranked}:
         same_loss = [one for one in ranked if one.get(knobs.LOSS) == loss]

@@ -1,4 +1,4 @@
-"""What the server imports that tracing processes are forked from, without the messages of other packages.
+"""Imports of the server that tracing processes are forked from, without the messages of other packages.
 
 Everything here is waited for before the first trace. torchtune imports Hugging Face's ``datasets``, and with
 it pandas and pyarrow, only to load data. A trace has none, so it is put off until data are loaded.

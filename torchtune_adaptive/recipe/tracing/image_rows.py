@@ -47,7 +47,7 @@ class Images:
         )
 
     def batch(self, rows: int, length: int) -> dict[str, Any]:
-        """What ``padded_collate_tiled_images_and_mask`` adds to a batch of text."""
+        """The additions of ``padded_collate_tiled_images_and_mask`` to a batch of text."""
         shape = (rows, PER_ROW, self.tiles, self.channels, self.width, self.width)
         images = torch.empty(shape, dtype=torch.bfloat16)  # as torchtune's transform has them
         aspect_ratio = torch.empty((rows, PER_ROW, 2), dtype=torch.int64)
