@@ -47,12 +47,9 @@ def _keeping_size(loss: Any) -> Callable[..., torch.Tensor]:
 
 _NONE, _MEAN = 0, 1  # as aten counts reductions
 
+_LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
 REPLACED: dict[Any, Callable[..., Any]] = {
-    loss.default: _keeping_size(loss.default)
-    for loss in (
-        *(_aten.mse_loss, _aten.smooth_l1_loss),
-        *(_aten.soft_margin_loss, _aten.binary_cross_entropy),
-    )
+    loss: _keeping_size(loss) for loss in (getattr(_aten, name).default for name in _LOSSES)
 }
 """Operations that take more memory than the shape of their result says (checked on a CPU, torch 2.13)."""
 

@@ -160,9 +160,9 @@ class BackgroundPlanner:
 
 
 def _instead(settings: AdaptiveSettings) -> str:
-    """The run's way without a prediction."""
-    ranks = settings.use_fastest_configuration
-    return "Ranking by rules of thumb" if ranks else "Searching without it"
+    """The words for what a run does without a prediction."""
+    fastest = settings.use_fastest_configuration
+    return "Ranking by rules of thumb" if fastest else "Searching without it"
 
 
 class _Planner:

@@ -22,7 +22,7 @@ class Calibration:
     """One trial compared with its prediction."""
 
     device: str
-    """Name of the device, its own."""
+    """The device's own name."""
     capacity: int
     """Bytes that a process could get."""
     reserved_ratio: float
@@ -60,7 +60,7 @@ class SpeedCalibration:
     """Timed steps compared with their prediction."""
 
     device: str
-    """Name of the device, its own."""
+    """The device's own name."""
     seconds_ratio: float
     """Measured seconds of a step / predicted seconds."""
     when: float

@@ -42,7 +42,7 @@ class Candidate:
     """A way to configure the same training."""
 
     cfg: dict[str, Any]
-    """Config as a whole."""
+    """The whole config."""
     changes: tuple[Change, ...]
     """Differences from the user's config."""
     seconds: float

@@ -58,7 +58,7 @@ def confirm(query: Query, lengths: Iterable[int]) -> tuple[Prediction, LengthLim
 
 
 _HIGHEST_POWER = 13
-"""Power of rank 4096, plus 1: as large as the matrices of most models."""
+"""Bits of rank 4096, which is as large as the matrices of most models."""
 
 
 def largest_adapter_rank(query: Query) -> int:
