@@ -1,4 +1,4 @@
-"""How much speed the choice of the fastest configuration loses against trying everything, on a CPU.
+"""The speed that the choice of the fastest configuration loses against trying everything, on a CPU.
 
     python benchmarks/fastest.py measure table.json    # 40 minutes: CPU time and peak of each configuration
     python benchmarks/fastest.py report table.json     # the table for docs/results/fastest.md
@@ -43,10 +43,10 @@ from torchtune_adaptive.recipe.tracing.self_check import _real_kind, _real_step
 ROWS = 8
 TRIALS = 3
 LIMITS = 48
-"""For each model."""
+"""Number of memory limits for each model."""
 WARM_UP, ROUNDS, STEPS = 2, 6, 2
-"""In each half of the measurements 12 steps count, as many as a run times of what it chooses; and their
-median, as in a run: on a shared machine, single steps are also shorter than most."""
+"""Rounds and steps. In each half of the measurements 12 steps count, as many as a run times of what it
+chooses; and their median, as in a run: on a shared machine, single steps are also shorter than most."""
 MODELS = {
     "6 layers of 256, vocabulary 4096": (
         {"vocab_size": 4096, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "embed_dim": 256}
@@ -153,7 +153,7 @@ def regrets(table: list[dict[str, Any]], own: Choice, predicted: dict[str, float
         return min(names, key=lambda name: median(timed[name]))
 
     def best_in_trials(fit: list[str], ranked: list[str]) -> str:
-        """As a run chooses."""
+        """The choice that a run makes."""
         mine = name_of(own) if name_of(own) in fit else None
         first = [name for name in ranked if name != mine][:TRIALS]
         steps = {name: iter(timed[name]) for name in fit}

@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Result:
-    """How a piece ended."""
+    """The end of a piece."""
 
     command: str
     exit_code: int | None
@@ -78,7 +78,7 @@ PIECES = (
 
 
 class Progress:
-    """What has been done on one machine, in a file that is always whole."""
+    """A record of what has been done on one machine, in a file that is always whole."""
 
     def __init__(self, path: Path, machine: str) -> None:
         self._path = path
@@ -154,7 +154,7 @@ def run_all(pieces: Sequence[Piece], progress: Progress, report_path: Path, limi
 
 
 def machine() -> str | None:
-    """What the results belong to; None without a GPU."""
+    """The machine that the results belong to; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -27,7 +27,7 @@ from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 
 ROUNDS, STEPS = 4, 2
-"""Of the measurements; every second round is one half of them."""
+"""Rounds of measurements, and steps in each; every second round is one half of them."""
 CASES = {
     "cuda": [
         (Case("1B", FULL_1B, CHECKPOINTED, length=1024), 8),
@@ -46,7 +46,7 @@ def config_for(case: Case, rows: int, device: str) -> DictConfig:
 
 
 def measure(case: Case, rows: int, device: str, capacity: int) -> list[dict[str, Any]]:
-    """In its own process: peak bytes and seconds of a step, with every configuration that fits."""
+    """Peak bytes and seconds of a step with every configuration that fits, measured in its own process."""
     cfg = config_for(case, rows, device)
     memory = device_memory(torch.device(device), capacity if device == "cpu" else None)
     step = build_step(cfg, case.ranks, memory)

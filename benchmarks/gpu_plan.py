@@ -41,9 +41,7 @@ from torchtune_adaptive.recipe.plan.request import PlanRequest, plan_request
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.settings.kinds import kind_of
 from torchtune_adaptive.recipe.setup.environment import Environment
-from torchtune_adaptive.recipe.setup.model import (
-    initialize_ropes,
-)
+from torchtune_adaptive.recipe.setup.model import initialize_ropes
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
 
@@ -95,7 +93,7 @@ class Measured:
     allocated: dict[int, int]
     reserved: dict[int, int]
     seconds: dict[int, float]
-    """Of a step, by rows."""
+    """Seconds of a step, by rows."""
     first_that_failed: int | None = None
 
 
@@ -145,7 +143,8 @@ def build_step(cfg: DictConfig, ranks: int, memory: DeviceMemory) -> TrainStep:
 
 
 def measure(case: Case, device_name: str, memory_limit: int, limit: int, largest: int) -> Measured:
-    """In its own process: a small step, the largest that should fit, then one row more and more."""
+    """The peaks of a small step, the largest that should fit, then of one row more and more; in its own
+    process."""
     memory = device_memory(torch.device(device_name), memory_limit)
     step = build_step(config_of(case, device_name), case.ranks, memory)
 
@@ -188,7 +187,7 @@ def timed(take: Callable[[], None], memory: DeviceMemory, steps: int = 3) -> flo
 
 
 def query_of(case: Case, plan: PlanRequest, device_name: str) -> Query:
-    """What to predict. Ranks that do not exist send nothing, so communication takes no time."""
+    """The query. Ranks that do not exist send nothing, so communication takes no time."""
     pace, _ = pace_for(plan.cfg, plan.settings, case.ranks, device_name)
     if pace is not None:
         pace = replace(pace, speeds=replace(pace.speeds, links=inf, network=inf), correction=None)
@@ -198,7 +197,7 @@ def query_of(case: Case, plan: PlanRequest, device_name: str) -> Query:
 def predict_all(
     cases: list[Case], device: str, memory: int, device_name: str
 ) -> list[tuple[int, Prediction]]:
-    """For each case the bytes that may be used, and the prediction."""
+    """The bytes that may be used and the prediction, for each case."""
     plans = [plan_request(config_of(case, device), case.ranks, memory=memory) for case in cases]
     with processes("torchtune_adaptive.recipe.plan.preload") as run:
         asked = [

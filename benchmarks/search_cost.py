@@ -1,4 +1,4 @@
-"""What a search costs: trials and seconds, for each strategy and for what people did before.
+"""The cost of a search: trials and seconds, for each strategy and for what people did before.
 
     python benchmarks/search_cost.py [--limit 40MiB] [--rounding power_of_two]
 

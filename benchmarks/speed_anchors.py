@@ -4,7 +4,7 @@
     python benchmarks/speed_anchors.py --traces FOLDER   # keeps the traces there, to compare again in seconds
 
 What was published was measured by others, on their machines, with the software of their time. No constant of
-the time model comes from these tables (see ``time_model/devices.py``).
+the time model comes from these tables (see ``planner/speed/devices.py``).
 """
 
 from __future__ import annotations
@@ -45,11 +45,7 @@ BARE = {
 }
 ADAPTERS = {"enable_activation_offloading": False, **FUSED_ADAMW, **ONE_MICRO_BATCH, **CHUNKED}
 RANK_8_QV = {
-    "model": {
-        "lora_attn_modules": ["q_proj", "v_proj"],
-        "apply_lora_to_mlp": False,
-        "lora_rank": 8,
-    }
+    "model": {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": False, "lora_rank": 8}
 }
 
 THREE_B, THREE_B_LORA = "llama3_2/3B_full_single_device", "llama3_2/3B_lora_single_device"
@@ -84,11 +80,11 @@ class Anchor:
     length: int = 4096
     ranks: int = 1
     compiled: bool = True
-    quantised: bool = False
+    quantized: bool = False
     differs: str = ""
-    """Why the prediction need not be within 10 %."""
+    """Reason why the prediction need not be within 10 %."""
     note: str = ""
-    """What is different and should not matter much."""
+    """Difference that should not matter much."""
 
 
 EVERY_SECOND_PRODUCT = "theirs repeats every second matrix product, ours all of every second layer"
@@ -114,7 +110,7 @@ ANCHORS = [
     Anchor(T3, "LoRA", 8210, A100, THREE_B_LORA, (ADAPTERS, CHECKPOINTED, OFFLOADED)),
     Anchor(
         *(T3, "QLoRA", 8035, A100, THREE_B_QLORA, (ADAPTERS, CHECKPOINTED, OFFLOADED)),
-        quantised=True,
+        quantized=True,
     ),
     Anchor(
         T8, "LoRA", 3083, RTX4090, EIGHT_B_LORA, (ADAPTERS, CHECKPOINTED, RANK_8_QV), length=2048
@@ -122,7 +118,7 @@ ANCHORS = [
     Anchor(
         *(T8, "QLoRA", 2413, RTX4090, EIGHT_B_QLORA, (ADAPTERS, CHECKPOINTED)),
         length=2048,
-        quantised=True,
+        quantized=True,
     ),
     Anchor(
         *("titan-H100", "eager", 5762, TITAN_H100.name, EIGHT_B),
@@ -212,7 +208,7 @@ def all_steps(folder: Path | None) -> list[StepOperations]:
 
 
 def result(anchor: Anchor, step: StepOperations) -> Result:
-    pace = Pace(DEVICES[anchor.device], anchor.ranks, anchor.compiled, anchor.quantised, "bfloat16")
+    pace = Pace(DEVICES[anchor.device], anchor.ranks, anchor.compiled, anchor.quantized, "bfloat16")
     return Result(anchor, pace.speed(step, anchor.rows, anchor.length, 1))
 
 
@@ -245,13 +241,13 @@ def main() -> None:
         print("|---|---|--:|--:|--:|--:|---|")
         for one in rows:
             anchor = one.anchor
-            notes = ("quantised" * anchor.quantised, anchor.differs, anchor.note)
+            notes = ("quantized" * anchor.quantized, anchor.differs, anchor.note)
             note = "; ".join(filter(None, notes))
             print(
                 f"| {anchor.name} | {anchor.device} | {anchor.ranks} | {anchor.published:,.0f} "
                 f"| {one.predicted.tokens_per_second_per_gpu:,.0f} | {one.error:+.1%} | {note} |"
             )
-            if abs(one.error) > 0.10 and not anchor.quantised and not anchor.differs:
+            if abs(one.error) > 0.10 and not anchor.quantized and not anchor.differs:
                 failed.append(f"{table}, {anchor.name}: {one.error:+.1%}")
         print()
         if correlation < 0.95:

@@ -64,7 +64,7 @@ SMALL_VOCABULARY = 512
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of rows: log-normal, cut at the longest."""
+    """The lengths of rows: log-normal, cut at the longest."""
 
     median: float
     sigma: float

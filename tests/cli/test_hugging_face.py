@@ -101,7 +101,10 @@ def test_each_method_is_a_config_that_can_be_planned(method: Any, tmp_path: Path
     [
         ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' is not an architecture"),
         ({"architectures": None}, "'no architecture' is not an architecture"),
-        ({"head_dim": 128}, "has head_dim 128, which torchtune's llama3_2 builder has not"),
+        (
+            {"head_dim": 128},
+            "has head_dim 128, which torchtune's llama3_2 builder does not support",
+        ),
         ({"attention_bias": True}, "has attention_bias"),
         ({"architectures": ["MistralForCausalLM"]}, "has tied embeddings, which torchtune's mist"),
         ({"hidden_size": None, "vocab_size": "x"}, "has no vocab_size, hidden_size"),

@@ -18,7 +18,7 @@ import torch
 
 from torchtune_adaptive.core.device.accelerator import AcceleratorMemory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
-from torchtune_adaptive.planner.memory.allocator import Allocator, Block, OutOfMemory
+from torchtune_adaptive.planner.memory.allocator import Allocator, MemoryBlock, OutOfMemory
 
 SCALE = 4096  # a tiny model's tensors, as large as blocks that an allocator notices
 
@@ -57,8 +57,8 @@ class Card(SimulatedMemory):
         self.waits_with_lock = 0  # emptied the cache of a device that was still busy
         self._lateness, self._scale = lateness, scale
         self._allocator = Allocator()
-        self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Block]] = {}
-        self._late: deque[tuple[int, Block]] = deque()
+        self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, MemoryBlock]] = {}
+        self._late: deque[tuple[int, MemoryBlock]] = deque()
         self._operations = 0
         self._retries = 0  # before the statistics were reset
 
@@ -84,7 +84,7 @@ class Card(SimulatedMemory):
     def _forget(self, key: int) -> None:
         self._late.append((self._operations + self._lateness, self._blocks.pop(key)[2]))
 
-    def _allocate(self, nbytes: int) -> Block:
+    def _allocate(self, nbytes: int) -> MemoryBlock:
         self._allocator._capacity = min(
             int(self.fraction * self.total), self.total - self.neighbour
         )

@@ -184,7 +184,7 @@ def test_further_micro_batches_take_as_long_as_the_second() -> None:
 def test_repetitions_are_time_but_not_model_flops() -> None:
     plain = StepOperations([[gemm(4096)] * 3], [])
     repeated = StepOperations([[*[gemm(4096)] * 3, gemm(4096, repeats=1)]], [])
-    pace = Pace(A100, 1, compiled=False, quantised=False, dtype="bfloat16")
+    pace = Pace(A100, 1, compiled=False, quantized=False, dtype="bfloat16")
     without, with_them = (pace.speed(step, 2, 2048, 1) for step in (plain, repeated))
     assert without.tokens_per_second_per_gpu == pytest.approx(
         with_them.tokens_per_second_per_gpu * 4 / 3, rel=1e-3
@@ -195,10 +195,10 @@ def test_repetitions_are_time_but_not_model_flops() -> None:
 
 def test_a_measurement_corrects_and_narrows_the_band() -> None:
     step = StepOperations([[gemm(4096)] * 3], [])
-    pace = Pace(A100, 1, compiled=True, quantised=False, dtype="bfloat16")
+    pace = Pace(A100, 1, compiled=True, quantized=False, dtype="bfloat16")
     plain, corrected = (p.speed(step, 2, 64, 1) for p in (pace, replace(pace, correction=1.25)))
     assert corrected.seconds == pytest.approx(1.25 * plain.seconds)
-    assert corrected.band < plain.band < replace(pace, quantised=True).band
+    assert corrected.band < plain.band < replace(pace, quantized=True).band
     assert plain.hours(plain.tokens_per_second_per_gpu * 7200, 2) == pytest.approx(1.0)
 
 

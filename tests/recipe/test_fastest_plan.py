@@ -23,7 +23,7 @@ from torchtune_adaptive.recipe.plan.candidates import (
     merged,
     other_builds,
     rank_candidates,
-    steps_of,
+    steps_with,
     traced_until_one_fits,
 )
 from torchtune_adaptive.recipe.plan.predict import Query, predict
@@ -45,7 +45,7 @@ def choices_at_many_limits(query: Query) -> tuple[list[tuple[float, int]], list[
     """Seconds and peak of every candidate, each traced; and what is chosen at each limit."""
     cfg = OmegaConf.create(query.cfg)
     candidates = choices(cfg, 1, MAY_CHANGE, switches_only=True)  # type: ignore[arg-type]
-    steps = steps_of(query, candidates, query.traces())
+    steps = steps_with(query, candidates, query.traces())
     ranked, estimated = steps.ranked(candidates)
     every = [steps.traced(one) for one in candidates]
     peaks = sorted(one.reserved for one in every)
@@ -75,7 +75,7 @@ def estimates_and_traces(query: Query) -> list[tuple[Any, float, float]]:
     candidates = choices(OmegaConf.create(query.cfg), 1, "rounding", switches_only=True)  # type: ignore[arg-type]
     some = {MICRO_BATCH: (4,), CHECKPOINT: ("none", "operations")}
     alike = [one for one in candidates if all(one[key] in some[key] for key in some)]
-    steps = steps_of(query, alike, query.traces())
+    steps = steps_with(query, alike, query.traces())
     return [(one, steps.estimated_seconds(one), steps.traced(one).seconds) for one in alike]
 
 

@@ -24,7 +24,7 @@ class Answers:
     which takes seconds, are only started if something has to be traced.
 
     Args:
-        cache: the run's setting: where traces are kept.
+        cache: the run's setting of the folder where traces are kept.
     """
 
     def __init__(self, cache: bool | str) -> None:

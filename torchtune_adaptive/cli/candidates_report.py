@@ -1,4 +1,4 @@
-"""What ``plan --fastest`` reports: the choice, what it changes, and the other candidates."""
+"""The report of ``plan --fastest``: the choice, what it changes, and the other candidates."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ class Fastest:
         return next(one for one in self.candidates if not one.changes)
 
     def overrides(self) -> list[str]:
-        """What turns the config into the choice."""
-        if self.choice is None:
-            return []
-        return overrides(self.plan.query().cfg, self.choice.cfg)
+        """The overrides that turn the config into the choice."""
+        return overrides(self.plan.query().cfg, self.choice.cfg) if self.choice else []
 
 
 def fastest_blocks(fastest: Fastest) -> list[Block]:
@@ -55,17 +53,13 @@ def _answer(fastest: Fastest) -> str:
     gain = choice.tokens_per_second_per_gpu / own.tokens_per_second_per_gpu - 1
     reserved = bytes_of(choice.reserved or 0, usable)
     than = f"{gain:+.0%} over the config as it is" + ("" if own.fits else ", which does not fit")
-    return (
-        f"Fastest that fits: {choice.tokens_per_second_per_gpu:,.0f} tokens/s per GPU ({than}), "
-        f"peak {reserved}."
-    )
+    speed = f"{choice.tokens_per_second_per_gpu:,.0f} tokens/s per GPU ({than})"
+    return f"Fastest that fits: {speed}, peak {reserved}."
 
 
 def _table(fastest: Fastest) -> Table:
-    rows = [
-        (_name(one), f"{one.tokens_per_second_per_gpu:,.0f}", _memory(one))
-        for one in _listed(fastest)
-    ]
+    shown = _listed(fastest)
+    rows = [(_name(one), f"{one.tokens_per_second_per_gpu:,.0f}", _memory(one)) for one in shown]
     left = len(fastest.candidates) - len(rows)
     title = "Candidates by predicted speed" + (f" ({left} others are not listed)" if left else "")
     return Table(title, ("changes", "tokens/s per GPU", "peak"), rows, {1, 2})
@@ -73,12 +67,8 @@ def _table(fastest: Fastest) -> Table:
 
 def _listed(fastest: Fastest) -> list[Candidate]:
     """The fastest, and those that were traced."""
-    shown = [
-        one
-        for place, one in enumerate(fastest.candidates)
-        if place < _MOST_LISTED or one.reserved is not None
-    ]
-    return shown
+    others = (one for one in fastest.candidates[_MOST_LISTED:] if one.reserved is not None)
+    return [*fastest.candidates[:_MOST_LISTED], *others]
 
 
 def _name(one: Candidate) -> str:
@@ -140,16 +130,14 @@ def draw_fastest(axes: Any, fastest: Fastest) -> None:
         for one in fastest.candidates
         if one.reserved is not None
     )
-    axes.scatter(
-        [x for x, _, _ in seen], [y for _, y, _ in seen], color=plots.GRAY, label="candidates"
-    )
+    xs, ys = [x for x, _, _ in seen], [y for _, y, _ in seen]
+    axes.scatter(xs, ys, color=plots.GRAY, label="candidates")
     frontier: list[tuple[float, float]] = []
     for x, y, _ in seen:
         if not frontier or y > frontier[-1][1]:
             frontier.append((x, y))
-    axes.plot(
-        *zip(*frontier, strict=True), drawstyle="steps-post", color=plots.BLUE, label="frontier"
-    )
+    xs, ys = [x for x, _ in frontier], [y for _, y in frontier]
+    axes.plot(xs, ys, drawstyle="steps-post", color=plots.BLUE, label="frontier")
     for name, one, color in (
         ("as it is", fastest.own, plots.ORANGE),
         ("choice", fastest.choice, plots.GREEN),

@@ -55,13 +55,7 @@ _HELP = {
     "validate": "Check a config as a run does.",
     "download": "Download a model from the Hugging Face Hub or Kaggle.",
 }
-_TORCHTUNES = {
-    "run": "Run",
-    "cat": "Cat",
-    "cp": "Copy",
-    "validate": "Validate",
-    "download": "Download",
-}
+_THEIRS = {"run": "Run", "cat": "Cat", "cp": "Copy", "validate": "Validate", "download": "Download"}
 """torchtune's classes for its commands, each in a module of the command's name."""
 
 
@@ -110,7 +104,7 @@ def _parsers(command: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.
     parser.set_defaults(func=lambda _: parser.print_help())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, text in _HELP.items():
-        if name == command and name in _TORCHTUNES:
+        if name == command and name in _THEIRS:
             _add_torchtunes(name, commands)
         else:
             added = commands.add_parser(name, help=text, description=text)
@@ -121,7 +115,7 @@ def _parsers(command: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.
 
 def _add_torchtunes(name: str, commands: Any) -> None:
     """Add one of torchtune's commands, whose help shows this program's name instead of torchtune's."""
-    private.torchtune_command(name, _TORCHTUNES[name]).create(commands)
+    private.torchtune_command(name, _THEIRS[name]).create(commands)
     added = commands.choices[name]
     texts = [(added, attribute) for attribute in ("prog", "usage", "description", "epilog")]
     for owner, attribute in [*texts, *((action, "help") for action in private.actions(added))]:
@@ -134,13 +128,10 @@ def _add_ls(parser: argparse.ArgumentParser) -> None:
 
 
 def _ls() -> None:
-    rows = [
-        (recipe.name if number == 0 else "", config.name)
-        for recipe in torchtune_recipes()
-        for number, config in enumerate(recipe.configs)
-    ]
-    for recipe, config in [("RECIPE", "CONFIG"), *rows]:
-        print(f"{recipe:<40} {config}")
+    print(f"{'RECIPE':<40} CONFIG")
+    for recipe in torchtune_recipes():
+        for number, config in enumerate(recipe.configs):
+            print(f"{recipe.name if number == 0 else '':<40} {config.name}")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -237,12 +228,8 @@ def _require_recipe_that_searches(arguments: list[str]) -> None:
         return
     recipe = arguments[arguments.index("--config") - 1] if "--config" in arguments[1:] else None
     ours = recipe and our_recipe_for(recipe)
-    raise ConfigError(
-        "recipe",
-        recipe,
-        "does not search for a batch size",
-        f"Use {ours}" if ours else f"Use one of {', '.join(RECIPES)}, or a file with your own",
-    )
+    remedy = f"Use {ours}" if ours else f"Use one of {', '.join(RECIPES)}, or a file with your own"
+    raise ConfigError("recipe", recipe, "does not search for a batch size", remedy)
 
 
 def _validate_ours(argv: list[str]) -> None:

@@ -34,15 +34,15 @@ ADAPTERS = {
     "lora_rank": 8,
     "lora_alpha": 16,
 }
-"""What torchtune's own LoRA configs train."""
+"""Adapters that torchtune's own LoRA configs train."""
 
 
 def config_for(folder: Path, method: Method) -> DictConfig:
     """The config that finetunes the model of a folder, as torchtune's own configs would.
 
     Args:
-        folder: has the ``config.json``; weights are not read.
-        method: what is trained.
+        folder: the folder that has the ``config.json``; weights are not read.
+        method: the parameters that are trained.
 
     Raises:
         ConfigError: there is no such file, or torchtune has no builder for the model.
@@ -85,9 +85,8 @@ def _read(path: Path) -> Mapping[str, Any]:
         reason = f"cannot be read ({error.strerror})"
         raise ConfigError("--hf", str(path), reason, "Give the folder of a model") from None
     except ValueError as error:
-        raise ConfigError(
-            "--hf", str(path), f"is not JSON ({error})", "Download it again"
-        ) from None
+        reason = f"is not JSON ({error})"
+        raise ConfigError("--hf", str(path), reason, "Download it again") from None
     if not isinstance(about, dict):
         raise ConfigError("--hf", str(path), "is not a JSON object", "Download it again")
     return about
@@ -96,18 +95,13 @@ def _read(path: Path) -> Mapping[str, Any]:
 def _model(about: Mapping[str, Any], folder: str) -> tuple[str, str, dict[str, Any]]:
     """torchtune's package and builder, and the builder's arguments."""
     (architecture, *_) = about.get("architectures") or ["no architecture"]
-    missing = [key for key in _SHAPE.values() if not isinstance(about.get(key), int)]
-    if architecture in _BUILDERS and missing:
-        raise ConfigError(
-            "--hf", folder, f"has no {', '.join(missing)} in its config.json", "Download it again"
-        )
     if architecture not in _BUILDERS:
-        raise ConfigError(
-            "--hf",
-            architecture,
-            "is not an architecture that can be planned from config.json",
-            f"Use one of {', '.join(_BUILDERS)}, or a torchtune config",
-        )
+        reason = "is not an architecture that can be planned from config.json"
+        remedy = f"Use one of {', '.join(_BUILDERS)}, or a torchtune config"
+        raise ConfigError("--hf", architecture, reason, remedy)
+    if missing := [key for key in _SHAPE.values() if not isinstance(about.get(key), int)]:
+        reason = f"has no {', '.join(missing)} in its config.json"
+        raise ConfigError("--hf", folder, reason, "Download it again")
     heads = about["num_attention_heads"]
     arguments = {ours: about[theirs] for ours, theirs in _SHAPE.items()}
     arguments["num_kv_heads"] = about.get("num_key_value_heads") or heads
@@ -132,7 +126,7 @@ def _model(about: Mapping[str, Any], folder: str) -> tuple[str, str, dict[str, A
     for what, found in refused.items():
         if found:
             remedy = "Use a torchtune config of a similar model"
-            reason = f"has {what}, which torchtune's {package} builder has not"
+            reason = f"has {what}, which torchtune's {package} builder does not support"
             raise ConfigError("--hf", folder, reason, remedy)
     return package, name, arguments
 
@@ -145,7 +139,7 @@ _BUILDERS = {
     "Gemma2ForCausalLM": ("gemma2", "gemma2"),
     "Phi3ForCausalLM": ("phi3", "phi3"),
 }
-"""torchtune's package and builder by architecture; Llama's newer ones are told apart below."""
+"""torchtune's package and builder by architecture; Llama's newer ones are told apart in ``_model``."""
 
 _TIED_UNLESS_SAID = {"GemmaForCausalLM": True, "Gemma2ForCausalLM": True}
 _MAY_BE_TIED = ("llama3_2", "qwen2", "gemma", "gemma2")

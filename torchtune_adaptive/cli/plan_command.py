@@ -17,16 +17,10 @@ from torchtune_adaptive.cli.answers import Answers
 from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.hugging_face import METHODS, config_for
 from torchtune_adaptive.cli.plan_plot import draw
-from torchtune_adaptive.cli.plan_progress import Progress
-from torchtune_adaptive.cli.plan_report import (
-    PlanReport,
-    WhatIfResult,
-    as_dict,
-    details,
-    headline,
-)
+from torchtune_adaptive.cli.plan_progress import TraceProgress
+from torchtune_adaptive.cli.plan_report import PlanReport, WhatIfResult, as_dict, details, headline
 from torchtune_adaptive.cli.speed_report import Job, job
-from torchtune_adaptive.cli.what_if import what_ifs
+from torchtune_adaptive.cli.what_if import WhatIf, what_ifs
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
     Block,
@@ -61,13 +55,13 @@ from torchtune_adaptive.recipe import (
     with_overrides,
 )
 
-HELP = "Predict peak memory and the largest micro-batch, without a GPU, weights or data."
 EXIT_STATUS = {"FITS": 0, "DOES NOT FIT": 1, "UNCERTAIN": 2}
 NO_ANSWER = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``plan`` takes; parse it with ``parse_intermixed_args``, so that overrides may stand anywhere."""
+    """Add what ``plan`` takes; parse it with ``parse_intermixed_args``, so that overrides may stand
+    anywhere."""
     add = parser.add_argument
     add("--config", help="a config name or a YAML file")
     add(
@@ -78,13 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Qwen2, Gemma, Phi-3)",
     )
     add("--method", choices=METHODS, help="what is trained of a --hf model (default: full)")
-    add(
-        *("--nproc", "--nproc_per_node"),
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of GPUs (default: 1)",
-    )
+    gpus_help = "number of GPUs (default: 1)"
+    add("--nproc", "--nproc_per_node", type=int, default=1, metavar="N", help=gpus_help)
     device = parser.add_mutually_exclusive_group()
     device.add_argument(
         "--gpu",
@@ -95,15 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         help="capacity of one process, e.g. 76GiB (instead of --gpu); not what a card is sold as",
     )
-    add(
-        "--seq-len", type=int, metavar="N", help="tokens in a row: the length of the longest sample"
-    )
+    length_help = "tokens in a row: the length of the longest sample"
+    add("--seq-len", type=int, metavar="N", help=length_help)
     add("--tokens", metavar="N", help="tokens to train on, e.g. 52M, for hours and cost")
-    add(
-        "--price",
-        metavar="P",
-        help="price of one GPU for an hour; with --compare one for all, or one for each",
-    )
+    price_help = "price of one GPU for an hour; with --compare one for all, or one for each"
+    add("--price", metavar="P", help=price_help)
     add("--compare", metavar="GPU,GPU", help="also predict for these GPUs")
     add(
         "--fastest",
@@ -120,11 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--markdown", action="store_true", help="print Markdown")
     add("--plot", type=Path, metavar="FILE", help="save a plot of peak memory (.png, .svg, .pdf)")
-    add(
-        "--no-what-ifs",
-        action="store_true",
-        help="skip the comparison with alternative settings (much faster)",
-    )
+    skip_help = "skip the comparison with alternative settings (much faster)"
+    add("--no-what-ifs", action="store_true", help=skip_help)
     add("--list-gpus", action="store_true", help="list known GPUs and exit")
     add(
         "words",
@@ -158,14 +140,10 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 
 def _gpu_table() -> list[str]:
-    rows = [
-        (
-            one.name,
-            *map(human_bytes, (one.total, one.capacity(1), one.capacity(8))),
-            "reported" if one.is_reported else "estimated",
-        )
-        for one in gpus.GPUS.values()
-    ]
+    rows = []
+    for one in gpus.GPUS.values():
+        amounts = map(human_bytes, (one.total, one.capacity(1), one.capacity(8)))
+        rows.append((one.name, *amounts, "reported" if one.is_reported else "estimated"))
     header = ("GPU", "total", "capacity on 1 GPU", "on several", "the total is")
     return table(header, rows, right={1, 2, 3})
 
@@ -206,9 +184,8 @@ def _config(arguments: argparse.Namespace) -> tuple[str, DictConfig]:
         cfg = config_for(arguments.hf, arguments.method or "full")
         return arguments.hf.resolve().name, with_overrides(cfg, overrides)
     if arguments.method:
-        raise ConfigError(
-            "--method", arguments.method, "is for --hf", "Use a config of that method"
-        )
+        remedy = "Use a config of that method"
+        raise ConfigError("--method", arguments.method, "is for --hf", remedy)
     if not names:
         raise AdaptiveBatchingError(
             "no config is given. Give a config name such as llama3_1/8B_full, a YAML file, or --hf"
@@ -225,10 +202,8 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
     alternatives = [] if arguments.no_what_ifs or fastest else list(what_ifs(plan))
     devices = on_devices(plan, arguments.compare) if arguments.compare else []
     lora = kind_of(plan.cfg).adapters
-    with (
-        Progress(2 - fastest + len(alternatives) + (lora and bool(alternatives))) as progress,
-        Answers(plan.settings.cache) as answers,
-    ):
+    expected = 2 - fastest + len(alternatives) + (lora and bool(alternatives))
+    with TraceProgress(expected) as progress, Answers(plan.settings.cache) as answers:
 
         def ask(work: Callable[..., Any], query: Query, *others: Any) -> Future[Any]:
             if work is rank_candidates:
@@ -248,10 +223,10 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
         if not arguments.json:
             progress.print(_rendered(headline(plan, found, job), arguments))
         # Asked last: they use the traces of those above.
-        confirmed: Future[Any] | None = None
+        confirmed = last = by_rank = None
         if not fastest:
-            confirmed = ask(confirm, query, _other_lengths(plan) if alternatives else ())
-        last = by_rank = None
+            lengths = (plan.length // 2, 2 * plan.length, 4 * plan.length) if alternatives else ()
+            confirmed = ask(confirm, query, lengths)
         if found.uneven:
             progress.expect_more(1)
             last = ask(predict, plan.query(rank=plan.ranks - 1))
@@ -267,10 +242,7 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
             prediction,
             first_answer=found,
             last_rank=last.result() if last else None,
-            outcomes=[
-                _outcome(one.name, one.override, other)
-                for one, other in zip(alternatives, others, strict=True)
-            ],
+            outcomes=[*map(_outcome, alternatives, others)],
             by_length=by_length,
             adapter_rank=by_rank.result() if by_rank else None,
             job=job,
@@ -300,12 +272,8 @@ def _ask_for_candidates(
     return ranked
 
 
-def _other_lengths(plan: PlanRequest) -> tuple[int, ...]:
-    return (plan.length // 2, 2 * plan.length, 4 * plan.length)
-
-
-def _outcome(name: str, override: str, done: Future[Prediction]) -> WhatIfResult:
+def _outcome(asked: WhatIf, done: Future[Prediction]) -> WhatIfResult:
     try:
-        return WhatIfResult(name, done.result(), override=override)
+        return WhatIfResult(asked.name, done.result(), override=asked.override)
     except AdaptiveBatchingError as error:
-        return WhatIfResult(name, None, str(error), override)
+        return WhatIfResult(asked.name, None, str(error), asked.override)

@@ -11,9 +11,9 @@ from torchtune_adaptive.common import ConfigError, plots
 from torchtune_adaptive.recipe import Prediction
 
 _WHAT_IFS = 5
-"""Those that gain most are drawn; more could not be told apart."""
+"""Number of what-ifs that are drawn; more could not be told apart."""
 _NARROW = 0.04
-"""A smaller share of a step's operations is too narrow for the name of its phase."""
+"""Share of a step's operations below which a phase is too narrow for its name."""
 
 
 def draw(report: PlanReport, path: Path) -> None:
@@ -24,14 +24,12 @@ def draw(report: PlanReport, path: Path) -> None:
     """
     figure = plots.new_figure(9, 13 if report.fastest else 9)
     if figure is None:
-        raise ConfigError(
-            "--plot", str(path), "needs matplotlib", "Install torchtune-adaptive[plot]"
-        )
+        remedy = "Install torchtune-adaptive[plot]"
+        raise ConfigError("--plot", str(path), "needs matplotlib", remedy)
     sizes, step, *more = figure.subplots(3 if report.fastest else 2, 1)
     plan = report.plan
-    figure.suptitle(
-        f"{plan.name} on {plan.ranks} x {plan.device.name}, rows of {plan.length} tokens"
-    )
+    devices = f"{plan.ranks} x {plan.device.name}"
+    figure.suptitle(f"{plan.name} on {devices}, rows of {plan.length} tokens")
     _draw_sizes(sizes, report)
     _draw_step(step, report.found)
     if report.fastest is not None:
@@ -72,10 +70,9 @@ def _draw_step(axes: Any, found: Prediction) -> None:
     categories = sorted({category for _, parts in found.timeline for category in parts})
     most = max(sum(parts.values()) for _, parts in found.timeline)
     unit, bytes_each = plots.memory_unit(most)
-    stacks = [
-        [parts.get(name, 0) / bytes_each for _, parts in found.timeline] for name in categories
-    ]
-    end = len(found.timeline)
+    held = [parts for _, parts in found.timeline]
+    stacks = [[parts.get(name, 0) / bytes_each for parts in held] for name in categories]
+    end = len(held)
     axes.stackplot(range(end), *stacks, labels=categories, colors=plots.COLORS, linewidth=0)
     top = 1.12 * most / bytes_each
     phases = [phase for phase, _ in found.timeline]

@@ -1,4 +1,5 @@
-"""How far a plan is: ``tracing 3 of 17`` on stderr: rewritten in place on a terminal, else plain lines."""
+"""The progress of a plan, ``tracing 3 of 17``, on stderr: rewritten in place on a terminal, else plain
+lines."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from concurrent.futures import Future
 from typing import Any
 
 
-class Progress:
+class TraceProgress:
     """Counts traces that are done. Use as a context, which leaves a clean line.
 
     Args:
-        expected: how many there will be.
+        expected: the number of traces that there will be.
     """
 
     def __init__(self, expected: int) -> None:
@@ -35,7 +36,7 @@ class Progress:
             self._clear()
             print(text, end="", flush=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TraceProgress:
         with self._lock:
             self._show()
         return self

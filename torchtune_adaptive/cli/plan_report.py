@@ -1,4 +1,4 @@
-"""What the plan command reports: as blocks of text, and as JSON."""
+"""The report of the plan command: as blocks of text, and as JSON."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
-from torchtune_adaptive.cli.speed_report import (
-    Job,
-    compare_table,
-    speed_as_dict,
-    speed_blocks,
-)
+from torchtune_adaptive.cli.speed_report import Job, compare_table, speed_as_dict, speed_blocks
 from torchtune_adaptive.common import Block, Listing, Paragraph, Table, bytes_of, human_bytes
 from torchtune_adaptive.planner import Peak
 from torchtune_adaptive.recipe import TOKENS, LengthLimits, OnDevice, PlanRequest, Prediction
 
-_WHERE = {
-    "forward": "forward pass",
-    "backward": "backward pass",
-    "optimizer step": "optimizer",
-}
+_WHERE = {"forward": "forward pass", "backward": "backward pass", "optimizer step": "optimizer"}
+_NOT_SCALED = (
+    "Memory did not scale as expected for this config, so every size was traced separately (slower, equally "
+    "reliable)."
+)
 _NO_JOB = Job()
 _SAME = 0.01
-"""A what-if that saves a smaller share of the peak than this, and no row, gains nothing."""
+"""Share of the peak that a what-if must save to gain something, where it gains no row."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class WhatIfResult:
     answer: Prediction | None
     reason: str = ""
     override: str = ""
-    """What to type for it."""
+    """Override to type for it."""
 
 
 @dataclass(frozen=True)
@@ -44,25 +39,25 @@ class PlanReport:
 
     plan: PlanRequest
     found: Prediction
-    """For the config as it is, its largest size verified by a trace of its own."""
+    """Prediction for the config as it is, its largest size verified by a trace of its own."""
     first_answer: Prediction
-    """The same before that, as the headline has it."""
+    """Prediction before that, as the headline has it."""
     last_rank: Prediction | None
-    """The prediction for the last rank, if its share of the parameters differs from the first rank's."""
+    """Prediction for the last rank, if its share of the parameters differs from the first rank's."""
     outcomes: Sequence[WhatIfResult]
     by_length: LengthLimits | None = None
-    """How rows of other lengths fit, if it was asked."""
+    """Limits of rows of other lengths, if asked."""
     adapter_rank: int | None = None
-    """The highest power of two for the adapters' rank that fits at the configured batch size, if asked."""
+    """Highest power of two for the adapters' rank that fits at the configured batch size, if asked."""
     job: Job = _NO_JOB
     compared: Sequence[OnDevice] = ()
-    """The same config on other devices."""
+    """Predictions for the same config on other devices."""
     fastest: Fastest | None = None
-    """The candidates for the fastest configuration, if asked."""
+    """Candidates for the fastest configuration, if asked."""
 
     @property
     def verdict(self) -> str:
-        """For the configured batch size, on the rank where it is worse."""
+        """The verdict for the configured batch size, on the rank where it is worse."""
         answers = [self.found, *([self.last_rank] if self.last_rank else [])]
         verdicts = {one.configured.verdict(self.plan.device) for one in answers}
         return next(v for v in ("DOES NOT FIT", "UNCERTAIN", "FITS") if v in verdicts)
@@ -78,14 +73,7 @@ def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[B
     if found.speed is not None:
         blocks += speed_blocks(found.speed, found.rows, found.ranks, job)
     if found.traced_directly:
-        blocks.append(
-            Paragraph(
-                [
-                    "Memory did not scale as expected for this config, so every size was traced "
-                    "separately (slower, equally reliable)."
-                ]
-            )
-        )
+        blocks.append(Paragraph([_NOT_SCALED]))
     if plan.assumptions:
         blocks.append(Listing("Assumptions", plan.assumptions))
     return blocks
@@ -139,25 +127,20 @@ def _memory_table(found: Prediction) -> Table:
 
 
 def details(report: PlanReport) -> list[Block]:
-    """What follows the headline: corrections, the last rank, the limits, the what-ifs."""
+    """The blocks after the headline: corrections, the last rank, the limits, the what-ifs."""
     blocks: list[Block] = []
     if report.found.traced_directly and not report.first_answer.traced_directly:
         correction = f"{_verdict_text(report.plan, report.found)} {_largest_text(report.found)}"
-        blocks.append(
-            Paragraph([f"Correction, from a trace of every size. {correction}"], important=True)
-        )
+        text = f"Correction, from a trace of every size. {correction}"
+        blocks.append(Paragraph([text], important=True))
     if report.last_rank is not None:
         peak = report.last_rank.configured
-        blocks.append(
-            Paragraph(
-                [
-                    "Parameters do not divide evenly across ranks; the numbers above are for the first "
-                    f"rank. The last rank's peak is {human_bytes(peak.reserved)} reserved "
-                    f"({human_bytes(peak.allocated)} allocated); its largest micro-batch is "
-                    f"{report.last_rank.largest}."
-                ]
-            )
+        text = (
+            "Parameters do not divide evenly across ranks; the numbers above are for the first rank. The "
+            f"last rank's peak is {human_bytes(peak.reserved)} reserved ({human_bytes(peak.allocated)} "
+            f"allocated); its largest micro-batch is {report.last_rank.largest}."
         )
+        blocks.append(Paragraph([text]))
     if report.fastest is not None:
         blocks += fastest_blocks(report.fastest)
     if report.compared:
@@ -189,13 +172,10 @@ def _what_ifs(report: PlanReport) -> list[Block]:
     now = report.found
     predicted = [(one, one.answer) for one in report.outcomes if one.answer is not None]
     predicted.sort(key=lambda pair: (-pair[1].largest, pair[1].configured.reserved))
-    gains = [pair for pair in predicted if _gains(now, pair[1])]
-    others = [pair for pair in predicted if not _gains(now, pair[1])]
-    blocks: list[Block] = [
-        _what_if_table(title, now, chosen)
-        for title, chosen in (("What if: gains, largest first", gains), ("No gain", others))
-        if chosen
-    ]
+    blocks: list[Block] = []
+    for title, gains in (("What if: gains, largest first", True), ("No gain", False)):
+        if chosen := [pair for pair in predicted if _gains(now, pair[1]) is gains]:
+            blocks.append(_what_if_table(title, now, chosen))
     if failed := [f"{one.name}: {one.reason}" for one in report.outcomes if one.reason]:
         blocks.append(Listing("No prediction", failed))
     return blocks
@@ -219,20 +199,16 @@ def _is_faster(now: Prediction, other: Prediction) -> bool:
 def _what_if_table(
     title: str, now: Prediction, chosen: Sequence[tuple[WhatIfResult, Prediction]]
 ) -> Table:
-    rows = [
-        (
-            one.name,
-            f"{now.largest or 'none'} -> {answer.largest or 'none'}",
-            _change(now.configured, answer.configured),
-            human_bytes(answer.configured.reserved),
-            *([_speed_cell(answer)] if now.speed else []),
-        )
-        for one, answer in chosen
-    ]
     header = ["", "largest micro-batch", "peak changes by", f"to, at batch_size {now.rows}"]
     if now.speed:
         header[1] = "largest"
         header.append("tokens/s per GPU")
+    rows = []
+    for one, answer in chosen:
+        largest = f"{now.largest or 'none'} -> {answer.largest or 'none'}"
+        peak = answer.configured.reserved
+        row = [one.name, largest, _change(now.configured, answer.configured), human_bytes(peak)]
+        rows.append([*row, _speed_cell(answer)] if now.speed else row)
     return Table(title, header, rows, range(1, len(header)), [one.override for one, _ in chosen])
 
 

@@ -13,5 +13,5 @@ def torchtune_command(name: str, kind: str) -> Any:
 
 
 def actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """The arguments of a parser that somebody else has made (Python 3.11)."""
+    """The arguments of a parser (Python 3.11)."""
     return parser._actions

@@ -1,4 +1,4 @@
-"""What a plan reports about speed: tokens per second, where the time goes, hours and cost."""
+"""The report of a plan about speed: tokens per second, where the time goes, hours and cost."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torchtune_adaptive.recipe import OnDevice
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _SMALL = 0.005
-"""A smaller share of a step's time is not listed."""
+"""Share of a step's time below which a part is not listed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """How much is to be trained, and what a GPU costs."""
+    """The tokens to train on, and what a GPU costs."""
 
     tokens: float | None = None
     prices: tuple[float, ...] = ()
-    """Of one GPU for an hour: one for all devices, or one for each that is compared."""
+    """Prices of one GPU for an hour: one for all devices, or one for each that is compared."""
 
     def price(self, device: int = 0) -> float | None:
         return self.prices[min(device, len(self.prices) - 1)] if self.prices else None
@@ -37,7 +37,7 @@ class Job:
 
 
 def job(tokens: str | None, price: str | None) -> Job:
-    """What ``--tokens 52M --price 2.5`` means.
+    """The job that ``--tokens 52M --price 2.5`` gives.
 
     Raises:
         ConfigError: it cannot be read.
@@ -66,20 +66,14 @@ def speed_blocks(speed: Speed, rows: int, ranks: int, job: Job) -> list[Block]:
         *_cost_lines(speed, ranks, job),
     ]
     shares = sorted(speed.named_parts().items(), key=lambda part: -part[1])
-    rows_ = [
+    shares.append(("of this, computed again", speed.recomputing))
+    parts = [
         (name, f"{share:.1%}", human_seconds(share * speed.seconds))
         for name, share in shares
         if share >= _SMALL
     ]
-    if speed.recomputing >= _SMALL:
-        again = speed.recomputing
-        rows_.append(
-            ("of this, computed again", f"{again:.1%}", human_seconds(again * speed.seconds))
-        )
-    return [
-        Paragraph(lines, important=True),
-        Table("", ("time of a step", "share", ""), rows_, right={1, 2}),
-    ]
+    times = Table("", ("time of a step", "share", ""), parts, right={1, 2})
+    return [Paragraph(lines, important=True), times]
 
 
 def _cost_lines(speed: Speed, ranks: int, job: Job) -> list[str]:
@@ -101,31 +95,21 @@ def compare_table(devices: Sequence[OnDevice], ranks: int, job: Job) -> Table:
         header += ["hours", *(["cost"] if job.prices else [])]
     rows = []
     for number, one in enumerate(devices):
-        row = [
-            one.device.name,
-            one.verdict,
-            human_bytes(one.peak.reserved),
-            str(one.largest or "none"),
-        ]
+        peak, largest = human_bytes(one.peak.reserved), str(one.largest or "none")
+        row = [one.device.name, one.verdict, peak, largest]
         if one.speed is None:
-            row += ["unknown", ""] + [""] * (len(header) - 6)
+            row += ["unknown", *[""] * (len(header) - 5)]
         else:
             band = f"{one.speed.tokens_per_second_per_gpu:,.0f} +- {one.speed.band:.0%}"
-            row += [band, f"{one.speed.mfu:.0%}"]
-            row += [
-                f"{value:,.3g}" for value in job.cost(one.speed, ranks, number) if value is not None
-            ]
+            costs = (each for each in job.cost(one.speed, ranks, number) if each is not None)
+            row += [band, f"{one.speed.mfu:.0%}", *(f"{each:,.3g}" for each in costs)]
         rows.append(row)
-    return Table(
-        f"On other devices, {ranks} each" if ranks > 1 else "On other devices",
-        header,
-        rows,
-        set(range(2, len(header))),
-    )
+    title = "On other devices" + (f", {ranks} each" if ranks > 1 else "")
+    return Table(title, header, rows, set(range(2, len(header))))
 
 
 def speed_as_dict(speed: Speed | None, ranks: int, job: Job) -> dict[str, Any]:
-    """What JSON says at top level."""
+    """Speed, hours and cost for JSON's top level."""
     if speed is None:
         return {"tokens_per_second_per_gpu": None}
     hours, cost = job.cost(speed, ranks)

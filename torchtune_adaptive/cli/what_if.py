@@ -59,8 +59,7 @@ def _changed_configs(cfg: DictConfig) -> Iterator[tuple[str, DictConfig]]:
         yield name, changed
     for name, parts in _other_parts(cfg):
         changed = cfg.copy()
-        for key, part in parts.items():
-            changed[key] = part
+        changed.update(parts)
         yield name, changed
 
 
@@ -94,13 +93,13 @@ def _changes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _other_parts(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Replacements for whole blocks: an optimizer with a smaller state; adapters, or quantised weights under
+    """Replacements for whole blocks: an optimizer with a smaller state; adapters, or quantized weights under
     them, if torchtune has the model with them."""
     module, _, name = cfg.model._component_.rpartition(".")
     given = {key: value for key, value in cfg.model.items() if key != "_component_"}
     if kind_of(cfg).adapters:
-        quantised = cfg.model.get("quantize_base") or cfg.get("quantizer")
-        if name.startswith("lora_") and not quantised:
+        quantized = cfg.model.get("quantize_base") or cfg.get("quantizer")
+        if name.startswith("lora_") and not quantized:
             yield "QLoRA", {"model": {**cfg.model, "quantize_base": True}}
         return
     if "8bit" not in cfg.optimizer._component_ and not cfg.get("optimizer_in_bwd", False):

@@ -26,18 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+# A context in which no dispatch mode or subclass sees an operation.
 without_dispatch = torch._C._DisableTorchDispatch
-"""A context in which no dispatch mode or subclass sees an operation."""
-
-
-def register_device(name: str, module: object) -> None:
-    """Give torch a device that Python supplies; every other way takes a build of torch."""
-    _setup_privateuseone_for_python_backend(name, backend_module=module)
+# Gives torch a device that Python supplies; every other way takes a build of torch.
+register_device = _setup_privateuseone_for_python_backend
 
 
 def join_fake_group(backend: str, devices: list[str], rank: int, ranks: int) -> None:
-    """Join a process group, registered as ``backend``, whose collectives only make tensors of the right
-    shapes."""
+    """Join a process group, registered as ``backend``, whose collectives return tensors without values."""
     from torch.testing._internal.distributed import fake_pg
 
     if backend not in dist.Backend.backend_list:
@@ -85,12 +81,8 @@ _FOR_STRIDED = "_propagate_use_strided_shard_flag"
 def of_sharding(
     unseen: Callable[[], AbstractContextManager[None]],
 ) -> Iterable[tuple[Any, str, Any]]:
-    """What to replace in torch while a sharded model is traced: owner, name, replacement.
-
-    Args:
-        unseen: a context in which nothing is recorded. Shapes are computed in it, on tensors of the whole
-            model's size.
-    """
+    """Replacements in torch while a sharded model is traced: owner, name, replacement. Shapes are computed
+    ``unseen``, in a context in which nothing is recorded, on tensors of the whole model's size."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def unseen_propagation(propagator: ShardingPropagator, schema: Any) -> Any:
@@ -103,8 +95,8 @@ def of_sharding(
 
 
 def _once_for_each_schema() -> Callable[..., None]:
-    """What torch does with placements that are strided, in linear time: it looks for them in all tensors of a
-    list (of an optimizer, say) once for each of these tensors, which takes as long as a layer."""
+    """torch's treatment of strided placements, in linear time: torch looks for them in all tensors of a list
+    (an optimizer's, say) once for each of these tensors, which takes as long as a layer."""
     correct = getattr(_sharding_prop, _FOR_STRIDED)
     without: list[Any] = [None]
 

@@ -1,4 +1,4 @@
-"""What the steps of one model take with other values of its knobs: traced, or estimated from few traces.
+"""Time and memory of one model's steps with other values of its knobs: traced, or estimated from few traces.
 
 Steps that repeat less follow from the one that repeats everything, by leaving operations out, and the other
 knobs are taken to add up.
@@ -28,11 +28,11 @@ from torchtune_adaptive.planner.speed.speed import Pace
 from torchtune_adaptive.planner.traced_run import TracedRun
 
 _OFFLOADING_COSTS = 1.05
-"""Estimate; a candidate that offloads is traced before it is chosen."""
+"""Factor, an estimate; a candidate that offloads is traced before it is chosen."""
 
 
-class Traces(Protocol):
-    """Steps of one run on one rank, with any choice of its knobs."""
+class StepsOfAnyChoice(Protocol):
+    """The steps of one run on one rank, with any choice of its knobs."""
 
     def start_up(self, length: int) -> StartUp: ...
 
@@ -43,7 +43,7 @@ class Traces(Protocol):
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What a step takes, from a trace of it."""
+    """Seconds and bytes of a step, from a trace of it."""
 
     choice: Choice
     seconds: float
@@ -60,12 +60,12 @@ class StepsByChoice:
         length: the length of each row.
         rows_per_step: the rows of each rank in a step.
         device: the device's memory.
-        pace: its speed.
+        pace: the device's speed.
     """
 
     def __init__(
         self,
-        traces: Traces,
+        traces: StepsOfAnyChoice,
         choices: Sequence[Choice],
         *,
         rows: int,
@@ -86,10 +86,8 @@ class StepsByChoice:
         """Steps that repeat all they can, where they had to be traced."""
         self._exact: dict[Choice, TracedStep] = {}
 
-    # --- traced ---------------------------------------------------------------------------------
-
     def traced(self, choice: Choice) -> TracedStep:
-        """What a step takes, from a trace of that very step."""
+        """Seconds and bytes of a step, from a trace of that very step."""
         if choice not in self._exact:
             size, length = self._size(choice), self._length
             micro_batches = self._rows_per_step // size
@@ -108,15 +106,13 @@ class StepsByChoice:
         time = step_time(step, pace.speeds, pace.ranks, micro_batches, pace.compiled)
         return time.seconds * (pace.correction or 1.0)
 
-    # --- estimated ------------------------------------------------------------------------------
-
     def ranked(self, candidates: list[Choice]) -> tuple[list[Choice], dict[Choice, float]]:
         """The candidates from the one that should be fastest, and the seconds of each."""
         estimated = {one: self.estimated_seconds(one) for one in candidates}
         return sorted(candidates, key=lambda one: estimated[one]), estimated
 
     def estimated_seconds(self, choice: Choice) -> float:
-        """What a step should take."""
+        """The seconds that a step should take."""
         size = self._size(choice)
         # Only a loss in chunks can be repeated, so what is not repeated depends on the loss.
         step, lean = self._base(size, *self._changed(choice, knobs.LOSS))
@@ -134,9 +130,8 @@ class StepsByChoice:
         if (size, *change) not in self._bases:
             choice = self._own | {knobs.CHECKPOINT: "all"} | dict([change] if change else [])
             if knobs.RECOMPUTE_LOSS in choice:
-                choice |= {
-                    knobs.RECOMPUTE_LOSS: "Chunked" in str(choice.get(knobs.LOSS, "Chunked"))
-                }
+                in_chunks = "Chunked" in str(choice.get(knobs.LOSS, "Chunked"))
+                choice |= {knobs.RECOMPUTE_LOSS: in_chunks}
             if choice.get(knobs.OFFLOADING):
                 choice |= {knobs.OFFLOADING: False}
             if not self.many_sizes:
@@ -164,11 +159,8 @@ class StepsByChoice:
         """Seconds of a micro-batch's operations that the step repeats, and the choice does not."""
         pace = self._pace
         last = step.micro_batches[-1]
-        saved = sum(
-            seconds_of(one, pace.speeds, pace.ranks, pace.compiled)
-            for one in last
-            if one.repeats and not _repeats(one, choice)
-        )
+        not_repeated = [one for one in last if one.repeats and not _repeats(one, choice)]
+        saved = sum(seconds_of(one, pace.speeds, pace.ranks, pace.compiled) for one in not_repeated)
         if pace.speeds.is_host:  # elsewhere the device is busy meanwhile
             saved += host_seconds_to_repeat(last, pace.speeds, False)
             repeated = (one for one in last if not one.repeats or _repeats(one, choice))
@@ -179,24 +171,17 @@ class StepsByChoice:
     def estimated_peak(self, choice: Choice, traced: Iterable[TracedStep]) -> float | None:
         """The peak, if it lies between two that are known: of a step that keeps more layers' activations and
         is otherwise the same, and of one that keeps fewer."""
-        kept = _kept(choice)
-        if kept is None:
+        if (kept := _kept(choice)) is None:
             return None
-        known = [(_kept(one.choice), one) for one in (*self.leanest, *traced)]
-        more = [
-            (share, one.reserved)
-            for share, one in known
-            if share is not None
-            and share >= kept
-            and _differ_only_in(one.choice, choice, knobs.CHECKPOINT)
-        ]
-        fewer = [
-            (share, one.reserved)
-            for share, one in known
-            if share is not None
-            and share < kept
-            and _differ_only_in(one.choice, choice, knobs.CHECKPOINT, knobs.RECOMPUTE_LOSS)
-        ]
+        more, fewer = [], []
+        for one in (*self.leanest, *traced):
+            if (share := _kept(one.choice)) is None:
+                continue
+            if share < kept:
+                if _differ_only_in(one.choice, choice, knobs.CHECKPOINT, knobs.RECOMPUTE_LOSS):
+                    fewer.append((share, one.reserved))
+            elif _differ_only_in(one.choice, choice, knobs.CHECKPOINT):
+                more.append((share, one.reserved))
         if not more or not fewer:
             return None
         (high, most), (low, least) = min(more), max(fewer)

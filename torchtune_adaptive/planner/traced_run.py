@@ -20,8 +20,8 @@ from torchtune_adaptive.planner.memory.recorded_step import Bilinear, NotRegular
 from torchtune_adaptive.planner.speed.operations import DifferentOperations, StepOperations, at_rows
 
 
-class Steps(Protocol):
-    """Steps of one run on one rank."""
+class StepsOfAnySize(Protocol):
+    """The steps of one run on one rank."""
 
     def start_up(self, length: int) -> StartUp: ...
 
@@ -29,7 +29,7 @@ class Steps(Protocol):
 
 
 class TracedRun:
-    """Peaks of one run.
+    """The peaks of one run.
 
     Args:
         traces: the traces of the run.
@@ -40,7 +40,7 @@ class TracedRun:
     ROWS: ClassVar = (2, 3)
     """Rows of the steps that are traced. Not 1: with one row torch takes different code paths."""
 
-    def __init__(self, traces: Steps, length: int, any_length: bool = False) -> None:
+    def __init__(self, traces: StepsOfAnySize, length: int, any_length: bool = False) -> None:
         self._traces = traces
         self._beginning = traces.start_up(length)
         self._structures: dict[int, Bilinear] = {}
@@ -99,7 +99,7 @@ class TracedRun:
         return self._known[size]
 
     def operations(self, rows: int, length: int) -> StepOperations:
-        """What a step computes and moves."""
+        """The operations of a step, with what they compute and move."""
         if not self.direct and rows >= self.ROWS[0]:
             few, many = (self._noted(traced, length) for traced in self.ROWS)
             share = (rows - self.ROWS[0]) / (self.ROWS[1] - self.ROWS[0])

@@ -28,9 +28,9 @@ from typing import Any, TypeVar
 from torchtune_adaptive.common import AdaptiveBatchingError, NoPrediction
 
 _AT_ONCE = 4
-"""Processes; each takes up to half a gigabyte."""
+"""The number of processes; each takes up to half a gigabyte."""
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-"""How variables begin that a launcher sets for a rank."""
+"""Beginnings of the variables that a launcher sets for a rank."""
 T = TypeVar("T")
 
 
@@ -42,7 +42,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def _as_worker() -> Iterator[None]:
-    """Processes started in this context get the variables of a worker."""
+    """A context in which processes are started with the variables of a worker."""
     before, theirs = dict(os.environ), _environment()
     try:
         os.environ.clear()
@@ -54,11 +54,8 @@ def _as_worker() -> Iterator[None]:
 
 
 def start_server(preload: str) -> None:
-    """Start the server that ``processes`` forks from; returns before the server has imported a module.
-
-    Args:
-        preload: the module, which imports what the calls need.
-    """
+    """Start the server that ``processes`` forks from; returns before it has imported the module ``preload``,
+    which imports what the calls need."""
     multiprocessing.set_forkserver_preload([preload])
     with _as_worker():
         forkserver.ensure_running()
@@ -66,7 +63,7 @@ def start_server(preload: str) -> None:
 
 @contextmanager
 def processes(preload: str) -> Iterator[Callable[..., Future[Any]]]:
-    """Call functions, each in its own process, which has imported a module already."""
+    """A context with a function that calls others, each in its own process."""
     start_server(preload)
     context = multiprocessing.get_context("forkserver")
     at_once = min(os.cpu_count() or 1, _AT_ONCE)
@@ -81,7 +78,8 @@ class Worker:
     """A process that answers questions, and ends with the process that started it, however that ends.
 
     Args:
-        make: called in the process with the arguments, which are pickled; returns what answers questions.
+        make: the function that is called in the process with the arguments, which are pickled, and returns
+            the one that answers questions.
 
     Raises:
         OSError: the process cannot be started.
@@ -133,8 +131,8 @@ class Worker:
 
 
 def call_alone(work: Callable[..., T], *arguments: Any, timeout: float) -> T:
-    """Call a function in a process that ends with it. Other than ``Worker``, it knows the functions of the
-    user's own program, which it imports as ``multiprocessing`` does.
+    """Call a function in a process that ends with it. Unlike a ``Worker``, the process knows the functions of
+    the user's own program, which it imports as ``multiprocessing`` does.
 
     Raises:
         NoPrediction: there is no result within ``timeout`` seconds.
@@ -192,9 +190,8 @@ def traced(work: Callable[..., T], *arguments: Any) -> T:
     except NoPrediction:
         raise
     except Exception as error:
-        raise NoPrediction(
-            f"A step of this config could not be traced: {_one_line(error)}"
-        ) from None
+        reason = f"A step of this config could not be traced: {_one_line(error)}"
+        raise NoPrediction(reason) from None
 
 
 def _one_line(error: Exception) -> str:

@@ -11,7 +11,7 @@ apart. The rules are those of torch 2.13 with default settings:
   of a large one. So a large tensor may occupy up to 1 MiB more than requested, which counts as allocated.
 - If there is no such block, a segment is requested from the device: 2 MiB for small blocks, 20 MiB for large
   blocks below 10 MiB, and the size itself in units of 2 MiB from there on.
-- A freed block merges with its free neighbours in the segment.
+- A freed block merges with its free neighbors in the segment.
 - When the device has no more memory, all segments without a block in use are returned to it and the request
   is repeated (a *retry*, which costs time); only if that fails is it out of memory.
 - With *expandable segments* each pool is one segment that grows at its end by pages of 2 MiB or 20 MiB, and
@@ -29,7 +29,7 @@ SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 
 OWN_SEGMENT = 10 * MIB
-"""From this size on, a block gets its own segment."""
+"""Bytes from which on a block gets its own segment."""
 Pool = tuple[int, bool]  # stream, whether small
 
 
@@ -37,25 +37,23 @@ class OutOfMemory(Exception):
     """The sequence exceeds the capacity, even after cached segments are returned."""
 
 
-class Block:
-    """A piece of a segment, in use or free, between its neighbours."""
+class MemoryBlock:
+    """A piece of a segment, in use or free, between its neighbors."""
 
     __slots__ = ("address", "before", "behind", "free", "pool", "size")
 
     def __init__(self, pool: Pool, address: int, size: int) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
+        self.pool, self.address, self.size = pool, address, size
         self.free = False
-        self.before: Block | None = None
-        self.behind: Block | None = None
+        self.before: MemoryBlock | None = None
+        self.behind: MemoryBlock | None = None
 
 
 class Allocator:
     """The caching allocator of one device, in numbers.
 
     Args:
-        capacity: bytes that it can get from the device; None is unlimited.
+        capacity: the bytes that it can get from the device; None is unlimited.
         expandable: whether it uses expandable segments.
     """
 
@@ -63,14 +61,14 @@ class Allocator:
         self._capacity = capacity
         self._expandable = expandable
         # Sorted: in the order in which free blocks are taken. Addresses differ, so blocks are never compared.
-        self._free: dict[Pool, list[tuple[int, int, Block]]] = {}
-        self._last: dict[Pool, Block] = {}  # of each expandable segment
+        self._free: dict[Pool, list[tuple[int, int, MemoryBlock]]] = {}
+        self._last: dict[Pool, MemoryBlock] = {}  # of each expandable segment
         self._next_address = 0
         self.allocated = self.peak_allocated = 0
         self.reserved = self.peak_reserved = 0
         self.retries = 0
 
-    def allocate(self, nbytes: int, stream: int = 0) -> Block:
+    def allocate(self, nbytes: int, stream: int = 0) -> MemoryBlock:
         """A block of at least ``nbytes``.
 
         Raises:
@@ -84,16 +82,15 @@ class Allocator:
             self.release()
             block = self._take(pool, size) or self._reserve(pool, size)
         if block is None:
-            raise OutOfMemory(
-                f"{size:,} bytes, with {self.reserved:,} of {self._capacity:,} reserved"
-            )
+            held = f"{self.reserved:,} of {self._capacity:,} reserved"
+            raise OutOfMemory(f"{size:,} bytes, with {held}")
         self._split(block, size)
         block.free = False
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Release a block."""
         self.allocated -= block.size
         block.free = True
@@ -119,7 +116,7 @@ class Allocator:
         """Reset the peaks."""
         self.peak_allocated, self.peak_reserved, self.retries = self.allocated, self.reserved, 0
 
-    def _take(self, pool: Pool, size: int) -> Block | None:
+    def _take(self, pool: Pool, size: int) -> MemoryBlock | None:
         blocks = self._free.get(pool)
         if not blocks:
             return None
@@ -128,7 +125,7 @@ class Allocator:
             at += 1  # the end of an expandable segment is left to what fits nowhere else
         return blocks.pop(at)[2] if at < len(blocks) else None
 
-    def _reserve(self, pool: Pool, size: int) -> Block | None:
+    def _reserve(self, pool: Pool, size: int) -> MemoryBlock | None:
         _, small = pool
         last = self._last.get(pool)
         at_hand = last.size if last is not None and last.free else 0
@@ -147,21 +144,21 @@ class Allocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         if not self._expandable:
             self._next_address += extra
-            return Block(pool, self._next_address - extra, extra)
+            return MemoryBlock(pool, self._next_address - extra, extra)
         return self._grow(pool, last, extra)
 
-    def _grow(self, pool: Pool, last: Block | None, extra: int) -> Block:
+    def _grow(self, pool: Pool, last: MemoryBlock | None, extra: int) -> MemoryBlock:
         """Add pages at the end of an expandable segment; a free block there grows with it."""
         if last is not None and last.free:
             self._forget(last)
             last.size += extra
             return last
-        block = Block(pool, last.address + last.size if last is not None else 0, extra)
+        block = MemoryBlock(pool, last.address + last.size if last is not None else 0, extra)
         self._link(last, block)
         self._last[pool] = block
         return block
 
-    def _shrink(self, block: Block) -> None:
+    def _shrink(self, block: MemoryBlock) -> None:
         """Return whole pages at the end of an expandable segment. torch also returns those in its middle, so
         after a retry this model overestimates."""
         if block is not self._last.get(block.pool):
@@ -181,12 +178,11 @@ class Allocator:
         else:
             del self._last[block.pool]
 
-    def _split(self, block: Block, size: int) -> None:
+    def _split(self, block: MemoryBlock, size: int) -> None:
         left = block.size - size
-        worth_it = left >= UNIT if block.pool[1] or self._expandable else left > LARGEST_SMALL
-        if not worth_it:
+        if not (left >= UNIT if block.pool[1] or self._expandable else left > LARGEST_SMALL):
             return
-        rest = Block(block.pool, block.address + size, left)
+        rest = MemoryBlock(block.pool, block.address + size, left)
         block.size = size
         self._link(rest, block.behind)
         self._link(block, rest)
@@ -194,7 +190,7 @@ class Allocator:
             self._last[block.pool] = rest
         self._remember(rest)
 
-    def _merge(self, left: Block, right: Block) -> Block:
+    def _merge(self, left: MemoryBlock, right: MemoryBlock) -> MemoryBlock:
         left.size += right.size
         left.behind = right.behind
         if right.behind is not None:
@@ -204,16 +200,16 @@ class Allocator:
         return left
 
     @staticmethod
-    def _link(left: Block | None, right: Block | None) -> None:
+    def _link(left: MemoryBlock | None, right: MemoryBlock | None) -> None:
         if left is not None:
             left.behind = right
         if right is not None:
             right.before = left
 
-    def _remember(self, block: Block) -> None:
+    def _remember(self, block: MemoryBlock) -> None:
         block.free = True
         insort(self._free.setdefault(block.pool, []), (block.size, block.address, block))
 
-    def _forget(self, block: Block) -> None:
+    def _forget(self, block: MemoryBlock) -> None:
         blocks = self._free[block.pool]
         del blocks[bisect_left(blocks, (block.size, block.address))]

@@ -29,12 +29,12 @@ class Gpu:
 
     name: str
     gib: float
-    """The total."""
+    """GiB in total."""
     workspace: int
-    """What cuBLAS allocates for each stream and thread that uses it: 4096 KiB x 2 + 16 KiB x 8, and 32 MiB
-    from Hopper on. For AMD's libraries the larger one is assumed."""
+    """Bytes that cuBLAS allocates for each stream and thread that uses it: 4096 KiB x 2 + 16 KiB x 8, and
+    32 MiB from Hopper on. For AMD's libraries the larger one is assumed."""
     source: str
-    """A report of torch's out-of-memory error on such a card, which shows the total; or the vendor's page,
+    """Report of torch's out-of-memory error on such a card, which shows the total; or the vendor's page,
     which does not."""
 
     @property
@@ -53,8 +53,6 @@ class Gpu:
 
 _THREADS = "https://github.com/"
 _SMALL, _LARGE = 8 * MIB + 128 * 1024, 32 * MIB
-
-_RX_7900 = "graphics/desktops/radeon/7000-series/amd-radeon-rx-7900xtx"
 
 
 def _report(thread: str) -> str:
@@ -75,58 +73,49 @@ def _amd(page: str) -> str:
 # linked report was looked up: it names the card and shows the number. Where the vendor's page is linked, no
 # such report was found. Of these, logs in public repositories show the numbers of L4, H200, B200 and MI300X;
 # the others are those of a card with the same chip or memory, or, for AMD's, all but a few MiB.
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("rtx2080ti-11gb", 10.76, _SMALL, _report("ispc-lab/TMA/issues/5")),
-        Gpu("rtx3060-12gb", 11.76, _SMALL, _report("TencentARC/PhotoMaker/issues/47")),
-        Gpu("rtx3070-8gb", 7.78, _SMALL, _report("akshitac8/OW-DETR/issues/46")),
-        Gpu("rtx3080-10gb", 9.78, _SMALL, _report("zai-org/CogVideo/issues/34")),
-        Gpu("rtx3090-24gb", 23.70, _SMALL, _report("GaoLii/DSP/issues/10")),
-        Gpu(
-            "rtx4080-16gb",
-            15.70,
-            _SMALL,
-            _nvidia("geforce/graphics-cards/40-series/rtx-4080-family"),
-        ),
-        Gpu("rtx4090-24gb", 23.52, _SMALL, _report("sgl-project/sglang/issues/12496")),
-        Gpu(
-            "rtx5090-32gb", 31.36, _LARGE, _report("TrajectoryCrafter/TrajectoryCrafter/issues/20")
-        ),
-        Gpu("rtx8000-48gb", 47.46, _SMALL, _report("Victarry/stable-dreambooth/issues/8")),
-        Gpu("a4000-16gb", 15.61, _SMALL, _report("DengKaiCQ/VGGT-Long/issues/6")),
-        Gpu(
-            "a5000-24gb",
-            23.67,
-            _SMALL,
-            _report("Magicboomliu/Accelerator-Simple-Template/issues/7"),
-        ),
-        Gpu("a6000-48gb", 47.46, _SMALL, _nvidia("design-visualization/rtx-a6000")),
-        Gpu("rtx6000ada-48gb", 44.43, _SMALL, _report("DINGYANB/MTVCrafter/issues/21")),
-        Gpu("rtxpro6000-96gb", 94.97, _LARGE, _report("antirez/ds4/issues/431")),
-        Gpu("t4-16gb", 14.56, _SMALL, _report("Zheng-Chong/CatVTON/issues/133")),
-        Gpu("v100-16gb", 15.78, _SMALL, _report("kchengiva/Shift-GCN/issues/34")),
-        Gpu("v100-32gb", 31.74, _SMALL, _report("liucongg/ChatGLM-Finetuning/issues/73")),
-        Gpu("l4-24gb", 22.03, _SMALL, _nvidia("data-center/l4")),
-        Gpu("a10-24gb", 21.99, _SMALL, _nvidia("data-center/products/a10-gpu")),
-        Gpu("a30-24gb", 23.53, _SMALL, _report("google/RB-Modulation/issues/5")),
-        Gpu("a40-48gb", 44.40, _SMALL, _nvidia("data-center/a40")),
-        Gpu("l40s-48gb", 44.40, _SMALL, _report("vllm-project/vllm/issues/23230")),
-        Gpu("a100-40gb", 39.50, _SMALL, _report("TianheWu/CoSeR/issues/10")),
-        Gpu("a100-80gb", 79.14, _SMALL, _report("lianqi1008/Control-GIC/issues/6")),
-        Gpu("h100-80gb", 79.11, _LARGE, _report("vllm-project/vllm/issues/27508")),
-        Gpu("h100nvl-94gb", 93.00, _LARGE, _report("ali-vilab/VACE/issues/56")),
-        Gpu("gh200-96gb", 94.50, _LARGE, _nvidia("data-center/grace-hopper-superchip")),
-        Gpu("h200-141gb", 139.80, _LARGE, _nvidia("data-center/h200")),
-        Gpu("b200-192gb", 178.35, _LARGE, _nvidia("data-center/dgx-b200")),
-        Gpu("rx7900xtx-24gb", 23.98, _LARGE, _amd(_RX_7900)),
-        Gpu("mi210-64gb", 63.98, _LARGE, _amd("accelerators/instinct/mi200/mi210")),
-        # Two devices to torch, each with half of the card's memory.
-        Gpu("mi250x-64gb", 63.98, _LARGE, _amd("accelerators/instinct/mi200/mi250x")),
-        Gpu("mi300x-192gb", 191.69, _LARGE, _amd("accelerators/instinct/mi300/mi300x")),
-        Gpu("mi325x-256gb", 255.69, _LARGE, _amd("accelerators/instinct/mi300/mi325x")),
-    )
-}
+_ALL = (
+    Gpu("rtx2080ti-11gb", 10.76, _SMALL, _report("ispc-lab/TMA/issues/5")),
+    Gpu("rtx3060-12gb", 11.76, _SMALL, _report("TencentARC/PhotoMaker/issues/47")),
+    Gpu("rtx3070-8gb", 7.78, _SMALL, _report("akshitac8/OW-DETR/issues/46")),
+    Gpu("rtx3080-10gb", 9.78, _SMALL, _report("zai-org/CogVideo/issues/34")),
+    Gpu("rtx3090-24gb", 23.70, _SMALL, _report("GaoLii/DSP/issues/10")),
+    Gpu("rtx4080-16gb", 15.70, _SMALL, _nvidia("geforce/graphics-cards/40-series/rtx-4080-family")),
+    Gpu("rtx4090-24gb", 23.52, _SMALL, _report("sgl-project/sglang/issues/12496")),
+    Gpu("rtx5090-32gb", 31.36, _LARGE, _report("TrajectoryCrafter/TrajectoryCrafter/issues/20")),
+    Gpu("rtx8000-48gb", 47.46, _SMALL, _report("Victarry/stable-dreambooth/issues/8")),
+    Gpu("a4000-16gb", 15.61, _SMALL, _report("DengKaiCQ/VGGT-Long/issues/6")),
+    Gpu("a5000-24gb", 23.67, _SMALL, _report("Magicboomliu/Accelerator-Simple-Template/issues/7")),
+    Gpu("a6000-48gb", 47.46, _SMALL, _nvidia("design-visualization/rtx-a6000")),
+    Gpu("rtx6000ada-48gb", 44.43, _SMALL, _report("DINGYANB/MTVCrafter/issues/21")),
+    Gpu("rtxpro6000-96gb", 94.97, _LARGE, _report("antirez/ds4/issues/431")),
+    Gpu("t4-16gb", 14.56, _SMALL, _report("Zheng-Chong/CatVTON/issues/133")),
+    Gpu("v100-16gb", 15.78, _SMALL, _report("kchengiva/Shift-GCN/issues/34")),
+    Gpu("v100-32gb", 31.74, _SMALL, _report("liucongg/ChatGLM-Finetuning/issues/73")),
+    Gpu("l4-24gb", 22.03, _SMALL, _nvidia("data-center/l4")),
+    Gpu("a10-24gb", 21.99, _SMALL, _nvidia("data-center/products/a10-gpu")),
+    Gpu("a30-24gb", 23.53, _SMALL, _report("google/RB-Modulation/issues/5")),
+    Gpu("a40-48gb", 44.40, _SMALL, _nvidia("data-center/a40")),
+    Gpu("l40s-48gb", 44.40, _SMALL, _report("vllm-project/vllm/issues/23230")),
+    Gpu("a100-40gb", 39.50, _SMALL, _report("TianheWu/CoSeR/issues/10")),
+    Gpu("a100-80gb", 79.14, _SMALL, _report("lianqi1008/Control-GIC/issues/6")),
+    Gpu("h100-80gb", 79.11, _LARGE, _report("vllm-project/vllm/issues/27508")),
+    Gpu("h100nvl-94gb", 93.00, _LARGE, _report("ali-vilab/VACE/issues/56")),
+    Gpu("gh200-96gb", 94.50, _LARGE, _nvidia("data-center/grace-hopper-superchip")),
+    Gpu("h200-141gb", 139.80, _LARGE, _nvidia("data-center/h200")),
+    Gpu("b200-192gb", 178.35, _LARGE, _nvidia("data-center/dgx-b200")),
+    Gpu(
+        "rx7900xtx-24gb",
+        23.98,
+        _LARGE,
+        _amd("graphics/desktops/radeon/7000-series/amd-radeon-rx-7900xtx"),
+    ),
+    Gpu("mi210-64gb", 63.98, _LARGE, _amd("accelerators/instinct/mi200/mi210")),
+    # Two devices to torch, each with half of the card's memory.
+    Gpu("mi250x-64gb", 63.98, _LARGE, _amd("accelerators/instinct/mi200/mi250x")),
+    Gpu("mi300x-192gb", 191.69, _LARGE, _amd("accelerators/instinct/mi300/mi300x")),
+    Gpu("mi325x-256gb", 255.69, _LARGE, _amd("accelerators/instinct/mi300/mi325x")),
+)
+GPUS = {gpu.name: gpu for gpu in _ALL}
 DEFAULT = "h100-80gb"
 
 
@@ -134,9 +123,9 @@ def gpu(name: str, option: str = "--gpu", memory: str = "--memory") -> Gpu:
     """The GPU of a name, or of the beginning of a name that no other has.
 
     Args:
-        name: the name.
-        option: what messages call it.
-        memory: what they call the way to give an amount of memory instead.
+        name: the name or its beginning.
+        option: the name's name in messages.
+        memory: the name in messages of the argument that gives an amount of memory instead.
 
     Raises:
         ConfigError: it is not known, or several are meant.
@@ -151,13 +140,9 @@ def gpu(name: str, option: str = "--gpu", memory: str = "--memory") -> Gpu:
     if alike:
         raise ConfigError(option, name, "is ambiguous", f"Use one of {', '.join(alike)}")
     close = get_close_matches(name.lower(), GPUS, n=1, cutoff=0.3)
-    raise ConfigError(
-        option,
-        name,
-        "is not a known GPU",
-        (f"Did you mean {close[0]}? " if close else "")
-        + f"Use one of {', '.join(GPUS)}, or give the capacity of one process with {memory}",
-    )
+    remedy = f"Use one of {', '.join(GPUS)}, or give the capacity of one process with {memory}"
+    meant = f"Did you mean {close[0]}? " if close else ""
+    raise ConfigError(option, name, "is not a known GPU", meant + remedy)
 
 
 def _letters(name: str) -> str:

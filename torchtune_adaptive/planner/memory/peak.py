@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchtune_adaptive.planner.memory.allocator import Allocator, Block
+from torchtune_adaptive.planner.memory.allocator import Allocator, MemoryBlock
 from torchtune_adaptive.planner.memory.recorded_step import Label, MemoryEvent, RecordedStep
 
 
@@ -51,7 +51,7 @@ class Peak:
     parts: dict[str, int]
     """Bytes of tensors at the peak, by category."""
     phase: str
-    """Where in the step the peak is reached."""
+    """Part of the step in which the peak is reached."""
     operation: str
     """The operation that reaches it."""
 
@@ -66,14 +66,14 @@ class Peak:
 
 @dataclass(frozen=True)
 class StartUp:
-    """What precedes the steps that are measured: parameters are allocated, and a first step creates the
+    """Events before the steps that are measured: parameters are allocated, and a first step creates the
     optimizer's state."""
 
     set_up: RecordedStep
     first_step: RecordedStep
 
     def held(self) -> dict[int, tuple[int, str]]:
-        """What is still allocated when the next step begins: bytes and category by block."""
+        """Bytes and category, by block, of what is still allocated when the next step begins."""
         labels = {**self.set_up.labels, **self.first_step.labels}
         held: dict[int, tuple[int, str]] = {}
         for block, nbytes, _ in (*self.set_up.events, *self.first_step.events):
@@ -92,7 +92,7 @@ class Held(NamedTuple):
 
 
 def held(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> Held:
-    """What a step takes on a device, in a run whose earlier steps had the same size."""
+    """The memory of a step on a device, in a run whose earlier steps had the same size."""
     if device.caching:
         allocated, reserved = _replay(start_up, step, device)
     else:
@@ -108,20 +108,12 @@ def peak(
     device: DeviceLimits,
     known: Held | None = None,
 ) -> Peak:
-    """The same, and what it consists of; ``known`` is what ``held`` has found."""
+    """The same, and its parts; ``known`` is the result of ``held``, if there is one already."""
     moment = _highest_moment(start_up, step, device)
     live = sum(moment.parts.values())
     allocated, reserved = known or held(start_up, step, device)
-    return Peak(
-        rows=rows,
-        length=length,
-        live=live,
-        allocated=allocated,
-        reserved=reserved,
-        parts=dict(moment.parts),
-        phase=moment.label.phase,
-        operation=moment.label.operation,
-    )
+    _, phase, operation = moment.label
+    return Peak(rows, length, live, allocated, reserved, dict(moment.parts), phase, operation)
 
 
 class _Moment(NamedTuple):
@@ -186,7 +178,7 @@ def _replay(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> tupl
     allocator = Allocator(expandable=device.expandable)
     for nbytes in device.workspaces:
         allocator.allocate(nbytes)
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, MemoryBlock] = {}
     _play(allocator, start_up.set_up.events, blocks)
     _play(allocator, start_up.first_step.events, blocks)
     allocator.release()  # as between trials of a search
@@ -196,7 +188,9 @@ def _replay(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> tupl
     return allocator.peak_allocated, allocator.peak_reserved
 
 
-def _play(allocator: Allocator, events: Iterable[MemoryEvent], blocks: dict[int, Block]) -> None:
+def _play(
+    allocator: Allocator, events: Iterable[MemoryEvent], blocks: dict[int, MemoryBlock]
+) -> None:
     for block, nbytes, stream in events:
         if nbytes >= 0:
             blocks[block] = allocator.allocate(nbytes, stream)
@@ -205,12 +199,8 @@ def _play(allocator: Allocator, events: Iterable[MemoryEvent], blocks: dict[int,
 
 
 def largest(fits: Callable[[int], bool], guess: int) -> int:
-    """The largest number of rows that fits, given that more rows never take less memory; 0 if none does.
-
-    Args:
-        fits: whether a number of rows fits.
-        guess: where to start; the nearer to the answer, the fewer calls.
-    """
+    """The largest number that ``fits``, where none fits that is above one that does not; 0 if none does. The
+    nearer the ``guess`` is to the answer, the fewer calls are made."""
     low, high = 0, 0
     rows, stride = max(1, guess), 1
     while not high or high - low > 1:

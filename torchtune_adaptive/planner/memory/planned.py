@@ -15,14 +15,8 @@ ERROR_BAND = 0.03
 def planned_gpu(
     kind: Gpu, ranks: int, headroom: float, memory: int | None = None
 ) -> tuple[DeviceLimits, tuple[str, ...]]:
-    """A GPU of this kind in a run, and the assumptions about it.
-
-    Args:
-        kind: the GPU.
-        ranks: how many ranks the run has.
-        headroom: the share of the capacity that must stay free.
-        memory: the capacity of one process, if known.
-    """
+    """A GPU of this kind in a run, and the assumptions about it; ``headroom`` is the share of the capacity
+    that must stay free, ``memory`` the capacity of one process, if known."""
     if memory is None:
         return gpu_limits(kind.name, kind, kind.capacity(ranks), headroom, _capacity(kind, ranks))
     name = f"GPU with {_amount(memory)}"
@@ -32,7 +26,8 @@ def planned_gpu(
 def gpu_limits(
     name: str, kind: Gpu, capacity: int, headroom: float, source: str, correction: float = 1.0
 ) -> tuple[DeviceLimits, tuple[str, ...]]:
-    """What a peak may reach, and the assumptions about it; ``source`` is where ``capacity`` is from."""
+    """A device with this capacity, and the assumptions about it; ``source`` tells where the capacity is
+    from."""
     device = DeviceLimits(
         name=name,
         usable_bytes=int(capacity * (1 - headroom)),

@@ -24,7 +24,7 @@ class MemoryEvent(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What a block is for, and which operation allocated it."""
+    """Purpose of a block, and the operation that allocated it."""
 
     category: str
     phase: str
@@ -37,7 +37,7 @@ class RecordedStep(NamedTuple):
     events: list[MemoryEvent]
     labels: dict[int, Label]
     operations: StepOperations | None = None
-    """What it computes and moves, where that was noted."""
+    """Operations with what they compute and move, where that was noted."""
 
     def renumbered(self) -> RecordedStep:
         """The same step with blocks numbered from 1, to compare it with others.
@@ -86,7 +86,7 @@ class Bilinear:
     """Steps of any number of rows of any length, interpolated from traces.
 
     Args:
-        corners: traces by rows and length: two numbers of rows, and one length or two.
+        corners: the traces by rows and length: two numbers of rows, and one length or two.
 
     Raises:
         NotRegular: they do not have the same structure.

@@ -1,4 +1,4 @@
-"""How fast GPUs are: what data sheets say, and which share of it the kernels of a training step reach.
+"""The speeds of GPUs: what data sheets say, and which share of it the kernels of a training step reach.
 
 Peaks and bandwidths are those of the makers' data sheets (dense, 32-bit accumulation). Shares are
 measurements of single kernels and single collectives, with their sources below. No number is fitted to the
@@ -13,7 +13,8 @@ from math import sqrt
 from typing import ClassVar
 
 STREAMING = 0.85
-"""Of the memory bandwidth, for kernels that only move data. 0.80 to 0.90 is common for large tensors."""
+"""Share of the memory bandwidth that kernels reach which only move data; 0.80 to 0.90 is common for large
+tensors."""
 
 KERNEL = 2.5e-6
 """Seconds that the shortest kernel takes, start and end included."""
@@ -27,32 +28,33 @@ all that it had saved, and the random numbers of then are brought back. 1.0 to 1
 9 us (``docs/results/fastest.md``)."""
 
 CHOOSING = 3.5
-"""The same for each operation of a layer that is checkpointed by operation: in Python, in both passes."""
+"""Launches' worth for each operation of a layer that is checkpointed by operation: in Python, in both
+passes."""
 
-SYNCHRONISE = 1e-6
+SYNCHRONIZE = 1e-6
 """Seconds in which the host records an event or makes a stream wait for one."""
 
-COLLECTIVE = 30e-6
+COLLECTIVE_LATENCY = 30e-6
 """Seconds that a collective takes before it moves anything."""
 
-COPY = 10e-6
-"""The same of a copy to or from the host."""
+COPY_LATENCY = 10e-6
+"""Seconds that a copy to or from the host takes before it moves anything."""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """How fast a device is."""
+    """The speeds of a device."""
 
     GPUS_IN_A_NODE: ClassVar = 8
 
     name: str
-    """As in ``memory.gpus``."""
+    """Name as in ``memory.gpus``."""
     half: float | None
-    """bf16 and fp16: FLOP/s of matrix products; None if it has no bf16."""
+    """FLOP/s of matrix products in bf16 and fp16; None if it has no bf16."""
     single: float
-    """fp32 FLOP/s, without TF32."""
+    """FLOP/s in fp32, without TF32."""
     bandwidth: float
-    """Of its memory, bytes/s."""
+    """Bytes/s of its memory."""
     processors: int
     """Streaming multiprocessors, over which the tiles of a matrix product are spread."""
     gemm: float
@@ -68,9 +70,9 @@ class Speeds:
     launch: float = LAUNCH
     kernel: float = KERNEL
     assumed: str = ""
-    """What no measurement is known for."""
+    """Note on what no measurement is known for."""
     is_host: bool = False
-    """The host is the device, so nothing is launched ahead."""
+    """Whether the host is the device, so that nothing is launched ahead."""
 
     def peak(self, dtype: str) -> float | None:
         return self.single if dtype in ("float32", "float64") else self.half
@@ -117,7 +119,7 @@ def with_power(speeds: Speeds, name: str, share: float) -> Speeds:
 
 @dataclass(frozen=True)
 class _Family:
-    """What GPUs that are built alike have in common."""
+    """The properties that GPUs which are built alike have in common."""
 
     gemm: float
     attention: tuple[float, float]

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 GEMM = "gemm"
 ATTENTION = "attention"
 MEMORY = "memory"
-"""Limited by memory bandwidth: everything that is none of the others."""
+"""Operations limited by memory bandwidth: all that are none of the others."""
 COLLECTIVE = "collective"
 COPY = "copy"
-"""Between the device and the host."""
+"""Copies between the device and the host."""
 RECORD = "record"
 WAIT = "wait"
-"""Of a stream, for a recorded event."""
+"""A stream's waiting for a recorded event."""
 HOST_WAIT = "host wait"
-"""Of the host, for an event, or (0) for all that its stream was given."""
+"""The host's waiting for an event, or (0) for all that its stream was given."""
 ELSEWHERE = -1
-_SYNCHRONISATION = (RECORD, WAIT, HOST_WAIT)
+_SYNCHRONIZATION = (RECORD, WAIT, HOST_WAIT)
 
 
 class Operation(NamedTuple):
@@ -38,25 +38,25 @@ class Operation(NamedTuple):
     nbytes: float = 0.0
     """Bytes read and written; of a collective, the whole tensor's; of a copy, those copied."""
     fused_bytes: float = 0.0
-    """What is left of them if a compiler fuses the operation with its neighbours."""
+    """Bytes that are left if a compiler fuses the operation with its neighbors."""
     joins: bool = False
     """Whether a compiler would make it part of the same kernel as the operation before it."""
     shape: tuple[float, ...] = ()
-    """Of a matrix product: batch, m, n, k."""
+    """Dimensions of a matrix product: batch, m, n, k."""
     repeats: int = 0
-    """The layer, from 1, whose forward pass it repeats in the backward pass; ``ELSEWHERE`` if it repeats
+    """Layer, from 1, whose forward pass it repeats in the backward pass; ``ELSEWHERE`` if it repeats
     something outside of layers, 0 if it repeats nothing."""
     event: int = 0
-    """What a synchronisation records, or waits for."""
+    """Number of the event that a synchronization records, or waits for."""
 
 
 class StepOperations(NamedTuple):
     """The operations of one step in order."""
 
     micro_batches: list[list[Operation]]
-    """Forward and backward of each. All but the first are alike."""
+    """Operations of each one's forward and backward pass. All but the first are alike."""
     update: list[Operation]
-    """Clipping and the optimizer."""
+    """Operations of clipping and the optimizer."""
 
     def parts(self) -> list[list[Operation]]:
         return [*self.micro_batches, self.update]
@@ -76,7 +76,7 @@ def at_rows(few: StepOperations, many: StepOperations, share: float) -> StepOper
     Args:
         few: the step of a number of rows.
         many: the step of a larger number.
-        share: how far from ``few`` towards ``many``: 0 is ``few``, 1 is ``many``.
+        share: the way from ``few`` (0) to ``many`` (1).
 
     Raises:
         DifferentOperations: the two differ in more than sizes.
@@ -95,7 +95,7 @@ def _operations_at(
     between: dict[tuple[Operation, Operation], Operation] = {}  # layers repeat themselves
     found = []
     for a, b in zip(few, many, strict=True):
-        if a.kind in _SYNCHRONISATION:
+        if a.kind in _SYNCHRONIZATION:
             found.append(a)
             continue
         if (a.name, a.stream, len(a.shape)) != (b.name, b.stream, len(b.shape)):

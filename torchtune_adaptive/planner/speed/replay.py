@@ -1,4 +1,4 @@
-"""How long a step takes: its operations, replayed over the device's streams.
+"""The time of a step: its operations, replayed over the device's streams.
 
 Each stream runs its operations in order, and waits for others where the traced step does. The host launches
 operations in order as well, ahead of the device, unless they are too short for that or it has to wait.
@@ -28,19 +28,19 @@ from torchtune_adaptive.planner.speed.operations import (
 from torchtune_adaptive.planner.speed.roofline import seconds
 
 LAUNCHES = "launches"
-"""The device waits for the host."""
+"""Time in which the device waits for the host."""
 _MAIN = 0
 
 
 @dataclass
 class StepTime:
-    """How long a step takes, and what the main stream does meanwhile."""
+    """Seconds of a step, and what the main stream does meanwhile."""
 
     seconds: float
     parts: dict[str, float]
     """Seconds by kind of operation, of waiting for collectives and copies, and for launches. They add up."""
     recomputing: float
-    """Seconds of them in which the backward pass repeats the forward pass."""
+    """Seconds in which the backward pass repeats the forward pass."""
     model_flops: float
     """FLOPs without those of repetitions."""
 
@@ -51,19 +51,19 @@ def _zeros() -> defaultdict[Any, float]:
 
 @dataclass
 class _Clock:
-    """When the host and each stream are done with what they have been given."""
+    """Times at which the host and each stream are done with what they have been given."""
 
     host: float = 0.0
     streams: defaultdict[int, float] = field(default_factory=_zeros)
     events: dict[int, tuple[float, str]] = field(default_factory=dict)
-    """When each happens, and the kind of the operation before it."""
+    """Time of each event, and the kind of the operation before it."""
     last: dict[int, str] = field(default_factory=dict)
-    """The kind of the last operation of each stream."""
+    """Kind of the last operation of each stream."""
     waits: defaultdict[str, float] = field(default_factory=_zeros)
     busy: defaultdict[str, float] = field(default_factory=_zeros)
     recomputing: float = 0.0
     repeating: int = 0
-    """The layer that is being repeated, as in ``Operation.repeats``."""
+    """Layer that is being repeated, as in ``Operation.repeats``."""
 
     def now(self) -> float:
         return max([self.host, *self.streams.values()])
@@ -72,15 +72,7 @@ class _Clock:
 def step_time(
     step: StepOperations, speeds: Speeds, ranks: int, micro_batches: int, compiled: bool = False
 ) -> StepTime:
-    """The time of one of many steps.
-
-    Args:
-        step: with one micro-batch, or the first two of more.
-        speeds: of the device.
-        ranks: how many there are.
-        micro_batches: how many the step has.
-        compiled: whether it is compiled.
-    """
+    """The time of one of many steps with so many micro-batches; ``step`` has one of them, or two."""
     parts = [step.micro_batches[min(n, len(step.micro_batches) - 1)] for n in range(micro_batches)]
     few = parts[:3]  # what a further micro-batch takes is the difference of three to two
     clock = _Clock()
@@ -131,9 +123,7 @@ def _played(parts: Sequence[Sequence[Operation]], clock: _Clock, cost: _Costs) -
     spent: dict[str, float] = dict(clock.busy)
     for kind, waited in clock.waits.items():
         spent[kind] = spent.get(kind, 0.0) + waited
-    rest = took - sum(
-        spent.values()
-    )  # the main stream is done before another one, or before the host
+    rest = took - sum(spent.values())  # the main stream is done before another one, or the host
     spent[LAUNCHES] = spent.get(LAUNCHES, 0.0) + rest
     return StepTime(took, spent, clock.recomputing, 0.0)
 
@@ -144,14 +134,12 @@ def _play(parts: Sequence[Sequence[Operation]], clock: _Clock, cost: _Costs) -> 
         for one in part:
             stream = one.stream
             if one.kind == RECORD:
-                events[one.event] = (
-                    max(streams[stream], clock.host),
-                    clock.last.get(stream, MEMORY),
-                )
-                clock.host += devices.SYNCHRONISE
+                recorded = max(streams[stream], clock.host)
+                events[one.event] = (recorded, clock.last.get(stream, MEMORY))
+                clock.host += devices.SYNCHRONIZE
             elif one.kind == WAIT:
                 _wait(clock, stream, *events.get(one.event, (0.0, MEMORY)))
-                clock.host += devices.SYNCHRONISE
+                clock.host += devices.SYNCHRONIZE
             elif one.kind == HOST_WAIT:
                 until = events.get(one.event, (0.0, ""))[0] if one.event else streams[stream]
                 clock.host = max(clock.host, until)
@@ -188,13 +176,8 @@ def _run(clock: _Clock, one: Operation, cost: _Costs) -> None:
 
 
 def _launches_to_repeat(one: Operation, before: int, choosing: bool) -> float:
-    """What the host does for an operation that is repeated, besides launching it.
-
-    Args:
-        one: the operation.
-        before: what the operation before it repeats.
-        choosing: whether layers are checkpointed by operation.
-    """
+    """The host's work for an operation that is repeated, besides launching it, in launches; ``before`` is the
+    layer that the operation before it repeats, ``choosing`` as ``chooses_operations`` finds it."""
     first = devices.REPEATING if one.repeats and one.repeats != before else 0.0
     both_passes = 2 * devices.CHOOSING if choosing and one.repeats > 0 else 0.0
     return first + both_passes
@@ -203,7 +186,7 @@ def _launches_to_repeat(one: Operation, before: int, choosing: bool) -> float:
 def host_seconds_to_repeat(
     operations: Iterable[Operation], speeds: Speeds, choosing: bool
 ) -> float:
-    """What the host does to repeat operations, launches included."""
+    """The host's time to repeat operations, launches included."""
     launches, before = 0.0, 0
     for one in operations:
         if one.kind in (RECORD, WAIT, HOST_WAIT):
@@ -227,4 +210,4 @@ NAMES = {
     COPY: "copies to and from the host",
     LAUNCHES: "waiting for launches",
 }
-"""Of the parts of a step's time, for people."""
+"""Names of the parts of a step's time, for people."""

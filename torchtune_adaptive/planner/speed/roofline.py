@@ -1,4 +1,4 @@
-"""How long an operation takes on a device: what it computes or what it moves, whichever takes longer."""
+"""The time of an operation on a device: what it computes or what it moves, whichever takes longer."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ from math import ceil
 
 from torchtune_adaptive.planner.speed import devices
 from torchtune_adaptive.planner.speed.devices import Speeds
-from torchtune_adaptive.planner.speed.operations import (
-    ATTENTION,
-    COLLECTIVE,
-    COPY,
-    GEMM,
-    Operation,
-)
+from torchtune_adaptive.planner.speed.operations import ATTENTION, COLLECTIVE, COPY, GEMM, Operation
 
 _TILES = (
     ((128, 256), 1.0),
@@ -32,23 +26,16 @@ _FILLING = 128.0
 
 
 def seconds(operation: Operation, speeds: Speeds, ranks: int, compiled: bool) -> float:
-    """How long an operation takes. In a compiled step, an operation that joins another one's kernel only
-    adds what it moves.
-
-    Args:
-        operation: anything but a synchronisation.
-        speeds: of the device.
-        ranks: how many there are.
-        compiled: whether the step is compiled.
-    """
+    """The time of an operation that is no synchronization. In a compiled step, one that joins another one's
+    kernel only adds what it moves."""
     if operation.kind == COLLECTIVE:
         if ranks == 1:
             return 0.0
         passes = 2 if operation.name.startswith("allreduce") else 1
         wire = operation.nbytes * passes * (ranks - 1) / ranks
-        return devices.COLLECTIVE + wire / speeds.collective_bandwidth(ranks)
+        return devices.COLLECTIVE_LATENCY + wire / speeds.collective_bandwidth(ranks)
     if operation.kind == COPY:
-        return devices.COPY + operation.nbytes / speeds.host
+        return devices.COPY_LATENCY + operation.nbytes / speeds.host
     nbytes = operation.fused_bytes if compiled else operation.nbytes
     time = nbytes / (speeds.bandwidth * devices.STREAMING)
     if operation.flops and (peak := speeds.peak(operation.dtype)):
@@ -59,7 +46,7 @@ def seconds(operation: Operation, speeds: Speeds, ranks: int, compiled: bool) ->
 
 
 def _share(operation: Operation, speeds: Speeds) -> float:
-    """Of the peak, that an operation reaches."""
+    """The share of the peak that an operation reaches."""
     if operation.kind == ATTENTION:
         forward, backward = speeds.attention
         return backward if "backward" in operation.name else forward
@@ -70,8 +57,8 @@ def _share(operation: Operation, speeds: Speeds) -> float:
 
 @lru_cache(maxsize=1 << 14)
 def _shape_efficiency(shape: tuple[float, ...], processors: int) -> float:
-    """Of what large matrix products reach, with the best tile. Two things are lost: tiles that stick out of
-    the matrix, and processors that have no tile in the last wave."""
+    """The share of what large matrix products reach, with the best tile. Two things are lost: tiles that
+    stick out of the matrix, and processors that have no tile in the last wave."""
     batch, m, n, k = shape
     best = 0.0
     for (height, width), speed in _TILES:

@@ -1,4 +1,4 @@
-"""The speed of a run: tokens per second, utilisation, hours and cost, and how sure that is."""
+"""The speed of a run: tokens per second, utilization, hours and cost, and how sure that is."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torchtune_adaptive.planner.speed.devices import Speeds
 from torchtune_adaptive.planner.speed.operations import StepOperations
 from torchtune_adaptive.planner.speed.replay import NAMES, step_time
 
-EAGER_BAND, COMPILED_BAND, QUANTISED_BAND = 0.10, 0.15, 0.25
+EAGER_BAND, COMPILED_BAND, QUANTIZED_BAND = 0.10, 0.15, 0.25
 MEASURED_BAND = 0.05
 """The error of a prediction that a measurement on the same machine has corrected."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What decides how fast a run's steps are, apart from their operations."""
+    """Facts about a run that decide how fast its steps are, apart from their operations."""
 
     speeds: Speeds
     ranks: int
     compiled: bool
-    quantised: bool
+    quantized: bool
     dtype: str
-    """In which the model computes."""
+    """Type of the numbers that the model computes with."""
     correction: float | None = None
     """Measured / predicted seconds, where a run on this machine measured it."""
 
@@ -31,18 +31,18 @@ class Pace:
         """The error that a predicted speed may have, as a share of it."""
         if self.correction is not None:
             return MEASURED_BAND
-        if self.quantised:
-            return QUANTISED_BAND
+        if self.quantized:
+            return QUANTIZED_BAND
         return COMPILED_BAND if self.compiled else EAGER_BAND
 
     def speed(self, step: StepOperations, rows: int, length: int, micro_batches: int) -> Speed:
         """The speed of a run whose steps are all like this one.
 
         Args:
-            step: with one micro-batch, or the first two of more.
-            rows: in a micro-batch.
-            length: tokens in a row, padding included.
-            micro_batches: how many a step has.
+            step: a step with one micro-batch, or with the first two of more.
+            rows: the rows in a micro-batch.
+            length: the tokens in a row, padding included.
+            micro_batches: the number of micro-batches in a step.
         """
         time = step_time(step, self.speeds, self.ranks, micro_batches, self.compiled)
         seconds = time.seconds * (self.correction or 1.0)
@@ -60,23 +60,23 @@ class Pace:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a run trains."""
+    """The speed of a run."""
 
     seconds: float
-    """Of one step."""
+    """Seconds of one step."""
     tokens_per_second_per_gpu: float
     mfu: float
-    """Model FLOPs utilisation: of the peak of the data sheet, what is used for the forward and backward pass;
+    """Model FLOPs utilization: the share of the data sheet's peak that the forward and backward pass use;
     what the backward pass computes again does not count."""
     parts: dict[str, float]
     """Shares of the step's time, by what the device does (``replay.NAMES``)."""
     recomputing: float
-    """Share of it in which the backward pass repeats the forward pass."""
+    """Share of the time in which the backward pass repeats the forward pass."""
     band: float
-    """The error that it may have."""
+    """Error that the speed may have, as a share of it."""
 
     def named_parts(self) -> dict[str, float]:
-        """The same with names for people."""
+        """The same shares with names for people."""
         return {NAMES.get(kind, kind): share for kind, share in self.parts.items()}
 
     def hours(self, tokens: float, ranks: int) -> float:

@@ -22,7 +22,7 @@ _BACKEND = "fake_ranks"
 
 
 class Listener(Protocol):
-    """Is told what streams and events do, and of copies that are only pretended."""
+    """A listener to what streams and events do, and to copies that are only pretended."""
 
     def synchronize(self, kind: str, stream: int, event: int) -> None: ...
 
@@ -97,7 +97,7 @@ class FakeStream:
 
 
 class _Here:
-    """Where the program is on the fake device, of which torch has one."""
+    """The program's place on the fake device, of which torch has one."""
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
@@ -110,7 +110,7 @@ _here = _Here()
 
 @contextmanager
 def heard_by(listener: Listener | None) -> Iterator[None]:
-    """In this context, the listener is told what happens."""
+    """A context in which the listener is told what happens."""
     _here.listener = listener
     try:
         yield
@@ -143,7 +143,6 @@ class _DeviceModule:
     Event = FakeEvent
     current_stream = staticmethod(current_stream)
     stream = staticmethod(in_stream)
-
     default_stream = staticmethod(default_stream)
 
     def is_initialized(self) -> bool:
@@ -182,7 +181,7 @@ class _DeviceModule:
 def device() -> torch.device:
     """Register the fake device with torch, and return it."""
     if not hasattr(torch, NAME):
-        private.register_device(NAME, _DeviceModule())
+        private.register_device(NAME, backend_module=_DeviceModule())
     return torch.device(NAME, 0)
 
 

@@ -35,10 +35,10 @@ def _keeping_size(loss: Any) -> Callable[..., torch.Tensor]:
     at = [argument.name for argument in schema_of(loss).arguments].index("reduction")
 
     def result(*args: Any, **kwargs: Any) -> torch.Tensor:
-        reduction = kwargs.pop("reduction", args[at] if len(args) > at else _MEAN)
-        args = (*args[:at], *(() if len(args) <= at else (_NONE, *args[at + 1 :])))
-        if len(args) <= at:
-            kwargs["reduction"] = _NONE
+        if len(args) > at:
+            reduction, args = args[at], (*args[:at], _NONE, *args[at + 1 :])
+        else:
+            reduction, kwargs = kwargs.get("reduction", _MEAN), {**kwargs, "reduction": _NONE}
         elements: torch.Tensor = loss(*args, **kwargs)
         return elements if reduction == _NONE else elements.resize_(())
 
@@ -47,16 +47,11 @@ def _keeping_size(loss: Any) -> Callable[..., torch.Tensor]:
 
 _NONE, _MEAN = 0, 1  # as aten counts reductions
 
+_LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
 REPLACED: dict[Any, Callable[..., Any]] = {
-    loss: _keeping_size(loss)
-    for loss in (
-        _aten.mse_loss.default,
-        _aten.smooth_l1_loss.default,
-        _aten.soft_margin_loss.default,
-        _aten.binary_cross_entropy.default,
-    )
+    loss: _keeping_size(loss) for loss in (getattr(_aten, name).default for name in _LOSSES)
 }
-"""What takes more memory than the shape of its result says (checked on a CPU, torch 2.13)."""
+"""Operations that take more memory than the shape of their result says (checked on a CPU, torch 2.13)."""
 
 WORKSPACES: dict[Any, Callable[..., list[int]]] = {
     _aten.masked_scatter.default: _masked_scatter,

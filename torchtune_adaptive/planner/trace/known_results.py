@@ -23,13 +23,9 @@ from torchtune_adaptive.planner.private import (
 
 _DEPENDS_ON_VALUES = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _CHANGES_ITS_ARGUMENT = frozenset(("aten::resize_", "aten::resize_as_", "aten::set_"))
-"""In its shape or storage; other such operations have a tag."""
-_PLAIN = frozenset(
-    (
-        *(int, float, bool, str, type(None)),
-        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-    )
-)
+"""Operations that change its shape or storage; others have a tag."""
+_TORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = frozenset((int, float, bool, str, type(None), *_TORCHS))
 _ON_META = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
@@ -42,11 +38,11 @@ class _Made(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     view_of: int | None
-    """Which of the tensors among the arguments it shares its storage with; None if it has its own."""
+    """Number of the tensor among the arguments whose storage it shares; None if it has its own."""
 
 
 class _Given(NamedTuple):
-    """One of the tensors among the arguments, itself."""
+    """A tensor among the arguments, itself."""
 
     number: int
 
@@ -71,7 +67,7 @@ class KnownResults:
         self._known: dict[Any, tuple[Callable[..., Any] | None, list[_Part]] | None] = {}
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``func(*args, **kwargs)`` returns."""
+        """The result of ``func(*args, **kwargs)``."""
         regular = self._regular.get(func)
         if regular is None:
             regular = self._regular[func] = _is_regular(func)
@@ -79,9 +75,7 @@ class KnownResults:
             return func(*args, **kwargs)
         tensors: list[FakeTensor] = []
         facts: list[Any] = [func, torch.get_default_dtype()]
-        if not self._describe(args, facts, tensors) or not self._describe_named(
-            kwargs, facts, tensors
-        ):
+        if not self._describe((args, *kwargs.items()), facts, tensors):
             return func(*args, **kwargs)
         key = tuple(facts)
         if key not in self._known:
@@ -95,14 +89,6 @@ class KnownResults:
         made = [self._make(part, tensors) for part in parts]
         return made[0] if collect is None else collect(made)
 
-    def _describe_named(
-        self, named: dict[str, Any], facts: list[Any], tensors: list[FakeTensor]
-    ) -> bool:
-        if not named:
-            return True
-        facts.append(tuple(named))
-        return self._describe(tuple(named.values()), facts, tensors)
-
     def _describe(self, values: Any, facts: list[Any], tensors: list[FakeTensor]) -> bool:
         """Add what decides the result to ``facts``; False if these arguments are not regular."""
         for value in values:
@@ -115,12 +101,8 @@ class KnownResults:
                 if value.is_conj() or value.is_neg():
                     return False
                 tensors.append(value)
-                facts.append(
-                    (
-                        *(value.shape, value.stride(), value.storage_offset()),
-                        *(value.dtype, value.fake_device),
-                    )
-                )
+                layout = (value.shape, value.stride(), value.storage_offset())
+                facts.append((*layout, value.dtype, value.fake_device))
             elif kind in _PLAIN:
                 facts.append(kind)  # 1, 1.0 and True are equal
                 facts.append(value)
@@ -139,9 +121,8 @@ class KnownResults:
             return tensors[part.number]
         with without_dispatch():
             if part.view_of is None:
-                plain = torch.empty_strided(
-                    part.shape, part.stride, dtype=part.dtype, device="meta"
-                )
+                shape, stride, dtype = part.shape, part.stride, part.dtype
+                plain = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             else:
                 storage = tensors[part.view_of].untyped_storage()
                 plain = torch.empty(0, dtype=part.dtype, device="meta")
@@ -163,7 +144,7 @@ def _is_regular(func: Any) -> bool:
 def _taken_apart(
     result: Any, tensors: list[FakeTensor]
 ) -> tuple[Callable[..., Any] | None, list[_Part]] | None:
-    """How to make a result again; None if it is not a regular one."""
+    """The parts from which a result can be made again; None if it is not a regular one."""
     several = type(result) in (tuple, list)
     parts = [_part(value, tensors) for value in (result if several else [result])]
     if None in parts:
@@ -180,10 +161,8 @@ def _part(value: Any, tensors: list[FakeTensor]) -> _Part | None:
     for number, given in enumerate(tensors):
         if value is given:
             return _Given(number)
-    made = _Made(
-        *(tuple(value.shape), value.stride(), int(value.storage_offset())),
-        *(value.dtype, value.fake_device, None),
-    )
+    layout = (tuple(value.shape), value.stride(), int(value.storage_offset()))
+    made = _Made(*layout, value.dtype, value.fake_device, None)
     for number, given in enumerate(tensors):
         if is_same(storage, given.untyped_storage()):
             return made._replace(view_of=number)

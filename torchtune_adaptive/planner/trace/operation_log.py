@@ -1,4 +1,4 @@
-"""What every operation of a traced step computes, reads and writes, and how streams wait for each other.
+"""A log of what each operation of a traced step computes, reads and writes, and of streams' waiting.
 
 The dispatch mode that records memory sees each operation anyway; here it is also noted for the time model. On
 a fake device, streams and events report what they do (``fake_device.heard_by``).
@@ -27,22 +27,14 @@ from torchtune_adaptive.planner.speed.operations import (
 from torchtune_adaptive.planner.trace import fake_device
 
 _ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
-_OTHER_NAMES = (
-    "detach",
-    "alias",
-    "lift_fresh",
-    "_unsafe_view",
-    "_reshape_alias",
-    "set_",
-    "is_pinned",
-)
-_WITHOUT_KERNEL = frozenset((*_ALLOCATIONS, *_OTHER_NAMES))
+_VIEWS = ("detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "set_", "is_pinned")
+_WITHOUT_KERNEL = frozenset((*_ALLOCATIONS, *_VIEWS))
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
 """Matrix products, and which argument is the left factor."""
 _LOOKUPS = frozenset(("embedding", "nll_loss_forward", "gather", "index", "index_select"))
-"""They read only the rows that are asked for."""
+"""Operations that read only the rows that are asked for."""
 _ONLY_WRITTEN = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_"))
-"""They do not read the tensor that they change."""
+"""Operations that do not read the tensor that they change."""
 _NOT_COMPILED = frozenset(("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat", "compiled"))
 """Memory-bound kernels that a compiled layer does not contain."""
 _SMALL = 1 << 12
@@ -50,7 +42,7 @@ _SMALL = 1 << 12
 
 
 class _Signature(NamedTuple):
-    """What the schema of an operation says, looked up once."""
+    """Facts from the schema of an operation, looked up once."""
 
     name: str
     kind: str
@@ -74,9 +66,9 @@ class OperationLog:
     """Collects the operations of a step.
 
     Args:
-        device_type: of the device that is traced.
+        device_type: the type of the device that is traced.
         block_of: the number of the block that a storage lies in; 0 if it is not on the device.
-        phase: where in the step it is.
+        phase: the part of the step that is running.
         layer: the number of the layer whose forward pass is running, from 1; else 0. In the backward pass
             that is a repetition. (So is whatever else has gradients enabled there; but functions with a
             backward pass of their own disable them.)
@@ -89,25 +81,20 @@ class OperationLog:
         phase: Callable[[], str],
         layer: Callable[[], int],
     ) -> None:
-        self._device_type = device_type
-        self._block_of = block_of
-        self._phase = phase
-        self._layer = layer
+        self._device_type, self._block_of = device_type, block_of
+        self._phase, self._layer = phase, layer
         self._parts: list[list[_Entry]] = [[]]
         self._signatures: dict[Any, _Signature] = {}
 
     def next_part(self) -> None:
-        """A micro-batch is over; what comes is the next one, or the update."""
+        """Begin the next micro-batch, or the update."""
         self._parts.append([])
 
     def finish(self) -> StepOperations:
         """The step, with what a compiler would fuse."""
         last_read: dict[int, int] = {}
-        operations = [entry for part in self._parts for entry in part]
-        for at, (_, use) in enumerate(operations):
-            if use is not None:
-                for block in use.reads:
-                    last_read[block] = at
+        for at, (_, use) in enumerate(entry for part in self._parts for entry in part):
+            last_read.update(dict.fromkeys(use.reads, at) if use else {})
         parts, first = [], 0
         for part in self._parts:
             parts.append(_fused(part, first, last_read))
@@ -116,25 +103,25 @@ class OperationLog:
         return StepOperations(parts[:-1], parts[-1])
 
     def synchronize(self, kind: str, stream: int, event: int) -> None:
-        """A stream records an event or waits for one, or the host waits."""
+        """Note that a stream records an event or waits for one, or that the host waits."""
         self._add(Operation(kind, "", self._phase(), stream, event=event))
 
     def copied(self, nbytes: int) -> None:
-        """A tensor goes to the host or comes back, where no operation shows it."""
+        """Note a copy to the host or back that no operation shows."""
         self._add(Operation(COPY, "offload", self._phase(), _stream(), nbytes=nbytes))
 
     def compiled(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A compiled function reads and writes tensors in one kernel."""
+        """Note a compiled function that reads and writes tensors in one kernel."""
         nbytes = 2 * sum(map(_nbytes, tensors))
         self._add(Operation(MEMORY, "compiled", self._phase(), _stream(), "", 0, nbytes, nbytes))
 
     def read_by_host(self, tensor: torch.Tensor) -> None:
-        """The host reads a value, and so waits for the device."""
+        """Note that the host reads a value, and so waits for the device."""
         if tensor.device.type == self._device_type:
             self.synchronize(HOST_WAIT, _stream(), 0)
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An operation that has just run."""
+        """Note an operation that has just run."""
         signature = self._signatures.get(func)
         if signature is None:
             signature = self._signatures[func] = _signature(func)
@@ -154,11 +141,8 @@ class OperationLog:
             elsewhere = [t for t in (*given, *returned) if t.device.type != self._device_type]
             if (size := max(map(_nbytes, elsewhere))) >= _SMALL:
                 self._note_sized(COPY, signature.name, size)
-            if (
-                returned
-                and returned[0].device.type != self._device_type
-                and not _async(args, kwargs)
-            ):
+            to_host = returned and returned[0].device.type != self._device_type
+            if to_host and not _async(args, kwargs):
                 self.synchronize(HOST_WAIT, _stream(), 0)
             if size >= _SMALL:
                 return
@@ -250,7 +234,7 @@ def _async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _signature(func: Any) -> _Signature:
-    """What is known of an operation before it runs."""
+    """The signature of an operation, before it runs."""
     schema = schema_of(func)
     name = schema.name.split("::")[1]
     writes = tuple(
@@ -286,33 +270,22 @@ def _attention_flops(signature: _Signature, args: tuple[Any, ...], kwargs: dict[
 
 def _fused(part: list[_Entry], first: int, last_read: dict[int, int]) -> list[Operation]:
     """The operations with their bytes in a compiled step: runs of memory-bound ones become one kernel, which
-    reads what comes from outside and writes what is read after it.
-
-    Args:
-        part: the operations.
-        first: the number of the first of them in the step.
-        last_read: by block, the number of the last operation that reads it.
-    """
+    reads what comes from outside and writes what is read after it. ``first`` is the number of the part's
+    first operation in the step, ``last_read`` that of the last operation that reads a block."""
     operations = [operation for operation, _ in part]
     group: list[int] = []
     for at, operation in enumerate(operations):
-        if _is_of_an_optimizer(operation):
+        if operation.name.startswith(("_foreach", "_fused")):
             continue  # of one in backward: its hooks run when the compiled backward of a layer is over
         last = operations[group[-1]] if group else operation
-        if not _fusible(operation) or (last.stream, last.phase) != (
-            operation.stream,
-            operation.phase,
-        ):
+        together = last.stream == operation.stream and last.phase == operation.phase
+        if not (_fusible(operation) and together):
             _fuse(part, operations, group, first, last_read)
             group = []
         if _fusible(operation):
             group.append(at)
     _fuse(part, operations, group, first, last_read)
     return operations
-
-
-def _is_of_an_optimizer(operation: Operation) -> bool:
-    return operation.name.startswith(("_foreach", "_fused"))
 
 
 def _fusible(operation: Operation) -> bool:
@@ -333,8 +306,7 @@ def _fuse(
     end = first + group[-1]
     others = set(range(group[0], group[-1])) - set(group)
     read_between = {block for at in others if (use := part[at][1]) for block in use.reads}
-    made: set[int] = set()
-    seen: set[int] = set()
+    made, seen = set[int](), set[int]()
     for at in group:
         use = part[at][1]
         if use is None:

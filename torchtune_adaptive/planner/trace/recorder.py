@@ -37,11 +37,9 @@ _RECORD_STREAM = _aten.record_stream.default
 _SCALAR = _aten._local_scalar_dense.default
 _EQUALS = _aten.eq.Scalar
 _PIN = _aten._pin_memory.default
-_PROFILING = frozenset(
-    (
-        torch.ops.profiler._record_function_enter_new.default,
-        torch.ops.profiler._record_function_exit._RecordFunction,
-    )
+_PROFILING = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
 )
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -70,7 +68,7 @@ class Recorder:
         self.simulated = device.type == "cpu"
         self.listening = not self.simulated
         self.log: OperationLog | None = None
-        """Notes what operations compute and move, while there is one."""
+        """Log of what operations compute and move, where that is noted."""
         self._blocks: dict[int, tuple[Any, int, int]] = {}  # by storage: reference, block, bytes
         self._last_block = 0
 
@@ -126,9 +124,8 @@ class Recorder:
         if not nbytes:
             return 0
         self._last_block += 1
-        self.events.append(
-            MemoryEvent(self._last_block, nbytes, fake_device.current_stream().number)
-        )
+        stream = fake_device.current_stream().number
+        self.events.append(MemoryEvent(self._last_block, nbytes, stream))
         self.labels[self._last_block] = Label(category or self.category, self.phase(), operation)
         self.in_use += nbytes
         self.peak = max(self.peak, self.in_use)
@@ -159,7 +156,7 @@ class Watch(TorchDispatchMode):
         self._results = KnownResults(mode)
         self._pausing = 0
         self.replaced: dict[Any, Callable[..., Any]] = dict(kernels.REPLACED)
-        """Operations that are done differently; whose shape depends on values, for example."""
+        """Operations that are done differently, because their shape depends on values, for example."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -174,7 +171,7 @@ class Watch(TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         if not all(kind in (torch.Tensor, nn.Parameter, FakeTensor) for kind in types):
-            return NotImplemented  # a sharded or quantised tensor: its plain parts come next
+            return NotImplemented  # a sharded or quantized tensor: its plain parts come next
         if func is _PIN:
             return args[0]  # host memory is not traced
         if func in _PROFILING:  # FSDP names its parts for profilers
@@ -189,12 +186,8 @@ class Watch(TorchDispatchMode):
             return _any_value(args[0])
         if self._pausing or not recorder.listening:
             return self._results(func, args, kwargs)
-        in_place = (
-            not recorder.simulated
-            and func is _aten.add.Tensor
-            and not kwargs
-            and _is_accumulation(args, recorder)
-        )
+        is_sum = func is _aten.add.Tensor and not kwargs and not recorder.simulated
+        in_place = is_sum and _is_accumulation(args, recorder)
         if func in self.replaced:
             result = self.replaced[func](*args, **kwargs)
         else:
@@ -239,7 +232,7 @@ def _is_accumulation(summands: tuple[Any, ...], recorder: Recorder) -> bool:
 
 
 _GRADIENTS_MADE = 4
-"""Each of the three, and the one that they flow into; their sum is in place."""
+"""Number of gradients: each of the three, and the one that they flow into; their sum is in place."""
 
 
 def check_sums() -> None:
@@ -249,9 +242,8 @@ def check_sums() -> None:
         NoPrediction: they are made in another way.
     """
     if (made := _gradients_made()) != _GRADIENTS_MADE:
-        raise no_prediction(
-            f"the sum of three gradients took {made} allocations instead of {_GRADIENTS_MADE}"
-        )
+        reason = f"the sum of three gradients took {made} allocations instead of {_GRADIENTS_MADE}"
+        raise no_prediction(reason)
 
 
 def no_prediction(reason: str) -> NoPrediction:

@@ -37,6 +37,14 @@ from torchtune_adaptive.planner.trace.recorder import (
     Watch,
 )
 
+_ON_STREAMS = {
+    "all_gather_copy_in_stream": GATHERED,
+    "all_gather_stream": GATHERED,
+    "reduce_scatter_stream": GRADIENTS,
+    "all_reduce_stream": GRADIENTS,
+}
+"""Categories of what FSDP allocates on its own streams, by their names."""
+
 
 class FakeMemory(DeviceMemory):
     """The device's memory as ``TrainStep`` needs it: what the recorder has counted."""
@@ -93,8 +101,8 @@ class StepTracer:
 
     Args:
         simulated: whether the device is the simulated one, whose memory is that of a CPU.
-        rank: which rank this is. If parameters do not divide evenly, the first has the largest share.
-        ranks: how many there are.
+        rank: the number of this rank. If parameters do not divide evenly, the first has the largest share.
+        ranks: the number of ranks.
     """
 
     ACTIVATIONS: ClassVar = ACTIVATIONS
@@ -110,16 +118,11 @@ class StepTracer:
         self._fake = private.FakeTensorMode(allow_non_fake_inputs=True)
         self._watch = Watch(self.recorder, self._fake)
         self._within: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """What else to trace in."""
+        """Context in which to trace as well."""
         self._optimizer_state_is_there = False
 
     def begin(self, step: TrainStep, models: Sequence[nn.Module]) -> None:
-        """Trace this step from now on.
-
-        Args:
-            step: with fake tensors, on the tracer's device.
-            models: that it runs.
-        """
+        """Trace this step of these models from now on. Its tensors are fake, on the tracer's device."""
         self.step, self._models = step, tuple(models)
         parameters = [p for model in models for p in model.parameters()]
         sharded = [p for p in parameters if isinstance(p, DTensor)]
@@ -137,15 +140,13 @@ class StepTracer:
         """One step.
 
         Args:
-            make_batch: makes the micro-batch, on the host.
-            micro_batches: how many of them the step has.
+            make_batch: the function that makes the micro-batch, on the host.
+            micro_batches: the number of micro-batches in the step.
             layer: the number of the layer that runs, to note what operations compute and move as well.
         """
         recorder, step = self.recorder, self.step
         log = None
-        if (
-            layer is not None and self._optimizer_state_is_there
-        ):  # the first step is not like the others
+        if layer is not None and self._optimizer_state_is_there:  # the first step is different
             log = OperationLog(recorder.device.type, recorder.block_of, recorder.phase, layer)
         recorder.log = log
         gc.disable()  # or when reference cycles are freed would depend on earlier traces
@@ -177,13 +178,13 @@ class StepTracer:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Tensors are fake, and nothing is recorded."""
+        """A context in which tensors are fake, and nothing is recorded."""
         with self._fake, self._watch, self._watch.paused():
             yield
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Tensors are fake, and what is allocated on the device is recorded."""
+        """A context in which tensors are fake, and what is allocated on the device is recorded."""
         with ExitStack() as undo:
             for owner, name, replacement in self._replacements():
                 undo.callback(setattr, owner, name, getattr(owner, name))
@@ -192,7 +193,7 @@ class StepTracer:
                 yield
 
     def _replacements(self) -> list[tuple[Any, str, Any]]:
-        """What is replaced in torch while tracing: owner, name, replacement."""
+        """Replacements in torch while tracing: owner, name, replacement."""
         recorder, watch = self.recorder, self._watch
         resize = torch.UntypedStorage.resize_
 
@@ -203,14 +204,12 @@ class StepTracer:
             return storage
 
         def as_one_kernel(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-            """What an 8-bit optimizer compiles for each parameter: nothing in it takes memory."""
+            """An 8-bit optimizer's compiled function for each parameter: nothing in it takes memory."""
 
             def run(*arguments: Any) -> Any:
                 if recorder.log is not None:
                     tensors = (t for t in arguments if isinstance(t, torch.Tensor))
-                    recorder.log.compiled(
-                        part for t in tensors for part in DeviceMemory.plain_tensors(t)
-                    )
+                    recorder.log.compiled(p for t in tensors for p in DeviceMemory.plain_tensors(t))
                 with watch.paused():
                     return function(*arguments)
 
@@ -243,23 +242,13 @@ class StepTracer:
                 step.labels[block] = step.labels[block]._replace(category=category)
 
     def stream_categories(self) -> dict[int, str]:
-        """What FSDP allocates on its own streams."""
-        named = {
-            "all_gather_copy_in_stream": GATHERED,
-            "all_gather_stream": GATHERED,
-            "reduce_scatter_stream": GRADIENTS,
-            "all_reduce_stream": GRADIENTS,
-        }
-        found = [
-            (category, getattr(private.communication_streams(model), name, None))
-            for model in self._models
-            for name, category in named.items()
-        ]
-        return {
-            stream.number: category
-            for category, stream in found
-            if isinstance(stream, fake_device.FakeStream)
-        }
+        """Categories of what FSDP allocates on its own streams, by the stream's number."""
+        found = {}
+        for streams in map(private.communication_streams, self._models):
+            for name, category in _ON_STREAMS.items():
+                if isinstance(stream := getattr(streams, name, None), fake_device.FakeStream):
+                    found[stream.number] = category
+        return found
 
 
 def _state(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:

@@ -14,13 +14,8 @@ from torchtune_adaptive.planner.private import is_traceable_wrapper_subclass, wi
 def fill(
     model: nn.Module, device: torch.device, parameters: dict[str, nn.Parameter] | None = None
 ) -> None:
-    """Allocate the parameters on the device, as loading a checkpoint would. Tied ones stay tied.
-
-    Args:
-        model: on the meta device.
-        device: where its parameters are put.
-        parameters: by the names under which the model loads them, where these are not their own.
-    """
+    """Allocate the parameters of a model on the meta device, as loading a checkpoint would. Tied ones stay
+    tied. ``parameters`` are by the names under which the model loads them, where these are not their own."""
     if parameters is None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
     made: dict[int, nn.Parameter] = {}
@@ -39,9 +34,7 @@ def fill(
         return nn.Parameter(parameter, requires_grad=trained)
 
     model.load_state_dict(
-        {name: filled(value) for name, value in parameters.items()},
-        strict=False,
-        assign=True,
+        {name: filled(value) for name, value in parameters.items()}, strict=False, assign=True
     )
     for module in model.modules():
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
@@ -50,7 +43,7 @@ def fill(
 
 
 def _empty(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor like one on the meta device; a quantised one consists of several."""
+    """A tensor like one on the meta device; a quantized one consists of several."""
     if not is_traceable_wrapper_subclass(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     names, context = tensor.__tensor_flatten__()

@@ -16,11 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, Usage
 from torchtune_adaptive.planner import TracedRun, Worker
-from torchtune_adaptive.recipe.plan.calibration import (
-    Calibration,
-    Calibrations,
-    SpeedCalibration,
-)
+from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations, SpeedCalibration
 from torchtune_adaptive.recipe.plan.candidates import rank_candidates
 from torchtune_adaptive.recipe.plan.pace import pace_for
 from torchtune_adaptive.recipe.plan.request import device_for, plan_request, row_length
@@ -42,42 +38,33 @@ PATIENCE = 120.0
 
 @dataclass(frozen=True)
 class PeakQuestion:
-    """How much memory do so many rows take?"""
+    """A question: how much memory do so many rows take?"""
 
     row_length: int
     capacity: int
-    """Bytes of one rank."""
+    """Bytes that one rank can get."""
     correction: float = 1.0
     rows: int | None = None
-    """None asks for the largest number of rows that fits."""
+    """Number of rows; None asks for the largest that fits."""
 
 
 @dataclass(frozen=True)
 class PredictedPeak:
-    """The memory that a number of rows should take."""
+    """The answer: the memory that a number of rows should take."""
 
     rows: int
     reserved: int
     allocated: int
 
 
-@dataclass(frozen=True)
-class RankingQuestion:
-    """Which choice of knobs is the fastest?"""
-
-    row_length: int
-    capacity: int
-    """Bytes of one rank."""
-
-
 class BackgroundPlanner:
-    """What ``tune-adaptive plan`` would predict for a run: the largest micro-batch that fits; or, where the
+    """The predictions of ``tune-adaptive plan`` for a run: the largest micro-batch that fits; or, where the
     run chooses its fastest configuration, the ranking of ``--fastest``.
 
     Args:
         cfg: the config of the run.
-        settings: how it searches.
-        ranks: how many there are.
+        settings: the adaptive settings of the run.
+        ranks: the number of ranks.
         device: the device's name for itself.
 
     Raises:
@@ -91,7 +78,7 @@ class BackgroundPlanner:
         self._peaks = Calibrations(Calibration, settings.cache, cfg, ranks)
         self._speeds = Calibrations(SpeedCalibration, settings.cache, cfg, ranks)
         self._about = PeakQuestion(0, 0)
-        self._failure: NoPrediction | None = None
+        self._failed = False
         self._logged: int | None = None
         self._instead = _instead(settings)
         micro_batches = 2 if settings.keep_global_batch or settings.grow_past_memory else 1
@@ -116,12 +103,8 @@ class BackgroundPlanner:
             return None
 
     def largest(self, row_length: int, capacity: int) -> int | None:
-        """The largest micro-batch that should fit; None if there is no answer.
-
-        Args:
-            row_length: the length of the rows in trials.
-            capacity: bytes of one rank.
-        """
+        """The largest micro-batch that should fit, with rows as long as in trials and so many bytes for one
+        rank; None if there is no answer."""
         self._about = PeakQuestion(row_length, capacity)
         correction = self._learned.reserved_ratio if self._learned else 1.0
         found = self._answer(replace(self._about, correction=correction))
@@ -133,13 +116,8 @@ class BackgroundPlanner:
         return int(found.rows)
 
     def learn_from(self, rows: int, measured: Usage, accumulation: int) -> None:
-        """Correct later predictions, also those of later runs, by what a size that fits took.
-
-        Args:
-            rows: the size.
-            measured: the largest peaks of all ranks.
-            accumulation: micro-batches in the step that was measured.
-        """
+        """Correct later predictions, also those of later runs, by the largest peaks of all ranks that were
+        measured at a size that fits, in a step with so many micro-batches (``accumulation``)."""
         if (accumulation > 1) != (self._accumulation > 1):
             return  # the predicted step is a different one, with gradients of an earlier micro-batch
         predicted = self._answer(replace(self._about, rows=rows))
@@ -156,15 +134,8 @@ class BackgroundPlanner:
         self._peaks.keep(self._learned)
 
     def ranked(self, row_length: int, capacity: int) -> list[tuple[Choice, float]] | None:
-        """All choices and the seconds that a step should take, the fastest first; None if there is no answer.
-
-        Args:
-            row_length: the length of the rows in trials.
-            capacity: bytes of one rank.
-        """
-        found: list[tuple[Choice, float]] | None = self._answer(
-            RankingQuestion(row_length, capacity)
-        )
+        """All choices and the seconds of a step with each, the fastest first; None if there is no answer."""
+        found: list[tuple[Choice, float]] | None = self._answer((row_length, capacity))
         return found
 
     def learn_seconds(self, measured: float, predicted: float) -> None:
@@ -175,24 +146,23 @@ class BackgroundPlanner:
         """End the process, whatever it is doing."""
         self._worker.close()
 
-    def _answer(self, question: PeakQuestion | RankingQuestion) -> Any:
+    def _answer(self, question: PeakQuestion | tuple[int, int]) -> Any:
         """The answer; None, and the reason in the log, if there is none, and none to later questions either:
         a late answer would be to an earlier one."""
-        if self._failure is not None:
+        if self._failed:
             return None
         try:
             return self._worker.ask(question, PATIENCE)
         except NoPrediction as reason:
-            self._failure = reason
+            self._failed = True
             log.info(f"No prediction: {str(reason).rstrip('.')}. {self._instead}.")
             return None
 
 
 def _instead(settings: AdaptiveSettings) -> str:
-    """What a run does without a prediction."""
-    if settings.use_fastest_configuration:
-        return "Ranking by rules of thumb"
-    return "Searching without it"
+    """The words for what a run does without a prediction."""
+    fastest = settings.use_fastest_configuration
+    return "Ranking by rules of thumb" if fastest else "Searching without it"
 
 
 class _Planner:
@@ -221,7 +191,7 @@ class _Planner:
 
 
 class _Ranker:
-    """The other process's side where choices of knobs are ranked."""
+    """The other process's side where choices of knobs are ranked, for a row length and a capacity."""
 
     def __init__(
         self, cfg: dict[str, Any], settings: AdaptiveSettings, ranks: int, device: str
@@ -232,9 +202,10 @@ class _Ranker:
         self._ranks, self._device = ranks, device
         check_method(settings.cache)
 
-    def __call__(self, question: RankingQuestion) -> list[tuple[Choice, float]]:
+    def __call__(self, question: tuple[int, int]) -> list[tuple[Choice, float]]:
         cfg, settings, ranks = self._cfg, self._settings, self._ranks
-        request = plan_request(cfg, ranks, memory=question.capacity, length=question.row_length)
+        length, capacity = question
+        request = plan_request(cfg, ranks, memory=capacity, length=length)
         pace, reasons = pace_for(cfg, settings, ranks, self._device)
         if pace is None:
             raise NoPrediction(*reasons)

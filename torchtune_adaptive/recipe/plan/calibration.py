@@ -1,4 +1,4 @@
-"""How far predictions were off on this machine, to correct the next one.
+"""The errors of predictions on this machine, to correct the next one.
 
 A search that starts from a prediction ends with a trial. The ratio of its measured peaks to the predicted
 ones is kept for the kind of device and of run, the libraries' versions, and the allocator's settings.
@@ -22,13 +22,13 @@ class Calibration:
     """One trial compared with its prediction."""
 
     device: str
-    """The device's name for itself."""
+    """The device's own name."""
     capacity: int
     """Bytes that a process could get."""
     reserved_ratio: float
     """Measured peak of reserved memory / predicted peak."""
     allocated_ratio: float
-    """The same for allocated memory."""
+    """Measured peak of allocated memory / predicted peak."""
     when: float
     """Seconds since 1970."""
 
@@ -40,16 +40,15 @@ class Calibration:
 
     @staticmethod
     def facts(cfg: DictConfig) -> dict[str, Any]:
-        """What makes a difference to it, beside what ``Calibrations`` knows of."""
+        """Facts that make a difference to it, besides those that ``Calibrations`` knows."""
         return {"allocator": allocator_facts()}
 
     def comparison(self) -> str:
         reserved, allocated = _off(self.reserved_ratio), _off(self.allocated_ratio)
         if reserved == allocated == "equal to":
             return "the measured peak was as predicted"
-        return (
-            f"the measured peak was {reserved} the prediction (reserved; allocated: {allocated} it)"
-        )
+        off = f"{reserved} the prediction (reserved; allocated: {allocated} it)"
+        return f"the measured peak was {off}"
 
     def text(self) -> str:
         day = time.strftime("%Y-%m-%d", time.localtime(self.when))
@@ -61,9 +60,9 @@ class SpeedCalibration:
     """Timed steps compared with their prediction."""
 
     device: str
-    """The device's name for itself."""
+    """The device's own name."""
     seconds_ratio: float
-    """Measured / predicted seconds of a step."""
+    """Measured seconds of a step / predicted seconds."""
     when: float
     """Seconds since 1970."""
 
@@ -76,7 +75,7 @@ class SpeedCalibration:
 
     @staticmethod
     def facts(cfg: DictConfig) -> dict[str, Any]:
-        """What makes a difference to it, beside what ``Calibrations`` knows of."""
+        """Facts that make a difference to it, besides those that ``Calibrations`` knows."""
         return {"dtype": str(cfg.dtype), "quantised": is_quantised(cfg)}
 
 
@@ -87,8 +86,8 @@ class Calibrations(Generic[Kept]):
     """The calibrations of this machine for one kind of run.
 
     Args:
-        made: what is calibrated: ``Calibration`` for memory, ``SpeedCalibration`` for speed.
-        cache: the run's setting: where they are kept.
+        made: the kind of calibration: ``Calibration`` for memory, ``SpeedCalibration`` for speed.
+        cache: the run's setting of the folder where they are kept.
         cfg: the config of the run. The error of a prediction is different for compiled steps and packed rows,
             so each kind has its own calibration.
         ranks: the number of ranks; only one or several makes a difference.
@@ -134,7 +133,5 @@ class Calibrations(Generic[Kept]):
 
 def _off(ratio: float) -> str:
     """``1.20% above``, ``0.50% below``, ``equal to``."""
-    text = f"{abs(ratio - 1):.2%}"
-    if text == "0.00%":
-        return "equal to"
-    return f"{text} {'above' if ratio > 1 else 'below'}"
+    off = f"{abs(ratio - 1):.2%}"
+    return "equal to" if off == "0.00%" else f"{off} {'above' if ratio > 1 else 'below'}"

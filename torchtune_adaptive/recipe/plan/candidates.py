@@ -28,13 +28,13 @@ from torchtune_adaptive.recipe.settings.knob_table import (
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
 _MOST_TRACED = 10
-"""Candidates that are traced at most, for each model that has to be built."""
+"""Number of candidates that are traced at most, for each model that has to be built."""
 _CLOSE = 0.005
-"""Estimates this close to the best are checked by a trace."""
+"""Share by which an estimate may exceed the best and still be checked by a trace."""
 _SAME = 0.002
-"""A smaller gain is none."""
+"""Share below which a gain is none."""
 _HOPELESS = 1.12
-"""Estimated peaks above so many times the usable memory are not."""
+"""Multiple of the usable memory above which an estimated peak rules a candidate out."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Candidate:
     cfg: dict[str, Any]
     """The whole config."""
     changes: tuple[Change, ...]
-    """What differs from the user's config."""
+    """Differences from the user's config."""
     seconds: float
-    """Predicted for a step of the whole global batch."""
+    """Predicted seconds for a step of the whole global batch."""
     tokens_per_second_per_gpu: float
     reserved: int | None
-    """The peak, if it was traced."""
+    """Peak in bytes, if it was traced."""
     fits: bool | None
-    """None if nothing was traced that tells."""
+    """Whether it fits; None if nothing was traced that tells."""
 
 
 def rank_candidates(
@@ -63,29 +63,28 @@ def rank_candidates(
 
     Args:
         query: the config, with its micro-batch and its pace.
-        may_change: as ``adaptive_batching.may_change``.
-        traces: the query's, if there are any yet.
+        may_change: the setting ``adaptive_batching.may_change``.
+        traces: the query's traces, if there are any yet.
 
     Raises:
         NoPrediction: nothing is known about the speed of the device.
     """
     if query.pace is None:
-        raise NoPrediction(
-            "Nothing is known about the speed of this device. Name a GPU with --gpu."
-        )
+        unknown = "Nothing is known about the speed of this device. Name a GPU with --gpu."
+        raise NoPrediction(unknown)
     cfg = OmegaConf.create(query.cfg)
     assert isinstance(cfg, DictConfig)
     own, *others = choices(cfg, query.ranks, may_change, switches_only=True)
     traces = traces or query.traces()
-    steps = steps_of(query, [own, *others], traces)
+    steps = steps_with(query, [own, *others], traces)
     ranked, estimated = steps.ranked([own, *others])
     traced = traced_until_one_fits(steps, ranked, estimated, query.device.usable_bytes)
     traces.remember()
     return [_candidate(query, cfg, one, estimated, traced) for one in ranked]
 
 
-def steps_of(query: Query, all_choices: list[Choice], traces: Traces) -> StepsByChoice:
-    """What the query's steps take with each choice, its own the first."""
+def steps_with(query: Query, all_choices: list[Choice], traces: Traces) -> StepsByChoice:
+    """The query's steps with each choice, its own the first."""
     assert query.pace is not None
     return StepsByChoice(
         traces,
@@ -128,16 +127,12 @@ def traced_until_one_fits(
 def _sizes_that_are_too_large(
     steps: StepsByChoice, ranked: list[Choice], usable_bytes: int
 ) -> list[Choice]:
-    """By loss, what needs least memory of the smallest micro-batch of which nothing fits."""
+    """The choices, by loss, that need the least memory of the smallest micro-batch of which nothing fits."""
     found = []
     for loss in {one.get(knobs.LOSS) for one in ranked}:
+        same_loss = [one for one in ranked if one.get(knobs.LOSS) == loss]
         for size in sorted({one[knobs.MICRO_BATCH] for one in ranked}):
-            alike = [
-                one
-                for one in ranked
-                if (one[knobs.MICRO_BATCH], one.get(knobs.LOSS)) == (size, loss)
-            ]
-            lean = Choice.leanest(alike)[0]
+            lean = Choice.leanest([one for one in same_loss if one[knobs.MICRO_BATCH] == size])[0]
             if steps.traced(lean).reserved > usable_bytes:
                 found.append(lean)
                 break
@@ -154,18 +149,10 @@ def _candidate(
     changed: Any = OmegaConf.to_container(with_choice(cfg, query.ranks, choice), resolve=True)
     found = traced.get(choice)
     seconds = found.seconds if found else estimated[choice]
-    tokens = query.rows_per_step * query.length
-    return Candidate(
-        cfg=changed,
-        changes=(),
-        seconds=seconds,
-        tokens_per_second_per_gpu=tokens / seconds,
-        reserved=found.reserved if found else None,
-        fits=found.reserved <= query.device.usable_bytes if found else None,
-    )
-
-
-# --- what needs another model to be built ---------------------------------------------------------
+    per_second = query.rows_per_step * query.length / seconds
+    reserved = found.reserved if found else None
+    fits = reserved <= query.device.usable_bytes if reserved is not None else None
+    return Candidate(changed, (), seconds, per_second, reserved, fits)
 
 
 def other_builds(
@@ -184,38 +171,24 @@ def other_builds(
 def merged(
     cfg: DictConfig, found: Iterable[list[Candidate]], prediction: Prediction, usable_bytes: int
 ) -> list[Candidate]:
-    """The candidates of all builds from the fastest, with what differs from the user's config.
-
-    Args:
-        cfg: the user's config.
-        found: the candidates of each build.
-        prediction: for the user's config.
-        usable_bytes: what a peak may reach.
-    """
+    """The candidates of all builds from the fastest, with what differs from the user's config; ``prediction``
+    is for that one."""
     everything = []
     for one in (one for candidates in found for one in candidates):
         changed = _changes(cfg, OmegaConf.create(one.cfg), prediction.ranks)
-        if not changed and prediction.speed is not None:
-            each, reserved = prediction.speed, prediction.configured.reserved
-            one = replace(
-                one,
-                seconds=each.seconds,
-                tokens_per_second_per_gpu=each.tokens_per_second_per_gpu,
-                reserved=reserved,
-                fits=reserved <= usable_bytes,
-            )
+        if not changed and (speed := prediction.speed) is not None:
+            per_second, reserved = speed.tokens_per_second_per_gpu, prediction.configured.reserved
+            fits = reserved <= usable_bytes
+            one = Candidate(one.cfg, (), speed.seconds, per_second, reserved, fits)
         everything.append(replace(one, changes=changed))
     return sorted(everything, key=lambda one: one.seconds)
 
 
 def _changes(cfg: DictConfig, changed: Any, ranks: int) -> tuple[Change, ...]:
     keys = configured_choice(cfg, ranks).keys() | configured_choice(changed, ranks).keys()
-    found = []
-    for key in KNOBS_BY_KEY:
-        knob = KNOBS_BY_KEY[key]
-        if key in keys and knob.configured(cfg) != knob.configured(changed):
-            found.append(Change(key, knob.configured(cfg), knob.configured(changed), knob.effect))
-    return tuple(found)
+    knobs_set = [knob for key, knob in KNOBS_BY_KEY.items() if key in keys]
+    pairs = ((knob, knob.configured(cfg), knob.configured(changed)) for knob in knobs_set)
+    return tuple(Change(knob.key, now, new, knob.effect) for knob, now, new in pairs if now != new)
 
 
 def chosen(candidates: Iterable[Candidate]) -> Candidate | None:

@@ -1,4 +1,4 @@
-"""How far single quantities of a config can go before memory runs out.
+"""Limits of single quantities of a config: how far each can go before memory runs out.
 
 Call these functions in a process that does nothing else: see ``workers``.
 """
@@ -13,33 +13,27 @@ from torchtune_adaptive.recipe.plan.predict import Prediction, Query, predict
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
 TOKENS = 64
-"""Row lengths are tried in steps of so many tokens."""
+"""Tokens between the row lengths that are tried."""
 _MOST_TOKENS = 1 << 20
-"""For models that do not bound them."""
+"""Longest rows for models that do not bound them."""
 
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """How long rows may be."""
+    """Limits of rows of other lengths."""
 
     largest: dict[int, int]
-    """The largest micro-batch by row length."""
+    """Largest micro-batch by row length."""
     longest: int | None
-    """The longest rows that fit at the configured batch size; None if each length would have to be traced."""
+    """Longest rows that fit at the configured batch size; None if each length would have to be traced."""
     bound: int | None
-    """The longest rows that the model takes, if it bounds them."""
+    """Longest rows that the model takes, if it bounds them."""
 
 
 def length_limits(
     query: Query, lengths: Iterable[int], traces: Traces | None = None
 ) -> LengthLimits:
-    """How rows of other lengths fit.
-
-    Args:
-        query: the config.
-        lengths: those to find the largest micro-batch for, if the model takes them.
-        traces: the query's, if there are any yet.
-    """
+    """The limits, with the largest micro-batch for those of the ``lengths`` that the model takes."""
     device, traces = query.device, traces or query.traces()
     run = TracedRun(traces, query.length, any_length=True)
     most = traces.max_seq_len or _MOST_TOKENS
@@ -63,6 +57,10 @@ def confirm(query: Query, lengths: Iterable[int]) -> tuple[Prediction, LengthLim
     return prediction, length_limits(query, lengths, traces) if lengths else None
 
 
+_HIGHEST_POWER = 13
+"""Bits of rank 4096, which is as large as the matrices of most models."""
+
+
 def largest_adapter_rank(query: Query) -> int:
     """The highest power of two for ``lora_rank`` that fits at the configured batch size; each is traced."""
     model = query.cfg["model"]
@@ -79,7 +77,3 @@ def largest_adapter_rank(query: Query) -> int:
 
     power = largest(fits, model["lora_rank"].bit_length())
     return 1 << power - 1 if power else 0
-
-
-_HIGHEST_POWER = 13
-"""Rank 4096: as large as the matrices of most models."""

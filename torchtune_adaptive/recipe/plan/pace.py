@@ -1,9 +1,8 @@
-"""What decides how fast a run is: the device's speeds, what is known of the run, and what is not."""
+"""The pace of a run: the device's speeds, what is known of the run, and what is assumed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from omegaconf import DictConfig
 
@@ -18,14 +17,8 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def pace_for(
     cfg: DictConfig, settings: AdaptiveSettings, ranks: int, device: str
 ) -> tuple[Pace | None, tuple[str, ...]]:
-    """What a run's speed follows from, and the assumptions; without a pace, the reason.
-
-    Args:
-        cfg: the config of the run.
-        settings: its adaptive settings.
-        ranks: how many there are.
-        device: its name, ours or torch's.
-    """
+    """The pace of a run on a device, which has our name or torch's, and the assumptions; without a pace, the
+    reason."""
     if cfg.get("fsdp_cpu_offload", False):
         return None, ("no speed: with CPU offload the host's speed decides, and that is not known",)
     speeds = Speeds.simulated() if cfg.device == "cpu" else Speeds.of(device)
@@ -36,16 +29,10 @@ def pace_for(
     dtype = _DTYPES.get(str(cfg.dtype), "bfloat16")
     if speeds.peak(dtype) is None:
         return None, (f"no speed: {speeds.name} has no {cfg.dtype}",)
-    pace = Pace(
-        speeds,
-        ranks,
-        compiled=bool(cfg.get("compile", False)),
-        quantised=is_quantised(cfg),
-        dtype=dtype,
-    )
     measured = Calibrations(SpeedCalibration, settings.cache, cfg, ranks).of(device)
-    if measured is not None:
-        pace = replace(pace, correction=measured.seconds_ratio)
+    correction = measured.seconds_ratio if measured else None
+    compiled = bool(cfg.get("compile", False))
+    pace = Pace(speeds, ranks, compiled, is_quantised(cfg), dtype, correction)
     return pace, tuple(_assumptions(cfg, pace))
 
 

@@ -1,7 +1,7 @@
 """The prediction for one config: the peak at its batch size, and the largest micro-batch that fits.
 
-A few steps are traced (see ``trace``). From them the peak at any size is computed, as torch's caching
-allocator would reach it (see ``memory_model``).
+A few steps are traced (see ``recipe.tracing``). From them the peak at any size is computed, as torch's
+caching allocator would reach it (see ``planner.memory``).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torchtune_adaptive.recipe.tracing.traces import Traces
 
 @dataclass(frozen=True)
 class Query:
-    """What to predict, for one config."""
+    """A question about one config."""
 
     cfg: dict[str, Any]
     ranks: int
     device: DeviceLimits
     rows: int
-    """The micro-batch that is configured."""
+    """Micro-batch that is configured."""
     length: int
     rank: int = 0
     cache: bool | str = False
-    """Where traces are kept."""
+    """Folder where traces are kept, as the run's setting names it."""
     in_detail: bool = False
     """Whether to compute the curve and the timeline, too."""
     confirmed: bool = False
@@ -40,11 +40,11 @@ class Query:
     may_trace: bool = True
     """Whether to trace what is not remembered."""
     rounding: Rounding = "power_of_two"
-    """Which sizes a search may return."""
+    """Sizes that a search may return."""
     ceiling: int | None = None
-    """The largest that it may return."""
+    """Largest size that it may return."""
     pace: Pace | None = None
-    """What its speed follows from, if that is known."""
+    """Pace that its speed follows from, if that is known."""
 
     @property
     def accumulation(self) -> int:
@@ -57,26 +57,26 @@ class Query:
         return self.rows * self.accumulation
 
     def traces(self) -> Traces:
-        """What is remembered of the config's steps, and the way to trace others."""
+        """The config's steps: those that are remembered, and others as they are traced."""
         cfg = OmegaConf.create(self.cfg)
         return Traces(cfg, self.ranks, self.rank, self.cache, self.may_trace)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted for one config."""
+    """The prediction for one config."""
 
     rows: int
     length: int
     ranks: int
     rank: int
     largest: int
-    """The largest micro-batch that fits; 0 if none does."""
+    """Largest micro-batch that fits; 0 if none does."""
     configured: Peak
     at_largest: Peak | None
     rounding: Rounding
     picked: Peak | None
-    """At the micro-batch that a search of the same config picks, if the data has enough rows."""
+    """Peak at the micro-batch that a search of the same config picks, if the data has enough rows."""
     curve: list[tuple[int, int, int]]
     """Rows, allocated, reserved."""
     timeline: list[tuple[str, dict[str, int]]]
@@ -86,18 +86,13 @@ class Prediction:
     """Whether ranks hold different shares of the parameters."""
     seconds: float
     tool_bytes: int
-    """The peak memory of the process that made the prediction."""
+    """Peak memory of the process that made the prediction."""
     speed: Speed | None = None
-    """At the configured batch size."""
+    """Speed at the configured batch size."""
 
 
 def predict(query: Query, traces: Traces | None = None) -> Prediction:
-    """Trace and predict. Call it in a process that does nothing else: see ``workers``.
-
-    Args:
-        query: what to predict.
-        traces: the query's, if there are any yet.
-    """
+    """Trace and predict. Call it in a process that does nothing else: see ``workers``."""
     started = time.perf_counter()
     length, device = query.length, query.device
     traces = traces or query.traces()
@@ -151,13 +146,13 @@ def _curve(run: TracedRun, query: Query, most: int) -> list[tuple[int, int, int]
 
 @dataclass(frozen=True)
 class OnDevice:
-    """What is predicted for one of the devices."""
+    """The prediction for one of several devices."""
 
     device: DeviceLimits
     peak: Peak
-    """At the configured batch size."""
+    """Peak at the configured batch size."""
     largest: int
-    """The largest micro-batch that fits; 0 if none does."""
+    """Largest micro-batch that fits; 0 if none does."""
     speed: Speed | None
     verdict: str
 

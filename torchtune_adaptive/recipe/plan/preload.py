@@ -1,4 +1,4 @@
-"""What the server imports that tracing processes are forked from, without the messages of other packages.
+"""Imports of the server that tracing processes are forked from, without the messages of other packages.
 
 Everything here is waited for before the first trace. torchtune imports Hugging Face's ``datasets``, and with
 it pandas and pyarrow, only to load data. A trace has none, so it is put off until data are loaded.
@@ -15,24 +15,22 @@ from types import ModuleType
 from typing import Any
 
 _NEEDED = {"datasets": "load_dataset", "datasets.distributed": "split_dataset_by_node"}
-"""What torchtune takes from it, by module."""
+"""Functions that torchtune takes from it, by module."""
 
 
 @contextmanager
 def _importing_later(functions: dict[str, str]) -> Iterator[None]:
-    """In this context, modules get these functions without their module being imported, which the first call
-    does; afterwards, the modules are imported as always."""
-    stands_in = {name: name not in sys.modules for name in functions}
-    for name, function in functions.items():
-        if stands_in[name]:
-            sys.modules[name] = module = ModuleType(name)
-            setattr(module, function, _imported_when_called(name, function))
+    """A context in which modules get these functions without their module being imported, which the first
+    call does; afterwards, the modules are imported as always."""
+    stands_in = [name for name in functions if name not in sys.modules]
+    for name in stands_in:
+        sys.modules[name] = module = ModuleType(name)
+        setattr(module, functions[name], _imported_when_called(name, functions[name]))
     try:
         yield
     finally:
-        for name in functions:
-            if stands_in[name]:
-                del sys.modules[name]
+        for name in stands_in:
+            del sys.modules[name]
 
 
 def _imported_when_called(module: str, function: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What a prediction is for: the config, the device, the length of rows, and the assumptions about them."""
+"""The request for a prediction: the config, the device, the length of rows, and the assumptions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.common import ConfigError, NoPrediction
-from torchtune_adaptive.planner import (
-    DeviceLimits,
-    Pace,
-    gpu_limits,
-    gpus,
-    planned_gpu,
-)
+from torchtune_adaptive.planner import DeviceLimits, Pace, gpu_limits, gpus, planned_gpu
 from torchtune_adaptive.recipe.data.row_lengths import longest_known
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.recipe.plan.pace import pace_for
@@ -31,15 +25,15 @@ from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 ASSUMED_LENGTH = 2048
 
 HERE = "here"
-"""Instead of a GPU's name: the one of this machine, as measured by an earlier search."""
+"""Word instead of a GPU's name for the one of this machine, as measured by an earlier search."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the plan command predicts, and the assumptions that it makes."""
+    """A run that is to be predicted, and the assumptions about it."""
 
     name: str
-    """The config's."""
+    """Name of the config."""
     cfg: DictConfig
     ranks: int
     device: DeviceLimits
@@ -48,7 +42,7 @@ class PlanRequest:
     settings: AdaptiveSettings
     assumptions: tuple[str, ...] = field(default=())
     pace: Pace | None = None
-    """What its speed follows from; None if that is not known."""
+    """Pace that its speed follows from; None if that is not known."""
 
     def query(self, **changes: Any) -> Query:
         plain: Any = OmegaConf.to_container(self.cfg, resolve=True)
@@ -89,11 +83,11 @@ def plan_request(
 
     Args:
         cfg: the config of the run.
-        ranks: how many there are.
-        gpu_name: a known GPU, or ``here``.
+        ranks: the number of ranks.
+        gpu_name: the name of a known GPU, or ``here``.
         memory: the capacity of one process, if known.
-        length: tokens in a row, as many as the longest sample has, if known.
-        name: the config's, for the report.
+        length: the tokens in a row, as many as the longest sample has, if known.
+        name: the name of the config, for the report.
 
     Raises:
         ConfigError: the config cannot work.
@@ -112,9 +106,8 @@ def plan_request(
     if length is None:
         length, source = row_length(cfg, settings)
     device, assumed = device_for(cfg, settings, ranks, gpu_name, memory)
-    named = (
-        device.name if gpu_name in (None, HERE) else gpus.gpu(gpu_name).name
-    )  # memory may be limited
+    # Not the name of the device, which says how much memory it has, where that is limited.
+    named = device.name if gpu_name in (None, HERE) else gpus.gpu(gpu_name).name
     pace, about_speed = pace_for(cfg, settings, ranks, named)
     assumptions = (*assumed, *stand_in, *_caveats(cfg), *about_speed)
     return PlanRequest(name, cfg, ranks, device, length, source, settings, assumptions, pace)
@@ -133,11 +126,10 @@ def _with_installed_optimizer(cfg: DictConfig) -> tuple[DictConfig, tuple[str, .
     changed = cfg.copy()
     given = {key: value for key, value in cfg.optimizer.items() if key in _OF_ADAM}
     changed.optimizer = {**given, "_component_": instead}
-    paged = "; pages that move to the host are counted on the device (overestimates)"
-    return changed, (
-        f"optimizer: {component} is planned as {instead}, whose state is as large"
-        + (paged if "Paged" in component else ""),
-    )
+    about = f"optimizer: {component} is planned as {instead}, whose state is as large"
+    if "Paged" in component:
+        about += "; pages that move to the host are counted on the device (overestimates)"
+    return changed, (about,)
 
 
 def _require_installed(cfg: DictConfig) -> None:
@@ -146,14 +138,14 @@ def _require_installed(cfg: DictConfig) -> None:
         package = component.split(".")[0]
         if package in sys.modules or PathFinder.find_spec(package, [*sys.path, os.getcwd()]):
             continue
-        instead = (
-            ", or plan with optimizer._component_=torchao.optim.AdamW8bit (similar size) or "
-            "torch.optim.AdamW (more memory)"
-        )
-        raise NoPrediction(
-            f"{package} is not installed, so {component} cannot be planned. "
-            f"Install it{instead if part == 'optimizer' else ''}."
-        )
+        remedy = "Install it"
+        if part == "optimizer":
+            remedy += (
+                ", or plan with optimizer._component_=torchao.optim.AdamW8bit (similar size) or "
+                "torch.optim.AdamW (more memory)"
+            )
+        missing = f"{package} is not installed, so {component} cannot be planned"
+        raise NoPrediction(f"{missing}. {remedy}.")
 
 
 def row_length(cfg: DictConfig, settings: AdaptiveSettings) -> tuple[int, str]:
@@ -184,24 +176,13 @@ def device_for(
     gpu_name: str | None = None,
     memory: int | None = None,
 ) -> tuple[DeviceLimits, tuple[str, ...]]:
-    """The device that a run is planned for, and the assumptions about it.
-
-    Args:
-        cfg: the config of the run.
-        settings: its adaptive settings.
-        ranks: how many there are.
-        gpu_name: a known GPU, or ``here``.
-        memory: the capacity of one process, if known.
-    """
+    """The device that a run is planned for, and the assumptions about it; ``gpu_name`` is a known GPU or
+    ``here``, ``memory`` the capacity of one process, if known."""
     memory = memory or settings.memory_limit
     if cfg.device == "cpu":
         if gpu_name is not None:
-            raise ConfigError(
-                "device",
-                "cpu",
-                f"is a simulated device, and the plan is asked for {gpu_name!r}",
-                "Set device=cuda, or name no GPU",
-            )
+            reason = f"is a simulated device, and the plan is asked for {gpu_name!r}"
+            raise ConfigError("device", "cpu", reason, "Set device=cuda, or name no GPU")
         return _simulated_device(settings, memory), ()
     kind = gpus.gpu(gpus.DEFAULT if gpu_name in (None, HERE) else gpu_name)
     if gpu_name != HERE:
@@ -224,18 +205,17 @@ def _simulated_device(settings: AdaptiveSettings, memory: int | None) -> DeviceL
 def _measured_here(cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> Calibration:
     newest = Calibrations(Calibration, settings.cache, cfg, ranks).newest()
     if newest is None:
-        raise ConfigError(
-            "--gpu",
-            HERE,
+        reason = (
             "is this machine's GPU as measured by an earlier search, and there was none for a config like "
-            "this one (compile, packed rows) on as many ranks (one, or several)",
-            f"Run one with {BLOCK}.search=predict, or name a GPU (--list-gpus)",
+            "this one (compile, packed rows) on as many ranks (one, or several)"
         )
+        remedy = f"Run one with {BLOCK}.search=predict, or name a GPU (--list-gpus)"
+        raise ConfigError("--gpu", HERE, reason, remedy)
     return newest
 
 
 def _caveats(cfg: DictConfig) -> Iterator[str]:
-    """What is predicted differently from how it runs, and the direction of the error."""
+    """The differences of the prediction from the run, and the direction of the error."""
     if cfg.get("compile", False):
         yield (
             "compile: predicted as if not compiled; compiled steps usually take less (overestimates), "
@@ -251,6 +231,4 @@ def _caveats(cfg: DictConfig) -> Iterator[str]:
     if is_packed(cfg):
         yield "packed rows: flex attention is counted as flash attention (overestimates)"
     if cfg.device != "cpu":
-        yield (
-            "attention: flash; if torch selects cuDNN, its workspace is not included (underestimates)"
-        )
+        yield "attention: flash; if torch selects cuDNN, its workspace is not included (underestimates)"

@@ -13,7 +13,7 @@ from torchtune.modules.model_fusion import FusionEmbedding
 
 _aten = torch.ops.aten
 PER_ROW = 1
-"""Images that a traced row has."""
+"""Number of images of a traced row."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Images:
     """The shape of a row's images: as many tiles as the model can take.
 
     Args:
-        tiles: of an image.
-        channels: of a tile.
-        width: of a tile, which is a square, in pixels.
-        tokens_per_tile: that the text attends to.
+        tiles: the number of tiles of an image.
+        channels: the number of channels of a tile.
+        width: the pixels on a side of a tile, which is a square.
+        tokens_per_tile: the number of tokens that the text attends to.
     """
 
     tiles: int
@@ -34,7 +34,7 @@ class Images:
 
     @classmethod
     def of(cls, model: nn.Module) -> Images | None:
-        """Those that a model of torchtune takes (Llama 3.2 Vision); None if it takes none."""
+        """The images that a model of torchtune takes (Llama 3.2 Vision); None if it takes none."""
         encoder = getattr(getattr(model, "encoder", None), "clip", None)
         if encoder is None:
             return None
@@ -47,35 +47,25 @@ class Images:
         )
 
     def batch(self, rows: int, length: int) -> dict[str, Any]:
-        """What ``padded_collate_tiled_images_and_mask`` adds to a batch of text."""
+        """The additions of ``padded_collate_tiled_images_and_mask`` to a batch of text."""
         shape = (rows, PER_ROW, self.tiles, self.channels, self.width, self.width)
+        images = torch.empty(shape, dtype=torch.bfloat16)  # as torchtune's transform has them
+        aspect_ratio = torch.empty((rows, PER_ROW, 2), dtype=torch.int64)
+        tokens = PER_ROW * self.tiles * self.tokens_per_tile
+        mask = torch.empty((rows, length, tokens), dtype=torch.bool)
         return {
-            "encoder_input": {
-                "images": torch.empty(
-                    shape, dtype=torch.bfloat16
-                ),  # as torchtune's transform has them
-                "aspect_ratio": torch.empty((rows, PER_ROW, 2), dtype=torch.int64),
-            },
-            "encoder_mask": torch.empty(
-                (rows, length, PER_ROW * self.tiles * self.tokens_per_tile), dtype=torch.bool
-            ),
+            "encoder_input": {"images": images, "aspect_ratio": aspect_ratio},
+            "encoder_mask": mask,
         }
 
     def prepare(self, model: nn.Module, replaced: dict[Any, Callable[..., Any]]) -> None:
-        """Let a model be traced although shapes in it depend on values, which fake tensors do not have.
-
-        Args:
-            model: its embeddings of tiles read how an image is tiled; the one of tokens separates text from
-                images.
-            replaced: operations that something else is done for.
-        """
+        """Let a model be traced although shapes in it depend on values, which fake tensors do not have: its
+        embeddings of tiles read how an image is tiled, the one of tokens separates text from images.
+        Operations are ``replaced`` for that."""
         height = max(n for n in range(1, math.isqrt(self.tiles) + 1) if self.tiles % n == 0)
-        encoder: Any = model.encoder.clip
-        for embedding in (
-            encoder.pre_tile_pos_embed,
-            encoder.post_tile_pos_embed,
-            encoder.token_pos_embedding,
-        ):
+        clip: Any = model.encoder.clip
+        tiled = (clip.pre_tile_pos_embed, clip.post_tile_pos_embed, clip.token_pos_embedding)
+        for embedding in tiled:
             embedding.forward = _with(embedding.forward, (height, self.tiles // height))
         selected: list[int] = []
         for module in model.modules():
@@ -90,7 +80,7 @@ class Images:
 
 
 def _text_then_images(rows: int, length: int) -> tuple[int, int]:
-    """How many tokens of a batch are text, and how many are images."""
+    """The numbers of tokens of a batch that are text and that are images."""
     return rows * (length - PER_ROW), rows * PER_ROW
 
 

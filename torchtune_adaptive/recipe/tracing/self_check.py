@@ -61,7 +61,7 @@ def check_method(cache: bool | str) -> None:
     """Check that tracing works here. Call it in a process that does nothing else: see ``fake_device``.
 
     Args:
-        cache: the run's setting: where it is kept that the check has passed.
+        cache: the run's setting of the folder where a passed check is kept.
 
     Raises:
         NoPrediction: it does not work.
@@ -91,15 +91,8 @@ def measured_peaks(
     sizes: Iterable[tuple[int, int]],
     make_batch: Callable[[int, int], dict[str, Any]] | None = None,
 ) -> dict[tuple[int, int], int]:
-    """Peak bytes by (rows, length), of training with random weights on the simulated device.
-
-    The process group must exist.
-
-    Args:
-        cfg: the config.
-        sizes: to measure at.
-        make_batch: of a size; by default, of text.
-    """
+    """Peak bytes by (rows, length), of training with random weights on the simulated device. The process
+    group must exist. Batches are of text, unless ``make_batch`` makes others."""
     memory = SimulatedMemory(1 << 40)
     kind = _real_kind(cfg)
     step = _real_step(kind, memory)
@@ -133,7 +126,7 @@ def _real_kind(cfg: DictConfig) -> RecipeKind:
 
 
 def _random_weights(cfg: DictConfig, block: str) -> dict[str, Any]:
-    """As a checkpoint has them: without adapters."""
+    """Weights as a checkpoint has them: without adapters."""
     weights: dict[str, Any] = config.instantiate(cfg[block]).state_dict()
     return {k: v for k, v in weights.items() if "lora" not in k and "magnitude" not in k}
 
@@ -161,7 +154,7 @@ def _real_step(kind: RecipeKind, memory: SimulatedMemory) -> TrainStep:
 
 
 def traced_peaks(tracer: Tracer, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """The same from a trace of each size."""
+    """The same peaks from a trace of each size."""
     start_up = StartUp(tracer.set_up, tracer.take_step(*_FIRST))
     device = DeviceLimits("simulated device", 1 << 40, caching=False)
     return {size: peak(start_up, tracer.take_step(*size), *size, device).live for size in sizes}

@@ -26,7 +26,7 @@ from torchtune_adaptive.recipe.tracing.image_rows import Images
 
 
 class _Offloading:
-    """What forward passes run in; the context that offloads is made when it is first needed."""
+    """A context for forward passes; the one that offloads is made when it is first needed."""
 
     def __init__(self, model: nn.Module, enabled: bool) -> None:
         self.enabled = enabled
@@ -46,8 +46,8 @@ class Tracer(StepTracer):
 
     Args:
         cfg: the config, for any of the recipes.
-        ranks: how many there are.
-        rank: which of them this is.
+        ranks: the number of ranks.
+        rank: the number of this one.
     """
 
     def __init__(self, cfg: DictConfig, ranks: int, rank: int = 0) -> None:
@@ -63,15 +63,12 @@ class Tracer(StepTracer):
         model = kind.model_without_weights(self.unrecorded())
         frozen = kind.frozen_without_weights(self.unrecorded())
         models = (model, *frozen)
+        # With CPU offload, parameters wait on the host, and the optimizer works there.
+        offloaded = cfg.get("fsdp_cpu_offload", False)
+        home = torch.device("cpu") if offloaded else self.device
         with self.tracing():
             for each in models:
-                # With CPU offload, parameters wait on the host, and the optimizer works there.
-                offloaded = cfg.get("fsdp_cpu_offload", False)
-                fill(
-                    each,
-                    torch.device("cpu") if offloaded else self.device,
-                    parameters_by_name(each),
-                )
+                fill(each, home, parameters_by_name(each))
                 _initialize_fake_ropes(each, environment)
             self._images = Images.of(model)
             if self._images is not None:
@@ -108,19 +105,15 @@ class Tracer(StepTracer):
         )
 
     def take_step(
-        self,
-        rows: int,
-        length: int,
-        choice: Choice | None = None,
-        micro_batches: int | None = None,
+        self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
     ) -> RecordedStep:
         """The step at a size.
 
         Args:
-            rows: in each micro-batch.
-            length: tokens in each row.
+            rows: the rows in each micro-batch.
+            length: the tokens in each row.
             choice: other values of knobs that are switches, for this step.
-            micro_batches: how many; None is as configured, but no more than two.
+            micro_batches: their number; None is as configured, but no more than two.
         """
         self.step.switch(self._own | (choice or {}))
         return self.trace(

@@ -36,7 +36,7 @@ class PassedCheck:
     """The result of the self-check with the installed versions, if it passed. It needs no torch.
 
     Args:
-        cache: the run's setting: where it is kept.
+        cache: the run's setting of the folder where it is kept.
     """
 
     def __init__(self, cache: bool | str) -> None:
@@ -57,13 +57,13 @@ class NotRemembered(NoPrediction):
 
 
 class Traces:
-    """Steps of one config on one rank, each traced once.
+    """The steps of one config on one rank, each traced once.
 
     Args:
-        cfg: the config, of either recipe.
-        ranks: how many there are.
-        rank: which of them is traced.
-        cache: the run's setting: where traces are kept.
+        cfg: the config, for any of the recipes.
+        ranks: the number of ranks.
+        rank: the number of the one that is traced.
+        cache: the run's setting of the folder where traces are kept.
         may_trace: whether to trace what is not remembered; if not, it raises ``NotRemembered``.
     """
 
@@ -93,7 +93,7 @@ class Traces:
         kept = self._kept.get(self._facts) or {}
         self.uneven: bool | None = kept.get("uneven")
         self.max_seq_len: int | None = kept.get("max_seq_len")
-        """The longest rows that the model takes, if it bounds them; known once something is traced."""
+        """Longest rows that the model takes, if it bounds them; known once something is traced."""
         self._steps = {
             name: RecordedStep.unpacked(step) for name, step in kept.get("steps", {}).items()
         }
@@ -110,14 +110,7 @@ class Traces:
     def step(
         self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
     ) -> RecordedStep:
-        """A later step of a size.
-
-        Args:
-            rows: in a micro-batch.
-            length: of each row.
-            choice: other values of knobs that are switches.
-            micro_batches: 1 or 2; None is as configured.
-        """
+        """A later step of a size: see ``Tracer.take_step``."""
         name = f"{(rows, length)}"
         if choice is not None:
             changed = {k: v for k, v in sorted(choice.items()) if v != self._own.get(k)}
