@@ -52,8 +52,8 @@ def fingerprint(dataset: Any) -> str | None:
     return getattr(getattr(dataset, "_data", None), "_fingerprint", None)
 
 
-def has_quantised_base(lora: Any) -> bool:
-    """Whether the weights that a LoRA layer adapts are quantised."""
+def has_quantized_base(lora: Any) -> bool:
+    """Whether the weights that a LoRA layer adapts are quantized."""
     return getattr(lora, "_quantize_base", False)
 
 

@@ -153,7 +153,7 @@ class Run:
         Returns:
             The loop, or None where only the search was asked for.
         """
-        cfg, settings, saved = self._cfg, self.settings, self.progress.training
+        cfg, settings = self._cfg, self.settings
         self.watchdog.enter("loading the data", patience=None)
         tokenizer = config.instantiate(cfg.tokenizer)
         data = load_data(cfg, tokenizer, self.kind.rows(), objective)
@@ -166,15 +166,8 @@ class Run:
         configured = configured_batch(cfg, model.data_ranks)
         validation = self._validation_rows(tokenizer, objective)
         rows = RowsToTry(data, order, configured, self._lengths(data, cfg), validation)
-        prober = Prober(
-            step=step,
-            ranks=self.ranks,
-            watchdog=self.watchdog,
-            headroom=settings.headroom,
-            rank_timeout=settings.rank_timeout,
-            compiled=bool(cfg.get("compile", False)),
-        )
-        batch = decide_batch(cfg, settings, prober, rows, saved, self.planner)
+        prober = Prober(step, self.ranks, self.watchdog, cfg, settings)
+        batch = decide_batch(prober, rows, self.progress.training, self.planner)
         self._close_planner()
         if settings.search_only:
             self._note(batch, batch.start)

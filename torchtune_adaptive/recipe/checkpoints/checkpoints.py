@@ -260,7 +260,7 @@ class Checkpoints(ABC):
             raise ConfigError(  # or the first checkpoint would end the run
                 "optimizer",
                 optimizer,
-                "has quantised state, which torch cannot gather from several ranks for a checkpoint "
+                "has quantized state, which torch cannot gather from several ranks for a checkpoint "
                 "between epochs",
                 "Use another optimizer, one rank, or epochs=1 without save_every_n_steps",
             )

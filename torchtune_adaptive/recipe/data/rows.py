@@ -123,7 +123,7 @@ def _collate_in_chunks(
     """A batch long enough to be cut into as many chunks as the loss wants.
 
     The output layer runs once for each chunk and, sharded by itself, gathers its weights each time. Short
-    batches give fewer chunks, so ranks with batches of other lengths would wait for each other for ever.
+    batches give fewer chunks, so ranks with batches of other lengths would wait for each other forever.
     """
     batch = collate(rows)
     missing = chunks * (chunks - 1) + 1 - batch["tokens"].shape[-1]

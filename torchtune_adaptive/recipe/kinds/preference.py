@@ -1,4 +1,4 @@
-"""What the recipes for preferences share: samples of two rows, and what is learnt from comparing them."""
+"""What the recipes for preferences share: samples of two rows, and what is learned from comparing them."""
 
 from __future__ import annotations
 

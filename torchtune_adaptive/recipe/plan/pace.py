@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.planner import Pace, Speeds
 from torchtune_adaptive.recipe.plan.calibration import Calibrations, SpeedCalibration
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
-from torchtune_adaptive.recipe.settings.kinds import is_packed, is_quantised
+from torchtune_adaptive.recipe.settings.kinds import is_packed, is_quantized
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -40,7 +40,7 @@ def pace_for(
         speeds,
         ranks,
         compiled=bool(cfg.get("compile", False)),
-        quantised=is_quantised(cfg),
+        quantised=is_quantized(cfg),
         dtype=dtype,
     )
     measured = Calibrations(SpeedCalibration, settings.cache, cfg, ranks).of(device)

@@ -19,7 +19,6 @@ from torchtune_adaptive.recipe.search.fastest_search import find_fastest
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.report import Report, write
 from torchtune_adaptive.recipe.search.token_budget import find_token_budget
-from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import token_budget_with_images
 
 log = logging.getLogger(__name__)
@@ -41,50 +40,39 @@ class Batch:
 
 
 def decide_batch(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    prober: Prober,
-    rows: RowsToTry,
-    saved: TrainingState | None,
-    planner: BackgroundPlanner | None,
+    prober: Prober, rows: RowsToTry, saved: TrainingState | None, planner: BackgroundPlanner | None
 ) -> Batch:
     """Search where a search is asked for, and settle what training starts with.
 
     Args:
-        cfg: the config of the run, with its ``settings``.
         prober: makes trials of the run's step with its ``rows``.
         saved: the training state of the checkpoint that is resumed.
         planner: on rank 0, predicts the size that should be found.
     """
     # A resumed run is bound by what it decided before; one that decided nothing is not.
-    known = saved.growth.largest if saved and settings.adapts else None
-    batch = _searched(cfg, settings, prober, rows, saved, known, planner)
+    known = saved.growth.largest if saved and prober.settings.adapts else None
+    batch = _searched(prober, rows, saved, known, planner)
     if saved and known is not None:
-        largest, ranks = batch.largest or known, rows.configured.ranks
-        micro_batch, accumulation, saved_ranks = saved.growth.start
-        rows_before = micro_batch * accumulation * saved_ranks
-        start = Split.resumed(rows_before, ranks, largest, accumulation)
+        start = saved.growth.start_on(rows.configured.ranks, batch.largest or known)
         batch = replace(batch, start=start)
     return batch
 
 
 def _searched(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
     prober: Prober,
     rows: RowsToTry,
     saved: TrainingState | None,
     known: int | None,
     planner: BackgroundPlanner | None,
 ) -> Batch:
-    configured = rows.configured
+    settings, configured = prober.settings, rows.configured
     rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
     by_rows = ByRows(rounding)
     if settings.budgets:
         if rows.data.packed:
             log.info("token_budget has no effect: packed rows are all full.")
             return Batch(configured, None, by_rows)
-        budget = _by_tokens(cfg, settings, prober, rows, saved)
+        budget = _by_tokens(prober, rows, saved)
         if budget is None or not budget.used:
             size = _size_of(budget.validation) if budget else None
             return Batch(configured, None, ByRows(rounding, instead_of_budget=True), size, budget)
@@ -92,11 +80,11 @@ def _searched(
         size = _size_of(budget.validation)
         return Batch(configured, rows.order.rows_per_rank, budget.micro_batches, size, budget)
     if settings.use_fastest_configuration:
-        return _fastest(cfg, settings, prober, rows, saved, planner)
+        return _fastest(prober, rows, saved, planner)
     if not settings.searches:
         return Batch(configured, None, by_rows)
-    report = find_batch_size(cfg, settings, prober, rows, known, planner)
-    _announce(cfg, prober.ranks, report)
+    report = find_batch_size(prober, rows, known, planner)
+    _announce(prober.cfg, prober.ranks, report)
     if not settings.use_maximum_batch_size and configured.micro_batch > report.largest:
         raise ConfigError(
             "batch_size",
@@ -112,41 +100,30 @@ def _size_of(trial: SizeTrial | None) -> int | None:
 
 
 def _fastest(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    prober: Prober,
-    rows: RowsToTry,
-    saved: TrainingState | None,
-    planner: BackgroundPlanner | None,
+    prober: Prober, rows: RowsToTry, saved: TrainingState | None, planner: BackgroundPlanner | None
 ) -> Batch:
     known, rank = saved.knobs if saved else None, planner.ranked if planner else None
-    report = find_fastest(cfg, settings, prober, rows, known, rank)
+    report = find_fastest(prober, rows, known, rank)
     compared = [each for each in report.timed if each.predicted and each.measured]
     if planner is not None and compared and not prober.compiled:
         planner.learn_seconds(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
-    _announce(cfg, prober.ranks, report)
+    _announce(prober.cfg, prober.ranks, report)
     return Batch(report.split, None, ByRows("divisor"), report=report)
 
 
-def _by_tokens(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    prober: Prober,
-    rows: RowsToTry,
-    saved: TrainingState | None,
-) -> BudgetReport | None:
+def _by_tokens(prober: Prober, rows: RowsToTry, saved: TrainingState | None) -> BudgetReport | None:
     """A token budget, found or confirmed; None if it was slower when the run began."""
     known = saved.token_budget if saved else None
-    if known == [] and settings.token_budget is True:
+    if known == [] and prober.settings.token_budget is True:
         log.info("No token budget: it was slower when this run began (the checkpoint says).")
         return None
     prober.enter("looking up the lengths of all rows")
     if rows.order.rows_per_rank and images_of(rows.data.dataset[0]):
-        raise token_budget_with_images(settings)
+        raise token_budget_with_images(prober.settings)
     lengths = rows.lengths.all(say_progress=prober.ranks.is_zero)
     budget = Budget(tuple((length, size) for length, size in known)) if known else None
-    report = find_token_budget(settings, prober, rows, lengths, budget)
-    _announce(cfg, prober.ranks, report)
+    report = find_token_budget(prober, rows, lengths, budget)
+    _announce(prober.cfg, prober.ranks, report)
     return report
 
 

@@ -143,7 +143,6 @@ def lengths_to_measure(row_lengths: Sequence[int], longest: int) -> list[int]:
 
 
 def find_token_budget(
-    settings: AdaptiveSettings,
     prober: Prober,
     rows: RowsToTry,
     row_lengths: Sequence[int],
@@ -152,11 +151,11 @@ def find_token_budget(
     """Find the token budget on the run itself, which is afterwards as it was before.
 
     Args:
-        settings: those of the run.
         prober: makes trials of the run's step with its ``rows``.
         row_lengths: of every row of the data.
         known: what an earlier part of this run has found; it is confirmed by one trial.
     """
+    settings = prober.settings
     longest = _longest(settings, row_lengths)
     worst = prober.worst_case(rows.data, rows.lengths, longest)
     log.info(f"Searching for the token budget: the longest row has {longest} tokens.")

@@ -2,7 +2,7 @@
 
 ``AdaptiveSettings.from_config`` reads them: some keys at top level, the others in the block
 ``adaptive_batching``. Inside the block every key is known and typed; an unknown one is an error, so a
-misspelt setting is never silently its default. ``null`` means the default.
+misspelled setting is never silently its default. ``null`` means the default.
 
 The annotation of a field says what it may be (see ``rules``), and its docstring is its documentation:
 ``python docs/make/settings.py`` makes the tables of ``docs/settings.md`` from them.

@@ -155,7 +155,7 @@ def _conflicts_of_recipe(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
     yield (
         "quantizer" in kind.more_blocks and cfg.get(knobs.COMPILE, False),
         knobs.COMPILE,
-        "cannot be combined with quantisation-aware training, as in torchtune",
+        "cannot be combined with quantization-aware training, as in torchtune",
         "Set compile=False",
     )
     in_backward = cfg.get("optimizer_in_bwd", False)

@@ -39,7 +39,7 @@ _IRRELEVANT_KEYS = (
     "lr_scheduler",
     "optimizer.lr",
     "kd_ratio",
-    "fake_quant_after_n_steps",  # trials quantise, which takes more memory
+    "fake_quant_after_n_steps",  # trials quantize, which takes more memory
     # Trials are made of one sample repeated; its length and whether samples are packed are facts themselves.
     "dataset",
     "tokenizer",

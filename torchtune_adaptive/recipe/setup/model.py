@@ -1,8 +1,4 @@
-"""From a config to the objects of a run, out of torchtune's public parts.
-
-What torchtune keeps private and its own recipes use, these recipes use as well: the checkpoint client and
-the lookup of a function by its path (torchtune 0.6.1, the version that is pinned).
-"""
+"""From a config to its models: built, sharded, and with their weights."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ log = logging.getLogger(__name__)
 AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 Prepare = Callable[[nn.Module], nn.Module]
-"""Changes a model before it is sharded, such as for quantisation-aware training."""
+"""Changes a model before it is sharded, such as for quantization-aware training."""
 
 
 def unchanged(model: nn.Module) -> nn.Module:
@@ -70,8 +66,8 @@ def full_model(
     model, mesh = full_model_without_weights(cfg, environment, prepare=prepare)
     initialize_ropes(model, environment)
     _load(model, cfg, environment, weights, strict=True)
-    offloading = _finish(model, cfg, environment, started)
-    return Model(model, offloading, mesh["dp"].get_local_rank(), mesh["dp"].size())
+    _announce(model, environment, started)
+    return Model(model, _offloading(model, cfg), mesh["dp"].get_local_rank(), mesh["dp"].size())
 
 
 def full_model_without_weights(
@@ -96,8 +92,7 @@ def full_model_without_weights(
             f"{environment.ranks.size} ranks of this run"
         )
     model = _on_meta(cfg.model, environment)
-    if cfg.get("compile", False):
-        _compile(model)
+    _compile_if_asked(model, cfg)
     mesh = init_device_mesh(
         environment.device.type, (data_ranks, tensor_ranks), mesh_dim_names=("dp", "tp")
     )
@@ -146,8 +141,8 @@ def lora_model(
         raise CheckpointError(
             f"The checkpoint does not fit the model: {error}. Look at the LoRA settings of model."
         ) from error
-    offloading = _finish(model, cfg, environment, started)
-    return Model(model, offloading, environment.ranks.rank, environment.ranks.size)
+    _announce(model, environment, started)
+    return Model(model, _offloading(model, cfg), environment.ranks.rank, environment.ranks.size)
 
 
 def lora_model_without_weights(
@@ -159,8 +154,7 @@ def lora_model_without_weights(
     """The same model as it is spread over the ranks, but still on the meta device."""
     model = _on_meta(cfg.model, environment, prepare)
     set_trainable_params(model, get_adapter_params(model))
-    if cfg.get("compile", False):
-        _compile(model)
+    _compile_if_asked(model, cfg)
     mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
     with sharding:
         _shard(model, cfg, mesh)
@@ -187,11 +181,10 @@ def frozen_model_without_weights(
 ) -> nn.Module:
     """The same model as it is spread over the ranks, but still on the meta device."""
     model = _on_meta(cfg[block], environment).requires_grad_(False).eval()
-    if cfg.get("compile", False):
-        _compile(model)
+    _compile_if_asked(model, cfg)
     mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
     with sharding:
-        # Always: parameters that were kept after forward would stay for ever, as no backward frees them.
+        # Always: parameters that were kept after forward would stay forever, as no backward frees them.
         _shard(model, cfg, mesh, reshard_after_forward=True)
     return model
 
@@ -204,9 +197,11 @@ def _on_meta(
         return prepare(config.instantiate(cfg_model))
 
 
-def _compile(model: nn.Module) -> None:
+def _compile_if_asked(model: nn.Module, cfg: DictConfig) -> None:
     """Compile the layers that torchtune compiles: their forward passes, without the hooks around them. What
     switches checkpointing is then outside (see ``core.step.recompute``), as torchtune's wrapper is."""
+    if not cfg.get("compile", False):
+        return
     backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # as in torchtune
     decoder = model.decoder if isinstance(model, DeepFusionModel) else model
     layers = (modules.TransformerSelfAttentionLayer, modules.TransformerCrossAttentionLayer)
@@ -220,7 +215,7 @@ def _shard(
 ) -> None:
     offloads = cfg.get("fsdp_cpu_offload", False)
     if mesh.size() == 1 and not offloads:
-        return  # FSDP would only make copies, and on a single rank it cannot hold quantised parameters
+        return  # FSDP would only make copies, and on a single rank it cannot hold quantized parameters
     names = cfg.get("custom_sharded_layers", None)
     if reshard_after_forward is None:
         reshard_after_forward = cfg.get("fsdp_reshard_after_forward", True)
@@ -241,7 +236,7 @@ def _load(
     strict: bool = False,
 ) -> Any:
     if any(isinstance(parameter, NF4Tensor) for parameter in model.parameters()):
-        return _load_quantised(model, environment, weights)
+        return _load_quantized(model, environment, weights)
     _require_fitting(model, weights, strict)
     return training.load_from_full_model_state_dict(
         model,
@@ -273,7 +268,7 @@ def _require_fitting(model: nn.Module, weights: dict[str, Any], strict: bool) ->
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters as they are, by the names of checkpoints; a state dict would dequantise them."""
+    """The parameters as they are, by the names of checkpoints; a state dict would dequantize them."""
     # What a fusion adds to a pretrained layer has names of its own; the layer keeps those that it had.
     fused = {}
     for name, module in model.named_modules():
@@ -287,8 +282,8 @@ def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     return by_name
 
 
-def _load_quantised(model: nn.Module, environment: Environment, weights: dict[str, Any]) -> Any:
-    """torchtune's loading knows quantised parameters only when they are sharded, which on one rank they
+def _load_quantized(model: nn.Module, environment: Environment, weights: dict[str, Any]) -> Any:
+    """torchtune's loading knows quantized parameters only when they are sharded, which on one rank they
     are not."""
     parameters = parameters_by_name(model)
     loaded = {}
@@ -332,12 +327,8 @@ def initialize_ropes(model: nn.Module, environment: Environment) -> None:
                 module.rope_init()  # type: ignore[operator]
 
 
-def _finish(
-    model: nn.Module, cfg: DictConfig, environment: Environment, started: float
-) -> Offloading:
-    offloading = Offloading(model, cfg.get("enable_activation_offloading", False))
-    _announce(model, environment, started)
-    return offloading
+def _offloading(model: nn.Module, cfg: DictConfig) -> Offloading:
+    return Offloading(model, cfg.get("enable_activation_offloading", False))
 
 
 def _announce(model: nn.Module, environment: Environment, started: float) -> None:

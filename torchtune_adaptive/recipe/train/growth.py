@@ -160,8 +160,11 @@ class Growth:
         return steps
 
     def state(self) -> GrowthState:
+        start = self.start
+        is_even = start.rows == start.micro_batch * start.accumulation
         return GrowthState(
-            start=[self.start.micro_batch, self.start.accumulation, self.start.ranks],
+            start=[start.micro_batch, start.accumulation, start.ranks],
+            start_rows=None if is_even else start.rows,
             global_batch=self.split.global_batch,
             largest=self.largest if self._was_found else None,
             decisions=self.decisions,
