@@ -58,7 +58,7 @@ def has_quantized_base(lora: Any) -> bool:
 
 
 def offloading_module() -> Any:
-    """Where torchtune offloads activations, by the ``torch`` that it has imported."""
+    """The module in which torchtune offloads activations, by the ``torch`` that it has imported."""
     from torchtune.training import _activation_offloading
 
     return _activation_offloading

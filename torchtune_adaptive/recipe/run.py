@@ -70,7 +70,7 @@ class Run:
 
     Args:
         cfg: the config, with what the command line changed.
-        kind: of recipe, one of ``recipe.settings.kinds.KINDS``.
+        kind: the kind of recipe, one of ``recipe.settings.kinds.KINDS``.
 
     Raises:
         ConfigError: a setting cannot work; nothing has been built yet.
@@ -89,9 +89,7 @@ class Run:
             require_output_folder(cfg, self.ranks)
         self.stop = StopSignals(self.settings.stop_timeout)
         self.watchdog = Watchdog(
-            self.ranks,
-            limit=self.settings.rank_timeout,
-            on_duty=self.settings.survives,
+            self.ranks, limit=self.settings.rank_timeout, on_duty=self.settings.survives
         )
         seed = training.set_seed(cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self.progress = Progress(seed, cfg.epochs, cfg.max_steps_per_epoch)

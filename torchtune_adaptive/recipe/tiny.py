@@ -38,12 +38,7 @@ def assets() -> Path:
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """A folder in the user's cache or, where that cannot be written, in the folder for temporary files.
-
-    Args:
-        name: of the folder.
-        make: fills a new one.
-    """
+    """A folder in the user's cache or, where that cannot be written, in the folder for temporary files."""
     temporary = Path(tempfile.gettempdir()) / f"torchtune_adaptive_{os.getuid()}"
     try:
         return _made_at((user_cache() or temporary) / name, make)

@@ -64,9 +64,7 @@ _DECODER: dict[str, Any] = {
 
 
 def tiny_vision(
-    decoder_trainable: bool = False,
-    encoder_trainable: bool = True,
-    fusion_trainable: bool = True,
+    decoder_trainable: bool = False, encoder_trainable: bool = True, fusion_trainable: bool = True
 ) -> nn.Module:
     """The model, of which some parts are trained; the arguments are those of ``llama3_2_vision_11b``."""
     from torchtune.models.llama3_2_vision import llama3_2_vision_decoder, llama3_2_vision_encoder

@@ -64,13 +64,7 @@ def _drop_scales(module: nn.Module, *_: Any) -> None:
 
 
 def quantize_from(cfg: DictConfig, model: nn.Module, number: int) -> None:
-    """Quantize or not, as a step should.
-
-    Args:
-        cfg: the config; ``fake_quant_after_n_steps`` are taken before.
-        model: that is trained.
-        number: of the step, counted from 1.
-    """
+    """Quantize or not, as step ``number`` should: not in the first ``fake_quant_after_n_steps``."""
     begins = number > (cfg.get("fake_quant_after_n_steps") or 0)
     for each in _fake_quantizers(model):
         each.enabled = begins  # type: ignore[assignment]

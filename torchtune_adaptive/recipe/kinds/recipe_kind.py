@@ -31,11 +31,6 @@ class RecipeKind(ABC):
 
     A run and a prediction use the same object, the latter without weights. Each kind has a module of its own,
     with a subclass ``TheKind``.
-
-    Args:
-        about: its name, its keys, and what it is for.
-        cfg: the config.
-        environment: where the rank runs.
     """
 
     def __init__(self, about: Kind, cfg: DictConfig, environment: Environment) -> None:
@@ -85,13 +80,9 @@ class RecipeKind(ABC):
         return NextTokenPrediction(loss_fn, labels_are_shifted())
 
     def before_step(self, model: nn.Module, number: int) -> None:  # noqa: B027 - nothing to do
-        """Change the model as training proceeds; called before each step, also after a run was resumed.
+        """Change the model as training proceeds; called before each step with its number, counted from 1.
 
         A search and a prediction do not call it. So the model is built as it is when it needs most memory.
-
-        Args:
-            model: that is trained.
-            number: of the step, counted from 1.
         """
 
     # --- data -------------------------------------------------------------------------------------

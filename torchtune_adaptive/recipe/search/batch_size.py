@@ -30,9 +30,9 @@ def find_batch_size(
     """Search on the run itself, which is afterwards as it was before.
 
     Args:
-        prober: makes trials of the run's step with its ``rows``.
-        known: what an earlier part of this run has found; it is confirmed by one trial.
-        planner: on rank 0, predicts the size that should be found.
+        prober: the maker of trials of the run's step with its ``rows``.
+        known: the size that an earlier part of this run has found; it is confirmed by one trial.
+        planner: the planner on rank 0, which predicts the size that should be found.
     """
     started, settings = time.perf_counter(), prober.settings
     found, worst, validation = _search(prober, rows, known, planner)

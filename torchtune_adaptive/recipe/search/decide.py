@@ -36,7 +36,7 @@ class Batch:
     validation: int | None = None
     """The rows in a micro-batch of validation, where a search has tried it."""
     report: Report | None = None
-    """What the search found, if there was one."""
+    """The report of the search, if there was one."""
 
 
 def decide_batch(
@@ -45,9 +45,9 @@ def decide_batch(
     """Search where a search is asked for, and settle what training starts with.
 
     Args:
-        prober: makes trials of the run's step with its ``rows``.
+        prober: the maker of trials of the run's step with its ``rows``.
         saved: the training state of the checkpoint that is resumed.
-        planner: on rank 0, predicts the size that should be found.
+        planner: the planner on rank 0, which predicts the size that should be found.
     """
     # A resumed run is bound by what it decided before; one that decided nothing is not.
     known = saved.growth.largest if saved and prober.settings.adapts else None

@@ -40,9 +40,9 @@ def find_fastest(
     """Choose on the run itself, which afterwards is as it was before, except for its knobs.
 
     Args:
-        prober: makes trials of the run's step with its ``rows``.
-        known: what an earlier part of this run has chosen; it is confirmed by one trial.
-        rank: on rank 0, predicts for the length of rows and the capacity of a rank.
+        prober: the maker of trials of the run's step with its ``rows``.
+        known: the choice of an earlier part of this run; it is confirmed by one trial.
+        rank: the prediction on rank 0, for the length of rows and the capacity of a rank.
     """
     started, settings = time.perf_counter(), prober.settings
     allowed = possible_choices(prober)
@@ -112,10 +112,7 @@ def possible_choices(prober: Prober) -> list[Choice]:
 
 
 def _choose(
-    trials: _Trials,
-    own: Choice,
-    ranked: Sequence[Choice],
-    predicted: Mapping[Choice, float],
+    trials: _Trials, own: Choice, ranked: Sequence[Choice], predicted: Mapping[Choice, float]
 ) -> tuple[list[timings.Timing[Choice]], Choice]:
     """Time the first that fit, and the config's own."""
     own_fits = trials.fits(own)
@@ -159,10 +156,10 @@ class _Trials:
     rows: RowsToTry
     worst: WorstCase
     leanest: Sequence[Choice]
-    """What may need the least memory."""
+    """Choices that may need the least memory."""
     tried: dict[Choice, SizeTrial] = field(default_factory=dict)
     tokens: int = 0
-    """In a step that is timed, over all ranks and without padding."""
+    """Tokens in a step that is timed, over all ranks and without padding."""
 
     def __enter__(self) -> _Trials:
         step = self.prober.step

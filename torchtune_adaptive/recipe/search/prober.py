@@ -68,7 +68,7 @@ class Prober:
     watchdog: Watchdog
     cfg: DictConfig
     settings: AdaptiveSettings
-    """What ``cfg`` says about the search."""
+    """The part of ``cfg`` that this package has added."""
 
     @property
     def compiled(self) -> bool:

@@ -42,7 +42,7 @@ def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
 
     Args:
         cfg: the whole config.
-        kind: of the recipe that will run it.
+        kind: the kind of the recipe that will run it.
 
     Raises:
         ConfigError: the config cannot work.
@@ -216,7 +216,8 @@ def _require_rows_by_number(cfg: DictConfig) -> None:
 
 
 def _conflicts_with_optimizer_in_backward(settings: AdaptiveSettings) -> Iterator[Conflict]:
-    """With the optimizer in backward a step is one micro-batch, and its gradients never exist together."""
+    """Settings that a step with the optimizer in backward cannot have: it is one micro-batch, without all
+    gradients at once."""
     no_accumulation = "needs gradient accumulation, which optimizer_in_bwd does not allow"
     conflicts = {
         "token_budget": (

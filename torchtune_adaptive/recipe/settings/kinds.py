@@ -48,7 +48,7 @@ class Kind:
     """A kind of recipe."""
 
     name: str
-    """Also that of its module in ``kinds/``; it is part of the names of its configs."""
+    """The name of the kind and of its module in ``kinds/``; it is part of the names of its configs."""
 
     torchtunes: str
     """The recipe of torchtune that it takes the place of."""
@@ -66,7 +66,7 @@ class Kind:
     """The models that are in memory besides the one that is trained."""
 
     sample: Literal["row", "pair"] = "row"
-    """What one sample is: a row of tokens, or two rows that are compared."""
+    """The kind of a sample: a row of tokens, or two rows that are compared."""
 
     @property
     def recipe(self) -> str:
@@ -122,7 +122,7 @@ KNOWN_KEYS = frozenset().union(*(kind.keys for kind in KINDS.values()))
 FROZEN_CHECKPOINTERS = frozenset(
     each.checkpointer for kind in KINDS.values() for each in kind.frozen
 )
-"""Where the weights of models come from that are not trained."""
+"""The keys of the checkpointers of models that are not trained."""
 
 FROZEN_MODELS = frozenset(each.model for kind in KINDS.values() for each in kind.frozen)
 
@@ -132,7 +132,7 @@ MORE_BLOCKS = frozenset().union(*(kind.more_blocks for kind in KINDS.values()))
 # --- which configs are whose ----------------------------------------------------------------------
 
 Mark = Callable[[DictConfig], str | None]
-"""Gives the key by which a config shows what it is for, if it does."""
+"""A function that gives the key by which a config shows what it is for, if it does."""
 
 
 def _has(*keys: str) -> Mark:

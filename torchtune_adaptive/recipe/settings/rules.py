@@ -24,7 +24,7 @@ class Rule:
     expected: tuple[str, ...]
     """The possibilities, for messages: ``("True", "False")``, ``("an integer >= 1",)``."""
     parse: Callable[[object], Any]
-    """Gives the value as the program uses it, or raises ``ValueError``."""
+    """A function that gives the value as the program uses it, or raises ``ValueError``."""
 
     def read(self, key: str, value: object) -> Any:
         """The value of a key; raises ``ConfigError`` where it is none of the possibilities."""

@@ -63,10 +63,7 @@ _OPTIONAL: dict[str, Rule] = {
     "kd_ratio": RATIO,
     "fake_quant_after_n_steps": at_least(0),
 }
-_NOT_NULL: dict[str, Rule] = {
-    "log_every_n_steps": at_least(1),
-    "tensor_parallel_dim": at_least(1),
-}
+_NOT_NULL: dict[str, Rule] = {"log_every_n_steps": at_least(1), "tensor_parallel_dim": at_least(1)}
 # Of torchtune's main branch: they change what is trained or how, and these recipes do not know them.
 _UNKNOWN_UNLESS: dict[str, Any] = {
     "enable_fp8_training": False,
@@ -94,7 +91,7 @@ def check_values(cfg: Mapping[str, Any], more_blocks: Iterable[str] = ()) -> Non
 
     Args:
         cfg: the whole config, resolved.
-        more_blocks: that the recipe needs besides those that all do.
+        more_blocks: the blocks that the recipe needs besides those that all do.
 
     Raises:
         ConfigError: there is one.

@@ -1,4 +1,4 @@
-"""From a config to its models: built, sharded, and with their weights."""
+"""The models of a config: built, sharded, and with their weights."""
 
 from __future__ import annotations
 
@@ -51,15 +51,12 @@ class Model:
     offloading: Offloading
     data_rank: int
     data_ranks: int
-    """Which share of the data this rank gets, and of how many: with tensor parallelism, several ranks
+    """The share of the data that this rank gets, and of how many: with tensor parallelism, several ranks
     work on the same share."""
 
 
 def full_model(
-    cfg: DictConfig,
-    environment: Environment,
-    weights: dict[str, Any],
-    prepare: Prepare = unchanged,
+    cfg: DictConfig, environment: Environment, weights: dict[str, Any], prepare: Prepare = unchanged
 ) -> Model:
     """A model of which every weight is trained."""
     started = time.perf_counter()
@@ -78,11 +75,7 @@ def full_model_without_weights(
 ) -> tuple[nn.Module, DeviceMesh]:
     """The same model as it is spread over the ranks, but still on the meta device.
 
-    Args:
-        cfg: the config.
-        environment: where the rank runs.
-        sharding: what the model is sharded in, where tensors are not what they seem.
-        prepare: changes the model before it is sharded.
+    It is sharded in the context ``sharding``, where tensors are not what they seem.
     """
     tensor_ranks = cfg.get("tensor_parallel_dim", 1)
     data_ranks, left = divmod(environment.ranks.size, tensor_ranks)

@@ -20,11 +20,11 @@ class Adaptation:
     """Decides how large the next step is, and at which learning rate; the same on every rank.
 
     Args:
-        growth: what asks for a larger batch, within what fits.
-        learning_rate: follows the samples used, and the batch.
-        noise: estimates the gradient noise scale; None where it is not measured.
-        epochs: how samples become positions in the base schedule.
-        events: records what changes.
+        growth: the growth of the batch, within what fits.
+        learning_rate: the learning rate, which follows the samples used and the batch.
+        noise: the estimate of the gradient noise scale; None where it is not measured.
+        epochs: the epochs of the base schedule.
+        events: the record of what changes.
     """
 
     growth: Growth
@@ -40,23 +40,13 @@ class Adaptation:
         return self.growth.split
 
     def begin_epoch(self, epoch: int, samples: int, number: int) -> bool:
-        """Ask the user's function; whether the batch has changed.
-
-        Args:
-            epoch: that begins.
-            samples: that the run has used.
-            number: of the next step.
-        """
+        """Ask the user's function before step ``number``; whether the batch has changed."""
         return self._follow(self.growth.as_epoch_begins(epoch, samples), number)
 
     def before_step(self, epoch: int, used: int, samples: int, number: int) -> bool:
-        """Ask the schedule; whether the batch has changed.
+        """Ask the schedule before step ``number``; whether the batch has changed.
 
-        Args:
-            epoch: that is running.
-            used: rows of the epoch that each rank has used.
-            samples: that the run has used.
-            number: of the next step.
+        Each rank has ``used`` so many rows of the epoch, and the run so many samples.
         """
         moment = Moment(
             samples=samples,

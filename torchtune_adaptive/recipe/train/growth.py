@@ -33,11 +33,11 @@ class Growth:
     """Decides how the next step is put together; the same on every rank.
 
     Args:
-        start: what the run begins with.
+        start: the batch that the run begins with.
         largest: the largest micro-batch that fits, as the search found it; None if there was none.
-        grow: what asks for more; None where the batch stays.
-        past_memory: accumulate gradients where the micro-batch cannot grow any more.
-        rows_per_epoch: that a rank may use in an epoch; one step must remain.
+        grow: the schedule or function that asks for more; None where the batch stays.
+        past_memory: True to accumulate gradients where the micro-batch cannot grow any more.
+        rows_per_epoch: the rows that a rank may use in an epoch; one step must remain.
         ranks: the ranks of the run.
     """
 
@@ -224,7 +224,7 @@ def batch_increase(
 
 
 def _instantiate(node: DictConfig) -> Any:
-    """As torchtune does, but modules in the working directory count."""
+    """The component, as torchtune makes it, but modules in the working directory count."""
     values = OmegaConf.to_container(node, resolve=True)
     assert isinstance(values, dict)
     make = component(values.pop("_component_"))

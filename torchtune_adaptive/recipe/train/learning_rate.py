@@ -17,7 +17,7 @@ from torchtune_adaptive.core import LrScaling, lr_factor
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
 
 SchedulerFactory = Callable[[int], LRScheduler | None]
-"""Builds the base schedule, advanced to a position."""
+"""The factory of the base schedule, advanced to a position."""
 
 
 class LearningRate:
@@ -25,9 +25,9 @@ class LearningRate:
 
     Args:
         optimizers: the optimizers of the run; all their groups are scheduled.
-        make_scheduler: builds torch's or torchtune's scheduler; it returns None for a constant rate.
-        position: how far the run is, in base steps.
-        rule: how the batch changes the rate; see ``core.lr_factor``.
+        make_scheduler: the factory of torch's or torchtune's scheduler; it gives None for a constant rate.
+        position: the base steps that the run has taken.
+        rule: the rule by which the batch changes the rate; see ``core.lr_factor``.
         half_life: keep the half-life of Adam's second moment constant in samples, instead of in steps.
         start: the global batch that the base schedule is meant for.
     """
