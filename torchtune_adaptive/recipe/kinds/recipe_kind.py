@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -19,9 +20,11 @@ from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import (
     AS_IT_IS,
     Model,
+    announce,
     frozen_model,
-    frozen_model_without_weights,
+    load_full,
 )
+from torchtune_adaptive.recipe.setup.offloading import Offloading
 from torchtune_adaptive.recipe.setup.optimizer import build_loss
 from torchtune_adaptive.recipe.upstream import labels_are_shifted
 
@@ -45,12 +48,24 @@ class RecipeKind(ABC):
         """What a run starts from, and what it saves."""
 
     @abstractmethod
-    def model(self, checkpoint: dict[str, Any]) -> Model:
-        """The model that is trained, with the weights of a checkpoint."""
+    def model_without_weights(self, sharding: AbstractContextManager[Any] = AS_IT_IS) -> nn.Module:
+        """The model that is trained, sharded, but still on the meta device."""
 
     @abstractmethod
-    def model_without_weights(self, sharding: AbstractContextManager[Any] = AS_IT_IS) -> nn.Module:
-        """The same, sharded, but still on the meta device."""
+    def load(self, model: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Give the model the weights of a checkpoint."""
+
+    def model(self, checkpoint: dict[str, Any]) -> Model:
+        """The model that is trained, with the weights of a checkpoint."""
+        cfg, environment, started = self.cfg, self.environment, time.perf_counter()
+        model = self.model_without_weights()
+        self.load(model, checkpoint)
+        offloading = Offloading(model, cfg.get("enable_activation_offloading", False))
+        announce(model, environment, started)
+        in_tensors = "tensor_parallel_dim" in self.about.keys
+        share = cfg.get("tensor_parallel_dim", 1) if in_tensors else 1  # ranks with the same data
+        ranks = environment.ranks
+        return Model(model, offloading, ranks.rank // share, ranks.size // share)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Change the model that is trained while it is on the meta device and not yet sharded."""
@@ -58,19 +73,19 @@ class RecipeKind(ABC):
 
     def frozen(self, weights: Sequence[dict[str, Any]]) -> tuple[nn.Module, ...]:
         """The models that are used and not trained, in the order of ``about.frozen``."""
-        return tuple(
-            frozen_model(self.cfg, self.environment, each.model, loaded)
-            for each, loaded in zip(self.about.frozen, weights, strict=True)
-        )
+        started = time.perf_counter()
+        models = self.frozen_without_weights()
+        for model, loaded in zip(models, weights, strict=True):
+            load_full(model, self.cfg, self.environment, loaded)
+            announce(model, self.environment, started)
+        return models
 
     def frozen_without_weights(
         self, sharding: AbstractContextManager[Any] = AS_IT_IS
     ) -> tuple[nn.Module, ...]:
         """The same, sharded, but still on the meta device."""
-        return tuple(
-            frozen_model_without_weights(self.cfg, self.environment, each.model, sharding)
-            for each in self.about.frozen
-        )
+        cfg, blocks = self.cfg, [each.model for each in self.about.frozen]
+        return tuple(frozen_model(cfg, self.environment, block, sharding) for block in blocks)
 
     # --- training ---------------------------------------------------------------------------------
 

@@ -39,10 +39,6 @@ Prepare = Callable[[nn.Module], nn.Module]
 """Changes a model before it is sharded, such as for quantization-aware training."""
 
 
-def unchanged(model: nn.Module) -> nn.Module:
-    return model
-
-
 @dataclass(frozen=True)
 class Model:
     """A model that is ready to be trained, and how it is spread over the ranks."""
@@ -56,24 +52,12 @@ class Model:
 
 
 def full_model(
-    cfg: DictConfig, environment: Environment, weights: dict[str, Any], prepare: Prepare = unchanged
-) -> Model:
-    """A model of which every weight is trained."""
-    started = time.perf_counter()
-    model, mesh = full_model_without_weights(cfg, environment, prepare=prepare)
-    initialize_ropes(model, environment)
-    _load(model, cfg, environment, weights, strict=True)
-    _announce(model, environment, started)
-    return Model(model, _offloading(model, cfg), mesh["dp"].get_local_rank(), mesh["dp"].size())
-
-
-def full_model_without_weights(
     cfg: DictConfig,
     environment: Environment,
-    sharding: AbstractContextManager[Any] = AS_IT_IS,
-    prepare: Prepare = unchanged,
-) -> tuple[nn.Module, DeviceMesh]:
-    """The same model as it is spread over the ranks, but still on the meta device.
+    prepare: Prepare,
+    sharding: AbstractContextManager[Any],
+) -> nn.Module:
+    """A model of which every weight is trained, spread over the ranks, but still on the meta device.
 
     It is sharded in the context ``sharding``, where tensors are not what they seem.
     """
@@ -97,19 +81,54 @@ def full_model_without_weights(
     model = prepare(model)
     with sharding:
         _shard(model, cfg, mesh["dp"])
-    return model, mesh
+    return model
 
 
 def lora_model(
     cfg: DictConfig,
     environment: Environment,
+    prepare: Prepare,
+    sharding: AbstractContextManager[Any],
+) -> nn.Module:
+    """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
+    model = _on_meta(cfg.model, environment, prepare)
+    set_trainable_params(model, get_adapter_params(model))
+    _compile_if_asked(model, cfg)
+    mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
+    with sharding:
+        _shard(model, cfg, mesh)
+    return model
+
+
+def frozen_model(
+    cfg: DictConfig, environment: Environment, block: str, sharding: AbstractContextManager[Any]
+) -> nn.Module:
+    """A model that is used and not trained, by its block of the config, on the meta device as well."""
+    model = _on_meta(cfg[block], environment).requires_grad_(False).eval()
+    _compile_if_asked(model, cfg)
+    mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
+    with sharding:
+        # Always: parameters that were kept after forward would stay forever, as no backward frees them.
+        _shard(model, cfg, mesh, reshard_after_forward=True)
+    return model
+
+
+def load_full(
+    model: nn.Module, cfg: DictConfig, environment: Environment, weights: dict[str, Any]
+) -> None:
+    """Give a model all its weights."""
+    initialize_ropes(model, environment)
+    _load(model, cfg, environment, weights, strict=True)
+
+
+def load_lora(
+    model: nn.Module,
+    cfg: DictConfig,
+    environment: Environment,
     weights: dict[str, Any],
     adapter_weights: dict[str, Any] | None,
-    prepare: Prepare = unchanged,
-) -> Model:
-    """A frozen model with adapters that are trained: new ones, or those of a checkpoint."""
-    started = time.perf_counter()
-    model = lora_model_without_weights(cfg, environment, prepare=prepare)
+) -> None:
+    """Give a model with adapters its weights; without those of a checkpoint, adapters are new ones."""
     missing, unexpected = None, None
     if adapter_weights:
         missing, unexpected = _load(model, cfg, environment, adapter_weights)
@@ -134,56 +153,10 @@ def lora_model(
         raise CheckpointError(
             f"The checkpoint does not fit the model: {error}. Look at the LoRA settings of model."
         ) from error
-    _announce(model, environment, started)
-    return Model(model, _offloading(model, cfg), environment.ranks.rank, environment.ranks.size)
-
-
-def lora_model_without_weights(
-    cfg: DictConfig,
-    environment: Environment,
-    sharding: AbstractContextManager[Any] = AS_IT_IS,
-    prepare: Prepare = unchanged,
-) -> nn.Module:
-    """The same model as it is spread over the ranks, but still on the meta device."""
-    model = _on_meta(cfg.model, environment, prepare)
-    set_trainable_params(model, get_adapter_params(model))
-    _compile_if_asked(model, cfg)
-    mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
-    with sharding:
-        _shard(model, cfg, mesh)
-    return model
-
-
-def frozen_model(
-    cfg: DictConfig, environment: Environment, block: str, weights: dict[str, Any]
-) -> nn.Module:
-    """A model that is used and not trained: the one that a block of the config describes."""
-    started = time.perf_counter()
-    model = frozen_model_without_weights(cfg, environment, block)
-    initialize_ropes(model, environment)
-    _load(model, cfg, environment, weights, strict=True)
-    _announce(model, environment, started)
-    return model
-
-
-def frozen_model_without_weights(
-    cfg: DictConfig,
-    environment: Environment,
-    block: str,
-    sharding: AbstractContextManager[Any] = AS_IT_IS,
-) -> nn.Module:
-    """The same model as it is spread over the ranks, but still on the meta device."""
-    model = _on_meta(cfg[block], environment).requires_grad_(False).eval()
-    _compile_if_asked(model, cfg)
-    mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
-    with sharding:
-        # Always: parameters that were kept after forward would stay forever, as no backward frees them.
-        _shard(model, cfg, mesh, reshard_after_forward=True)
-    return model
 
 
 def _on_meta(
-    cfg_model: DictConfig, environment: Environment, prepare: Prepare = unchanged
+    cfg_model: DictConfig, environment: Environment, prepare: Prepare = lambda model: model
 ) -> nn.Module:
     """The model without memory: each rank will only ever hold its part."""
     with training.set_default_dtype(environment.dtype), torch.device("meta"):
@@ -320,11 +293,7 @@ def initialize_ropes(model: nn.Module, environment: Environment) -> None:
                 module.rope_init()  # type: ignore[operator]
 
 
-def _offloading(model: nn.Module, cfg: DictConfig) -> Offloading:
-    return Offloading(model, cfg.get("enable_activation_offloading", False))
-
-
-def _announce(model: nn.Module, environment: Environment, started: float) -> None:
+def announce(model: nn.Module, environment: Environment, started: float) -> None:
     """The model has its weights, on all ranks."""
     training.validate_no_params_on_meta_device(model)
     log.info(

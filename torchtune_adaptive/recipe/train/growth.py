@@ -68,7 +68,7 @@ class Growth:
         """Ask the user's function; what has changed, if anything has."""
         if self._function is None:
             return None
-        current = self._rows // self.start.accumulation
+        current = self.split.rows // self.start.accumulation
         increment = self._ask_all_ranks(self._function, epoch, current)
         if increment == 0:
             return None
@@ -92,7 +92,7 @@ class Growth:
         if not self._past_memory:
             limit = min(limit, self.largest * self.start.accumulation)
         rows = min(rows, limit)
-        if rows <= self._rows:  # a batch never shrinks
+        if rows <= self.split.rows:  # a batch never shrinks
             return None
         before = self.split
         self.set_rows(rows)
@@ -102,10 +102,6 @@ class Growth:
     @property
     def grows(self) -> bool:
         return self.schedule is not None or self._function is not None
-
-    @property
-    def _rows(self) -> int:
-        return self.split.rows
 
     def set_rows(self, rows: int) -> None:
         """Use steps of ``rows`` rows on each rank."""

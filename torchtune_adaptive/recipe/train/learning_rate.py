@@ -54,7 +54,7 @@ class LearningRate:
         self._factor = 1.0
         self._scheduler = make_scheduler(position)
         self._position = position
-        self._base = [_number(group["lr"]) for group in self._groups]
+        self._base = [float(group["lr"]) for group in self._groups]
         self._highest = self._base[0]
 
     @property
@@ -73,9 +73,9 @@ class LearningRate:
         self._set(self._base)
         for _ in range(position - self._position):
             self._scheduler.step()
-            self._highest = max(self._highest, _number(self._groups[0]["lr"]))
+            self._highest = max(self._highest, float(self._groups[0]["lr"]))
         self._position = position
-        self._base = [_number(group["lr"]) for group in self._groups]
+        self._base = [float(group["lr"]) for group in self._groups]
         self._scale()
 
     def follow(self, batch: int, noise: float | None) -> None:
@@ -154,10 +154,6 @@ def _state_of(optimizers: tuple[Optimizer, ...], parameter: torch.Tensor) -> dic
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
     """The state without the function that torchtune adds to a scheduler for optimizers in backward."""
     return {key: value for key, value in state.items() if not callable(value)}
-
-
-def _number(rate: float | torch.Tensor) -> float:
-    return float(rate)
 
 
 def beta2_at(beta2: float, batch: int, start: int) -> float:
