@@ -38,7 +38,7 @@ from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.record import Record
-from torchtune_adaptive.recipe.search.decide import Batch, decide_batch
+from torchtune_adaptive.recipe.search.decide import DecidedBatch, decide_batch
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry, ValidationRows
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kinds import KINDS
@@ -178,7 +178,7 @@ class Run:
         optimizers: Optimizers,
         step: TrainStep,
         rows: RowsToTry,
-        batch: Batch,
+        batch: DecidedBatch,
         save: Save,
     ) -> TrainingLoop:
         """The loop that trains with the batch that was decided on."""
@@ -245,7 +245,7 @@ class Run:
         self,
         step: TrainStep,
         rows: ValidationRows | None,
-        batch: Batch,
+        batch: DecidedBatch,
         model: Model,
         events: Events,
         metrics: Metrics,
@@ -267,7 +267,7 @@ class Run:
             record=metrics.record_validation,
         )
 
-    def _note(self, batch: Batch, split: Split) -> None:
+    def _note(self, batch: DecidedBatch, split: Split) -> None:
         """Put on record what was decided, and what training starts with."""
         if self.record is not None:
             step = self.progress.training.global_step if self.progress.training else 0
@@ -284,7 +284,7 @@ class Run:
 
     def _adaptation(
         self,
-        batch: Batch,
+        batch: DecidedBatch,
         optimizers: Optimizers,
         epochs: Epochs,
         noise: NoiseScale | None,

@@ -17,13 +17,7 @@ from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.data.rows import Rows, TokenRows
 from torchtune_adaptive.recipe.settings.kinds import Kind, is_packed
 from torchtune_adaptive.recipe.setup.environment import Environment
-from torchtune_adaptive.recipe.setup.model import (
-    AS_IT_IS,
-    Model,
-    announce,
-    frozen_model,
-    load_full,
-)
+from torchtune_adaptive.recipe.setup.model import AS_IT_IS, Model, announce, frozen_model, load_full
 from torchtune_adaptive.recipe.setup.offloading import Offloading
 from torchtune_adaptive.recipe.setup.optimizer import build_loss
 from torchtune_adaptive.recipe.upstream import labels_are_shifted

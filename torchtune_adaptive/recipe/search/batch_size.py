@@ -21,7 +21,7 @@ from torchtune_adaptive.recipe.settings.fingerprint import search_facts
 log = logging.getLogger(__name__)
 
 
-def find_batch_size(
+def find_micro_batch(
     prober: Prober,
     rows: RowsToTry,
     known: int | None = None,

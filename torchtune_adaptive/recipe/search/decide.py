@@ -13,7 +13,7 @@ from torchtune_adaptive.core import Budget, ByRows, MicroBatches, Ranks, Roundin
 from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
 from torchtune_adaptive.recipe.data.images import images_of
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
-from torchtune_adaptive.recipe.search.batch_size import find_batch_size
+from torchtune_adaptive.recipe.search.batch_size import find_micro_batch
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport
 from torchtune_adaptive.recipe.search.fastest_search import find_fastest
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Batch:
+class DecidedBatch:
     """What was decided about the batch of a run before its first step."""
 
     start: Split
@@ -41,7 +41,7 @@ class Batch:
 
 def decide_batch(
     prober: Prober, rows: RowsToTry, saved: TrainingState | None, planner: BackgroundPlanner | None
-) -> Batch:
+) -> DecidedBatch:
     """Search where a search is asked for, and settle what training starts with.
 
     Args:
@@ -64,26 +64,30 @@ def _searched(
     saved: TrainingState | None,
     known: int | None,
     planner: BackgroundPlanner | None,
-) -> Batch:
+) -> DecidedBatch:
     settings, configured = prober.settings, rows.configured
     rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
     by_rows = ByRows(rounding)
     if settings.budgets:
         if rows.data.packed:
             log.info("token_budget has no effect: packed rows are all full.")
-            return Batch(configured, None, by_rows)
+            return DecidedBatch(configured, None, by_rows)
         budget = _by_tokens(prober, rows, saved)
         if budget is None or not budget.used:
             size = _size_of(budget.validation) if budget else None
-            return Batch(configured, None, ByRows(rounding, instead_of_budget=True), size, budget)
+            return DecidedBatch(
+                configured, None, ByRows(rounding, instead_of_budget=True), size, budget
+            )
         # Tokens are bounded, not rows.
         size = _size_of(budget.validation)
-        return Batch(configured, rows.order.rows_per_rank, budget.micro_batches, size, budget)
+        return DecidedBatch(
+            configured, rows.order.rows_per_rank, budget.micro_batches, size, budget
+        )
     if settings.use_fastest_configuration:
         return _fastest(prober, rows, saved, planner)
     if not settings.searches:
-        return Batch(configured, None, by_rows)
-    report = find_batch_size(prober, rows, known, planner)
+        return DecidedBatch(configured, None, by_rows)
+    report = find_micro_batch(prober, rows, known, planner)
     _announce(prober.cfg, prober.ranks, report)
     if not settings.use_maximum_batch_size and configured.micro_batch > report.largest:
         raise ConfigError(
@@ -92,7 +96,7 @@ def _searched(
             f"does not fit: {report.reason()}",
             f"Use {report.largest}",
         )
-    return Batch(report.after, report.largest, by_rows, _size_of(report.validation), report)
+    return DecidedBatch(report.after, report.largest, by_rows, _size_of(report.validation), report)
 
 
 def _size_of(trial: SizeTrial | None) -> int | None:
@@ -101,14 +105,14 @@ def _size_of(trial: SizeTrial | None) -> int | None:
 
 def _fastest(
     prober: Prober, rows: RowsToTry, saved: TrainingState | None, planner: BackgroundPlanner | None
-) -> Batch:
+) -> DecidedBatch:
     known, rank = saved.knobs if saved else None, planner.ranked if planner else None
     report = find_fastest(prober, rows, known, rank)
     compared = [each for each in report.timed if each.predicted and each.measured]
     if planner is not None and compared and not prober.compiled:
         planner.learn_seconds(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
     _announce(prober.cfg, prober.ranks, report)
-    return Batch(report.split, None, ByRows("divisor"), report=report)
+    return DecidedBatch(report.split, None, ByRows("divisor"), report=report)
 
 
 def _by_tokens(prober: Prober, rows: RowsToTry, saved: TrainingState | None) -> BudgetReport | None:

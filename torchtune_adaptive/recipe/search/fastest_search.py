@@ -58,7 +58,7 @@ def find_fastest(
             log.info("The configuration that this run had chosen still fits.")
             timed, chosen = [timings.Timing(confirmed)], confirmed
         else:
-            ranked = _ranked(prober, worst.length, rank)
+            ranked = _predicted_ranking(prober, worst.length, rank)
             predicted = dict(ranked or ())
             order = list(predicted) or sorted(allowed, key=rough_cost)
             others = [one for one in order if one in allowed and one != own]
@@ -81,7 +81,7 @@ def find_fastest(
     )
 
 
-def _ranked(
+def _predicted_ranking(
     prober: Prober, row_length: int, rank: Callable[[int, int], Ranked | None] | None
 ) -> Ranked | None:
     """The same prediction on all ranks, or ranks would try different choices."""

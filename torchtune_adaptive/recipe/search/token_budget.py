@@ -106,7 +106,7 @@ def _estimate(trials: Sequence[LengthTrial], length: int) -> int:
     return int((tokens + room / each_token) // length)
 
 
-def confirm(
+def confirm_budget(
     tokens: int, trial_at: TrialAt, longest: int, most_rows: int
 ) -> tuple[Budget, LengthTrial]:
     """Take a budget that the user gives, if the longest rows in it fit.
@@ -206,7 +206,7 @@ def _find_or_confirm(
     """A budget that the user gives or a checkpoint has, confirmed by one trial; or a search."""
     longest = lengths[0]
     if settings.token_budget is not True:
-        budget, trial = confirm(settings.token_budget, trial_at, longest, most_rows)
+        budget, trial = confirm_budget(settings.token_budget, trial_at, longest, most_rows)
         return budget, [trial]
     if known is not None and known.longest == longest:
         trial = LengthTrial(longest, trial_at(known.rows(longest), longest))

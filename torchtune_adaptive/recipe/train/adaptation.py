@@ -17,19 +17,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Adaptation:
-    """Decides how large the next step is, and at which learning rate; the same on every rank.
-
-    Args:
-        growth: the growth of the batch, within what fits.
-        learning_rate: the learning rate, which follows the samples used and the batch.
-        noise: the estimate of the gradient noise scale; None where it is not measured.
-        epochs: the epochs of the base schedule.
-        events: the record of what changes.
-    """
+    """Decides how large the next step is, and at which learning rate; the same on every rank."""
 
     growth: Growth
     learning_rate: LearningRate
     noise: NoiseScale | None
+    """The estimate of the gradient noise scale; None where it is not measured."""
     epochs: Epochs
     events: Events
     _noise_is_missing: bool = field(init=False, default=False)

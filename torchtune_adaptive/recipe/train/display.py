@@ -18,14 +18,7 @@ EVERY_SECONDS = 30.0
 
 
 class EpochDisplay:
-    """How far an epoch is. Nothing is shown where our messages are not (other ranks, ``--quiet``).
-
-    Args:
-        epoch: the number of the epoch, from 0.
-        epochs: the epochs of the whole run.
-        total: the base steps of the epoch.
-        done: the base steps that are already done.
-    """
+    """How far an epoch is, in base steps. Nothing is shown where our messages are not (other ranks, --quiet)."""
 
     def __init__(self, epoch: int, epochs: int, total: int, done: int) -> None:
         self._name = f"epoch {epoch + 1} of {epochs}"

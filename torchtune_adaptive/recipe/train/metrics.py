@@ -156,16 +156,9 @@ class Metrics:
         micro_batches: Sequence[Computed],
         more: dict[str, float],
     ) -> None:
-        """Record a step.
+        """Record a step, as it was meant to be (``split``) and as it was on this rank (``micro_batches``).
 
-        Args:
-            number: the number of the step, counted from 1.
-            samples: the samples that the run has used.
-            split: the batch as it was meant to be.
-            outcome: the outcome of the step.
-            lr: the learning rate of the next step.
-            micro_batches: the micro-batches of the step, on this rank.
-            more: further metrics.
+        ``lr`` is the learning rate of the next step, and ``samples`` are those that the run has used.
         """
         seconds = time.perf_counter() - self._step_started
         self.seconds += seconds
