@@ -18,7 +18,7 @@ EVERY_SECONDS = 30.0
 
 
 class EpochDisplay:
-    """How far an epoch is, in base steps. Nothing is shown where our messages are not (other ranks, --quiet)."""
+    """How far an epoch is, in base steps; not shown where our messages are not (other ranks, ``--quiet``)."""
 
     def __init__(self, epoch: int, epochs: int, total: int, done: int) -> None:
         self._name = f"epoch {epoch + 1} of {epochs}"
