@@ -9,10 +9,6 @@ from torchtune_adaptive.recipe import require_supported_versions
 
 require_supported_versions()  # before the imports below, which fail less clearly
 
-import sys
-
-from omegaconf import DictConfig
-
 from torchtune_adaptive.recipe import AdaptiveRecipe, launch
 
 
@@ -32,11 +28,7 @@ class AdaptiveFullFinetuneRecipeDistributed(AdaptiveRecipe):
     kind = "full"
 
 
-@launch.recipe
-def recipe_main(cfg: DictConfig) -> None:
-    """Full fine-tuning that finds its own batch size."""
-    AdaptiveFullFinetuneRecipeDistributed.run_all(cfg)
-
+recipe_main = launch.recipe(AdaptiveFullFinetuneRecipeDistributed.run_all, __doc__)
 
 if __name__ == "__main__":
-    sys.exit(recipe_main())
+    recipe_main()

@@ -9,10 +9,6 @@ from torchtune_adaptive.recipe import require_supported_versions
 
 require_supported_versions()  # before the imports below, which fail less clearly
 
-import sys
-
-from omegaconf import DictConfig
-
 from torchtune_adaptive.recipe import AdaptiveRecipe, launch
 
 
@@ -26,11 +22,7 @@ class AdaptiveLoRADPORecipeDistributed(AdaptiveRecipe):
     kind = "lora_dpo"
 
 
-@launch.recipe
-def recipe_main(cfg: DictConfig) -> None:
-    """Direct preference optimization (DPO) with LoRA that finds its own batch size."""
-    AdaptiveLoRADPORecipeDistributed.run_all(cfg)
-
+recipe_main = launch.recipe(AdaptiveLoRADPORecipeDistributed.run_all, __doc__)
 
 if __name__ == "__main__":
-    sys.exit(recipe_main())
+    recipe_main()

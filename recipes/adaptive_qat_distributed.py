@@ -1,4 +1,4 @@
-"""Quantisation-aware training (QAT) that finds its own batch size.
+"""Quantization-aware training (QAT) that finds its own batch size.
 
     tune run --nproc_per_node 8 adaptive_qat_distributed --config llama3/8B_qat_full \\
         use_maximum_batch_size=True
@@ -9,15 +9,11 @@ from torchtune_adaptive.recipe import require_supported_versions
 
 require_supported_versions()  # before the imports below, which fail less clearly
 
-import sys
-
-from omegaconf import DictConfig
-
 from torchtune_adaptive.recipe import AdaptiveRecipe, launch
 
 
 class AdaptiveQATRecipeDistributed(AdaptiveRecipe):
-    """Training of all weights of a model that computes as if it were quantised, on one rank or many.
+    """Training of all weights of a model that computes as if it were quantized, on one rank or many.
 
     It accepts every key of torchtune's ``qat_distributed`` and does the same with it. It adds what
     ``adaptive_full_finetune_distributed`` adds.
@@ -26,11 +22,7 @@ class AdaptiveQATRecipeDistributed(AdaptiveRecipe):
     kind = "qat"
 
 
-@launch.recipe
-def recipe_main(cfg: DictConfig) -> None:
-    """Quantisation-aware training (QAT) that finds its own batch size."""
-    AdaptiveQATRecipeDistributed.run_all(cfg)
-
+recipe_main = launch.recipe(AdaptiveQATRecipeDistributed.run_all, __doc__)
 
 if __name__ == "__main__":
-    sys.exit(recipe_main())
+    recipe_main()

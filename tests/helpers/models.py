@@ -24,7 +24,7 @@ from torchtune_adaptive.core.step.objective import NextTokenPrediction, Objectiv
 from torchtune_adaptive.core.step.switches import Switches
 from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.recipe.kinds.kd import Distillation
-from torchtune_adaptive.recipe.kinds.quantisation import quantised as fake_quantised
+from torchtune_adaptive.recipe.kinds.quantization import quantized as fake_quantised
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 

@@ -75,7 +75,7 @@ class TimedMemory(SimulatedMemory):
         return self.modelled
 
 
-Run = tuple[DictConfig, AdaptiveSettings, Prober, RowsToTry]
+Run = tuple[Prober, RowsToTry]
 
 
 def run_of(cfg: DictConfig, memory: SimulatedMemory, **settings: Any) -> tuple[Run, Any]:
@@ -87,26 +87,26 @@ def run_of(cfg: DictConfig, memory: SimulatedMemory, **settings: Any) -> tuple[R
     adaptive = AdaptiveSettings(
         use_fastest_configuration=True, probe_length=LENGTH, headroom=0.0, **settings
     )
-    prober = Prober(trained.step, ranks, Watchdog(ranks, 20.0, on_duty=False), 0.0, None)
+    prober = Prober(trained.step, ranks, Watchdog(ranks, 20.0, on_duty=False), cfg, adaptive)
     rows_to_try = RowsToTry(
         Data(dataset, SimpleNamespace(pad_id=0), padded_collate_sft, False),
         SampleOrder(len(dataset), ranks.size, shuffle=True),
         Split(ROWS, 1, ranks.size),
         RowLengths(dataset, cfg, ranks, adaptive.cache),
     )
-    return (cfg, adaptive, prober, rows_to_try), trained
+    return (prober, rows_to_try), trained
 
 
 def step_of(run: Run) -> TrainStep:
-    return run[2].step
+    return run[0].step
 
 
 def every_choice(run: Run, timed: bool = True) -> dict[Choice, tuple[int, float]]:
     """Peak and, if they are timed, seconds of each."""
     found = {}
-    cfg, settings, prober, rows = run
+    prober, rows = run
     worst = prober.worst_case(rows.data, rows.lengths, LENGTH)
-    choices = possible_choices(cfg, settings, prober)
+    choices = possible_choices(prober)
     with _Trials(prober, rows, worst, choices[:1]) as trials:
         for choice in choices:
             assert trials.fits(choice)
@@ -220,7 +220,7 @@ def test_what_does_not_fit_says_what_would() -> None:
 def resumed() -> tuple[int, int, str]:
     cfg = config_of("full", "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
     run, _ = run_of(cfg, TimedMemory(1 << 40))
-    known = next(one for one in possible_choices(*run[:3]) if one[CHECKPOINT] == "every_2")
+    known = next(one for one in possible_choices(run[0]) if one[CHECKPOINT] == "every_2")
     report = find_fastest(*run, known=dict(known))  # as a checkpoint has it
     return len(report.tried), len(report.timed), step_of(run).options.switches.choice[CHECKPOINT]
 

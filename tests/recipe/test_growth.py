@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -135,6 +136,13 @@ def test_a_saved_growth_goes_on() -> None:
     second = growth(Geometric(), start=Split(2, 2, 2))
     second.resume(first.state())
     assert second.split == first.split == Split(4, 2, 2) and second.decisions == [[200, 16]]
+
+
+def test_a_first_batch_whose_last_micro_batch_is_smaller_is_resumed_with_its_rows() -> None:
+    saved = growth(Geometric(), start=Split(3, 2, 2, rows=5)).state()
+    assert saved.start_on(1, 8) == Split(5, 2, 1, rows=10)
+    assert replace(saved, start_rows=None).start_on(1, 8).rows == 12  # as older files are read
+    assert growth(Geometric(), start=Split(3, 2, 2)).state().start_rows is None
 
 
 def test_other_ranks_keep_the_global_batch_or_say_that_they_cannot() -> None:

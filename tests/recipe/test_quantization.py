@@ -10,7 +10,7 @@ from torchtune.training.quantization import Int8DynActInt4WeightQATQuantizer
 
 from tests.helpers.recipes import run_torchtunes
 from tests.helpers.runs import Records, assert_torchtunes, losses, refused, train
-from torchtune_adaptive.recipe.upstream import fake_quantisation_for_lora
+from torchtune_adaptive.recipe.upstream import fake_quantization_for_lora
 
 pytestmark = pytest.mark.runs
 
@@ -27,7 +27,7 @@ def run_theirs(kind: str, cfg: Any) -> Records:
         described = getattr(cls, name)
 
         def converted(self: Any, described: Any = described) -> Any:
-            return fake_quantisation_for_lora(described(self))
+            return fake_quantization_for_lora(described(self))
 
         setattr(cls, name, converted)
     return run_torchtunes(kind, cfg)
@@ -84,10 +84,10 @@ QUANTIZERS = "torchtune.training.quantization"
             {"quantizer": {"_component_": f"{QUANTIZERS}.Int8DynActInt4WeightQuantizer"}},
             "is not a quantizer for training",
         ),
-        ("qat", {"quantizer.groupsize": 256}, "quantises no layer of the model"),
+        ("qat", {"quantizer.groupsize": 256}, "quantizes no layer of the model"),
         ("qat_lora", {"quantizer.groupsize": 256}, "does not fit the model"),
-        ("qat_lora", {"model.use_dora": True}, "cannot be combined with quantisation-aware"),
-        ("qat", {"compile": True}, "cannot be combined with quantisation-aware"),
+        ("qat_lora", {"model.use_dora": True}, "cannot be combined with quantization-aware"),
+        ("qat", {"compile": True}, "cannot be combined with quantization-aware"),
     ],
 )
 def test_what_cannot_work_stops_in_one_line(

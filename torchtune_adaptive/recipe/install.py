@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 
 from omegaconf import OmegaConf
 
@@ -17,24 +18,16 @@ def install() -> None:
     """Make the changes, once. Whatever looks up a config or starts a run calls this first."""
     # ${tiny_assets:} and ${tiny_vision_assets:} in the tiny configs: made on first use.
     register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
-    register("tiny_assets", _tiny_assets, replace=True)
-    register("tiny_vision_assets", _tiny_vision_assets, replace=True)
+    register("tiny_assets", partial(_assets, "tiny"), replace=True)
+    register("tiny_vision_assets", partial(_assets, "tiny_vision"), replace=True)
     os.register_at_fork(after_in_child=leave_to_parent)
     # torchtune's own messages are left out unless they warn: we say the same, of the places where things
     # end up.
     logging.getLogger(TORCHTUNE_LOGGER).addFilter(_is_a_warning)
 
 
-def _tiny_assets() -> str:
-    from torchtune_adaptive.recipe import tiny
-
-    return str(tiny.assets())
-
-
-def _tiny_vision_assets() -> str:
-    from torchtune_adaptive.recipe import tiny_vision
-
-    return str(tiny_vision.assets())
+def _assets(module: str) -> str:
+    return str(import_module(f"torchtune_adaptive.recipe.{module}").assets())
 
 
 def _is_a_warning(record: logging.LogRecord) -> bool:

@@ -31,15 +31,20 @@ from torchtune_adaptive.recipe.registry import find_config, load_config
 from torchtune_adaptive.recipe.train.stop import exit_status
 
 
-def recipe(run: Callable[[DictConfig], None]) -> Callable[[], None]:
-    """Make a recipe's main function out of one that takes a config.
+def recipe(run: Callable[[DictConfig], None], description: str | None = None) -> Callable[[], None]:
+    """Make a recipe's main function out of one that takes a config; ``--help`` shows the description.
 
     Like torchtune's ``config.parse``, but ``--config`` also takes the names of our configs, the values of
     overrides may contain ``=``, ``--quiet`` leaves only warnings and errors, and what ends the run is said
     last and once: in one line where we raise it on purpose, else with its traceback. A crash in native code
     prints where each thread was.
     """
-    parse_and_run = config.parse(run)
+
+    def described(cfg: DictConfig) -> None:
+        run(cfg)
+
+    described.__doc__ = description or run.__doc__
+    parse_and_run = config.parse(described)
 
     @functools.wraps(run)
     def main() -> None:

@@ -52,13 +52,13 @@ def fingerprint(dataset: Any) -> str | None:
     return getattr(getattr(dataset, "_data", None), "_fingerprint", None)
 
 
-def has_quantised_base(lora: Any) -> bool:
-    """Whether the weights that a LoRA layer adapts are quantised."""
+def has_quantized_base(lora: Any) -> bool:
+    """Whether the weights that a LoRA layer adapts are quantized."""
     return getattr(lora, "_quantize_base", False)
 
 
 def offloading_module() -> Any:
-    """Where torchtune offloads activations, by the ``torch`` that it has imported."""
+    """The module in which torchtune offloads activations, by the ``torch`` that it has imported."""
     from torchtune.training import _activation_offloading
 
     return _activation_offloading

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 REPORT_NAME = "report.html"
 _MOST_EVENTS = 500  # of the newest
 CONFIG_NAME = "torchtune_config.yaml"
-"""As torchtune's metric loggers call it, which replace it by the one that they are given."""
+"""The name that torchtune's metric loggers give it, which replace it by the one that they are given."""
 
 
 @dataclass
@@ -47,16 +47,16 @@ class Record:
 
     cfg: DictConfig
     kind: str
-    """Of the recipe."""
+    """The name of the recipe's kind."""
     ranks: int
     logger: Any
     """torchtune's metric logger."""
     began: datetime = field(default_factory=datetime.now)
     search: Report | None = None
     trained: Trained | None = None
-    """What training came to, if it was begun."""
+    """The outcome of training, if it was begun."""
     error: BaseException | None = None
-    """What ended the run early."""
+    """The error that ended the run early."""
     _is_running: bool = True
     _config_is_logged: bool = False
 
@@ -95,7 +95,7 @@ class Record:
             self.write()
 
     def _log_config(self) -> None:
-        """Once: W&B refuses values that change."""
+        """Log the config, once: W&B refuses values that change."""
         if not self._config_is_logged:
             self._config_is_logged = True
             self.logger.log_config(self.cfg)

@@ -38,7 +38,7 @@ from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.record import Record
-from torchtune_adaptive.recipe.search.decide import Batch, decide_batch
+from torchtune_adaptive.recipe.search.decide import DecidedBatch, decide_batch
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry, ValidationRows
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kinds import KINDS
@@ -70,7 +70,7 @@ class Run:
 
     Args:
         cfg: the config, with what the command line changed.
-        kind: of recipe, one of ``recipe.settings.kinds.KINDS``.
+        kind: the kind of recipe, one of ``recipe.settings.kinds.KINDS``.
 
     Raises:
         ConfigError: a setting cannot work; nothing has been built yet.
@@ -89,9 +89,7 @@ class Run:
             require_output_folder(cfg, self.ranks)
         self.stop = StopSignals(self.settings.stop_timeout)
         self.watchdog = Watchdog(
-            self.ranks,
-            limit=self.settings.rank_timeout,
-            on_duty=self.settings.survives,
+            self.ranks, limit=self.settings.rank_timeout, on_duty=self.settings.survives
         )
         seed = training.set_seed(cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self.progress = Progress(seed, cfg.epochs, cfg.max_steps_per_epoch)
@@ -153,7 +151,7 @@ class Run:
         Returns:
             The loop, or None where only the search was asked for.
         """
-        cfg, settings, saved = self._cfg, self.settings, self.progress.training
+        cfg, settings = self._cfg, self.settings
         self.watchdog.enter("loading the data", patience=None)
         tokenizer = config.instantiate(cfg.tokenizer)
         data = load_data(cfg, tokenizer, self.kind.rows(), objective)
@@ -166,15 +164,8 @@ class Run:
         configured = configured_batch(cfg, model.data_ranks)
         validation = self._validation_rows(tokenizer, objective)
         rows = RowsToTry(data, order, configured, self._lengths(data, cfg), validation)
-        prober = Prober(
-            step=step,
-            ranks=self.ranks,
-            watchdog=self.watchdog,
-            headroom=settings.headroom,
-            rank_timeout=settings.rank_timeout,
-            compiled=bool(cfg.get("compile", False)),
-        )
-        batch = decide_batch(cfg, settings, prober, rows, saved, self.planner)
+        prober = Prober(step, self.ranks, self.watchdog, cfg, settings)
+        batch = decide_batch(prober, rows, self.progress.training, self.planner)
         self._close_planner()
         if settings.search_only:
             self._note(batch, batch.start)
@@ -187,7 +178,7 @@ class Run:
         optimizers: Optimizers,
         step: TrainStep,
         rows: RowsToTry,
-        batch: Batch,
+        batch: DecidedBatch,
         save: Save,
     ) -> TrainingLoop:
         """The loop that trains with the batch that was decided on."""
@@ -254,7 +245,7 @@ class Run:
         self,
         step: TrainStep,
         rows: ValidationRows | None,
-        batch: Batch,
+        batch: DecidedBatch,
         model: Model,
         events: Events,
         metrics: Metrics,
@@ -276,7 +267,7 @@ class Run:
             record=metrics.record_validation,
         )
 
-    def _note(self, batch: Batch, split: Split) -> None:
+    def _note(self, batch: DecidedBatch, split: Split) -> None:
         """Put on record what was decided, and what training starts with."""
         if self.record is not None:
             step = self.progress.training.global_step if self.progress.training else 0
@@ -293,7 +284,7 @@ class Run:
 
     def _adaptation(
         self,
-        batch: Batch,
+        batch: DecidedBatch,
         optimizers: Optimizers,
         epochs: Epochs,
         noise: NoiseScale | None,

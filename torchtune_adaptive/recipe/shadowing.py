@@ -13,22 +13,10 @@ from pathlib import Path
 
 from torchtune_adaptive.common import end, launcher
 
-_LIBRARIES = (
-    "datasets",
-    "numpy",
-    "omegaconf",
-    "psutil",
-    "safetensors",
-    "sentencepiece",
-    "tiktoken",
-    "tokenizers",
-    "torch",
-    "torchao",
-    "torchdata",
-    "torchtune",
-    "tqdm",
-    "yaml",
-)
+_LIBRARIES = """
+datasets numpy omegaconf psutil safetensors sentencepiece tiktoken tokenizers torch torchao
+torchdata torchtune tqdm yaml
+"""
 
 
 def stop_if_shadowed() -> None:
@@ -36,7 +24,7 @@ def stop_if_shadowed() -> None:
 
     Copies of those two may be meant; a library's name on a user's file never is.
     """
-    for name in _LIBRARIES:
+    for name in _LIBRARIES.split():
         if found := shadowing(name):
             end(
                 f"{found} hides the library {name}, because Python looks in the working directory first. "

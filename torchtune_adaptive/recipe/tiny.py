@@ -21,56 +21,14 @@ _ROWS = 640
 _PAIRS = 240
 VOCABULARY = 512
 
-_SIZE = {
-    "num_layers": 4,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 64,
-    "intermediate_dim": 160,
-}
+_SIZE = dict(num_layers=4, num_heads=4, num_kv_heads=2, embed_dim=64, intermediate_dim=160)
 
-_WORDS = [
-    "river",
-    "stone",
-    "cloud",
-    "garden",
-    "window",
-    "silver",
-    "morning",
-    "paper",
-    "bridge",
-    "yellow",
-    "market",
-    "winter",
-    "orange",
-    "candle",
-    "forest",
-    "harbor",
-    "letter",
-    "mirror",
-    "pencil",
-    "rabbit",
-    "saddle",
-    "ticket",
-    "violin",
-    "wagon",
-    "anchor",
-    "basket",
-    "cotton",
-    "dragon",
-    "engine",
-    "feather",
-    "ginger",
-    "hammer",
-    "island",
-    "jacket",
-    "kettle",
-    "lantern",
-    "meadow",
-    "needle",
-    "onion",
-    "pepper",
-]
+_LANGUAGE = """
+river stone cloud garden window silver morning paper bridge yellow market winter orange candle
+forest harbor letter mirror pencil rabbit saddle ticket violin wagon anchor basket cotton
+dragon engine feather ginger hammer island jacket kettle lantern meadow needle onion pepper
+"""
+_WORDS = _LANGUAGE.split()
 
 
 def assets() -> Path:
@@ -80,12 +38,7 @@ def assets() -> Path:
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """A folder in the user's cache or, where that cannot be written, in the folder for temporary files.
-
-    Args:
-        name: of the folder.
-        make: fills a new one.
-    """
+    """A folder in the user's cache or, where that cannot be written, in the folder for temporary files."""
     temporary = Path(tempfile.gettempdir()) / f"torchtune_adaptive_{os.getuid()}"
     try:
         return _made_at((user_cache() or temporary) / name, make)

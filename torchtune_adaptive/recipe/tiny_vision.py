@@ -38,35 +38,18 @@ _COLORS = {
 _CROSS_ATTENTION_LAYERS = [1, 4]  # as Hugging Face counts them
 _ASPECT_RATIOS = [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]]
 
-_ENCODER: dict[str, Any] = {
-    "patch_size": 14,
-    "num_heads": 4,
-    "clip_embed_dim": 32,
-    "clip_num_layers": 2,
-    "clip_hidden_states": [1],
-    "num_layers_projection": 1,
-    "decoder_embed_dim": 64,
-    "tile_size": TILE,
-    "max_num_tiles": 4,
-}
-_DECODER: dict[str, Any] = {
-    "vocab_size": _VOCABULARY,
-    "num_layers": 4,
-    "fusion_interval": 2,
-    "num_special_tokens": 8,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 64,
-    "max_seq_len": 512,
-    "encoder_max_seq_len": 512,
-    "intermediate_dim": 128,
-}
+_ENCODER: dict[str, Any] = dict(
+    patch_size=14, num_heads=4, clip_embed_dim=32, clip_num_layers=2, clip_hidden_states=[1],
+    num_layers_projection=1, decoder_embed_dim=64, tile_size=TILE, max_num_tiles=4,
+)  # fmt: skip
+_DECODER: dict[str, Any] = dict(
+    vocab_size=_VOCABULARY, num_layers=4, fusion_interval=2, num_special_tokens=8, num_heads=4,
+    num_kv_heads=2, embed_dim=64, max_seq_len=512, encoder_max_seq_len=512, intermediate_dim=128,
+)  # fmt: skip
 
 
 def tiny_vision(
-    decoder_trainable: bool = False,
-    encoder_trainable: bool = True,
-    fusion_trainable: bool = True,
+    decoder_trainable: bool = False, encoder_trainable: bool = True, fusion_trainable: bool = True
 ) -> nn.Module:
     """The model, of which some parts are trained; the arguments are those of ``llama3_2_vision_11b``."""
     from torchtune.models.llama3_2_vision import llama3_2_vision_decoder, llama3_2_vision_encoder

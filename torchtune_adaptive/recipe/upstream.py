@@ -20,7 +20,7 @@ except ImportError:  # before torchao 0.18, and torchtune 0.6.1 needs it to be
 
 __all__ = [
     "NF4Tensor",
-    "fake_quantisation_for_lora",
+    "fake_quantization_for_lora",
     "give_output_to_loss",
     "labels_are_shifted",
     "to_nf4",
@@ -50,8 +50,8 @@ def give_output_to_loss(loss_fn: nn.Module, model: nn.Module) -> None:
         model.set_num_output_chunks(loss_fn.num_output_chunks)  # type: ignore[operator]
 
 
-def fake_quantisation_for_lora(described: Any) -> Any:
-    """How torchao describes fake quantisation, as torchtune's LoRA layers take it.
+def fake_quantization_for_lora(described: Any) -> Any:
+    """How torchao describes fake quantization, as torchtune's LoRA layers take it.
 
     They insist on a class that torchao has replaced by its parent, so torchtune 0.6.1 stops with 0.15.
     """

@@ -24,10 +24,10 @@ REASONS = {
     "torchao": "torchtune 0.6.1 needs what torchao 0.16 removed",
     "torch": "older versions lack parts of FSDP2, newer ones have not been tested",
 }
-"""Why the range of each library that is checked is what it is."""
+"""The libraries that are checked, and the reasons for their ranges."""
 
 MAIN = Version("0.7.0")
-"""What torchtune's main branch calls itself; it is installed from source."""
+"""The version of torchtune's main branch, which is installed from source."""
 
 WITH_MAIN = {
     "torchao": (
@@ -35,7 +35,7 @@ WITH_MAIN = {
         "torchtune's main branch needs what torchao 0.18 brought, and newer ones have not been tested",
     )
 }
-"""What is different with it: the range, and why it is what it is."""
+"""The ranges that are different with it, and the reasons."""
 
 
 def require_supported_versions() -> None:

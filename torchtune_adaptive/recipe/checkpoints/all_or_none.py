@@ -22,7 +22,7 @@ class AllOrNone:
     """What ranks do with files, so that an error on one of them ends all, in the same place.
 
     Args:
-        ranks: which wait for each other as long as a save may take.
+        ranks: the ranks, which wait for each other as long as a save may take.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -84,7 +84,7 @@ def read_file(path: str) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """In one line, what went wrong."""
+    """What went wrong, in one line."""
     if isinstance(error, CheckpointException) and error.failures:
         error, _ = next(iter(error.failures.values()))  # of one rank
     if isinstance(error, OSError) and error.strerror:

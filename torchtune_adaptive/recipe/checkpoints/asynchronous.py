@@ -32,18 +32,12 @@ from torchtune_adaptive.recipe.setup.optimizer import Optimizers
 log = logging.getLogger(__name__)
 
 TRAINING_STATE = "training_state.pt"
-"""Beside torch's files, for which torchtune's format has no place."""
+"""The file beside torch's with what torchtune's format has no place for."""
 _WRITERS = 4  # threads on each rank
 
 
 class AsynchronousCheckpoints:
-    """Writes a checkpoint in the background, one at a time, and loads one.
-
-    Args:
-        cfg: the config.
-        folder: where checkpoints are.
-        all_or_none: how ranks agree about what went wrong.
-    """
+    """Writes a checkpoint in the background, one at a time, and loads one."""
 
     def __init__(self, cfg: DictConfig, folder: CheckpointFolder, all_or_none: AllOrNone) -> None:
         self._cfg = cfg
@@ -66,13 +60,7 @@ class AsynchronousCheckpoints:
     ) -> None:
         """Copy everything, and begin to write it into the staged folder ``name``.
 
-        Args:
-            model: what is trained.
-            optimizers: what trains it.
-            progress: how far.
-            name: of the checkpoint.
-            facts: for its manifest.
-            describe: says that it could not be written, and why.
+        ``facts`` are for its manifest; ``describe`` says why it could not be written.
         """
         state = {
             **progress.as_torchtune().state_dict(),
@@ -99,7 +87,7 @@ class AsynchronousCheckpoints:
         running: Future[None],
         written: Future[Any],
     ) -> None:
-        """In a thread. That rank 0 is done means that all are: it writes the metadata last."""
+        """Publish it, in a thread. That rank 0 is done means that all are: it writes the metadata last."""
         try:
             written.result()
             if self._all.ranks.is_zero:

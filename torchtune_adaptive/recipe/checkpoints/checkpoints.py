@@ -50,16 +50,11 @@ from torchtune_adaptive.recipe.setup.optimizer import Optimizers
 log = logging.getLogger(__name__)
 
 ID_KEY = "checkpoint_id"
-"""In the recipe state: which checkpoint it belongs to."""
+"""The key in the recipe state of the checkpoint that it belongs to."""
 
 
 class Checkpoints(ABC):
     """What a run starts from, and what it saves.
-
-    Args:
-        kind: of recipe.
-        cfg: the config.
-        environment: where the rank runs.
 
     Raises:
         CheckpointError: there is nothing that could be resumed from, or nowhere to save.
@@ -94,11 +89,7 @@ class Checkpoints(ABC):
         return [self._all.read(partial(load, key), key) for key in keys]
 
     def resume(
-        self,
-        model: Model,
-        optimizers: Optimizers,
-        progress: Progress,
-        checkpoint: dict[str, Any],
+        self, model: Model, optimizers: Optimizers, progress: Progress, checkpoint: dict[str, Any]
     ) -> None:
         """Continue where the checkpoint was saved, if the run is resumed."""
         if self._source is not None:
@@ -153,7 +144,7 @@ class Checkpoints(ABC):
     # --- what a run starts from -----------------------------------------------------------------------
 
     def _choose_source(self) -> Source | None:
-        """On rank 0: the files to resume from, or None to start from the beginning."""
+        """The files to resume from, chosen on rank 0; None to start from the beginning."""
         if not self._cfg.resume_from_checkpoint:
             return None
         source = named_source(self._cfg, self._kind)
@@ -260,7 +251,7 @@ class Checkpoints(ABC):
             raise ConfigError(  # or the first checkpoint would end the run
                 "optimizer",
                 optimizer,
-                "has quantised state, which torch cannot gather from several ranks for a checkpoint "
+                "has quantized state, which torch cannot gather from several ranks for a checkpoint "
                 "between epochs",
                 "Use another optimizer, one rank, or epochs=1 without save_every_n_steps",
             )
@@ -282,11 +273,7 @@ class FullCheckpoints(Checkpoints):
         self._saves_asynchronously = cfg.get("enable_async_checkpointing", False)
 
     def resume(
-        self,
-        model: Model,
-        optimizers: Optimizers,
-        progress: Progress,
-        checkpoint: dict[str, Any],
+        self, model: Model, optimizers: Optimizers, progress: Progress, checkpoint: dict[str, Any]
     ) -> None:
         if self._asynchronous is not None and self._source and self._source.distributed:
             folder = Path(self._source.distributed)

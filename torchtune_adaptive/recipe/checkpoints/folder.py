@@ -24,7 +24,7 @@ from torchtune_adaptive.core import Ranks
 STATE = "recipe_state.pt"
 """The recipe state in a checkpoint's folder; torchtune's ``recipe_state/recipe_state.pt`` leads there."""
 TORCH_METADATA = ".metadata"
-"""What torch writes last into a distributed checkpoint."""
+"""The file that torch writes last into a distributed checkpoint."""
 
 _NAME = re.compile(r"(?P<distributed>dist_)?epoch_(?P<epoch>\d+)(_step_(?P<step>\d+))?")
 _STAGING = ".saving"
@@ -35,15 +35,11 @@ _STRIPPED = "its recipe state is missing: removed when a newer one was saved"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published checkpoint, by its manifest.
-
-    Args:
-        folder: where it is.
-        manifest: what it holds; None if torchtune saved it, and nothing of it can be verified.
-    """
+    """A published checkpoint, by its manifest."""
 
     folder: Path
     manifest: Manifest | None
+    """List of what it holds; None if torchtune saved it, and nothing of it can be verified."""
 
     @property
     def name(self) -> str:
@@ -79,7 +75,7 @@ class CheckpointFolder:
 
     Args:
         path: the folder.
-        keep: how many of the newest checkpoints to keep. None for torchtune's way: every epoch's weights, the
+        keep: the number of newest checkpoints to keep. None for torchtune's way: every epoch's weights, the
             recipe state of the newest, and of the mid-epoch ones only the newest.
     """
 
@@ -169,8 +165,8 @@ class CheckpointFolder:
 
         Args:
             recipe: the name of the kind of recipe that will resume.
-            needed: of the names of files in a checkpoint, those that will be read.
-            epochs: that the run wants; the end of a shorter one may be passed over.
+            needed: a test of the names of files in a checkpoint: whether they will be read.
+            epochs: the epochs that the run wants; the end of a shorter one may be passed over.
 
         Returns:
             No checkpoint if none has ever been saved here.
@@ -261,7 +257,7 @@ def superseded(
 
 
 def last_saved(output_dir: Path) -> str:
-    """For messages: where the newest checkpoint of a run is."""
+    """The folder of the newest checkpoint of a run, for messages."""
     return CheckpointFolder(output_dir).newest_name() or "none has been saved yet"
 
 

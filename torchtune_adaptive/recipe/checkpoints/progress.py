@@ -27,7 +27,7 @@ class Progress:
     max_steps_per_epoch: int | None
     epochs_run: int = 0
     training: TrainingState | None = None
-    """What the training loop needs to continue exactly; None in torchtune's own checkpoints."""
+    """The state that the training loop needs to continue exactly; None in torchtune's own checkpoints."""
 
     @property
     def is_unfinished(self) -> bool:

@@ -27,8 +27,8 @@ class Source:
 
     Args:
         weights: the model's, in place of those that the config names.
-        adapters: trained beside a frozen model.
-        state: of the recipe.
+        adapters: the adapters, trained beside a frozen model.
+        state: the recipe's state.
         distributed: the folder of an asynchronous checkpoint, which is all of it.
         checkpoint: the id that all of them share; None if none of them has one.
     """

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtune_adaptive.common import CheckpointError
+from torchtune_adaptive.core import Split
 
 VERSION = 1
 
@@ -22,6 +23,14 @@ class GrowthState:
     decisions: list[list[int]]
     """Samples and global batch, at each change."""
     schedule: dict[str, Any]
+    start_rows: int | None = None
+    """Rows of each rank in the first batch, where its last micro-batch has fewer than the others."""
+
+    def start_on(self, ranks: int, largest: int) -> Split:
+        """The batch that the run began with, on another number of ranks."""
+        micro_batch, accumulation, saved_ranks = self.start
+        rows = self.start_rows or micro_batch * accumulation
+        return Split.resumed(rows * saved_ranks, ranks, largest, accumulation)
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,10 @@ class TrainingState:
 
     def write(self) -> dict[str, Any]:
         """The state in types that a checkpoint may hold."""
-        return {"version": VERSION, **vars(self), "growth": dict(vars(self.growth))}
+        growth = dict(vars(self.growth))
+        if self.growth.start_rows is None:
+            del growth["start_rows"]  # older versions do not know it
+        return {"version": VERSION, **vars(self), "growth": growth}
 
     @classmethod
     def read(cls, saved: Any) -> TrainingState:

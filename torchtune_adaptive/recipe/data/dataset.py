@@ -26,13 +26,7 @@ class Data:
 
 
 def load_data(cfg: DictConfig, tokenizer: Any, rows: Rows, objective: Any) -> Data:
-    """The dataset, or several in one.
-
-    Args:
-        cfg: the config.
-        tokenizer: turns text into tokens.
-        rows: what the samples are like.
-        objective: what their batches are for.
+    """The dataset, or several in one, of samples like ``rows`` in batches for an objective.
 
     Raises:
         ConfigError: a dataset cannot say how many rows it has.

@@ -18,7 +18,7 @@ class RowSize:
     tokens: int
     images: int = 0
     tiles: int = 0
-    """Of the image that has the most."""
+    """Tiles of the image that has the most."""
 
     def __str__(self) -> str:
         if not self.images:
@@ -37,10 +37,10 @@ def with_images(row: Row, like: Row, images: int, tiles: int) -> Row:
     """A row with a number of images, each with the same number of tiles.
 
     Args:
-        row: of which the text is taken.
+        row: the row whose text is taken.
         like: a row with an image, of which a copy is cut or repeated.
-        images: how many the row gets.
-        tiles: that each of them has.
+        images: the number of images that the row gets.
+        tiles: the number of tiles that each of them has.
     """
     at = max(range(len(images_of(like))), key=lambda i: len(images_of(like)[i]))
     image, mask = images_of(like)[at], like["encoder_mask"][at]

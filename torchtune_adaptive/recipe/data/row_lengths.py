@@ -28,7 +28,7 @@ class RowLengths:
         cfg: the run's; what it says about the dataset and the tokenizer is what lengths are cached under.
         ranks: the ranks that share the work; each method is called on all of them.
         cache: the run's setting: where to cache them.
-        length: of a row.
+        length: a function that gives the length of a row.
     """
 
     def __init__(
@@ -109,11 +109,7 @@ def _are_lengths(value: Any) -> bool:
 
 def _facts(dataset: Any, cfg: DictConfig) -> dict[str, Any]:
     """What decides how many tokens each row has."""
-    return {
-        **_facts_of_config(cfg),
-        "fingerprint": fingerprint(dataset),
-        "rows": len(dataset),
-    }
+    return {**_facts_of_config(cfg), "fingerprint": fingerprint(dataset), "rows": len(dataset)}
 
 
 def _facts_of_config(cfg: DictConfig) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Rows(ABC):
     """The samples of one kind of recipe. Batches are dictionaries with ``tokens`` and ``labels``."""
 
     keys: ClassVar[tuple[str, ...]] = ("tokens", "labels")
-    """What a row must have."""
+    """The keys that a row must have."""
 
     @abstractmethod
     def length(self, row: Row) -> int:
@@ -55,8 +55,8 @@ class Rows(ABC):
 
         Args:
             rows: samples in it.
-            length: of each.
-            simulated: whether it is for the simulated device.
+            length: tokens of each sample.
+            simulated: True for the simulated device.
         """
 
 
@@ -105,7 +105,7 @@ class TokenRows(Rows):
         return collate
 
     def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, torch.Tensor]:
-        """For packed rows torchtune's mask is dense on a CPU, and a few kilobytes on a GPU."""
+        """A batch; torchtune's mask of packed rows is dense on a CPU, and a few kilobytes on a GPU."""
         names = ("tokens", "labels", "input_pos") if self.packed else ("tokens", "labels")
         batch = {name: torch.empty((rows, length), dtype=torch.int64) for name in names}
         if self.packed and simulated:
@@ -123,7 +123,7 @@ def _collate_in_chunks(
     """A batch long enough to be cut into as many chunks as the loss wants.
 
     The output layer runs once for each chunk and, sharded by itself, gathers its weights each time. Short
-    batches give fewer chunks, so ranks with batches of other lengths would wait for each other for ever.
+    batches give fewer chunks, so ranks with batches of other lengths would wait for each other forever.
     """
     batch = collate(rows)
     missing = chunks * (chunks - 1) + 1 - batch["tokens"].shape[-1]

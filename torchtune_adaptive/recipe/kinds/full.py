@@ -10,12 +10,7 @@ from torchtune import training
 
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints, FullCheckpoints
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
-from torchtune_adaptive.recipe.setup.model import (
-    AS_IT_IS,
-    Model,
-    full_model,
-    full_model_without_weights,
-)
+from torchtune_adaptive.recipe.setup.model import AS_IT_IS, full_model, load_full
 
 
 class Full(RecipeKind):
@@ -24,12 +19,11 @@ class Full(RecipeKind):
     def checkpoints(self) -> Checkpoints:
         return FullCheckpoints(self.about, self.cfg, self.environment)
 
-    def model(self, checkpoint: dict[str, Any]) -> Model:
-        weights = checkpoint[training.MODEL_KEY]
-        return full_model(self.cfg, self.environment, weights, self.prepare)
-
     def model_without_weights(self, sharding: AbstractContextManager[Any] = AS_IT_IS) -> nn.Module:
-        return full_model_without_weights(self.cfg, self.environment, sharding, self.prepare)[0]
+        return full_model(self.cfg, self.environment, self.prepare, sharding)
+
+    def load(self, model: nn.Module, checkpoint: dict[str, Any]) -> None:
+        load_full(model, self.cfg, self.environment, checkpoint[training.MODEL_KEY])
 
 
 TheKind = Full

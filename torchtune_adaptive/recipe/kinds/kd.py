@@ -21,9 +21,9 @@ class Distillation(NextTokenPrediction):
     Args:
         loss_fn: the mean loss of all tokens whose label is not ``loss_fn.ignore_index``.
         kd_loss_fn: the mean divergence of the student's predictions from the teacher's, over the same tokens.
-        teacher: the model that is learnt from; it gives its output in the chunks that the student does.
+        teacher: the model that is learned from; it gives its output in the chunks that the student does.
         ratio: the part of the divergence in the whole loss.
-        shifted: whether the label at a position is the token that comes next already, or the token itself.
+        shifted: True where the label at a position is the token that comes next, not the token itself.
     """
 
     metrics: Sequence[str] = ("class_loss", "kd_loss")

@@ -10,12 +10,7 @@ from torchtune import training
 
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints, LoRACheckpoints
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
-from torchtune_adaptive.recipe.setup.model import (
-    AS_IT_IS,
-    Model,
-    lora_model,
-    lora_model_without_weights,
-)
+from torchtune_adaptive.recipe.setup.model import AS_IT_IS, load_lora, lora_model
 
 
 class LoRA(RecipeKind):
@@ -24,12 +19,12 @@ class LoRA(RecipeKind):
     def checkpoints(self) -> Checkpoints:
         return LoRACheckpoints(self.about, self.cfg, self.environment)
 
-    def model(self, checkpoint: dict[str, Any]) -> Model:
-        weights, adapters = checkpoint[training.MODEL_KEY], checkpoint.get(training.ADAPTER_KEY)
-        return lora_model(self.cfg, self.environment, weights, adapters, self.prepare)
-
     def model_without_weights(self, sharding: AbstractContextManager[Any] = AS_IT_IS) -> nn.Module:
-        return lora_model_without_weights(self.cfg, self.environment, sharding, self.prepare)
+        return lora_model(self.cfg, self.environment, self.prepare, sharding)
+
+    def load(self, model: nn.Module, checkpoint: dict[str, Any]) -> None:
+        weights, adapters = checkpoint[training.MODEL_KEY], checkpoint.get(training.ADAPTER_KEY)
+        load_lora(model, self.cfg, self.environment, weights, adapters)
 
 
 TheKind = LoRA

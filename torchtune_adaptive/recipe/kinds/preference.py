@@ -1,4 +1,4 @@
-"""What the recipes for preferences share: samples of two rows, and what is learnt from comparing them."""
+"""What the recipes for preferences share: samples of two rows, and what is learned from comparing them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Preference:
     Args:
         loss_fn: one of ``torchtune.rlhf.loss``: of log-probabilities of both sides, by the model that is
             trained and by the reference, the losses of the pairs and the rewards of both sides.
-        reference: gives the logits of the reference for tokens.
+        reference: the function from tokens to the logits of the reference.
         frozen: the model that the reference is, if it is one of its own.
     """
 

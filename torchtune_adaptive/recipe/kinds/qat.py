@@ -1,22 +1,22 @@
-"""Quantisation-aware training of all weights: layers compute as if they were quantised."""
+"""Quantization-aware training of all weights: layers compute as if they were quantized."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from torchtune_adaptive.recipe.kinds.full import Full
-from torchtune_adaptive.recipe.kinds.quantisation import build_quantizer, quantise_from, quantised
+from torchtune_adaptive.recipe.kinds.quantization import build_quantizer, quantize_from, quantized
 
 
 class QAT(Full):
-    """Trains every weight for being quantised later."""
+    """Trains every weight for being quantized later."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
         quantizer = build_quantizer(self.cfg, self.environment.dtype)
-        return quantised(self.cfg, quantizer.prepare(model))
+        return quantized(self.cfg, quantizer.prepare(model))
 
     def before_step(self, model: nn.Module, number: int) -> None:
-        quantise_from(self.cfg, model, number)
+        quantize_from(self.cfg, model, number)
 
 
 TheKind = QAT

@@ -1,4 +1,4 @@
-"""Quantisation-aware training of adapters: the layers that have them compute as if they were quantised."""
+"""Quantization-aware training of adapters: the layers that have them compute as if they were quantized."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torchtune.training.quantization import swap_lora_linear_with_qat
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.recipe.kinds.lora import LoRA
-from torchtune_adaptive.recipe.kinds.quantisation import build_quantizer, quantise_from, quantised
-from torchtune_adaptive.recipe.private import has_quantised_base
-from torchtune_adaptive.recipe.upstream import fake_quantisation_for_lora
+from torchtune_adaptive.recipe.kinds.quantization import build_quantizer, quantize_from, quantized
+from torchtune_adaptive.recipe.private import has_quantized_base
+from torchtune_adaptive.recipe.upstream import fake_quantization_for_lora
 
 
 class QATLoRA(LoRA):
-    """Trains adapters of a model that will be quantised later."""
+    """Trains adapters of a model that will be quantized later."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
         self._require_plain_adapters(model)
@@ -24,7 +24,7 @@ class QATLoRA(LoRA):
             quantizer.get_weight_fake_quantize_config(),
         )
         try:
-            swap_lora_linear_with_qat(model, *map(fake_quantisation_for_lora, described))
+            swap_lora_linear_with_qat(model, *map(fake_quantization_for_lora, described))
         except ValueError as error:  # a layer's size is no multiple of the group's
             raise ConfigError(
                 "quantizer",
@@ -32,20 +32,20 @@ class QATLoRA(LoRA):
                 f"does not fit the model: {error}",
                 "Set quantizer.groupsize to a divisor of the sizes of its layers",
             ) from error
-        return quantised(self.cfg, model)
+        return quantized(self.cfg, model)
 
     def before_step(self, model: nn.Module, number: int) -> None:
-        quantise_from(self.cfg, model, number)
+        quantize_from(self.cfg, model, number)
 
     def _require_plain_adapters(self, model: nn.Module) -> None:
         for module in model.modules():
-            quantised_base = isinstance(module, LoRALinear) and has_quantised_base(module)
-            if isinstance(module, DoRALinear) or quantised_base:
-                key = "model.quantize_base" if quantised_base else "model.use_dora"
+            quantized_base = isinstance(module, LoRALinear) and has_quantized_base(module)
+            if isinstance(module, DoRALinear) or quantized_base:
+                key = "model.quantize_base" if quantized_base else "model.use_dora"
                 raise ConfigError(
                     key,
                     True,
-                    "cannot be combined with quantisation-aware training",
+                    "cannot be combined with quantization-aware training",
                     f"Set {key}=False",
                 )
 

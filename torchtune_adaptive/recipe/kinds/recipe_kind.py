@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,12 +17,8 @@ from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.data.rows import Rows, TokenRows
 from torchtune_adaptive.recipe.settings.kinds import Kind, is_packed
 from torchtune_adaptive.recipe.setup.environment import Environment
-from torchtune_adaptive.recipe.setup.model import (
-    AS_IT_IS,
-    Model,
-    frozen_model,
-    frozen_model_without_weights,
-)
+from torchtune_adaptive.recipe.setup.model import AS_IT_IS, Model, announce, frozen_model, load_full
+from torchtune_adaptive.recipe.setup.offloading import Offloading
 from torchtune_adaptive.recipe.setup.optimizer import build_loss
 from torchtune_adaptive.recipe.upstream import labels_are_shifted
 
@@ -31,11 +28,6 @@ class RecipeKind(ABC):
 
     A run and a prediction use the same object, the latter without weights. Each kind has a module of its own,
     with a subclass ``TheKind``.
-
-    Args:
-        about: its name, its keys, and what it is for.
-        cfg: the config.
-        environment: where the rank runs.
     """
 
     def __init__(self, about: Kind, cfg: DictConfig, environment: Environment) -> None:
@@ -50,12 +42,24 @@ class RecipeKind(ABC):
         """What a run starts from, and what it saves."""
 
     @abstractmethod
-    def model(self, checkpoint: dict[str, Any]) -> Model:
-        """The model that is trained, with the weights of a checkpoint."""
+    def model_without_weights(self, sharding: AbstractContextManager[Any] = AS_IT_IS) -> nn.Module:
+        """The model that is trained, sharded, but still on the meta device."""
 
     @abstractmethod
-    def model_without_weights(self, sharding: AbstractContextManager[Any] = AS_IT_IS) -> nn.Module:
-        """The same, sharded, but still on the meta device."""
+    def load(self, model: nn.Module, checkpoint: dict[str, Any]) -> None:
+        """Give the model the weights of a checkpoint."""
+
+    def model(self, checkpoint: dict[str, Any]) -> Model:
+        """The model that is trained, with the weights of a checkpoint."""
+        cfg, environment, started = self.cfg, self.environment, time.perf_counter()
+        model = self.model_without_weights()
+        self.load(model, checkpoint)
+        offloading = Offloading(model, cfg.get("enable_activation_offloading", False))
+        announce(model, environment, started)
+        in_tensors = "tensor_parallel_dim" in self.about.keys
+        share = cfg.get("tensor_parallel_dim", 1) if in_tensors else 1  # ranks with the same data
+        ranks = environment.ranks
+        return Model(model, offloading, ranks.rank // share, ranks.size // share)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Change the model that is trained while it is on the meta device and not yet sharded."""
@@ -63,19 +67,19 @@ class RecipeKind(ABC):
 
     def frozen(self, weights: Sequence[dict[str, Any]]) -> tuple[nn.Module, ...]:
         """The models that are used and not trained, in the order of ``about.frozen``."""
-        return tuple(
-            frozen_model(self.cfg, self.environment, each.model, loaded)
-            for each, loaded in zip(self.about.frozen, weights, strict=True)
-        )
+        started = time.perf_counter()
+        models = self.frozen_without_weights()
+        for model, loaded in zip(models, weights, strict=True):
+            load_full(model, self.cfg, self.environment, loaded)
+            announce(model, self.environment, started)
+        return models
 
     def frozen_without_weights(
         self, sharding: AbstractContextManager[Any] = AS_IT_IS
     ) -> tuple[nn.Module, ...]:
         """The same, sharded, but still on the meta device."""
-        return tuple(
-            frozen_model_without_weights(self.cfg, self.environment, each.model, sharding)
-            for each in self.about.frozen
-        )
+        cfg, blocks = self.cfg, [each.model for each in self.about.frozen]
+        return tuple(frozen_model(cfg, self.environment, block, sharding) for block in blocks)
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -85,13 +89,9 @@ class RecipeKind(ABC):
         return NextTokenPrediction(loss_fn, labels_are_shifted())
 
     def before_step(self, model: nn.Module, number: int) -> None:  # noqa: B027 - nothing to do
-        """Change the model as training proceeds; called before each step, also after a run was resumed.
+        """Change the model as training proceeds; called before each step with its number, counted from 1.
 
         A search and a prediction do not call it. So the model is built as it is when it needs most memory.
-
-        Args:
-            model: that is trained.
-            number: of the step, counted from 1.
         """
 
     # --- data -------------------------------------------------------------------------------------

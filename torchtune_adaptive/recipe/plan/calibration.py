@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.common import Cache, cache_folder, libraries
 from torchtune_adaptive.recipe.settings.fingerprint import allocator_facts
-from torchtune_adaptive.recipe.settings.kinds import is_packed, is_quantised
+from torchtune_adaptive.recipe.settings.kinds import is_packed, is_quantized
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class SpeedCalibration:
     @staticmethod
     def facts(cfg: DictConfig) -> dict[str, Any]:
         """Facts that make a difference to it, besides those that ``Calibrations`` knows."""
-        return {"dtype": str(cfg.dtype), "quantised": is_quantised(cfg)}
+        return {"dtype": str(cfg.dtype), "quantised": is_quantized(cfg)}
 
 
 Kept = TypeVar("Kept", Calibration, SpeedCalibration)

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.planner import Pace, Speeds
 from torchtune_adaptive.recipe.plan.calibration import Calibrations, SpeedCalibration
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
-from torchtune_adaptive.recipe.settings.kinds import is_packed, is_quantised
+from torchtune_adaptive.recipe.settings.kinds import is_packed, is_quantized
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -32,7 +32,7 @@ def pace_for(
     measured = Calibrations(SpeedCalibration, settings.cache, cfg, ranks).of(device)
     correction = measured.seconds_ratio if measured else None
     compiled = bool(cfg.get("compile", False))
-    pace = Pace(speeds, ranks, compiled, is_quantised(cfg), dtype, correction)
+    pace = Pace(speeds, ranks, compiled, is_quantized(cfg), dtype, correction)
     return pace, tuple(_assumptions(cfg, pace))
 
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from omegaconf import DictConfig
-
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import Rounding, SizeTrial, Split, candidates, strategies
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
@@ -23,9 +21,7 @@ from torchtune_adaptive.recipe.settings.fingerprint import search_facts
 log = logging.getLogger(__name__)
 
 
-def find_batch_size(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
+def find_micro_batch(
     prober: Prober,
     rows: RowsToTry,
     known: int | None = None,
@@ -34,13 +30,12 @@ def find_batch_size(
     """Search on the run itself, which is afterwards as it was before.
 
     Args:
-        cfg: the config of the run, with its ``settings``.
-        prober: makes trials of the run's step with its ``rows``.
-        known: what an earlier part of this run has found; it is confirmed by one trial.
-        planner: on rank 0, predicts the size that should be found.
+        prober: the maker of trials of the run's step with its ``rows``.
+        known: the size that an earlier part of this run has found; it is confirmed by one trial.
+        planner: the planner on rank 0, which predicts the size that should be found.
     """
-    started = time.perf_counter()
-    found, worst, validation = _search(cfg, settings, prober, rows, known, planner)
+    started, settings = time.perf_counter(), prober.settings
+    found, worst, validation = _search(prober, rows, known, planner)
     if found.size is None:
         raise worst.nothing_fits(found.trials[-1])
     configured, rows_per_rank = rows.configured, rows.order.rows_per_rank
@@ -56,21 +51,17 @@ def find_batch_size(
         headroom=settings.headroom,
         seconds=time.perf_counter() - started,
         rows_per_rank=rows_per_rank,
-        lr=cfg.optimizer.get("lr"),
+        lr=prober.cfg.optimizer.get("lr"),
         ceiling=what_limits(settings, configured, rows_per_rank),
         validation=validation,
     )
 
 
 def _search(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    prober: Prober,
-    rows: RowsToTry,
-    known: int | None,
-    planner: BackgroundPlanner | None,
+    prober: Prober, rows: RowsToTry, known: int | None, planner: BackgroundPlanner | None
 ) -> tuple[strategies.SearchResult[SizeTrial], WorstCase, SizeTrial | None]:
     """What was found, the row that it was found with, and the trial of validation."""
+    settings = prober.settings
     sizes = possible_sizes(settings, rows.configured, rows.order.rows_per_rank)
     worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
     log.info(f"Searching for the largest micro-batch with rows of {worst.size} ({worst.source}).")
@@ -89,7 +80,7 @@ def _search(
             planner = None
         predictions = _Predictions(prober, planner, worst.length, capacity, accumulation)
         about = search_facts(
-            cfg,
+            prober.cfg,
             settings,
             row=asdict(worst.size),
             packed=rows.data.packed,

@@ -13,20 +13,19 @@ from torchtune_adaptive.core import Budget, ByRows, MicroBatches, Ranks, Roundin
 from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
 from torchtune_adaptive.recipe.data.images import images_of
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
-from torchtune_adaptive.recipe.search.batch_size import find_batch_size
+from torchtune_adaptive.recipe.search.batch_size import find_micro_batch
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport
 from torchtune_adaptive.recipe.search.fastest_search import find_fastest
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.report import Report, write
 from torchtune_adaptive.recipe.search.token_budget import find_token_budget
-from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import token_budget_with_images
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Batch:
+class DecidedBatch:
     """What was decided about the batch of a run before its first step."""
 
     start: Split
@@ -37,66 +36,59 @@ class Batch:
     validation: int | None = None
     """The rows in a micro-batch of validation, where a search has tried it."""
     report: Report | None = None
-    """What the search found, if there was one."""
+    """The report of the search, if there was one."""
 
 
 def decide_batch(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    prober: Prober,
-    rows: RowsToTry,
-    saved: TrainingState | None,
-    planner: BackgroundPlanner | None,
-) -> Batch:
+    prober: Prober, rows: RowsToTry, saved: TrainingState | None, planner: BackgroundPlanner | None
+) -> DecidedBatch:
     """Search where a search is asked for, and settle what training starts with.
 
     Args:
-        cfg: the config of the run, with its ``settings``.
-        prober: makes trials of the run's step with its ``rows``.
+        prober: the maker of trials of the run's step with its ``rows``.
         saved: the training state of the checkpoint that is resumed.
-        planner: on rank 0, predicts the size that should be found.
+        planner: the planner on rank 0, which predicts the size that should be found.
     """
     # A resumed run is bound by what it decided before; one that decided nothing is not.
-    known = saved.growth.largest if saved and settings.adapts else None
-    batch = _searched(cfg, settings, prober, rows, saved, known, planner)
+    known = saved.growth.largest if saved and prober.settings.adapts else None
+    batch = _searched(prober, rows, saved, known, planner)
     if saved and known is not None:
-        largest, ranks = batch.largest or known, rows.configured.ranks
-        micro_batch, accumulation, saved_ranks = saved.growth.start
-        rows_before = micro_batch * accumulation * saved_ranks
-        start = Split.resumed(rows_before, ranks, largest, accumulation)
+        start = saved.growth.start_on(rows.configured.ranks, batch.largest or known)
         batch = replace(batch, start=start)
     return batch
 
 
 def _searched(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
     prober: Prober,
     rows: RowsToTry,
     saved: TrainingState | None,
     known: int | None,
     planner: BackgroundPlanner | None,
-) -> Batch:
-    configured = rows.configured
+) -> DecidedBatch:
+    settings, configured = prober.settings, rows.configured
     rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
     by_rows = ByRows(rounding)
     if settings.budgets:
         if rows.data.packed:
             log.info("token_budget has no effect: packed rows are all full.")
-            return Batch(configured, None, by_rows)
-        budget = _by_tokens(cfg, settings, prober, rows, saved)
+            return DecidedBatch(configured, None, by_rows)
+        budget = _by_tokens(prober, rows, saved)
         if budget is None or not budget.used:
             size = _size_of(budget.validation) if budget else None
-            return Batch(configured, None, ByRows(rounding, instead_of_budget=True), size, budget)
+            return DecidedBatch(
+                configured, None, ByRows(rounding, instead_of_budget=True), size, budget
+            )
         # Tokens are bounded, not rows.
         size = _size_of(budget.validation)
-        return Batch(configured, rows.order.rows_per_rank, budget.micro_batches, size, budget)
+        return DecidedBatch(
+            configured, rows.order.rows_per_rank, budget.micro_batches, size, budget
+        )
     if settings.use_fastest_configuration:
-        return _fastest(cfg, settings, prober, rows, saved, planner)
+        return _fastest(prober, rows, saved, planner)
     if not settings.searches:
-        return Batch(configured, None, by_rows)
-    report = find_batch_size(cfg, settings, prober, rows, known, planner)
-    _announce(cfg, prober.ranks, report)
+        return DecidedBatch(configured, None, by_rows)
+    report = find_micro_batch(prober, rows, known, planner)
+    _announce(prober.cfg, prober.ranks, report)
     if not settings.use_maximum_batch_size and configured.micro_batch > report.largest:
         raise ConfigError(
             "batch_size",
@@ -104,7 +96,7 @@ def _searched(
             f"does not fit: {report.reason()}",
             f"Use {report.largest}",
         )
-    return Batch(report.after, report.largest, by_rows, _size_of(report.validation), report)
+    return DecidedBatch(report.after, report.largest, by_rows, _size_of(report.validation), report)
 
 
 def _size_of(trial: SizeTrial | None) -> int | None:
@@ -112,41 +104,30 @@ def _size_of(trial: SizeTrial | None) -> int | None:
 
 
 def _fastest(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    prober: Prober,
-    rows: RowsToTry,
-    saved: TrainingState | None,
-    planner: BackgroundPlanner | None,
-) -> Batch:
+    prober: Prober, rows: RowsToTry, saved: TrainingState | None, planner: BackgroundPlanner | None
+) -> DecidedBatch:
     known, rank = saved.knobs if saved else None, planner.ranked if planner else None
-    report = find_fastest(cfg, settings, prober, rows, known, rank)
+    report = find_fastest(prober, rows, known, rank)
     compared = [each for each in report.timed if each.predicted and each.measured]
     if planner is not None and compared and not prober.compiled:
         planner.learn_seconds(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
-    _announce(cfg, prober.ranks, report)
-    return Batch(report.split, None, ByRows("divisor"), report=report)
+    _announce(prober.cfg, prober.ranks, report)
+    return DecidedBatch(report.split, None, ByRows("divisor"), report=report)
 
 
-def _by_tokens(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    prober: Prober,
-    rows: RowsToTry,
-    saved: TrainingState | None,
-) -> BudgetReport | None:
+def _by_tokens(prober: Prober, rows: RowsToTry, saved: TrainingState | None) -> BudgetReport | None:
     """A token budget, found or confirmed; None if it was slower when the run began."""
     known = saved.token_budget if saved else None
-    if known == [] and settings.token_budget is True:
+    if known == [] and prober.settings.token_budget is True:
         log.info("No token budget: it was slower when this run began (the checkpoint says).")
         return None
     prober.enter("looking up the lengths of all rows")
     if rows.order.rows_per_rank and images_of(rows.data.dataset[0]):
-        raise token_budget_with_images(settings)
+        raise token_budget_with_images(prober.settings)
     lengths = rows.lengths.all(say_progress=prober.ranks.is_zero)
     budget = Budget(tuple((length, size) for length, size in known)) if known else None
-    report = find_token_budget(settings, prober, rows, lengths, budget)
-    _announce(cfg, prober.ranks, report)
+    report = find_token_budget(prober, rows, lengths, budget)
+    _announce(prober.cfg, prober.ranks, report)
     return report
 
 

@@ -44,7 +44,7 @@ class FastestReport(Report):
     """The config's own values first, if they fit."""
     tried: Mapping[Choice, SizeTrial]
     tokens: int
-    """In a step that was timed, over all ranks."""
+    """Tokens in a step that was timed, over all ranks."""
     row_length: int
     row_source: str
     device: str

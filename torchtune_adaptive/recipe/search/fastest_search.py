@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import ByRows, Choice, Probe, SizeTrial, Split, knobs, recompute
@@ -18,7 +17,6 @@ from torchtune_adaptive.recipe.search import timings
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.worst_case import WorstCase
-from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.knob_table import (
     KNOBS_BY_KEY,
     choices,
@@ -34,8 +32,6 @@ Ranked = Sequence[tuple[Choice, float]]
 
 
 def find_fastest(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
     prober: Prober,
     rows: RowsToTry,
     known: Mapping[str, Any] | None = None,
@@ -44,13 +40,12 @@ def find_fastest(
     """Choose on the run itself, which afterwards is as it was before, except for its knobs.
 
     Args:
-        cfg: the config of the run, with its ``settings``.
-        prober: makes trials of the run's step with its ``rows``.
-        known: what an earlier part of this run has chosen; it is confirmed by one trial.
-        rank: on rank 0, predicts for the length of rows and the capacity of a rank.
+        prober: the maker of trials of the run's step with its ``rows``.
+        known: the choice of an earlier part of this run; it is confirmed by one trial.
+        rank: the prediction on rank 0, for the length of rows and the capacity of a rank.
     """
-    started = time.perf_counter()
-    allowed = possible_choices(cfg, settings, prober)
+    started, settings = time.perf_counter(), prober.settings
+    allowed = possible_choices(prober)
     own = allowed[0]
     worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
     log.info(
@@ -63,14 +58,14 @@ def find_fastest(
             log.info("The configuration that this run had chosen still fits.")
             timed, chosen = [timings.Timing(confirmed)], confirmed
         else:
-            ranked = _ranked(prober, worst.length, rank)
+            ranked = _predicted_ranking(prober, worst.length, rank)
             predicted = dict(ranked or ())
             order = list(predicted) or sorted(allowed, key=rough_cost)
             others = [one for one in order if one in allowed and one != own]
-            timed, chosen = _choose(settings, trials, own, others, predicted)
+            timed, chosen = _choose(trials, own, others, predicted)
     prober.step.switch(chosen)
     return FastestReport(
-        cfg=cfg,
+        cfg=prober.cfg,
         ranks=prober.ranks.size,
         own=own,
         chosen=chosen,
@@ -86,7 +81,7 @@ def find_fastest(
     )
 
 
-def _ranked(
+def _predicted_ranking(
     prober: Prober, row_length: int, rank: Callable[[int, int], Ranked | None] | None
 ) -> Ranked | None:
     """The same prediction on all ranks, or ranks would try different choices."""
@@ -97,10 +92,11 @@ def _ranked(
     return found
 
 
-def possible_choices(cfg: DictConfig, settings: AdaptiveSettings, prober: Prober) -> list[Choice]:
+def possible_choices(prober: Prober) -> list[Choice]:
     """What may be chosen without building another model, the config's own values first; nothing twice."""
     switches = prober.step.options.switches
-    own, *others = choices(cfg, prober.ranks.size, settings.may_change, switches_only=True)
+    may_change = prober.settings.may_change
+    own, *others = choices(prober.cfg, prober.ranks.size, may_change, switches_only=True)
 
     def meaning(choice: Choice) -> Choice:
         # With few layers, some values of the knob are the same.
@@ -116,26 +112,24 @@ def possible_choices(cfg: DictConfig, settings: AdaptiveSettings, prober: Prober
 
 
 def _choose(
-    settings: AdaptiveSettings,
-    trials: _Trials,
-    own: Choice,
-    ranked: Sequence[Choice],
-    predicted: Mapping[Choice, float],
+    trials: _Trials, own: Choice, ranked: Sequence[Choice], predicted: Mapping[Choice, float]
 ) -> tuple[list[timings.Timing[Choice]], Choice]:
     """Time the first that fit, and the config's own."""
     own_fits = trials.fits(own)
     if not own_fits:
         log.info("The config's own values do not fit.")
-    others = timings.fitting(ranked, trials.fits, Choice.needs_as_much_as, settings.speed_trials)
+    most = trials.prober.settings.speed_trials
+    others = timings.fitting(ranked, trials.fits, Choice.needs_as_much_as, most)
     ways = [own, *others] if own_fits else others
     best, found = timings.fastest(ways, trials.time, own if own_fits else None, predicted.get)
     if best is None:
-        raise _nothing_fits(settings, trials)
+        raise _nothing_fits(trials)
     return found, best.way
 
 
-def _nothing_fits(settings: AdaptiveSettings, trials: _Trials) -> Exception:
-    may_split = may_be_changed(KNOBS_BY_KEY[knobs.MICRO_BATCH], settings.may_change)
+def _nothing_fits(trials: _Trials) -> Exception:
+    may_change = trials.prober.settings.may_change
+    may_split = may_be_changed(KNOBS_BY_KEY[knobs.MICRO_BATCH], may_change)
     if may_split or trials.rows.configured.micro_batch == 1:
         return trials.worst.nothing_fits(trials.last)
     return ConfigError(
@@ -162,10 +156,10 @@ class _Trials:
     rows: RowsToTry
     worst: WorstCase
     leanest: Sequence[Choice]
-    """What may need the least memory."""
+    """Choices that may need the least memory."""
     tried: dict[Choice, SizeTrial] = field(default_factory=dict)
     tokens: int = 0
-    """In a step that is timed, over all ranks and without padding."""
+    """Tokens in a step that is timed, over all ranks and without padding."""
 
     def __enter__(self) -> _Trials:
         step = self.prober.step

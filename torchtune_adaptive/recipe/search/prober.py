@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from omegaconf import DictConfig
+
 from torchtune_adaptive.core import (
     Generators,
     Loader,
@@ -21,6 +23,7 @@ from torchtune_adaptive.core import (
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +66,13 @@ class Prober:
     """The step that training will use."""
     ranks: Ranks
     watchdog: Watchdog
-    headroom: float
-    """The share of the capacity that must stay free."""
-    rank_timeout: float | None
-    compiled: bool = False
+    cfg: DictConfig
+    settings: AdaptiveSettings
+    """The part of ``cfg`` that this package has added."""
+
+    @property
+    def compiled(self) -> bool:
+        return bool(self.cfg.get("compile", False))
 
     def enter(self, phase: str) -> None:
         """Tell the watchdog of a phase that may take any time."""
@@ -83,11 +89,11 @@ class Prober:
                 "The simulated device sees single operations, so compiled regions run eager in trials."
             )
         # How long a rank compiles cannot be bounded.
-        patience = None if self.compiled else self.rank_timeout
+        patience = None if self.compiled else self.settings.rank_timeout
         return Probe(
             step=self.step,
             accumulation=accumulation,
-            headroom=self.headroom,
+            headroom=self.settings.headroom,
             ranks=self.ranks,
             entering=lambda phase: self.watchdog.enter(phase, patience=patience),
             compiled=self.compiled,

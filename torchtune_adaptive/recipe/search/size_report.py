@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FEW_STEPS = 20
-"""Below so many optimizer steps per epoch a larger batch rarely trains as well."""
+"""Optimizer steps per epoch below which a larger batch rarely trains as well."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SearchReport(Report):
     lr: float | None
     """The learning rate of the config, which no search changes."""
     ceiling: str
-    """What limits the candidates: the data, a setting, or the rows in a step."""
+    """The limit of the candidates: the data, a setting, or the rows in a step."""
     validation: SizeTrial | None = None
     """The trial of validation that fits, where there is any."""
 

@@ -19,11 +19,11 @@ class SizeSearch:
     """One search: tries each size at most once, in the order that cache, prediction and strategy suggest."""
 
     trial: Callable[[int], SizeTrial]
-    """Tries a size."""
+    """A function that tries a size."""
     first: SizeTrial
     """The trial of one row that came before the search."""
     sizes: tuple[int, ...]
-    """That may be found, ascending."""
+    """The sizes that may be found, ascending."""
     strategy: strategies.Strategy | Literal["predict"]
     ranks: Ranks
     cache: Cache[int]
@@ -45,7 +45,7 @@ class SizeSearch:
 
         Args:
             about: everything that the result depends on.
-            known: what an earlier part of this run has found.
+            known: the size that an earlier part of this run has found.
         """
         # From rank 0, or ranks with different caches would diverge.
         remembered = known or self.ranks.from_rank_zero(self.cache.get(about))

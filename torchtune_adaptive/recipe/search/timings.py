@@ -15,7 +15,7 @@ Way = TypeVar("Way")
 ROUND = 4
 """Timed steps of each way that is left, in each round."""
 PREDICTION_ERROR = 0.03
-"""Of the ratio of two predictions, on average (``docs/results/fastest.md``)."""
+"""Error of the ratio of two predictions, on average (``docs/results/fastest.md``)."""
 
 
 def fitting(
@@ -28,9 +28,9 @@ def fitting(
 
     Args:
         ranked: the ways, from the one that should be fastest.
-        fits: tries one.
-        needs_as_much: whether the first of two ways certainly needs no less memory than the second.
-        most: how many are wanted.
+        fits: a function that tries one.
+        needs_as_much: a test whether the first of two ways certainly needs no less memory than the second.
+        most: the number of ways that are wanted.
     """
     found: list[Way] = []
     too_large: list[Way] = []
@@ -56,7 +56,7 @@ class Timing(Generic[Way]):
 
     @property
     def seconds(self) -> float:
-        """Of one step; the median, because machines have moments in which they do something else."""
+        """Seconds of one step; the median, because machines have moments in which they do something else."""
         return median(self.steps) if self.steps and not self.failed else float("inf")
 
 
@@ -71,9 +71,9 @@ def fastest(
     The user's own way stays to the end, so the result is never slower than that, as measured side by side.
 
     Args:
-        ways: what may be used.
-        time: takes so many steps; their seconds, or None if one ran out of memory.
-        own: of the ways, the one that is used if no other is faster.
+        ways: the ways that may be used.
+        time: a function that takes so many steps; their seconds, or None if one ran out of memory.
+        own: the way that is used if no other is faster.
         predicted: seconds of a step, if there is a prediction.
 
     Returns:

@@ -33,7 +33,7 @@ from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 log = logging.getLogger(__name__)
 
 TrialAt = Callable[[int, int], SizeTrial]
-"""Tries a number of rows, of a length."""
+"""A function that tries a number of rows, of a length."""
 
 _ESTIMATES_ARE_SHORT_BY = 0.03
 """The share of free memory that estimates leave: they miss by as much, and a failed trial is wasted."""
@@ -52,9 +52,9 @@ def find_budget(
     """How many rows of each length fit; None if not even one of the longest does.
 
     Args:
-        trial_at: tries them.
-        lengths: to measure at, descending.
-        most_rows: that a micro-batch may have: those that a step may have on one rank.
+        trial_at: a function that tries them.
+        lengths: the lengths to measure at, descending.
+        most_rows: the most rows that a micro-batch may have: those that a step may have on one rank.
     """
     trials: list[LengthTrial] = []
 
@@ -106,7 +106,7 @@ def _estimate(trials: Sequence[LengthTrial], length: int) -> int:
     return int((tokens + room / each_token) // length)
 
 
-def confirm(
+def confirm_budget(
     tokens: int, trial_at: TrialAt, longest: int, most_rows: int
 ) -> tuple[Budget, LengthTrial]:
     """Take a budget that the user gives, if the longest rows in it fit.
@@ -143,20 +143,16 @@ def lengths_to_measure(row_lengths: Sequence[int], longest: int) -> list[int]:
 
 
 def find_token_budget(
-    settings: AdaptiveSettings,
-    prober: Prober,
-    rows: RowsToTry,
-    row_lengths: Sequence[int],
-    known: Budget | None = None,
+    prober: Prober, rows: RowsToTry, row_lengths: Sequence[int], known: Budget | None = None
 ) -> BudgetReport:
     """Find the token budget on the run itself, which is afterwards as it was before.
 
     Args:
-        settings: those of the run.
-        prober: makes trials of the run's step with its ``rows``.
-        row_lengths: of every row of the data.
-        known: what an earlier part of this run has found; it is confirmed by one trial.
+        prober: the maker of trials of the run's step with its ``rows``.
+        row_lengths: the length of every row of the data.
+        known: the budget that an earlier part of this run has found; it is confirmed by one trial.
     """
+    settings = prober.settings
     longest = _longest(settings, row_lengths)
     worst = prober.worst_case(rows.data, rows.lengths, longest)
     log.info(f"Searching for the token budget: the longest row has {longest} tokens.")
@@ -210,7 +206,7 @@ def _find_or_confirm(
     """A budget that the user gives or a checkpoint has, confirmed by one trial; or a search."""
     longest = lengths[0]
     if settings.token_budget is not True:
-        budget, trial = confirm(settings.token_budget, trial_at, longest, most_rows)
+        budget, trial = confirm_budget(settings.token_budget, trial_at, longest, most_rows)
         return budget, [trial]
     if known is not None and known.longest == longest:
         trial = LengthTrial(longest, trial_at(known.rows(longest), longest))
@@ -232,9 +228,7 @@ def best_throughputs(
 ) -> tuple[float | None, float | None]:
     """The highest throughput without a budget and with it; measured more often if the budget seems slower.
 
-    Args:
-        without: measures the throughput of a step; None if it does not fit.
-        with_budget: the same.
+    Both functions measure the throughput of a step, and give None if it does not fit.
     """
     best: tuple[float | None, float | None] = (0.0, 0.0)
     for number in range(1, _ROUNDS + 1):

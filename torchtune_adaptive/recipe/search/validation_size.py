@@ -21,9 +21,9 @@ def fit_validation(
     longer, or if ``batch_size_val`` asks for more. The loss does not depend on the size.
 
     Args:
-        prober: finds the longest row.
-        probe: tries it; inside its context, so that the optimizer's state is in memory.
-        rows: those of the run.
+        prober: the prober, which finds the longest row.
+        probe: the probe that tries it; inside its context, so that the optimizer's state is in memory.
+        rows: the rows of the run.
         default: the size to start with where the config gives none, for rows of so many tokens.
     """
     validation = rows.validation

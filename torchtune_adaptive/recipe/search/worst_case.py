@@ -22,7 +22,7 @@ MOST_SECONDS_SCANNED = 30.0
 """Limits of the scan for the largest row, on each rank: ranks share the work."""
 
 _SECONDS_TO_JUDGE = 3.0
-"""After which a scan gives up that cannot end in time, where the config has a bound."""
+"""Seconds after which a scan gives up that cannot end in time, where the config has a bound."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class WorstCase:
 
     row: Row
     source: str
-    """Where its size comes from, for the log."""
+    """The origin of its size, for the log."""
     data: Data
-    """What the row is of."""
+    """The data that the row is of."""
 
     @property
     def size(self) -> RowSize:
@@ -66,10 +66,10 @@ def worst_case(
     that the config allows. Text and images are as large as any row has them: batches are padded to both.
 
     Args:
-        data: with its tokenizer, which may bound the length.
+        data: the data, with its tokenizer, which may bound the length.
         probe_length: the tokens to try, if the user has set them.
         ranks: the ranks that share the work.
-        lengths: of the rows, where they have been looked up before.
+        lengths: the lengths of the rows, where they have been looked up before.
 
     Raises:
         EmptyTrial: there is no row.
@@ -167,12 +167,7 @@ def _scan(
 ) -> _Found:
     """Look at all rows, or at an even sample where there are too many.
 
-    Args:
-        data: the rows.
-        ranks: the ranks that share the work.
-        enough: the length of a row that makes looking at more text unnecessary.
-        bound: what the config allows.
-        lengths: keeps what was found, for later runs.
+    A row of the length ``enough`` makes looking at more text unnecessary. ``lengths`` keeps what was found.
     """
     dataset = data.dataset
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()

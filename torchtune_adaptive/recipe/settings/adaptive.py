@@ -2,7 +2,7 @@
 
 ``AdaptiveSettings.from_config`` reads them: some keys at top level, the others in the block
 ``adaptive_batching``. Inside the block every key is known and typed; an unknown one is an error, so a
-misspelt setting is never silently its default. ``null`` means the default.
+misspelled setting is never silently its default. ``null`` means the default.
 
 The annotation of a field says what it may be (see ``rules``), and its docstring is its documentation:
 ``python docs/make/settings.py`` makes the tables of ``docs/settings.md`` from them.
@@ -72,12 +72,12 @@ class AdaptiveSettings:
     one (docs/checkpoints.md)."""
 
     search: strategies.Strategy | Literal["predict"] = "extrapolate"
-    """How to search. ``extrapolate``, ``bisect`` and ``halve`` find the same size in different numbers of
+    """The way to search. ``extrapolate``, ``bisect`` and ``halve`` find the same size in different numbers of
     trials; ``predict`` confirms a predicted size with one trial and learns from it (docs/planning.md)."""
 
     rounding: Rounding = "power_of_two"
-    """Which sizes are candidates: powers of two, divisors of the samples per rank in a step (``divisor``), or
-    all (``none``)."""
+    """The sizes that are candidates: powers of two, divisors of the samples per rank in a step
+    (``divisor``), or all (``none``)."""
 
     ceiling: Annotated[int, at_least(1)] | None = None
     """The largest micro-batch to try. The data limits it too: an epoch must have at least one step."""
@@ -98,20 +98,21 @@ class AdaptiveSettings:
     the micro-batch, and accumulation makes up for it."""
 
     checkpoint: Annotated[str, CHECKPOINTING] | None = None
-    """Which activations are computed again in backward: those of ``all`` layers, of ``none``, of each n-th
+    """The activations that are computed again in backward: those of ``all`` layers, of ``none``, of each n-th
     (``every_2``), or of cheap ``operations`` only, which keeps the results of matrix products and attention.
     By default as enable_activation_checkpointing and ac_mode say. Losses and weights do not depend on it."""
 
     recompute_loss: bool = False
-    """With torchtune's chunked loss: compute the logits of each chunk again in backward, instead of keeping
+    """Compute the logits of each chunk of torchtune's chunked loss again in backward, instead of keeping
     them. Losses and weights do not depend on it."""
 
     may_change: Literal["exact", "rounding"] | Annotated[tuple[str, ...], KEYS] = "exact"
-    """What use_fastest_configuration may change: knobs that change no bit of the training (``exact``), also
-    those that change the order of sums (``rounding``), or a list of keys (docs/fastest.md)."""
+    """The knobs that use_fastest_configuration may change: those that change no bit of the training
+    (``exact``), also those that change the order of sums (``rounding``), or a list of keys
+    (docs/fastest.md)."""
 
     speed_trials: Annotated[int, at_least(1, 64)] = 3
-    """How many configurations use_fastest_configuration times, besides the config's own."""
+    """Number of configurations that use_fastest_configuration times, besides the config's own."""
 
     cache: bool | Annotated[str, FOLDER] = True
     """Cache search results, sample lengths, traces and prediction errors: ``True`` = the user cache folder, a
@@ -125,9 +126,9 @@ class AdaptiveSettings:
     """Let the global batch grow by accumulation once the micro-batch is the largest that fits."""
 
     lr_scaling: LrScaling | None = None
-    """How the learning rate follows a growing batch: ``none``, ``sqrt``, ``linear``, or ``gain`` (what the
-    batch is worth at the measured noise scale). By default as the schedule says: ``sqrt`` for ``Seesaw``,
-    ``none`` for the others."""
+    """The way the learning rate follows a growing batch: ``none``, ``sqrt``, ``linear``, or ``gain`` (what
+    the batch is worth at the measured noise scale). By default as the schedule says: ``sqrt`` for
+    ``Seesaw``, ``none`` for the others."""
 
     beta2: Literal["fixed", "half_life"] = "fixed"
     """Adam's second beta: ``fixed`` as configured, or ``half_life``: averages over the same number of samples
@@ -141,9 +142,9 @@ class AdaptiveSettings:
     """DataLoader-style worker processes per rank."""
 
     on_out_of_memory: Literal["shrink", "raise"] | None = None
-    """When a training step runs out of memory: ``shrink`` retries it with micro-batches of at most half the
-    size; ``raise`` stops. By default ``shrink`` where the batch is adapted (a search, growth or a token
-    budget) and the optimizer does not run in backward, else ``raise``."""
+    """The response to a training step that runs out of memory: ``shrink`` retries it with micro-batches of
+    at most half the size; ``raise`` stops. By default ``shrink`` where the batch is adapted (a search,
+    growth or a token budget) and the optimizer does not run in backward, else ``raise``."""
 
     grow_back_after: Annotated[int | None, either(at_least(1), NEVER)] = 100
     """Steps without running out of memory after which a size that failed in training is tried again, or

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -42,7 +42,7 @@ def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
 
     Args:
         cfg: the whole config.
-        kind: of the recipe that will run it.
+        kind: the kind of the recipe that will run it.
 
     Raises:
         ConfigError: the config cannot work.
@@ -57,7 +57,9 @@ def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
         blocks = [key for each in kind.frozen for key in (each.model, each.checkpointer)]
         blocks += sorted(kind.more_blocks)
         check_values({str(key): value for key, value in values.items()}, blocks)
-        _require_no_conflict(cfg, settings, _conflicts(cfg, kind, settings))
+        for there_is, key, reason, remedy in _conflicts(cfg, kind, settings):
+            if there_is:
+                raise ConfigError(key, _value(cfg, settings, key), reason, remedy)
         _require_rows_by_number(cfg)
         _require_knobs(settings)
         if settings.budgets and has_images(cfg):
@@ -80,15 +82,6 @@ def _conflicts(cfg: DictConfig, kind: Kind, settings: AdaptiveSettings) -> Itera
         yield from _conflicts_with_optimizer_in_backward(settings)
     yield from _conflicts_of_decisions(settings)
     yield from _conflicts_with_config(cfg, settings)
-
-
-def _require_no_conflict(
-    cfg: DictConfig, settings: AdaptiveSettings, conflicts: Iterable[Conflict]
-) -> None:
-    """Stop at the first conflict that there is."""
-    for there_is, key, reason, remedy in conflicts:
-        if there_is:
-            raise ConfigError(key, _value(cfg, settings, key), reason, remedy)
 
 
 def _value(cfg: DictConfig, settings: AdaptiveSettings, key: str) -> object:
@@ -155,7 +148,7 @@ def _conflicts_of_recipe(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
     yield (
         "quantizer" in kind.more_blocks and cfg.get(knobs.COMPILE, False),
         knobs.COMPILE,
-        "cannot be combined with quantisation-aware training, as in torchtune",
+        "cannot be combined with quantization-aware training, as in torchtune",
         "Set compile=False",
     )
     in_backward = cfg.get("optimizer_in_bwd", False)
@@ -216,7 +209,8 @@ def _require_rows_by_number(cfg: DictConfig) -> None:
 
 
 def _conflicts_with_optimizer_in_backward(settings: AdaptiveSettings) -> Iterator[Conflict]:
-    """With the optimizer in backward a step is one micro-batch, and its gradients never exist together."""
+    """Settings that a step with the optimizer in backward cannot have: it is one micro-batch, without all
+    gradients at once."""
     no_accumulation = "needs gradient accumulation, which optimizer_in_bwd does not allow"
     conflicts = {
         "token_budget": (
@@ -322,20 +316,14 @@ def _require_knobs(settings: AdaptiveSettings) -> None:
     keys = settings.may_change if isinstance(settings.may_change, tuple) else ()
     for key in keys:
         if key not in KNOBS_BY_KEY:
-            raise ConfigError(
-                f"{BLOCK}.may_change",
-                key,
-                "is not a knob that trades memory for speed",
-                f"Use exact, rounding, or a list of {', '.join(KNOBS_BY_KEY)}",
-            )
-    for key in keys if settings.use_fastest_configuration else ():
-        if not KNOBS_BY_KEY[key].switch:
-            raise ConfigError(
-                f"{BLOCK}.may_change",
-                key,
-                "cannot be changed on a model that is already built",
-                "Let tune-adaptive plan --fastest choose it, or leave it out",
-            )
+            reason = "is not a knob that trades memory for speed"
+            remedy = f"Use exact, rounding, or a list of {', '.join(KNOBS_BY_KEY)}"
+        elif settings.use_fastest_configuration and not KNOBS_BY_KEY[key].switch:
+            reason = "cannot be changed on a model that is already built"
+            remedy = "Let tune-adaptive plan --fastest choose it, or leave it out"
+        else:
+            continue
+        raise ConfigError(f"{BLOCK}.may_change", key, reason, remedy)
 
 
 def _check_pairs(cfg: DictConfig, kind: Kind, settings: AdaptiveSettings) -> None:

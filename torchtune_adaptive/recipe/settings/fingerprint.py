@@ -39,7 +39,7 @@ _IRRELEVANT_KEYS = (
     "lr_scheduler",
     "optimizer.lr",
     "kd_ratio",
-    "fake_quant_after_n_steps",  # trials quantise, which takes more memory
+    "fake_quant_after_n_steps",  # trials quantize, which takes more memory
     # Trials are made of one sample repeated; its length and whether samples are packed are facts themselves.
     "dataset",
     "tokenizer",
@@ -89,17 +89,9 @@ def step_facts(cfg: DictConfig) -> dict[str, Any]:
 
 
 def search_facts(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
-    *,
-    row: dict[str, int],
-    packed: bool,
-    largest_candidate: int,
-    ranks: int,
-    device: str,
-    capacity: int,
+    cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int, capacity: int, **trials: Any
 ) -> dict[str, Any]:
-    """Everything that could change the result of a search.
+    """Everything that could change the result of a search, with what its ``trials`` are made of.
 
     The capacity counts with two digits: it differs by a few pages from run to run, and a result is
     confirmed by a trial before it is used.
@@ -108,11 +100,8 @@ def search_facts(
     return {
         "config": {**step_facts(cfg), "batch_size": configured_batch(cfg, ranks).micro_batch},
         "settings": chosen,
-        "row": row,
-        "packed": packed,
-        "largest_candidate": largest_candidate,
+        **trials,
         "ranks": ranks,
-        "device": device,
         "capacity": float(f"{capacity:.2g}"),
         "libraries": libraries(),
         "allocator": allocator_facts(),

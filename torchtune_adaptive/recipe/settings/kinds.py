@@ -24,46 +24,15 @@ from torchtune_adaptive.recipe.settings.adaptive import (
 FOUND = "search_result"
 """The key of a saved config that says what the search found; no setting."""
 
-_COMMON_KEYS = frozenset(
-    [
-        "output_dir",
-        "log_every_n_steps",
-        "log_peak_memory_stats",
-        "metric_logger",
-        "profiler",
-        "device",
-        "dtype",
-        "seed",
-        "cudnn_deterministic_mode",
-        "model",
-        "tokenizer",
-        "checkpointer",
-        "resume_from_checkpoint",
-        "dataset",
-        "dataset_val",
-        "run_val_every_n_steps",
-        "batch_size_val",
-        "shuffle",
-        "batch_size",
-        "collate_fn",
-        "optimizer",
-        "lr_scheduler",
-        "loss",
-        "epochs",
-        "max_steps_per_epoch",
-        "gradient_accumulation_steps",
-        "clip_grad_norm",
-        "compile",
-        "enable_activation_checkpointing",
-        "enable_activation_offloading",
-        "custom_sharded_layers",
-        "fsdp_cpu_offload",
-        "fsdp_reshard_after_forward",
-        FOUND,
-        BLOCK,
-        *top_level_keys(),
-    ]
-)
+_COMMON = """
+output_dir log_every_n_steps log_peak_memory_stats metric_logger profiler device dtype seed
+cudnn_deterministic_mode model tokenizer checkpointer resume_from_checkpoint dataset
+dataset_val run_val_every_n_steps batch_size_val shuffle batch_size collate_fn optimizer
+lr_scheduler loss epochs max_steps_per_epoch gradient_accumulation_steps clip_grad_norm
+compile enable_activation_checkpointing enable_activation_offloading custom_sharded_layers
+fsdp_cpu_offload fsdp_reshard_after_forward
+"""
+_COMMON_KEYS = frozenset(_COMMON.split()) | {FOUND, BLOCK} | top_level_keys()
 
 
 @dataclass(frozen=True)
@@ -79,7 +48,7 @@ class Kind:
     """A kind of recipe."""
 
     name: str
-    """Also that of its module in ``kinds/``; it is part of the names of its configs."""
+    """The name of the kind and of its module in ``kinds/``; it is part of the names of its configs."""
 
     torchtunes: str
     """The recipe of torchtune that it takes the place of."""
@@ -97,7 +66,7 @@ class Kind:
     """The models that are in memory besides the one that is trained."""
 
     sample: Literal["row", "pair"] = "row"
-    """What one sample is: a row of tokens, or two rows that are compared."""
+    """The kind of a sample: a row of tokens, or two rows that are compared."""
 
     @property
     def recipe(self) -> str:
@@ -153,7 +122,7 @@ KNOWN_KEYS = frozenset().union(*(kind.keys for kind in KINDS.values()))
 FROZEN_CHECKPOINTERS = frozenset(
     each.checkpointer for kind in KINDS.values() for each in kind.frozen
 )
-"""Where the weights of models come from that are not trained."""
+"""The keys of the checkpointers of models that are not trained."""
 
 FROZEN_MODELS = frozenset(each.model for kind in KINDS.values() for each in kind.frozen)
 
@@ -163,7 +132,7 @@ MORE_BLOCKS = frozenset().union(*(kind.more_blocks for kind in KINDS.values()))
 # --- which configs are whose ----------------------------------------------------------------------
 
 Mark = Callable[[DictConfig], str | None]
-"""Gives the key by which a config shows what it is for, if it does."""
+"""A function that gives the key by which a config shows what it is for, if it does."""
 
 
 def _has(*keys: str) -> Mark:
@@ -274,7 +243,7 @@ def has_images(cfg: DictConfig) -> bool:
     return "tiled_images" in str(cfg.get("collate_fn") or "")
 
 
-def is_quantised(cfg: DictConfig) -> bool:
+def is_quantized(cfg: DictConfig) -> bool:
     """Whether weights or the optimizer's state are kept in fewer bits than they are used in."""
     model, optimizer = (
         str(OmegaConf.select(cfg, f"{part}._component_")) for part in ("model", "optimizer")
@@ -288,7 +257,7 @@ def unused_keys(cfg: DictConfig, kind: Kind) -> list[str]:
     A key that other values refer to (``${max_seq_len}``) is a variable and is never reported.
 
     Raises:
-        ConfigError: a key is misspelt, or is one of our settings outside of its block.
+        ConfigError: a key is misspelled, or is one of our settings outside of its block.
     """
     known = kind.keys
     text = OmegaConf.to_yaml(cfg, resolve=False)

@@ -42,11 +42,11 @@ class Knob:
 
     Args:
         key: the path of the setting in a config.
-        effect: what a change does to the training.
-        values: what it can be for a config on a number of ranks, from the most memory to the least; none
-            where it has no meaning.
-        configured: what it is in a config.
-        switch: whether it can be changed on a model that is already built.
+        effect: the effect of a change on the training.
+        values: the values that it can have for a config on a number of ranks, from the most memory to the
+            least; none where it has no meaning.
+        configured: the value that it has in a config.
+        switch: True if it can be changed on a model that is already built.
     """
 
     key: str
@@ -175,9 +175,9 @@ def choices(
 
     Args:
         cfg: the config.
-        ranks: how many there are.
+        ranks: the number of ranks.
         may_change: the setting of that name.
-        switches_only: leave out what needs another model to be built.
+        switches_only: True to leave out what needs another model to be built.
     """
     own = configured_choice(cfg, ranks)
     allowed = may_change if isinstance(may_change, str) else tuple(may_change)
@@ -258,7 +258,7 @@ def _as_yaml(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """As the command line takes it."""
+    """A value as the command line takes it."""
     return f"[{','.join(value)}]" if isinstance(value, (tuple, list)) else str(value)
 
 

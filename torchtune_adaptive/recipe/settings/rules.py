@@ -16,8 +16,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchtune_adaptive.common import AMOUNTS_OF_MEMORY, ConfigError, parse_memory
 
-_DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -26,7 +24,7 @@ class Rule:
     expected: tuple[str, ...]
     """The possibilities, for messages: ``("True", "False")``, ``("an integer >= 1",)``."""
     parse: Callable[[object], Any]
-    """Gives the value as the program uses it, or raises ``ValueError``."""
+    """A function that gives the value as the program uses it, or raises ``ValueError``."""
 
     def read(self, key: str, value: object) -> Any:
         """The value of a key; raises ``ConfigError`` where it is none of the possibilities."""
@@ -103,35 +101,24 @@ def number(expected: str, valid: Callable[[float], bool]) -> Rule:
     return Rule((expected,), parse)
 
 
+def _if(valid: Callable[[Any], object]) -> Callable[[object], Any]:
+    """Takes what is valid as it is."""
+
+    def parse(value: object) -> Any:
+        if not valid(value):
+            raise ValueError
+        return value
+
+    return parse
+
+
+def _matches(pattern: str) -> Callable[[object], Any]:
+    return _if(lambda value: isinstance(value, str) and re.fullmatch(pattern, value))
+
+
 def _parse_never(value: object) -> None:
     if value != "never":
         raise ValueError
-
-
-def _parse_boolean(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise ValueError
-
-
-def _parse_text(value: object) -> str:
-    if isinstance(value, str) and value.strip():
-        return value
-    raise ValueError
-
-
-def _parse_path_of_code(value: object) -> str:
-    if isinstance(value, str) and _DOTTED_PATH.fullmatch(value):
-        return value
-    raise ValueError
-
-
-def _parse_checkpointing(value: object) -> str:
-    if isinstance(value, str) and re.fullmatch(
-        r"all|none|operations|every_([2-9]|[1-9]\d{1,3})", value
-    ):
-        return value
-    raise ValueError
 
 
 def _parse_keys(value: object) -> tuple[str, ...]:
@@ -141,19 +128,24 @@ def _parse_keys(value: object) -> tuple[str, ...]:
 
 
 def _parse_component(value: object) -> Mapping[str, Any]:
-    if isinstance(value, Mapping) and _parse_path_of_code(value.get("_component_")):
+    if isinstance(value, Mapping) and _PATH_OF_CODE(value.get("_component_")):
         return value
     raise ValueError
 
 
+_PATH_OF_CODE = _matches(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 NEVER = Rule(("never",), _parse_never)
-BOOLEAN = Rule(("True", "False"), _parse_boolean)
+BOOLEAN = Rule(("True", "False"), _if(lambda value: isinstance(value, bool)))
 MEMORY = Rule(AMOUNTS_OF_MEMORY, parse_memory)
-TEXT = Rule(("a text that is not empty",), _parse_text)
-FOLDER = Rule(("the path of a folder",), _parse_text)
-CHECKPOINTING = Rule(("all", "none", "operations", "every_N, e.g. every_2"), _parse_checkpointing)
+_IS_TEXT = _if(lambda value: isinstance(value, str) and value.strip())
+TEXT = Rule(("a text that is not empty",), _IS_TEXT)
+FOLDER = Rule(("the path of a folder",), _IS_TEXT)
+CHECKPOINTING = Rule(
+    ("all", "none", "operations", "every_N, e.g. every_2"),
+    _matches(r"all|none|operations|every_([2-9]|[1-9]\d{1,3})"),
+)
 KEYS = Rule(("a list of keys",), _parse_keys)
-FUNCTION = Rule(("the dotted path of a function (package.module.function)",), _parse_path_of_code)
+FUNCTION = Rule(("the dotted path of a function (package.module.function)",), _PATH_OF_CODE)
 COMPONENT = Rule(("a block whose _component_ is a dotted path",), _parse_component)
 SHARE = number("at least 0 and less than 1, e.g. 0.05", lambda value: 0 <= value < 1)
 PATIENCE = number("a number of seconds from 0 to 3600", lambda n: 0 <= n <= 3600)

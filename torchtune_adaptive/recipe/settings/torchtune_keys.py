@@ -37,6 +37,11 @@ _REQUIRED: dict[str, Rule] = {
     "checkpointer": COMPONENT,
     "metric_logger": COMPONENT,
 }
+_SWITCHES = """
+log_peak_memory_stats resume_from_checkpoint shuffle compile enable_activation_checkpointing
+enable_activation_offloading fsdp_cpu_offload fsdp_reshard_after_forward optimizer_in_bwd
+enable_async_checkpointing save_adapter_weights_only
+"""
 _OPTIONAL: dict[str, Rule] = {
     "seed": at_least(0, (1 << 32) - 1),
     "cudnn_deterministic_mode": one_of(0, 1, 2, "default", "warn", "error"),
@@ -44,29 +49,16 @@ _OPTIONAL: dict[str, Rule] = {
     "clip_grad_norm": POSITIVE,
     "collate_fn": FUNCTION,
     "lr_scheduler": COMPONENT,
-    "log_peak_memory_stats": BOOLEAN,
-    "resume_from_checkpoint": BOOLEAN,
-    "shuffle": BOOLEAN,
+    **dict.fromkeys(_SWITCHES.split(), BOOLEAN),
     "run_val_every_n_steps": at_least(1),
     "batch_size_val": at_least(1),
-    "compile": BOOLEAN,
-    "enable_activation_checkpointing": BOOLEAN,
-    "enable_activation_offloading": BOOLEAN,
-    "fsdp_cpu_offload": BOOLEAN,
-    "fsdp_reshard_after_forward": BOOLEAN,
-    "optimizer_in_bwd": BOOLEAN,
-    "enable_async_checkpointing": BOOLEAN,
-    "save_adapter_weights_only": BOOLEAN,
     "tensor_parallel_plan": COMPONENT,
     "ac_mode": one_of("none", "full", "selective"),
     "ac_option": either(at_least(1), one_of("op")),
     "kd_ratio": RATIO,
     "fake_quant_after_n_steps": at_least(0),
 }
-_NOT_NULL: dict[str, Rule] = {
-    "log_every_n_steps": at_least(1),
-    "tensor_parallel_dim": at_least(1),
-}
+_NOT_NULL: dict[str, Rule] = {"log_every_n_steps": at_least(1), "tensor_parallel_dim": at_least(1)}
 # Of torchtune's main branch: they change what is trained or how, and these recipes do not know them.
 _UNKNOWN_UNLESS: dict[str, Any] = {
     "enable_fp8_training": False,
@@ -94,7 +86,7 @@ def check_values(cfg: Mapping[str, Any], more_blocks: Iterable[str] = ()) -> Non
 
     Args:
         cfg: the whole config, resolved.
-        more_blocks: that the recipe needs besides those that all do.
+        more_blocks: the blocks that the recipe needs besides those that all do.
 
     Raises:
         ConfigError: there is one.

@@ -1,4 +1,4 @@
-"""Where a rank runs: its device, its dtype, and the process group that it joins."""
+"""The environment of a rank: its device, its dtype, and the process group that it joins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchtune_adaptive.recipe.settings.checks import require_torchvision
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a rank runs."""
+    """The place where a rank runs."""
 
     device: torch.device
     dtype: torch.dtype
@@ -36,7 +36,7 @@ def start_environment(cfg: DictConfig, patience: float, watched: bool = True) ->
     Args:
         cfg: the config.
         patience: seconds for which a rank waits until the others agree.
-        watched: whether a watchdog names the rank that is waited for. Then the process group waits longer, or
+        watched: True if a watchdog names the rank that is waited for. Then the process group waits longer, or
             NCCL would end the run before that; without one, the group's own limit is all there is.
     """
     require_torchvision(cfg)
@@ -109,7 +109,7 @@ def gloo_interface(nccl: str, interfaces: Iterable[str]) -> str | None:
 
 
 def _let_gloo_use_the_interface_of_nccl() -> None:
-    """Where only NCCL has been told which network to use: a host's own name may resolve to loopback."""
+    """Tell gloo where only NCCL has been told which network to use: a host's name may resolve to loopback."""
     nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
     if not nccl or os.environ.get("GLOO_SOCKET_IFNAME"):
         return

@@ -1,8 +1,4 @@
-"""From a config to the objects of a run, out of torchtune's public parts.
-
-What torchtune keeps private and its own recipes use, these recipes use as well: the checkpoint client and
-the lookup of a function by its path (torchtune 0.6.1, the version that is pinned).
-"""
+"""The models of a config: built, sharded, and with their weights."""
 
 from __future__ import annotations
 
@@ -40,11 +36,7 @@ log = logging.getLogger(__name__)
 AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 Prepare = Callable[[nn.Module], nn.Module]
-"""Changes a model before it is sharded, such as for quantisation-aware training."""
-
-
-def unchanged(model: nn.Module) -> nn.Module:
-    return model
+"""Changes a model before it is sharded, such as for quantization-aware training."""
 
 
 @dataclass(frozen=True)
@@ -55,38 +47,19 @@ class Model:
     offloading: Offloading
     data_rank: int
     data_ranks: int
-    """Which share of the data this rank gets, and of how many: with tensor parallelism, several ranks
+    """The share of the data that this rank gets, and of how many: with tensor parallelism, several ranks
     work on the same share."""
 
 
 def full_model(
     cfg: DictConfig,
     environment: Environment,
-    weights: dict[str, Any],
-    prepare: Prepare = unchanged,
-) -> Model:
-    """A model of which every weight is trained."""
-    started = time.perf_counter()
-    model, mesh = full_model_without_weights(cfg, environment, prepare=prepare)
-    initialize_ropes(model, environment)
-    _load(model, cfg, environment, weights, strict=True)
-    offloading = _finish(model, cfg, environment, started)
-    return Model(model, offloading, mesh["dp"].get_local_rank(), mesh["dp"].size())
+    prepare: Prepare,
+    sharding: AbstractContextManager[Any],
+) -> nn.Module:
+    """A model of which every weight is trained, spread over the ranks, but still on the meta device.
 
-
-def full_model_without_weights(
-    cfg: DictConfig,
-    environment: Environment,
-    sharding: AbstractContextManager[Any] = AS_IT_IS,
-    prepare: Prepare = unchanged,
-) -> tuple[nn.Module, DeviceMesh]:
-    """The same model as it is spread over the ranks, but still on the meta device.
-
-    Args:
-        cfg: the config.
-        environment: where the rank runs.
-        sharding: what the model is sharded in, where tensors are not what they seem.
-        prepare: changes the model before it is sharded.
+    It is sharded in the context ``sharding``, where tensors are not what they seem.
     """
     tensor_ranks = cfg.get("tensor_parallel_dim", 1)
     data_ranks, left = divmod(environment.ranks.size, tensor_ranks)
@@ -96,8 +69,7 @@ def full_model_without_weights(
             f"{environment.ranks.size} ranks of this run"
         )
     model = _on_meta(cfg.model, environment)
-    if cfg.get("compile", False):
-        _compile(model)
+    _compile_if_asked(model, cfg)
     mesh = init_device_mesh(
         environment.device.type, (data_ranks, tensor_ranks), mesh_dim_names=("dp", "tp")
     )
@@ -109,19 +81,54 @@ def full_model_without_weights(
     model = prepare(model)
     with sharding:
         _shard(model, cfg, mesh["dp"])
-    return model, mesh
+    return model
 
 
 def lora_model(
     cfg: DictConfig,
     environment: Environment,
+    prepare: Prepare,
+    sharding: AbstractContextManager[Any],
+) -> nn.Module:
+    """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
+    model = _on_meta(cfg.model, environment, prepare)
+    set_trainable_params(model, get_adapter_params(model))
+    _compile_if_asked(model, cfg)
+    mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
+    with sharding:
+        _shard(model, cfg, mesh)
+    return model
+
+
+def frozen_model(
+    cfg: DictConfig, environment: Environment, block: str, sharding: AbstractContextManager[Any]
+) -> nn.Module:
+    """A model that is used and not trained, by its block of the config, on the meta device as well."""
+    model = _on_meta(cfg[block], environment).requires_grad_(False).eval()
+    _compile_if_asked(model, cfg)
+    mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
+    with sharding:
+        # Always: parameters that were kept after forward would stay forever, as no backward frees them.
+        _shard(model, cfg, mesh, reshard_after_forward=True)
+    return model
+
+
+def load_full(
+    model: nn.Module, cfg: DictConfig, environment: Environment, weights: dict[str, Any]
+) -> None:
+    """Give a model all its weights."""
+    initialize_ropes(model, environment)
+    _load(model, cfg, environment, weights, strict=True)
+
+
+def load_lora(
+    model: nn.Module,
+    cfg: DictConfig,
+    environment: Environment,
     weights: dict[str, Any],
     adapter_weights: dict[str, Any] | None,
-    prepare: Prepare = unchanged,
-) -> Model:
-    """A frozen model with adapters that are trained: new ones, or those of a checkpoint."""
-    started = time.perf_counter()
-    model = lora_model_without_weights(cfg, environment, prepare=prepare)
+) -> None:
+    """Give a model with adapters its weights; without those of a checkpoint, adapters are new ones."""
     missing, unexpected = None, None
     if adapter_weights:
         missing, unexpected = _load(model, cfg, environment, adapter_weights)
@@ -146,67 +153,21 @@ def lora_model(
         raise CheckpointError(
             f"The checkpoint does not fit the model: {error}. Look at the LoRA settings of model."
         ) from error
-    offloading = _finish(model, cfg, environment, started)
-    return Model(model, offloading, environment.ranks.rank, environment.ranks.size)
-
-
-def lora_model_without_weights(
-    cfg: DictConfig,
-    environment: Environment,
-    sharding: AbstractContextManager[Any] = AS_IT_IS,
-    prepare: Prepare = unchanged,
-) -> nn.Module:
-    """The same model as it is spread over the ranks, but still on the meta device."""
-    model = _on_meta(cfg.model, environment, prepare)
-    set_trainable_params(model, get_adapter_params(model))
-    if cfg.get("compile", False):
-        _compile(model)
-    mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
-    with sharding:
-        _shard(model, cfg, mesh)
-    return model
-
-
-def frozen_model(
-    cfg: DictConfig, environment: Environment, block: str, weights: dict[str, Any]
-) -> nn.Module:
-    """A model that is used and not trained: the one that a block of the config describes."""
-    started = time.perf_counter()
-    model = frozen_model_without_weights(cfg, environment, block)
-    initialize_ropes(model, environment)
-    _load(model, cfg, environment, weights, strict=True)
-    _announce(model, environment, started)
-    return model
-
-
-def frozen_model_without_weights(
-    cfg: DictConfig,
-    environment: Environment,
-    block: str,
-    sharding: AbstractContextManager[Any] = AS_IT_IS,
-) -> nn.Module:
-    """The same model as it is spread over the ranks, but still on the meta device."""
-    model = _on_meta(cfg[block], environment).requires_grad_(False).eval()
-    if cfg.get("compile", False):
-        _compile(model)
-    mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
-    with sharding:
-        # Always: parameters that were kept after forward would stay for ever, as no backward frees them.
-        _shard(model, cfg, mesh, reshard_after_forward=True)
-    return model
 
 
 def _on_meta(
-    cfg_model: DictConfig, environment: Environment, prepare: Prepare = unchanged
+    cfg_model: DictConfig, environment: Environment, prepare: Prepare = lambda model: model
 ) -> nn.Module:
     """The model without memory: each rank will only ever hold its part."""
     with training.set_default_dtype(environment.dtype), torch.device("meta"):
         return prepare(config.instantiate(cfg_model))
 
 
-def _compile(model: nn.Module) -> None:
+def _compile_if_asked(model: nn.Module, cfg: DictConfig) -> None:
     """Compile the layers that torchtune compiles: their forward passes, without the hooks around them. What
     switches checkpointing is then outside (see ``core.step.recompute``), as torchtune's wrapper is."""
+    if not cfg.get("compile", False):
+        return
     backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # as in torchtune
     decoder = model.decoder if isinstance(model, DeepFusionModel) else model
     layers = (modules.TransformerSelfAttentionLayer, modules.TransformerCrossAttentionLayer)
@@ -220,7 +181,7 @@ def _shard(
 ) -> None:
     offloads = cfg.get("fsdp_cpu_offload", False)
     if mesh.size() == 1 and not offloads:
-        return  # FSDP would only make copies, and on a single rank it cannot hold quantised parameters
+        return  # FSDP would only make copies, and on a single rank it cannot hold quantized parameters
     names = cfg.get("custom_sharded_layers", None)
     if reshard_after_forward is None:
         reshard_after_forward = cfg.get("fsdp_reshard_after_forward", True)
@@ -241,7 +202,7 @@ def _load(
     strict: bool = False,
 ) -> Any:
     if any(isinstance(parameter, NF4Tensor) for parameter in model.parameters()):
-        return _load_quantised(model, environment, weights)
+        return _load_quantized(model, environment, weights)
     _require_fitting(model, weights, strict)
     return training.load_from_full_model_state_dict(
         model,
@@ -273,7 +234,7 @@ def _require_fitting(model: nn.Module, weights: dict[str, Any], strict: bool) ->
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters as they are, by the names of checkpoints; a state dict would dequantise them."""
+    """The parameters as they are, by the names of checkpoints; a state dict would dequantize them."""
     # What a fusion adds to a pretrained layer has names of its own; the layer keeps those that it had.
     fused = {}
     for name, module in model.named_modules():
@@ -287,8 +248,8 @@ def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     return by_name
 
 
-def _load_quantised(model: nn.Module, environment: Environment, weights: dict[str, Any]) -> Any:
-    """torchtune's loading knows quantised parameters only when they are sharded, which on one rank they
+def _load_quantized(model: nn.Module, environment: Environment, weights: dict[str, Any]) -> Any:
+    """torchtune's loading knows quantized parameters only when they are sharded, which on one rank they
     are not."""
     parameters = parameters_by_name(model)
     loaded = {}
@@ -332,15 +293,7 @@ def initialize_ropes(model: nn.Module, environment: Environment) -> None:
                 module.rope_init()  # type: ignore[operator]
 
 
-def _finish(
-    model: nn.Module, cfg: DictConfig, environment: Environment, started: float
-) -> Offloading:
-    offloading = Offloading(model, cfg.get("enable_activation_offloading", False))
-    _announce(model, environment, started)
-    return offloading
-
-
-def _announce(model: nn.Module, environment: Environment, started: float) -> None:
+def announce(model: nn.Module, environment: Environment, started: float) -> None:
     """The model has its weights, on all ranks."""
     training.validate_no_params_on_meta_device(model)
     log.info(

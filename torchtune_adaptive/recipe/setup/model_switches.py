@@ -36,15 +36,7 @@ def build_switches(
     objective: Objective,
     offloading: CanBeEnabled | None = None,
 ) -> Switches:
-    """The switches of a model, set as the config says.
-
-    Args:
-        cfg: the config.
-        environment: where the rank runs.
-        model: that is trained.
-        objective: that it is trained for.
-        offloading: of its activations.
-    """
+    """The switches of a model that is trained for an objective, set as the config says."""
     layers = [
         recompute.SwitchedLayer(layer)
         for layer in model.modules()

@@ -16,8 +16,8 @@ class Offloading:
     """Makes what forward passes of a model run in; each new context remembers nothing of a failed step.
 
     Args:
-        model: whose activations are moved to the host.
-        enabled: whether they are; can be changed between steps.
+        model: the model whose activations are moved to the host.
+        enabled: True if they are; can be changed between steps.
     """
 
     def __init__(self, model: nn.Module, enabled: bool) -> None:

@@ -96,10 +96,7 @@ def build_lr_scheduler(
             "initial_lr", optimizer.defaults["lr"]
         )  # an asynchronous checkpoint lacks it
     scheduler = config.instantiate(
-        cfg.lr_scheduler,
-        optimizer,
-        num_training_steps=total_steps,
-        last_epoch=steps_done - 1,
+        cfg.lr_scheduler, optimizer, num_training_steps=total_steps, last_epoch=steps_done - 1
     )
     if isinstance(built.saved, OptimizerInBackwardWrapper):
         built.saved.set_lr_scheduler(scheduler)

@@ -17,19 +17,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Adaptation:
-    """Decides how large the next step is, and at which learning rate; the same on every rank.
-
-    Args:
-        growth: what asks for a larger batch, within what fits.
-        learning_rate: follows the samples used, and the batch.
-        noise: estimates the gradient noise scale; None where it is not measured.
-        epochs: how samples become positions in the base schedule.
-        events: records what changes.
-    """
+    """Decides how large the next step is, and at which learning rate; the same on every rank."""
 
     growth: Growth
     learning_rate: LearningRate
     noise: NoiseScale | None
+    """The estimate of the gradient noise scale; None where it is not measured."""
     epochs: Epochs
     events: Events
     _noise_is_missing: bool = field(init=False, default=False)
@@ -40,23 +33,13 @@ class Adaptation:
         return self.growth.split
 
     def begin_epoch(self, epoch: int, samples: int, number: int) -> bool:
-        """Ask the user's function; whether the batch has changed.
-
-        Args:
-            epoch: that begins.
-            samples: that the run has used.
-            number: of the next step.
-        """
+        """Ask the user's function before step ``number``; whether the batch has changed."""
         return self._follow(self.growth.as_epoch_begins(epoch, samples), number)
 
     def before_step(self, epoch: int, used: int, samples: int, number: int) -> bool:
-        """Ask the schedule; whether the batch has changed.
+        """Ask the schedule before step ``number``; whether the batch has changed.
 
-        Args:
-            epoch: that is running.
-            used: rows of the epoch that each rank has used.
-            samples: that the run has used.
-            number: of the next step.
+        Each rank has ``used`` so many rows of the epoch, and the run so many samples.
         """
         moment = Moment(
             samples=samples,

@@ -14,18 +14,11 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 log = logging.getLogger(__name__)
 
 EVERY_SECONDS = 30.0
-"""Between two lines, where there is no terminal."""
+"""Seconds between two lines, where there is no terminal."""
 
 
 class EpochDisplay:
-    """How far an epoch is. Nothing is shown where our messages are not (other ranks, ``--quiet``).
-
-    Args:
-        epoch: that is running, from 0.
-        epochs: of the whole run.
-        total: the base steps of the epoch.
-        done: those that are already done.
-    """
+    """How far an epoch is, in base steps; not shown where our messages are not (other ranks, ``--quiet``)."""
 
     def __init__(self, epoch: int, epochs: int, total: int, done: int) -> None:
         self._name = f"epoch {epoch + 1} of {epochs}"
@@ -38,14 +31,7 @@ class EpochDisplay:
         self._line = ""
 
     def step(self, done: int, number: int, loss: float, tokens_per_second: float) -> None:
-        """A step is done.
-
-        Args:
-            done: the base steps of the epoch that are done with it.
-            number: of the step in the run.
-            loss: of the step.
-            tokens_per_second: of the step, over all ranks.
-        """
+        """Show that step ``number`` of the run is done, and with it so many base steps of the epoch."""
         self._done = done
         if self._bar is not None:
             self._bar.set_postfix_str(
@@ -75,7 +61,7 @@ class EpochDisplay:
 
 @contextmanager
 def messages_beside_the_bar() -> Iterator[None]:
-    """Around an epoch: our messages go above the bar, where there is one."""
+    """A context around an epoch: our messages go above the bar, where there is one."""
     if not sys.stderr.isatty():
         yield
         return

@@ -33,11 +33,11 @@ class Growth:
     """Decides how the next step is put together; the same on every rank.
 
     Args:
-        start: what the run begins with.
+        start: the batch that the run begins with.
         largest: the largest micro-batch that fits, as the search found it; None if there was none.
-        grow: what asks for more; None where the batch stays.
-        past_memory: accumulate gradients where the micro-batch cannot grow any more.
-        rows_per_epoch: that a rank may use in an epoch; one step must remain.
+        grow: the schedule or function that asks for more; None where the batch stays.
+        past_memory: True to accumulate gradients where the micro-batch cannot grow any more.
+        rows_per_epoch: the rows that a rank may use in an epoch; one step must remain.
         ranks: the ranks of the run.
     """
 
@@ -68,7 +68,7 @@ class Growth:
         """Ask the user's function; what has changed, if anything has."""
         if self._function is None:
             return None
-        current = self._rows // self.start.accumulation
+        current = self.split.rows // self.start.accumulation
         increment = self._ask_all_ranks(self._function, epoch, current)
         if increment == 0:
             return None
@@ -92,7 +92,7 @@ class Growth:
         if not self._past_memory:
             limit = min(limit, self.largest * self.start.accumulation)
         rows = min(rows, limit)
-        if rows <= self._rows:  # a batch never shrinks
+        if rows <= self.split.rows:  # a batch never shrinks
             return None
         before = self.split
         self.set_rows(rows)
@@ -102,10 +102,6 @@ class Growth:
     @property
     def grows(self) -> bool:
         return self.schedule is not None or self._function is not None
-
-    @property
-    def _rows(self) -> int:
-        return self.split.rows
 
     def set_rows(self, rows: int) -> None:
         """Use steps of ``rows`` rows on each rank."""
@@ -160,8 +156,11 @@ class Growth:
         return steps
 
     def state(self) -> GrowthState:
+        start = self.start
+        is_even = start.rows == start.micro_batch * start.accumulation
         return GrowthState(
-            start=[self.start.micro_batch, self.start.accumulation, self.start.ranks],
+            start=[start.micro_batch, start.accumulation, start.ranks],
+            start_rows=None if is_even else start.rows,
             global_batch=self.split.global_batch,
             largest=self.largest if self._was_found else None,
             decisions=self.decisions,
@@ -221,7 +220,7 @@ def batch_increase(
 
 
 def _instantiate(node: DictConfig) -> Any:
-    """As torchtune does, but modules in the working directory count."""
+    """The component, as torchtune makes it, but modules in the working directory count."""
     values = OmegaConf.to_container(node, resolve=True)
     assert isinstance(values, dict)
     make = component(values.pop("_component_"))

@@ -53,20 +53,20 @@ class Point(NamedTuple):
     """A step, as far as it is plotted."""
 
     samples: int
-    """Used since the run began."""
+    """Samples used since the run began."""
     global_batch: int
     micro_batch: int
     lr: float
     loss: float
     peak_bytes: int | None
-    """None where memory is not measured."""
+    """The peak of memory; None where it is not measured."""
 
 
 class History:
     """The steps of a run, thinned out as they become many.
 
     Args:
-        loss_unit: what the loss is a mean over.
+        loss_unit: the unit that the loss is a mean over.
     """
 
     def __init__(self, loss_unit: str = "token") -> None:

@@ -17,7 +17,7 @@ from torchtune_adaptive.core import LrScaling, lr_factor
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
 
 SchedulerFactory = Callable[[int], LRScheduler | None]
-"""Builds the base schedule, advanced to a position."""
+"""The factory of the base schedule, advanced to a position."""
 
 
 class LearningRate:
@@ -25,9 +25,9 @@ class LearningRate:
 
     Args:
         optimizers: the optimizers of the run; all their groups are scheduled.
-        make_scheduler: builds torch's or torchtune's scheduler; it returns None for a constant rate.
-        position: how far the run is, in base steps.
-        rule: how the batch changes the rate; see ``core.lr_factor``.
+        make_scheduler: the factory of torch's or torchtune's scheduler; it gives None for a constant rate.
+        position: the base steps that the run has taken.
+        rule: the rule by which the batch changes the rate; see ``core.lr_factor``.
         half_life: keep the half-life of Adam's second moment constant in samples, instead of in steps.
         start: the global batch that the base schedule is meant for.
     """
@@ -54,7 +54,7 @@ class LearningRate:
         self._factor = 1.0
         self._scheduler = make_scheduler(position)
         self._position = position
-        self._base = [_number(group["lr"]) for group in self._groups]
+        self._base = [float(group["lr"]) for group in self._groups]
         self._highest = self._base[0]
 
     @property
@@ -73,9 +73,9 @@ class LearningRate:
         self._set(self._base)
         for _ in range(position - self._position):
             self._scheduler.step()
-            self._highest = max(self._highest, _number(self._groups[0]["lr"]))
+            self._highest = max(self._highest, float(self._groups[0]["lr"]))
         self._position = position
-        self._base = [_number(group["lr"]) for group in self._groups]
+        self._base = [float(group["lr"]) for group in self._groups]
         self._scale()
 
     def follow(self, batch: int, noise: float | None) -> None:
@@ -154,10 +154,6 @@ def _state_of(optimizers: tuple[Optimizer, ...], parameter: torch.Tensor) -> dic
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
     """The state without the function that torchtune adds to a scheduler for optimizers in backward."""
     return {key: value for key, value in state.items() if not callable(value)}
-
-
-def _number(rate: float | torch.Tensor) -> float:
-    return float(rate)
 
 
 def beta2_at(beta2: float, batch: int, start: int) -> float:

@@ -62,23 +62,23 @@ class TrainingLoop:
     metrics: Metrics
     profiling: Profiling
     save: Callable[[str], None]
-    """Saves a checkpoint of this name, with the progress as it is."""
+    """A function that saves a checkpoint of this name, with the progress as it is."""
     last_checkpoint: Callable[[], str]
-    """Names the newest one."""
+    """A function that names the newest one."""
     save_every_n_steps: int | None
     stop: StopSignals
-    """Asks for an early end; training then saves after the step that is running."""
+    """The signals that ask for an early end; training then saves after the step that is running."""
     before_step: Callable[[int], None] = lambda number: None
-    """Called before each step with its number, counted from 1."""
+    """A function called before each step with its number, counted from 1."""
     validation: Validation | None = None
 
     global_step: int = field(init=False, default=0)
     samples: int = field(init=False, default=0)
-    """Used since the run began, over all ranks."""
+    """Samples used since the run began, over all ranks."""
     computed: list[Computed] = field(init=False, default_factory=list)
     """The micro-batches of the last step."""
     summary: Summary | None = field(init=False, default=None)
-    """Of the steps, once they are done; None if there were none."""
+    """Summary of the steps, once they are done; None if there were none."""
 
     def run(self) -> None:
         """Train to the end, or until a stop is requested."""

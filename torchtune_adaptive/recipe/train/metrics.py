@@ -49,19 +49,19 @@ class Summary:
 
     steps: int
     seconds: float
-    """From the first step to the end, saving included."""
+    """Seconds from the first step to the end, saving included."""
     tokens_per_second: float
-    """Trained on, over all ranks, in the time of the steps alone."""
+    """Tokens trained on, over all ranks, in the time of the steps alone."""
     peak_bytes: int
-    """On the rank where it was highest."""
+    """Peak on the rank where it was highest."""
     capacity: int | None
-    """None where memory is not measured."""
+    """Bytes of the device; None where memory is not measured."""
     retried_steps: int
     split: Split
     loss: tuple[float, float]
-    """Over the first steps and over the last ones."""
+    """Means over the first steps and over the last ones."""
     window: int
-    """How many steps these are."""
+    """The number of these steps."""
 
     def loss_text(self) -> str:
         first, last = self.loss
@@ -106,11 +106,11 @@ class Metrics:
     """Records the steps of a run.
 
     Args:
-        logging: what to log, and how often.
-        environment: where the rank runs.
-        memory: that device's memory.
-        watch_memory: log how much of it was not used.
-        counts_tokens: whether a step's weight is its tokens.
+        logging: the metrics to log, and their interval.
+        environment: the environment of the rank.
+        memory: the memory of its device.
+        watch_memory: True to log how much of it was not used.
+        counts_tokens: True if a step's weight is its tokens.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class Metrics:
         self.losses: list[float] = []
         self.tokens = 0
         self.seconds = 0.0
-        """Of the steps, without what is between them."""
+        """Seconds of the steps, without what is between them."""
         self.peak_bytes = 0
         """The most that this rank has used in training."""
         self.tokens_per_second = 0.0
-        """In the last step, over all ranks."""
+        """Speed of the last step, over all ranks."""
         self.begin()
 
     def begin(self) -> None:
@@ -156,16 +156,9 @@ class Metrics:
         micro_batches: Sequence[Computed],
         more: dict[str, float],
     ) -> None:
-        """Record a step.
+        """Record a step, as it was meant to be (``split``) and as it was on this rank (``micro_batches``).
 
-        Args:
-            number: of the step, counted from 1.
-            samples: that the run has used.
-            split: how the step was meant to be put together.
-            outcome: of the step.
-            lr: the learning rate of the next step.
-            micro_batches: of the step, on this rank.
-            more: to log as well.
+        ``lr`` is the learning rate of the next step, and ``samples`` are those that the run has used.
         """
         seconds = time.perf_counter() - self._step_started
         self.seconds += seconds
@@ -198,8 +191,8 @@ class Metrics:
         self.start_step()
 
     def _tokens(self, outcome: StepDone, micro_batches: Sequence[Computed]) -> float:
-        """Of a step on each rank, as torchtune's recipes count them: those that are predicted or, where the
-        loss is no mean over tokens, all of them with padding."""
+        """Tokens of a step on each rank, as torchtune's recipes count them: those predicted or, where
+        the loss is no mean over tokens, all of them with padding."""
         if self._counts_tokens:
             return outcome.weight / self._environment.ranks.size
         return sum(each.tokens for each in micro_batches)

@@ -29,13 +29,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_REQUEST = 2.0
 """Seconds within which more signals are the same request: a launcher passes on what its processes got too."""
 _RAISE_AGAIN = 1
-"""What is written to the socket where a request was not raised; the number of no signal in ``SIGNALS``."""
+"""The byte written to the socket where a request was not raised; the number of no signal in ``SIGNALS``."""
 _UNWINDING = 10.0
 """Seconds that a run without anything to save has to end."""
 
 
 def exit_status(signum: int) -> int:
-    """As a shell reports a process that a signal ended: 143 for SIGTERM, 130 for Ctrl-C."""
+    """The status that a shell reports of a process that a signal ended: 143 for SIGTERM, 130 for Ctrl-C."""
     return 128 + signum
 
 
@@ -44,7 +44,7 @@ class StopSignals:
 
     Args:
         timeout: seconds that training has to save and stop; after that the process ends without.
-        end: ends the process with a status, whatever the main thread is doing.
+        end: a function that ends the process with a status, whatever the main thread is doing.
     """
 
     def __init__(self, timeout: float, end: Callable[[int], Any] = os._exit) -> None:
@@ -55,7 +55,7 @@ class StopSignals:
         self._training = self._over = False
         self._allowed = 0.0
         self.saved: str | None = None
-        """What has been saved because a stop was requested, by whichever rank."""
+        """The checkpoint that was saved because a stop was requested, by whichever rank."""
 
     @property
     def requested(self) -> bool:
@@ -64,7 +64,7 @@ class StopSignals:
 
     @contextmanager
     def while_training(self) -> Iterator[None]:
-        """Around the training loop: there a request waits for the end of the step."""
+        """A context around the training loop: there a request waits for the end of the step."""
         self._training = True
         try:
             yield
@@ -83,7 +83,7 @@ class StopSignals:
         )
 
     def raise_if_stopped(self) -> None:
-        """At the end of a run: raise if it has ended before its time."""
+        """Raise at the end of a run if it has ended before its time."""
         if self.reason is not None:
             raise self.reason
 
@@ -119,7 +119,7 @@ class StopSignals:
         self._receiver.close()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        """In the main thread, between two instructions: end what has nothing to save."""
+        """End what has nothing to save; in the main thread, between two instructions."""
         self._signal = self._signal or number
         if not self._training and not self._raised:
             self._raised = True
@@ -137,7 +137,7 @@ class StopSignals:
             self._hook(what)
 
     def _listen(self) -> None:
-        """In a thread, which runs whatever the main thread is waiting for."""
+        """Receive signals in a thread, which runs whatever the main thread is waiting for."""
         began: float | None = None
         deadline: float | None = None
         while True:
@@ -175,11 +175,11 @@ class StopSignals:
 
 
 _LISTENING: list[int] = []
-"""What signals are written to in this process."""
+"""The sockets that signals are written to in this process."""
 
 
 def leave_to_parent() -> None:
-    """In a forked process: its signals are not those of the run, though it has inherited the socket."""
+    """Give up signals in a forked process: they are not the run's, though it has inherited the socket."""
     if _LISTENING:
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:

@@ -22,7 +22,7 @@ from torchtune_adaptive.recipe.train.events import Events
 log = logging.getLogger(__name__)
 
 Record = Callable[[int, dict[str, float]], None]
-"""Called with the number of a step and what to log about it."""
+"""A function called with the number of a step and what to log about it."""
 
 
 @dataclass
@@ -32,16 +32,16 @@ class Validation:
     Every row counts once. A rank that has no row left, where others have, evaluates one that does not count.
 
     Args:
-        step: that of training.
-        data: to validate on.
-        every_n_steps: how often.
+        step: the step of training.
+        data: the data to validate on.
+        every_n_steps: the interval in steps.
         size: rows in a micro-batch; fewer after memory has run out, for the rest of the run.
-        rank: whose share of the rows to use, and of how many ranks.
+        rank: the rank whose share of the rows to use, of so many ranks.
         workers: processes that fetch and collate ahead.
-        watchdog: notified of what is being done.
+        watchdog: the watchdog, which is notified of what is being done.
         step_timeout: seconds that it may stand still.
-        events: records what changes.
-        record: logs the result.
+        events: the record of what changes.
+        record: a function that logs the result.
     """
 
     step: TrainStep
@@ -63,10 +63,7 @@ class Validation:
         return number > self.done and number % self.every_n_steps == 0
 
     def run(self, number: int) -> bool:
-        """Validate after a step, and log the loss.
-
-        Args:
-            number: of the step.
+        """Validate after step ``number``, and log the loss.
 
         Returns:
             Whether a rank has been asked to stop; validation ends at once then.

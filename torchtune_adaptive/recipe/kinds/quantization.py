@@ -1,4 +1,4 @@
-"""What the recipes for quantisation-aware training share: their quantizer, and when it begins."""
+"""What the recipes for quantization-aware training share: their quantizer, and when it begins."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def _fake_quantizers(model: nn.Module) -> list[nn.Module]:
     return [each for each in found if each is not None and hasattr(each, "enabled")]
 
 
-def quantised(cfg: DictConfig, model: nn.Module) -> nn.Module:
+def quantized(cfg: DictConfig, model: nn.Module) -> nn.Module:
     """A model as its quantizer has prepared it, but without anything that outlives a step.
 
     Raises:
-        ConfigError: no layer is quantised.
+        ConfigError: no layer is quantized.
     """
     found = _fake_quantizers(model)
     if not found:
         raise ConfigError(
             "quantizer",
             cfg.quantizer._component_,
-            "quantises no layer of the model",
+            "quantizes no layer of the model",
             "Set quantizer.groupsize to a divisor of the sizes of its layers",
         )
     for each in found:
@@ -63,14 +63,8 @@ def _drop_scales(module: nn.Module, *_: Any) -> None:
     module.scale = module.zero_point = None  # type: ignore[assignment]
 
 
-def quantise_from(cfg: DictConfig, model: nn.Module, number: int) -> None:
-    """Quantise or not, as a step should.
-
-    Args:
-        cfg: the config; ``fake_quant_after_n_steps`` are taken before.
-        model: that is trained.
-        number: of the step, counted from 1.
-    """
+def quantize_from(cfg: DictConfig, model: nn.Module, number: int) -> None:
+    """Quantize or not, as step ``number`` should: not in the first ``fake_quant_after_n_steps``."""
     begins = number > (cfg.get("fake_quant_after_n_steps") or 0)
     for each in _fake_quantizers(model):
         each.enabled = begins  # type: ignore[assignment]
