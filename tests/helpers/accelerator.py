@@ -136,6 +136,9 @@ class Card(SimulatedMemory):
     def max_memory_allocated(self, device: Any = None) -> int:
         return self._allocator.peak_allocated
 
+    def is_available(self) -> bool:
+        return False  # a torch that is built for CUDA asks, and would use the card's own functions
+
     def get_device_name(self, device: Any = None) -> str:
         return "Fake 1000"
 
