@@ -232,6 +232,7 @@ def test_other_kinds_of_run_at_a_sample_of_operations(
     assert_survived(counts, at_least=130 // sample.stride)
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -164,7 +164,7 @@ ranks.any(False)
 held = ranks._group  # as a device mesh holds one
 if rank == 0:  # keep the lock of the interpreter from before the last collective ends
     sys.setswitchinterval(100)
-    dist.all_reduce(ranks._flag, group=held, async_op=True)
+    dist.all_reduce(ranks._ends, group=held, async_op=True)
     end = time.monotonic() + 1.5
     while time.monotonic() < end:
         pass

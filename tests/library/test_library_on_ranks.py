@@ -99,6 +99,7 @@ def test_compiled_by_inductor(way: str, sample: Sample) -> None:
         assert count["wrong"] == 0
 
 
+@pytest.mark.rotating(9)
 @pytest.mark.parametrize("recording", [False, True], ids=["recorded", "while recording"])
 @pytest.mark.parametrize(("way", "ranks", "settings"), WAYS.values(), ids=WAYS)
 def test_memory_runs_out_at_every_operation(

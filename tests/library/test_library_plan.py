@@ -112,6 +112,7 @@ def measured(sharded: bool, accumulation: int, forward: Any) -> tuple[int, int]:
     return peak, int(found)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 2), (2, 1)])
 def test_what_is_planned_is_what_is_measured(ranks: int, accumulation: int) -> None:
     compare_plan(ranks, accumulation, forward)
@@ -183,6 +184,7 @@ def test_misuse_is_refused_at_once(changes: dict[str, Any], why: str) -> None:
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

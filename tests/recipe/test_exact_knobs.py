@@ -126,6 +126,7 @@ def different_choices(
     return tried, different
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_no_bit_depends_on_an_exact_knob(kind: str, ranks: int, exhaustive: bool) -> None:

@@ -142,7 +142,7 @@ def test_torchtunes_own_configs(tmp_path: Path, launch_alone: Callable[..., str]
     """``llama3_2/1B_full`` by its name, with the parts exchanged that would have to be downloaded."""
     said = launch_alone(
         *("tune", "run", "adaptive_full_finetune_distributed", "--config", "llama3_2/1B_full"),
-        "use_maximum_batch_size=True",
+        *("use_maximum_batch_size=True", "adaptive_batching.ceiling=2"),
         *("device=cpu", "adaptive_batching.memory_limit=64MiB", "output_dir=out", *QUICK),
         *("assets=${tiny_assets:}", "tokenizer=torchtune.models.llama2.llama2_tokenizer"),
         "tokenizer.path=${assets}/tokenizer.model",
