@@ -141,7 +141,9 @@ def fail_at_each(
     Every rank goes through the same ones, ``with failure`` around what shall fail. With ``everyone``, all
     ranks fail.
     """
-    for operation in operations:
+    # With uneven shards some ranks have fewer operations; all count those of the one with the fewest.
+    agreed = min(ranks.gather(list(operations)), key=lambda numbers: numbers[-1:])
+    for operation in agreed:
         victim = operation % ranks.size
         here = everyone or victim == ranks.rank
         yield operation, victim, memory.fail_at(operation if here else None)
