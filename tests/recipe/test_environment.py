@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -18,6 +19,16 @@ from torchtune_adaptive.core.ranks.signs import LONGEST_SILENCE
 from torchtune_adaptive.recipe.settings import checks
 from torchtune_adaptive.recipe.setup import environment
 from torchtune_adaptive.recipe.setup.environment import gloo_interface, start_environment
+
+
+@pytest.fixture(autouse=True)
+def the_logger_as_it_was() -> Iterator[None]:
+    """A run owns its process, and with it our logger; other tests listen to that."""
+    ours = logging.getLogger("torchtune_adaptive")
+    level, handlers, propagates = ours.level, [*ours.handlers], ours.propagate
+    yield
+    ours.setLevel(level)
+    ours.handlers[:], ours.propagate = handlers, propagates
 
 INTERFACES = ["lo", "docker0", "eth0", "eth1", "ib0"]
 

@@ -1,4 +1,4 @@
-"""A report as blocks, which become plain text, Markdown, a page of HTML, or data for JSON.
+"""A report as blocks, which become plain text, Markdown, or a page of HTML.
 
 The page needs nothing but itself: no script, no style sheet, no font from elsewhere.
 """
