@@ -30,6 +30,7 @@ def the_logger_as_it_was() -> Iterator[None]:
     ours.setLevel(level)
     ours.handlers[:], ours.propagate = handlers, propagates
 
+
 INTERFACES = ["lo", "docker0", "eth0", "eth1", "ib0"]
 
 
