@@ -58,26 +58,26 @@ TIER := --shard $(SHARD)
 AND :=
 
 # In lanes, because processes of ranks wait for each other much of the time; each lane prints when it is done.
-LANES = @$(MAKE) --no-print-directory -j 3 --output-sync=target test-unit test-ranks test-runs
+LANES = @+$(MAKE) --no-print-directory -j 3 --output-sync=target test-unit test-ranks test-runs
 
 test: $(READY)
 	@echo "Running lint, types and unit tests, tests of ranks, and whole runs in parallel: about 7 minutes."
 	$(LANES)
 
 test-unit: check
-	$(PYTEST) $(TIER) -m "not ranks and not runs$(AND)"
+	$(PYTEST) $(TIER) -m "not ranks and not runs $(AND)"
 
 test-ranks: $(READY)
-	$(PYTEST) $(TIER) -m "ranks$(AND)"
+	$(PYTEST) $(TIER) -m "ranks $(AND)"
 
 test-runs: $(READY)
-	$(PYTEST) $(TIER) -m "runs$(AND)"
+	$(PYTEST) $(TIER) -m "runs $(AND)"
 
 test-all: $(READY)
 	$(LANES) TIER='--exhaustive'
 
 test-rest: $(READY)
-	$(LANES) TIER='--exhaustive --shard $(SHARD)' AND=' and exhaustive'
+	$(LANES) TIER='--exhaustive --shard $(SHARD)' AND='and exhaustive'
 
 test-one: $(READY)
 	$(PYTEST) $(or $(T),$(error which tests? For example: make test-one T=tests/core/test_search.py))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import warnings
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -41,6 +45,21 @@ def test_the_quick_job_runs_on_every_python_that_is_claimed() -> None:
     job = yaml.safe_load(WORKFLOW.read_text())["jobs"]["quick"]
     claimed = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     assert job["strategy"]["matrix"]["python"] == claimed
+
+
+@pytest.mark.parametrize(("target", "tier"), [("test", {True, False}), ("test-rest", {True})])
+def test_the_lanes_of_a_target_share_out_its_tests(target: str, tier: set[bool]) -> None:
+    plain = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    shown = subprocess.run(
+        ["make", "-n", target], cwd=ROOT, env=plain, check=True, timeout=60, stdout=PIPE, text=True
+    )
+    lanes = re.findall(r'-m pytest .*-m "(.*)"', shown.stdout)
+    assert len(lanes) == 3
+    for ranks, runs, exhaustive in product([True, False], repeat=3):
+        if not (ranks and runs):
+            marks = {"ranks": ranks, "runs": runs, "exhaustive": exhaustive}
+            chosen = sum(eval(lane, {}, marks) for lane in lanes)  # pytest's -m reads as Python
+            assert chosen == (exhaustive in tier), marks
 
 
 @pytest.mark.parametrize("path", ["CONTRIBUTING.md", "Makefile"])
