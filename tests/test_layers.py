@@ -69,7 +69,7 @@ def test_no_imports_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which lists the modules
 
 
-@pytest.mark.parametrize(("package", "most"), [("core", 46), ("planner", 25), ("library", 10)])
+@pytest.mark.parametrize(("package", "most"), [("core", 40), ("planner", 25), ("library", 10)])
 def test_interfaces_are_narrow_and_load_no_config(package: str, most: int) -> None:
     names = import_module(f"torchtune_adaptive.{package}").__all__
     assert len(names) <= most, "is each of them one concept that other packages must know?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def test_the_order_is_torchtunes(samples: int, ranks: int, shuffle: bool) -> Non
 
 
 def collate(rows: list[int]) -> dict[str, Any]:
-    return {"rows": torch.tensor(rows)}
+    return {"tokens": torch.tensor(rows).unsqueeze(1)}
 
 
 def loader(samples: int = 20, rank: int = 0, ranks: int = 1, workers: int = 0) -> Loader:
@@ -36,15 +37,25 @@ def loader(samples: int = 20, rank: int = 0, ranks: int = 1, workers: int = 0) -
 
 
 def test_a_micro_batch_knows_its_samples() -> None:
-    for micro_batch in loader().epoch(0).step(rows=20, size=4):
-        assert (micro_batch.batch["rows"] // 10).tolist() == list(micro_batch.sample_ids)
+    rows = loader().epoch(0)
+    for batch in rows.step(rows=20, size=4):
+        brought = rows.computed[-1]
+        assert tuple(batch["tokens"].flatten() // 10) == brought.sample_ids
+        assert (brought.rows, brought.length, brought.tokens) == (4, 1, 4)
+
+
+def samples_of(rows: EpochRows, *, step: int, micro_batch: int) -> list[tuple[int, ...]]:
+    """The samples of each micro-batch of the next step."""
+    loaded = len([*rows.step(step, micro_batch)])
+    assert loaded == len(rows.computed)
+    return [each.sample_ids for each in rows.computed]
 
 
 def take(rows: EpochRows, *, step: int, micro_batch: int) -> list[int]:
     """The samples of the next step, which is then done."""
-    taken = [i for batch in rows.step(step, micro_batch) for i in batch.sample_ids]
+    taken = samples_of(rows, step=step, micro_batch=micro_batch)
     rows.advance(step)
-    return taken
+    return [*chain.from_iterable(taken)]
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 4, 10])
@@ -59,7 +70,7 @@ def test_the_order_does_not_depend_on_the_portions(micro_batch: int) -> None:
 def test_the_last_portion_of_a_step_may_be_smaller_and_none_crosses_into_the_next() -> None:
     rows = loader().epoch(0)
     for _ in range(2):
-        assert [len(batch.sample_ids) for batch in rows.step(7, 3)] == [3, 3, 1]
+        assert [*map(len, samples_of(rows, step=7, micro_batch=3))] == [3, 3, 1]
         rows.advance(7)
 
 
@@ -84,8 +95,8 @@ def test_a_step_can_be_taken_again_in_smaller_portions(seen: int) -> None:
 
 def test_a_step_can_be_taken_again_in_the_same_portions() -> None:
     rows = loader().epoch(0)
-    lost = [batch.sample_ids for batch in rows.step(6, 2)]
-    assert lost == [batch.sample_ids for batch in rows.step(6, 2)]
+    lost = samples_of(rows, step=6, micro_batch=2)
+    assert lost == samples_of(rows, step=6, micro_batch=2)
 
 
 def test_workers_bring_the_same_rows_also_where_sizes_change() -> None:

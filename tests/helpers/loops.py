@@ -27,7 +27,7 @@ from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
 from torchtune_adaptive.core.sizes.loader import EpochRows, Loader, SampleOrder
-from torchtune_adaptive.core.sizes.micro_batches import ByRows, MicroBatch
+from torchtune_adaptive.core.sizes.micro_batches import ByRows
 from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.sizes.split import Epochs, Split
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
@@ -194,15 +194,10 @@ class _WatchedRows(EpochRows):
     def __init__(self, trained: Trained, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._trained = trained
-        self._brought: list[MicroBatch] = []
-
-    def step(self, rows: int, micro_batch: int) -> Any:
-        self._brought = list(super().step(rows, micro_batch))
-        return self._brought
 
     def advance(self, rows: int) -> None:
         super().advance(rows)
-        for micro_batch in self._brought:
+        for micro_batch in self.computed:
             self._trained.taken += micro_batch.sample_ids
 
 

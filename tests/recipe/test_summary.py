@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.device.memory import Usage
-from torchtune_adaptive.core.sizes.micro_batches import Computed
+from torchtune_adaptive.core.sizes.micro_batches import MicroBatch
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics, Summary
 
@@ -30,7 +30,7 @@ def metrics_of(losses: list[float], seconds: float, monkeypatch: pytest.MonkeyPa
         now[0] += seconds
         usage = Usage((20 + number % 3) * GIB, 0, 0)
         outcome = SimpleNamespace(loss=loss, weight=100, gradient_norm=None, metrics={})
-        computed = [Computed((0, 1), 2, 30, 60)]
+        computed = [MicroBatch((0, 1), 30, 60)]
         split = Split(2, 1, 2)
         metrics.record(number, 4 * number, split, outcome, 0.1, computed, {})  # type: ignore[arg-type]
     assert all(record["tokens_per_second_per_gpu"] == 50 / seconds for record in logged)

@@ -15,19 +15,16 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.device.memory import DeviceMemory, Usage
     from torchtune_adaptive.core.device.select import device_memory
     from torchtune_adaptive.core.device.simulated import SimulatedMemory
-    from torchtune_adaptive.core.ranks import fsdp
     from torchtune_adaptive.core.ranks.agreement import Ranks
-    from torchtune_adaptive.core.ranks.reduction import wrapped_in
     from torchtune_adaptive.core.ranks.watchdog import Watchdog
     from torchtune_adaptive.core.search import strategies
     from torchtune_adaptive.core.search.probe import Probe
     from torchtune_adaptive.core.search.trial import SizeTrial
     from torchtune_adaptive.core.sizes.candidates import Rounding, candidates
-    from torchtune_adaptive.core.sizes.loader import EpochRows, Loader, SampleOrder
+    from torchtune_adaptive.core.sizes.loader import Loader, SampleOrder
     from torchtune_adaptive.core.sizes.micro_batches import (
         ByRows,
         ByTokens,
-        Computed,
         MicroBatch,
         MicroBatches,
     )
@@ -37,9 +34,8 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.sizes.scaling import LrScaling, lr_factor
     from torchtune_adaptive.core.sizes.split import Epochs, Split
     from torchtune_adaptive.core.step import knobs, recompute
-    from torchtune_adaptive.core.step.exchange import StepDone, StepOutcome
+    from torchtune_adaptive.core.step.exchange import StepDone
     from torchtune_adaptive.core.step.knobs import Choice
-    from torchtune_adaptive.core.step.loss_scale import LossScale
     from torchtune_adaptive.core.step.objective import (
         Batch,
         Forward,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 # Dispatch modes see each operation; trees are how torch itself walks through arguments and results.
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -56,6 +57,11 @@ def launches_of(group: dist.ProcessGroup) -> int | None:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
         return None
+
+
+def has_communication_hook(wrapped: DistributedDataParallel) -> bool:
+    """Whether a hook was registered that communicates in place of DDP (torch 2.13)."""
+    return bool(getattr(wrapped, "_comm_hooks", None))
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------------------

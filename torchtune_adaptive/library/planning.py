@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchtune_adaptive.common import (
@@ -20,7 +21,7 @@ from torchtune_adaptive.common import (
     UsageError,
     amount_of_memory,
 )
-from torchtune_adaptive.core import StepOptions, TrainStep, wrapped_in
+from torchtune_adaptive.core import StepOptions, TrainStep
 from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
 from torchtune_adaptive.library.search import CheckedBatch
@@ -211,7 +212,6 @@ class _ModelTracer(StepTracer):
             fill(model, self.device)
             optimizer = checks.plain_optimizer(question.optimizer(model.parameters()))
             checks.require_trainable(model, optimizer)
-            checks.require_supported(model, self.ranks)
             step = TrainStep(
                 model=model,
                 objective=SummedLoss(partial(self._forward, question.forward, model), ()),
@@ -245,7 +245,7 @@ class _ModelTracer(StepTracer):
             raise UsageError(
                 f"build: returned a {type(model).__name__}, but must return the model."
             )
-        if wrapped_in(model) is not None:
+        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise UsageError(
                 "build: DistributedDataParallel cannot be traced. Use fully_shard, or plan for ranks=1 and "
                 "add the gradients once more, for its buckets."

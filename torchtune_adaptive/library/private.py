@@ -12,14 +12,8 @@ from torch import nn
 
 # Fake tensors have shapes, but no memory; dispatch modes see each operation; trees are nested arguments.
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-
-
-def has_communication_hook(wrapped: DistributedDataParallel) -> bool:
-    """Whether a hook was registered that communicates in place of DDP (torch 2.13)."""
-    return bool(getattr(wrapped, "_comm_hooks", None))
 
 
 def saved(node: Any, name: str, default: Any = None) -> Any:

@@ -17,7 +17,6 @@ from torchtune_adaptive.core import (
     Adjustment,
     Batch,
     Forward,
-    LossScale,
     NoiseSums,
     Ranks,
     Recovery,
@@ -114,7 +113,6 @@ class AdaptiveStep:
                 "measure_noise: not with a scaler, whose scale changes from step to step."
             )
         self.ranks = Ranks(timeout)
-        checks.require_supported(model, self.ranks)
         self.compiled = is_compiled(model) if compiled is None else compiled
         limit = None if memory_limit is None else amount_of_memory("memory_limit", memory_limit)
         device = checks.device_of(model)
@@ -128,7 +126,7 @@ class AdaptiveStep:
             options=StepOptions(
                 clip_grad_norm=max_grad_norm,
                 measure_noise=measure_noise,
-                loss_scale=None if scaler is None or not scaler.is_enabled() else LossScale(scaler),
+                scaler=scaler,
             ),
         )
         self._runner = StepRunner(

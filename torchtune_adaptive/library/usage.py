@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtune_adaptive.common import UsageError
-from torchtune_adaptive.core import Ranks, fsdp, wrapped_in
 from torchtune_adaptive.library import private
 from torchtune_adaptive.library.private import tree_leaves
 
@@ -47,89 +44,6 @@ def require_trainable(model: nn.Module, optimizer: Optimizer) -> None:
         raise UsageError(
             f"optimizer: {missing[0]} (and {len(missing) - 1} more) requires a gradient, but is not among "
             "its parameters. Add it, or call requires_grad_(False)."
-        )
-
-
-def require_supported(model: nn.Module, ranks: Ranks) -> None:
-    """Check that the model is spread over the ranks in a way in which none is left waiting."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise UsageError(
-            "model: FullyShardedDataParallel (FSDP1) cannot be reset after running out of memory. Use "
-            "torch.distributed.fsdp.fully_shard."
-        )
-    wrapped = wrapped_in(model)
-    if wrapped is not None:
-        _require_plain_replicas(model, wrapped, ranks)
-    elif roots := fsdp.roots(model):
-        _require_whole_mesh(model, roots, ranks)
-    elif any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise UsageError(f"model: {_TENSOR_PARALLEL}")
-    elif ranks.size > 1:
-        raise UsageError(
-            f"model: there are {ranks.size} ranks, but nothing reduces its gradients. Apply fully_shard, or "
-            "wrap it in DistributedDataParallel."
-        )
-
-
-_TENSOR_PARALLEL = (
-    "tensor and context parallelism are not supported: their layers launch collectives of their own, which "
-    "a rank that runs out of memory cannot complete. Use fully_shard over all ranks, on a mesh of one "
-    "dimension or of two (replicate, shard)."
-)
-
-
-def _require_plain_replicas(
-    model: nn.Module, wrapped: DistributedDataParallel, ranks: Ranks
-) -> None:
-    inside = {id(parameter) for parameter in wrapped.parameters()}
-    outside = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
-    problem = None
-    if outside:
-        problem = f"{outside[0]} is outside of it. Wrap the whole model"
-    elif wrapped.process_group.size() != ranks.size:
-        problem = f"its group has {wrapped.process_group.size()} of {ranks.size} ranks. Use all"
-    elif any(isinstance(parameter, DTensor) for parameter in wrapped.parameters()):
-        problem = "its parameters are sharded. Use fully_shard on a mesh of two dimensions (HSDP)"
-    elif wrapped.broadcast_buffers and ranks.size > 1 and any(True for _ in wrapped.buffers()):
-        problem = "it broadcasts buffers in each forward pass. Pass broadcast_buffers=False"
-    elif wrapped.mixed_precision is not None:
-        problem = "its mixed_precision is not supported. Use torch.autocast in forward"
-    elif private.has_communication_hook(wrapped):
-        problem = "a communication hook would be bypassed. Do not register any"
-    if problem:
-        raise UsageError(f"model: DistributedDataParallel: {problem}.")
-
-
-def _require_whole_mesh(model: nn.Module, roots: list[FSDPModule], ranks: Ranks) -> None:
-    if len(roots) > 1:
-        raise UsageError(
-            f"model: fully_shard was applied to {len(roots)} parts, but not to the whole, so there is no one "
-            "root that could be reset after running out of memory. Apply it to the model, too, at the end."
-        )
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
-            raise UsageError(
-                f"model: {name} is not sharded, so nothing reduces its gradient. Apply fully_shard to the "
-                "whole model, without ignored_params."
-            )
-        mesh, placements = parameter.device_mesh, parameter.placements
-        one = mesh.ndim == 1 and isinstance(placements[0], Shard)
-        two = mesh.ndim == 2 and isinstance(placements[0], Replicate)
-        if not one and not (two and isinstance(placements[1], Shard)):
-            raise UsageError(f"model: {name} is placed as {placements}: {_TENSOR_PARALLEL}")
-        if mesh.size() != ranks.size:
-            raise UsageError(
-                f"model: {name} is spread over {mesh.size()} of {ranks.size} ranks: {_TENSOR_PARALLEL}"
-            )
-        if two and mesh.size(1) == 1 and ranks.size > 1:
-            raise UsageError(
-                "model: the shard dimension of its mesh has one rank, so nothing is sharded. Use "
-                "DistributedDataParallel, or a mesh of one dimension."
-            )
-    if called := fsdp.changed_reduction(model):
-        raise UsageError(
-            f"model: {called} was called. A step sums the gradients of every micro-batch over all ranks and "
-            "divides them by its own weight. Do not call it."
         )
 
 

@@ -68,7 +68,7 @@ class Loader:
         """This rank's samples of an epoch, of which the first ``used`` rows have been used."""
         return EpochRows(self, self.order.epoch(epoch), used)
 
-    def bring(self, steps: Iterable[list[Portion]]) -> Iterator[MicroBatch]:
+    def bring(self, steps: Iterable[list[Portion]]) -> Iterator[tuple[MicroBatch, dict[str, Any]]]:
         """Load the samples of each portion as one micro-batch."""
         # Twice: once to fetch, ahead if there are workers, and once to say what has come.
         fetched, brought = tee(portion for portions in steps for portion in portions)
@@ -82,8 +82,7 @@ class Loader:
         )
         for portion, batch in zip(brought, loader, strict=True):
             self.micro_batches.finish(portion, batch)
-            sample_ids = () if portion.weightless else tuple(portion.sample_ids)
-            yield MicroBatch(sample_ids, batch)
+            yield MicroBatch.of(portion, batch), batch
 
     @staticmethod
     def leave_signals_to_the_run(_: int) -> None:
@@ -105,15 +104,22 @@ class EpochRows:
         self._sample_ids = sample_ids  # of all ranks
         self.used = used
         """Rows used so far, on each rank."""
+        self.computed: list[MicroBatch] = []
+        """The micro-batches of the last step, as far as they were asked for."""
         self._running: tuple[int, int, int] | None = None
         """The step that micro-batches are being loaded for, its rows and the size of its portions."""
 
-    def step(self, rows: int, size: int) -> Iterator[MicroBatch]:
+    def step(self, rows: int, size: int) -> Iterator[dict[str, Any]]:
         """The next ``rows`` samples on each rank, in portions of ``size``; the last may be smaller."""
         if self._running != (self.used, rows, size):
             self._micro_batches = self._loader.bring(self._steps(self.used, rows, size))
         self._running = (self.used + rows, rows, size)
-        return islice(self._micro_batches, len(self._portions(self.used, rows, size)))
+        self.computed = []
+        for micro_batch, batch in islice(
+            self._micro_batches, len(self._portions(self.used, rows, size))
+        ):
+            self.computed.append(micro_batch)
+            yield batch
 
     def advance(self, rows: int) -> None:
         """Go on to the next step."""

@@ -16,16 +16,8 @@ from torchtune_adaptive.core.sizes.split import Split
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Samples that one rank puts through one forward and backward."""
-
-    sample_ids: tuple[int, ...]
-    batch: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Portion:
-    """The samples of one micro-batch."""
+    """The samples of one micro-batch, before they are loaded."""
 
     sample_ids: list[int]
     weightless: bool = False
@@ -33,14 +25,23 @@ class Portion:
 
 
 @dataclass(frozen=True)
-class Computed:
-    """A micro-batch that has been computed: its samples, and the shape that they were padded to."""
+class MicroBatch:
+    """What is known of a micro-batch once it is loaded: its samples, and the shape they were padded to."""
 
     sample_ids: tuple[int, ...]
-    rows: int
     length: int
     tokens: int
     """Tokens, padding included."""
+
+    @classmethod
+    def of(cls, portion: Portion, batch: dict[str, Any]) -> MicroBatch:
+        tokens = batch["tokens"]
+        samples = () if portion.weightless else tuple(portion.sample_ids)
+        return cls(samples, tokens.shape[-1], tokens.numel())
+
+    @property
+    def rows(self) -> int:
+        return len(self.sample_ids)
 
 
 class MicroBatches(ABC):
@@ -72,12 +73,7 @@ class MicroBatches(ABC):
     def finish(self, portion: Portion, batch: dict[str, Any]) -> None:  # noqa: B027 - nothing to do
         """Change a collated batch in place: pad it, or take its weight away."""
 
-    def computed(self, micro_batch: MicroBatch) -> Computed:
-        """The facts that are kept of a micro-batch."""
-        samples, tokens = micro_batch.sample_ids, micro_batch.batch["tokens"]
-        return Computed(samples, len(samples), tokens.shape[-1], tokens.numel())
-
-    def metrics(self, computed: Sequence[Computed]) -> dict[str, float]:
+    def metrics(self, step: Sequence[MicroBatch]) -> dict[str, float]:
         """The numbers to log about a step."""
         return {}
 
@@ -179,9 +175,9 @@ class ByTokens(MicroBatches):
             batch["tokens"] = F.pad(batch["tokens"], (0, missing), value=self._padding_id)
             batch["labels"] = F.pad(batch["labels"], (0, missing), value=self._ignored)
 
-    def metrics(self, computed: Sequence[Computed]) -> dict[str, float]:
-        in_all = sum(each.rows * each.length for each in computed)
-        tokens = sum(self.row_lengths[sample] for each in computed for sample in each.sample_ids)
+    def metrics(self, step: Sequence[MicroBatch]) -> dict[str, float]:
+        in_all = sum(each.rows * each.length for each in step)
+        tokens = sum(self.row_lengths[sample] for each in step for sample in each.sample_ids)
         return {"padding_share": 1 - tokens / in_all}
 
     def state(self) -> list[list[int]]:

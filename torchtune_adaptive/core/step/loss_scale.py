@@ -20,6 +20,11 @@ class LossScale:
         self._scaler = scaler
         self.factor = float(scaler.get_scale())
 
+    @classmethod
+    def of(cls, scaler: GradScaler | None) -> LossScale | None:
+        """The scale of a scaler; None if there is none, or it is not enabled."""
+        return None if scaler is None or not scaler.is_enabled() else cls(scaler)
+
     def update(self, overflow: bool) -> None:
         """Adapt the scale after a step: lower it at once, raise it after a while without overflow."""
         state = self._scaler.state_dict()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from torchtune_adaptive.core.device.memory import DeviceMemory
@@ -55,15 +56,20 @@ class StepOptions:
     measure_noise: bool = False
     """Whether gradient noise is measured, by one more norm of each micro-batch's gradient. Not possible where
     optimizers step in backward: there the step's gradient is never complete."""
-    loss_scale: LossScale | None = None
-    """The scale of losses against underflow in float16. Not possible where optimizers step in backward."""
+    scaler: GradScaler | None = None
+    """The scaler of losses against underflow in float16, which is kept up to date. Not possible where
+    optimizers step in backward."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether this rank has been asked to stop; all ranks learn of it in the outcome."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TrainStep:
-    """Forward, backward, and the optimizer step of a model."""
+    """Forward, backward, and the optimizer step of a model.
+
+    Raises:
+        UsageError: the model is spread over the ranks in a way that is not supported.
+    """
 
     model: nn.Module
     """The model that is trained, sharded by FSDP2 or not."""
@@ -85,8 +91,9 @@ class TrainStep:
         self._reduction = reduction_of(model, ranks)
         measures_noise = options.measure_noise and not options.optimizer_in_backward
         self._noise = SmallBatches(device, self._reduction, measures_noise)
+        self._loss_scale = LossScale.of(options.scaler)
         self._scaling = gradients.Scaling(
-            self._reduction.averaged_over, options.clip_grad_norm, options.loss_scale
+            self._reduction.averaged_over, options.clip_grad_norm, self._loss_scale
         )
         self._collectives = Collectives(
             self._models, ranks, device, options.launched, self._noise.observer, options.survive
@@ -186,8 +193,8 @@ class TrainStep:
         assert loss is not None
         if self._agreed is not None and not self._agreed.lost:
             loss = loss * self._scaling.to_mean(self._agreed.weight)
-        if self.options.loss_scale is not None:
-            loss = loss * self.options.loss_scale.factor
+        if self._loss_scale is not None:
+            loss = loss * self._loss_scale.factor
         with self._reduction.apart():
             loss.backward()
 
@@ -249,7 +256,7 @@ class TrainStep:
         outcome = self._agree(self._reduced())
         if outcome.lost:
             return outcome
-        scale = self.options.loss_scale
+        scale = self._loss_scale
         factor = self._scaling.factor(outcome.weight, outcome.gradient_norm)  # before it changes
         if scale is not None and not even_if_overflow:
             scale.update(outcome.overflow)

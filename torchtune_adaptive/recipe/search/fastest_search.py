@@ -200,12 +200,13 @@ class _Trials:
         """Seconds of some steps of the run's first samples, after one that is not counted."""
         self.prober.step.switch(choice)
         size, ranks, data = self._split(choice).micro_batch, self.prober.ranks, self.rows.data
-        step = list(self.rows.first_step(ranks, ByRows("divisor"), size))
         if not self.tokens:
-            samples = [sample for each in step for sample in each.sample_ids]
+            samples = self.rows.order.epoch(0)[ranks.rank :: ranks.size][
+                : self.rows.configured.rows
+            ]
             mine = sum(data.rows.length(data.dataset[sample]) for sample in samples)
             self.tokens = sum(ranks.gather(mine))
-        batches = _Fresh([each.batch for each in step])
+        batches = _Fresh([*self.rows.first_step(ranks, ByRows("divisor"), size)])
         return self._probe.timed("to time it", batches, steps, warm_up=1)
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from torchtune_adaptive.core import (
+    Batch,
     Generators,
     Loader,
-    MicroBatch,
     MicroBatches,
     Probe,
     Ranks,
@@ -49,9 +49,7 @@ class RowsToTry:
     lengths: RowLengths
     validation: ValidationRows | None = None
 
-    def first_step(
-        self, ranks: Ranks, micro_batches: MicroBatches, size: int
-    ) -> Iterator[MicroBatch]:
+    def first_step(self, ranks: Ranks, micro_batches: MicroBatches, size: int) -> Iterator[Batch]:
         """A rank's rows of the first step, in micro-batches of a size."""
         data, order = self.data, self.order
         loader = Loader(data.dataset, data.collate, order, ranks.rank, ranks.size, micro_batches)

@@ -256,7 +256,7 @@ def _speeds(
 
     def measured(what: str, micro_batches: MicroBatches) -> float | None:
         step = rows.first_step(prober.ranks, micro_batches, micro_batches.full_size(split))
-        seconds = probe.timed(what, [micro_batch.batch for micro_batch in step])
+        seconds = probe.timed(what, [*step])
         return tokens / seconds[0] if seconds else None
 
     return best_throughputs(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -13,9 +12,7 @@ from torchtune_adaptive.common import OutOfMemoryElsewhere
 from torchtune_adaptive.core import (
     Adjustment,
     Batch,
-    Computed,
     DeviceMemory,
-    EpochRows,
     Generators,
     Loader,
     Recovery,
@@ -75,8 +72,6 @@ class TrainingLoop:
     global_step: int = field(init=False, default=0)
     samples: int = field(init=False, default=0)
     """Samples used since the run began, over all ranks."""
-    computed: list[Computed] = field(init=False, default_factory=list)
-    """The micro-batches of the last step."""
     summary: Summary | None = field(init=False, default=None)
     """Summary of the steps, once they are done; None if there were none."""
 
@@ -109,7 +104,7 @@ class TrainingLoop:
 
     def _epoch(self, epoch: int, used: int) -> None:
         adaptation, epochs = self.adaptation, self.adaptation.epochs
-        rows = self.loader.epoch(epoch, used)
+        self._rows = rows = self.loader.epoch(epoch, used)
         if used == 0:
             # torchtune's loader draws one number from the run's generator in each epoch. So that dropout
             # sees the same numbers here as there, one is drawn.
@@ -120,9 +115,9 @@ class TrainingLoop:
             epoch, self.progress.total_epochs, epochs.base_steps, epochs.position(0, used)
         )
         number = 0
-        while self._is_room_for_a_step(epoch, rows):
+        while self._is_room_for_a_step(epoch):
             self.profiling.before_step(epoch, number)
-            outcome = self._step(epoch, rows)
+            outcome = self._step(epoch)
             done, speed = epochs.position(0, rows.used), self.metrics.tokens_per_second
             display.step(done, self.global_step, outcome.loss, speed)
             self.profiling.after_step(epoch, number)
@@ -141,28 +136,27 @@ class TrainingLoop:
             log.info(f"Epoch {epoch}: leaving out {left} rows per rank, too few for a step.")
         adaptation.learning_rate.move_to(epochs.position(epoch, epochs.rows))
 
-    def _is_room_for_a_step(self, epoch: int, rows: EpochRows) -> bool:
+    def _is_room_for_a_step(self, epoch: int) -> bool:
         """Whether the epoch has rows for a step of the size that the schedule wants."""
-        adaptation = self.adaptation
-        if adaptation.before_step(epoch, rows.used, self.samples, self.global_step + 1):
+        adaptation, used = self.adaptation, self._rows.used
+        if adaptation.before_step(epoch, used, self.samples, self.global_step + 1):
             self._begin_batch()
-        return rows.used + adaptation.split.rows <= adaptation.epochs.rows
+        return used + adaptation.split.rows <= adaptation.epochs.rows
 
     def _begin_batch(self) -> None:
         """Use the batch as it is now from the next step on."""
         split = self.adaptation.split
         self.runner.begin(self.loader.micro_batches.full_size(split), self.recovery(split))
 
-    def _step(self, epoch: int, rows: EpochRows) -> StepDone:
-        adaptation, split = self.adaptation, self.adaptation.split
+    def _step(self, epoch: int) -> StepDone:
+        adaptation, split, rows = self.adaptation, self.adaptation.split, self._rows
         self.before_step(self.global_step + 1)
-        micro_batches = partial(self._micro_batches, rows)
-        outcome = self.runner.run(micro_batches, self.global_step + 1, self._adjusted)
+        outcome = self.runner.run(self._micro_batches, self.global_step + 1, self._adjusted)
         rows.advance(split.rows)
         self.global_step += 1
         self.samples += split.global_batch
         adaptation.after_step(epoch, rows.used, outcome)
-        more = self.loader.micro_batches.metrics(self.computed)
+        more = self.loader.micro_batches.metrics(rows.computed)
         if self.runner.recovery is not None:
             more["retried_steps"] = self.runner.retried_steps
             more["alloc_retries"] = self.runner.allocation_retries
@@ -174,20 +168,17 @@ class TrainingLoop:
             split,
             outcome,
             adaptation.learning_rate.now,
-            self.computed,
+            rows.computed,
             more,
         )
         return outcome
 
-    def _micro_batches(self, rows: EpochRows, size: int) -> Iterator[Batch]:
+    def _micro_batches(self, size: int) -> Iterator[Batch]:
         """The micro-batches of the next step, on this rank."""
-        divided = self.loader.micro_batches
-        phase = f"step {self.global_step + 1} in micro-batches of {size} {divided.unit}"
+        unit = self.loader.micro_batches.unit
+        phase = f"step {self.global_step + 1} in micro-batches of {size} {unit}"
         self.watchdog.enter(phase, self.step_timeout)
-        self.computed = []
-        for micro_batch in rows.step(self.adaptation.split.rows, size):
-            self.computed.append(divided.computed(micro_batch))
-            yield micro_batch.batch
+        return self._rows.step(self.adaptation.split.rows, size)
 
     def _adjusted(self, adjustment: Adjustment) -> None:
         """Put on record what is done about memory."""

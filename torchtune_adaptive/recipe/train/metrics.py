@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torchtune import training
 
 from torchtune_adaptive.common import bytes_of, counted, duration
-from torchtune_adaptive.core import Computed, DeviceMemory, Ranks, Split, StepDone
+from torchtune_adaptive.core import DeviceMemory, MicroBatch, Ranks, Split, StepDone
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.train.instruments import History, Point
 
@@ -153,7 +153,7 @@ class Metrics:
         split: Split,
         outcome: StepDone,
         lr: float,
-        micro_batches: Sequence[Computed],
+        micro_batches: Sequence[MicroBatch],
         more: dict[str, float],
     ) -> None:
         """Record a step, as it was meant to be (``split``) and as it was on this rank (``micro_batches``).
@@ -190,7 +190,7 @@ class Metrics:
             self._logging.logger.log_dict(record, step=number)
         self.start_step()
 
-    def _tokens(self, outcome: StepDone, micro_batches: Sequence[Computed]) -> float:
+    def _tokens(self, outcome: StepDone, micro_batches: Sequence[MicroBatch]) -> float:
         """Tokens of a step on each rank, as torchtune's recipes count them: those predicted or, where
         the loss is no mean over tokens, all of them with padding."""
         if self._counts_tokens:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.data import DataLoader
 
-from torchtune_adaptive.core import Generators, Loader, StepOutcome, TrainStep, Watchdog
+from torchtune_adaptive.core import Batch, Generators, Loader, TrainStep, Watchdog
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.train.events import Events
 
@@ -76,7 +76,9 @@ class Validation:
             weight, used = 0, 0
             sums: dict[str, float] = defaultdict(float)
             while used < self._rows_per_rank:
-                for outcome in self._outcomes(used):
+                for batch, counts in self._micro_batches(used):
+                    self.watchdog.tick()
+                    outcome = self.step.evaluate(batch, counts=counts)
                     if outcome.lost:
                         break
                     if outcome.stop:
@@ -106,8 +108,8 @@ class Validation:
     def _rows_per_rank(self) -> int:
         return -(-len(self.data.dataset) // self.ranks)
 
-    def _outcomes(self, used: int) -> Iterator[StepOutcome]:
-        """Evaluates micro-batches, after this many rows on each rank."""
+    def _micro_batches(self, used: int) -> Iterator[tuple[Batch, bool]]:
+        """Micro-batches after this many rows on each rank, each with whether it counts."""
         mine = range(self.rank, len(self.data.dataset), self.ranks)
         portions = [mine[at : at + self.size] for at in range(used, self._rows_per_rank, self.size)]
         loader = DataLoader(
@@ -119,8 +121,7 @@ class Validation:
             worker_init_fn=Loader.leave_signals_to_the_run if self.workers else None,
         )
         for portion, batch in zip(portions, loader, strict=True):
-            self.watchdog.tick()
-            yield self.step.evaluate(batch, counts=len(portion) > 0)
+            yield batch, len(portion) > 0
 
     def _shrink(self, where: str, number: int) -> bool:
         """Use smaller micro-batches; False, and validation is given up this time, if there are none."""
