@@ -39,7 +39,7 @@ from torchtune_adaptive.recipe.plan.pace import pace_for
 from torchtune_adaptive.recipe.plan.predict import Prediction, Query, predict
 from torchtune_adaptive.recipe.plan.request import PlanRequest, plan_request
 from torchtune_adaptive.recipe.registry import find_config
-from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.kind_table import kind_of
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import initialize_ropes
 from torchtune_adaptive.recipe.setup.model_switches import build_switches

@@ -21,7 +21,7 @@ from tests.recipe.test_launched_runs import BIN, QUICK
 from torchtune_adaptive.cli import plan_command
 from torchtune_adaptive.recipe.registry import RECIPES, load_config
 from torchtune_adaptive.recipe.settings.checks import check
-from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.kind_table import kind_of
 
 pytestmark = pytest.mark.runs
 

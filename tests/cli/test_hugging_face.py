@@ -14,7 +14,7 @@ from torchtune import config
 from torchtune_adaptive.cli.hugging_face import METHODS, config_for
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.recipe.plan.request import plan_request
-from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.kind_table import kind_of
 
 
 def about(

@@ -38,9 +38,9 @@ from torchtune_adaptive.planner.memory.peak import Peak
 from torchtune_adaptive.planner.speed.speed import Speed
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
-from torchtune_adaptive.recipe.plan.candidates import Candidate
 from torchtune_adaptive.recipe.plan.limits import LengthLimits
 from torchtune_adaptive.recipe.plan.predict import OnDevice, Prediction
+from torchtune_adaptive.recipe.plan.ranking import Candidate
 from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import find_config, load_config, with_overrides
 from torchtune_adaptive.recipe.settings.knob_table import Change

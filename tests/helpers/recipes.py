@@ -19,7 +19,7 @@ from torchtune import training
 
 from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.registry import find_config
-from torchtune_adaptive.recipe.settings.kinds import KINDS
+from torchtune_adaptive.recipe.settings.kind_table import KINDS
 
 RECORDS: list[dict[str, float]] = []
 """What the recipe of this process has logged, step by step."""

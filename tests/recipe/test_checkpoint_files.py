@@ -24,7 +24,7 @@ from torchtune_adaptive.recipe.checkpoints.folder import (
     require_output_folder,
 )
 from torchtune_adaptive.recipe.checkpoints.resume_from import Source, named_source, newest_source
-from torchtune_adaptive.recipe.settings.kinds import KINDS
+from torchtune_adaptive.recipe.settings.kind_table import KINDS
 
 WEIGHTS = "model-00001-of-00001.safetensors"
 

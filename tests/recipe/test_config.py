@@ -27,7 +27,7 @@ from torchtune_adaptive.recipe.settings.adaptive import (
     top_level_keys,
 )
 from torchtune_adaptive.recipe.settings.checks import check
-from torchtune_adaptive.recipe.settings.kinds import KINDS, KNOWN_KEYS, kind_of, unused_keys
+from torchtune_adaptive.recipe.settings.kind_table import KINDS, KNOWN_KEYS, kind_of, unused_keys
 from torchtune_adaptive.recipe.settings.rules import rule_of
 from torchtune_adaptive.recipe.settings.torchtune_keys import _MUST_BE_GIVEN, _REQUIRED
 

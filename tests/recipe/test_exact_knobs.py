@@ -23,7 +23,7 @@ from torchtune_adaptive.core.step.knobs import CHECKPOINT, RECOMPUTE_LOSS, RESHA
 from torchtune_adaptive.core.step.snapshot import Snapshot
 from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
-from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.kind_table import kind_of
 from torchtune_adaptive.recipe.settings.knob_table import SHARDED_LAYERS, choices
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model_switches import build_switches

@@ -17,7 +17,8 @@ from torchtune_adaptive.common.document import as_text
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, CHUNKED, LOSS, MICRO_BATCH
 from torchtune_adaptive.planner.workers import processes
-from torchtune_adaptive.recipe.plan.candidates import (
+from torchtune_adaptive.recipe.plan.predict import Query, predict
+from torchtune_adaptive.recipe.plan.ranking import (
     Candidate,
     chosen,
     merged,
@@ -26,7 +27,6 @@ from torchtune_adaptive.recipe.plan.candidates import (
     steps_with,
     traced_until_one_fits,
 )
-from torchtune_adaptive.recipe.plan.predict import Query, predict
 from torchtune_adaptive.recipe.plan.request import PlanRequest, plan_request
 from torchtune_adaptive.recipe.registry import load_config, with_overrides
 from torchtune_adaptive.recipe.settings.knob_table import WHOLE, choices

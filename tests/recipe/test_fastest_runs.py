@@ -16,7 +16,7 @@ from tests.helpers.recipes import run_ours, tiny_config
 from torchtune_adaptive.core.step.knobs import CHECKPOINT
 from torchtune_adaptive.recipe.plan import background
 from torchtune_adaptive.recipe.registry import with_overrides
-from torchtune_adaptive.recipe.settings.kinds import FOUND
+from torchtune_adaptive.recipe.settings.kind_table import FOUND
 
 pytestmark = pytest.mark.runs
 

@@ -29,7 +29,7 @@ from tests.helpers.runs import (
 from torchtune_adaptive.common.errors import BatchIncreaseError, ConfigError
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.settings.checks import check
-from torchtune_adaptive.recipe.settings.kinds import KINDS
+from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.train.growth import batch_increase
 
 pytestmark = pytest.mark.runs

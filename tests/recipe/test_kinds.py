@@ -19,7 +19,7 @@ from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.kinds.preference import Pairs, Preference
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
 from torchtune_adaptive.recipe.registry import find_config, our_configs
-from torchtune_adaptive.recipe.settings.kinds import KINDS, kind_of
+from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of
 from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
 
 RECIPES = Path(__file__).parents[2] / "recipes"

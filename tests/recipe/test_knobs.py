@@ -20,7 +20,7 @@ from torchtune_adaptive.core.step.knobs import (
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check
-from torchtune_adaptive.recipe.settings.kinds import KINDS, kind_of
+from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of
 from torchtune_adaptive.recipe.settings.knob_table import (
     ACCUMULATION,
     KNOBS,

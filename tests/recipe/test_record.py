@@ -27,7 +27,7 @@ from torchtune_adaptive.recipe.record import CONFIG_NAME, REPORT_NAME, Record
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport, LengthTrial, Throughput
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
 from torchtune_adaptive.recipe.settings.checks import check
-from torchtune_adaptive.recipe.settings.kinds import FOUND, KINDS
+from torchtune_adaptive.recipe.settings.kind_table import FOUND, KINDS
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME, Events
 from torchtune_adaptive.recipe.train.instruments import History, Point

@@ -22,7 +22,7 @@ from torchtune_adaptive.recipe.registry import (
     register,
     torchtune_configs,
 )
-from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.kind_table import kind_of
 
 
 def test_a_name_a_path_and_torchtunes_names_are_found(tmp_path: Path) -> None:

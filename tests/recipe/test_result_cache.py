@@ -31,7 +31,7 @@ from torchtune_adaptive.recipe.settings.adaptive import (
     top_level_keys,
 )
 from torchtune_adaptive.recipe.settings.fingerprint import search_facts, step_facts
-from torchtune_adaptive.recipe.settings.kinds import KNOWN_KEYS
+from torchtune_adaptive.recipe.settings.kind_table import KNOWN_KEYS
 
 FACTS = {"model": {"layers": 2}, "row_length": 128}
 

@@ -14,7 +14,7 @@ from tests.helpers.recipes import tiny_config
 from tests.helpers.runs import RESUME, Records, assert_same_weights
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.recipe.settings.checks import check
-from torchtune_adaptive.recipe.settings.kinds import KINDS
+from torchtune_adaptive.recipe.settings.kind_table import KINDS
 
 pytestmark = pytest.mark.runs
 

@@ -13,13 +13,6 @@ from torchtune_adaptive.common.lazy import interface
 if TYPE_CHECKING:
     from torchtune_adaptive.recipe import launch
     from torchtune_adaptive.recipe.adaptive_recipe import AdaptiveRecipe
-    from torchtune_adaptive.recipe.plan.candidates import (
-        Candidate,
-        chosen,
-        merged,
-        other_builds,
-        rank_candidates,
-    )
     from torchtune_adaptive.recipe.plan.limits import (
         TOKENS,
         LengthLimits,
@@ -27,6 +20,13 @@ if TYPE_CHECKING:
         largest_adapter_rank,
     )
     from torchtune_adaptive.recipe.plan.predict import OnDevice, Prediction, Query, compare, predict
+    from torchtune_adaptive.recipe.plan.ranking import (
+        Candidate,
+        chosen,
+        merged,
+        other_builds,
+        rank_candidates,
+    )
     from torchtune_adaptive.recipe.plan.request import HERE, PlanRequest, on_devices, plan_request
     from torchtune_adaptive.recipe.registry import (
         RECIPES,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.recipe.settings.adaptive import BLOCK
     from torchtune_adaptive.recipe.settings.checks import check
-    from torchtune_adaptive.recipe.settings.kinds import kind_of
+    from torchtune_adaptive.recipe.settings.kind_table import kind_of
     from torchtune_adaptive.recipe.settings.knob_table import (
         ACCUMULATION,
         FUSED,

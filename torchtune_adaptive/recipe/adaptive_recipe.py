@@ -24,7 +24,7 @@ class AdaptiveRecipe(FTRecipeInterface):
     """
 
     kind: ClassVar[str]
-    """One of ``recipe.settings.kinds.KINDS``."""
+    """One of ``recipe.settings.kind_table.KINDS``."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self.run = Run(cfg, self.kind)

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.private import component_at, recipe_registry
-from torchtune_adaptive.recipe.settings.kinds import KINDS
+from torchtune_adaptive.recipe.settings.kind_table import KINDS
 
 _PACKAGE = Path(__file__).parents[1]
 

@@ -41,7 +41,7 @@ from torchtune_adaptive.recipe.record import Record
 from torchtune_adaptive.recipe.search.decide import DecidedBatch, decide_batch
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry, ValidationRows
 from torchtune_adaptive.recipe.settings.checks import check
-from torchtune_adaptive.recipe.settings.kinds import KINDS
+from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.setup.environment import start_environment
 from torchtune_adaptive.recipe.setup.model import Model
@@ -70,7 +70,7 @@ class Run:
 
     Args:
         cfg: the config, with what the command line changed.
-        kind: the kind of recipe, one of ``recipe.settings.kinds.KINDS``.
+        kind: the kind of recipe, one of ``recipe.settings.kind_table.KINDS``.
 
     Raises:
         ConfigError: a setting cannot work; nothing has been built yet.

@@ -42,7 +42,7 @@ from torchtune_adaptive.recipe.checkpoints.asynchronous import (
 from torchtune_adaptive.recipe.checkpoints.folder import STATE, CheckpointFolder
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.checkpoints.resume_from import Source, named_source, newest_source
-from torchtune_adaptive.recipe.settings.kinds import Kind
+from torchtune_adaptive.recipe.settings.kind_table import Kind
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, ListConfig
 
 from torchtune_adaptive.common import CheckpointError, Damaged, durable
 from torchtune_adaptive.recipe.checkpoints.folder import STATE, CheckpointFolder, checkpoint_of
-from torchtune_adaptive.recipe.settings.kinds import Kind
+from torchtune_adaptive.recipe.settings.kind_table import Kind
 
 log = logging.getLogger(__name__)
 

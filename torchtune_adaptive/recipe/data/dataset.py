@@ -11,7 +11,7 @@ from torchtune.datasets import ConcatDataset
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.recipe.data.rows import TOKEN_ROWS, Collate, Row, Rows
-from torchtune_adaptive.recipe.settings.kinds import is_packed
+from torchtune_adaptive.recipe.settings.kind_table import is_packed
 
 
 @dataclass(frozen=True)

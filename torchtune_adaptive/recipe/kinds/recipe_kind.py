@@ -15,7 +15,7 @@ from torch import nn
 from torchtune_adaptive.core import NextTokenPrediction, Objective
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.data.rows import Rows, TokenRows
-from torchtune_adaptive.recipe.settings.kinds import Kind, is_packed
+from torchtune_adaptive.recipe.settings.kind_table import Kind, is_packed
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import AS_IT_IS, Model, announce, frozen_model, load_full
 from torchtune_adaptive.recipe.setup.offloading import Offloading

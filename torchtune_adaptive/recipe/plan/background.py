@@ -17,12 +17,12 @@ from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, Usage
 from torchtune_adaptive.planner import TracedRun, Worker
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations, SpeedCalibration
-from torchtune_adaptive.recipe.plan.candidates import rank_candidates
 from torchtune_adaptive.recipe.plan.pace import pace_for
+from torchtune_adaptive.recipe.plan.ranking import rank_candidates
 from torchtune_adaptive.recipe.plan.request import device_for, plan_request, row_length
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check
-from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.kind_table import kind_of
 from torchtune_adaptive.recipe.settings.knob_table import (
     ACCUMULATION,
     configured_accumulation,

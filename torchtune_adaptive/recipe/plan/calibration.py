@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.common import Cache, cache_folder, libraries
 from torchtune_adaptive.recipe.settings.fingerprint import allocator_facts
-from torchtune_adaptive.recipe.settings.kinds import is_packed, is_quantized
+from torchtune_adaptive.recipe.settings.kind_table import is_packed, is_quantized
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.planner import Pace, Speeds
 from torchtune_adaptive.recipe.plan.calibration import Calibrations, SpeedCalibration
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
-from torchtune_adaptive.recipe.settings.kinds import is_packed, is_quantized
+from torchtune_adaptive.recipe.settings.kind_table import is_packed, is_quantized
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

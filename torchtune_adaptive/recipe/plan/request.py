@@ -19,7 +19,7 @@ from torchtune_adaptive.recipe.plan.pace import pace_for
 from torchtune_adaptive.recipe.plan.predict import Query
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
-from torchtune_adaptive.recipe.settings.kinds import has_images, is_packed, kind_of
+from torchtune_adaptive.recipe.settings.kind_table import has_images, is_packed, kind_of
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 
 ASSUMED_LENGTH = 2048

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
-from torchtune_adaptive.recipe.settings.kinds import (
+from torchtune_adaptive.recipe.settings.kind_table import (
     Kind,
     has_images,
     is_packed,

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.common import libraries
 from torchtune_adaptive.core import knobs
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings, top_level_keys
-from torchtune_adaptive.recipe.settings.kinds import FOUND, FROZEN_CHECKPOINTERS, KNOWN_KEYS
+from torchtune_adaptive.recipe.settings.kind_table import FOUND, FROZEN_CHECKPOINTERS, KNOWN_KEYS
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 
 # What cannot change the memory of a step, and why.

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.core import Choice, Split, knobs
-from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.kind_table import kind_of
 
 Effect = Literal["exact", "rounding", "named"]
 Config = DictConfig | Mapping[str, Any]

@@ -25,7 +25,7 @@ from torchtune_adaptive.planner import (
     peak,
 )
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind, recipe_kind
-from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.kind_table import kind_of
 from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model_switches import build_switches

@@ -15,7 +15,7 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune_adaptive.core import Batch, Choice, Objective, StepOptions, TrainStep
 from torchtune_adaptive.planner import RecordedStep, StepTracer, fill
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
-from torchtune_adaptive.recipe.settings.kinds import kind_of
+from torchtune_adaptive.recipe.settings.kind_table import kind_of
 from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import initialize_ropes, parameters_by_name

@@ -20,7 +20,7 @@ from torchtune_adaptive.common import (
 from torchtune_adaptive.core import Choice
 from torchtune_adaptive.planner import RecordedStep, StartUp, TracedRun
 from torchtune_adaptive.recipe.settings.fingerprint import step_facts
-from torchtune_adaptive.recipe.settings.kinds import FROZEN_MODELS, MORE_BLOCKS, is_packed
+from torchtune_adaptive.recipe.settings.kind_table import FROZEN_MODELS, MORE_BLOCKS, is_packed
 from torchtune_adaptive.recipe.settings.knob_table import (
     ACCUMULATION,
     configured_accumulation,
