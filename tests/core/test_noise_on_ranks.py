@@ -133,6 +133,7 @@ def measuring_changes_nothing() -> list[bool]:
     return [same_bits(train(False, each), train(True, each)) for each in settings]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_measuring_changes_no_bit(ranks: int) -> None:
     assert run_ranks(measuring_changes_nothing, ranks) == [[True] * 3] * ranks

@@ -99,7 +99,7 @@ def test_compiled_by_inductor(way: str, sample: Sample) -> None:
         assert count["wrong"] == 0
 
 
-@pytest.mark.rotating(9)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize("recording", [False, True], ids=["recorded", "while recording"])
 @pytest.mark.parametrize(("way", "ranks", "settings"), WAYS.values(), ids=WAYS)
 def test_memory_runs_out_at_every_operation(
@@ -112,6 +112,7 @@ def test_memory_runs_out_at_every_operation(
         assert count["wrong"] == 0
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("recording", [False, True], ids=["recorded", "while recording"])
 @pytest.mark.parametrize(("way", "ranks"), [("fsdp", 2), ("hsdp", 4)])
 def test_memory_runs_out_before_and_after_the_launch_of_each_collective(
@@ -178,6 +179,7 @@ def search_and_train(way: str, compiled: str | None) -> list[Any]:
     return [int(size), [trial.fits for trial in size.trials], outcomes[1].retried]
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("way", "ranks", "compiled"),
     [

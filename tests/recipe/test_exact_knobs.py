@@ -126,7 +126,7 @@ def different_choices(
     return tried, different
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.rotating
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_no_bit_depends_on_an_exact_knob(kind: str, ranks: int, exhaustive: bool) -> None:
@@ -137,6 +137,7 @@ def test_no_bit_depends_on_an_exact_knob(kind: str, ranks: int, exhaustive: bool
     assert [different for _, different in found] == [[]] * ranks
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_nor_where_the_last_projection_is_sharded_apart(kind: str, exhaustive: bool) -> None:
     apart = {SHARDED_LAYERS: ["tok_embeddings", "output"]}
@@ -243,6 +244,7 @@ def fail_at_allocations(choices: list[Choice], sample: Sample) -> tuple[int, lis
     return lost, wrong[:9]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_stays_of_a_step_that_runs_out_of_memory(ranks: int, sample: Sample) -> None:
     """With each exact choice, at a sample of allocations: of operations, and of what FSDP resizes."""

@@ -116,7 +116,7 @@ def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:
     assert "tok_embeddings.weight" in checkpointer.load_checkpoint()["model"]
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.rotating
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_without_launcher_flags(recipe: str, tmp_path: Path) -> None:
     said = launch_forked(

@@ -102,6 +102,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.parametrize(("ranks", "settings"), KINDS.values(), ids=KINDS)
 def test_training_is_the_same_with_validation_and_without(
     ranks: int, settings: dict[str, Any]

@@ -219,7 +219,7 @@ class _ModelTracer(StepTracer):
                 device=self.device,
                 memory=self.memory,
                 ranks=self.ranks,
-                options=StepOptions(survive=False, clip_grad_norm=question.max_grad_norm),
+                options=StepOptions(clip_grad_norm=question.max_grad_norm),
             )
         self.begin(step, [model])
 

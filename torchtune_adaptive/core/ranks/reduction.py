@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.core.ranks.supported import require_supported, wrapped_in
+from torchtune_adaptive.core.ranks.supported import wrapped_in
 
 
 class Reduction:
@@ -92,11 +92,5 @@ class Replicas(Reduction):
 
 
 def reduction_of(model: nn.Module, ranks: Ranks) -> Reduction:
-    """The way in which this model's gradients are reduced.
-
-    Raises:
-        UsageError: there is none, or none that a rank which runs out of memory could leave.
-    """
-    require_supported(model, ranks)
     wrapped = wrapped_in(model)
     return Reduction(ranks.size) if wrapped is None else Replicas(wrapped, ranks)

@@ -1,4 +1,4 @@
-"""The ways of spreading a model over ranks that a step can reduce gradients of, and reset."""
+"""The ways of spreading a model over ranks with which a step can survive running out of memory."""
 
 from __future__ import annotations
 

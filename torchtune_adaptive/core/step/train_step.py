@@ -27,6 +27,7 @@ from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.collectives import Collectives
 from torchtune_adaptive.core.ranks.reduction import reduction_of
+from torchtune_adaptive.core.ranks.supported import require_supported
 from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import Exchange, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import Failures, StepHalfApplied
@@ -68,7 +69,7 @@ class TrainStep:
     """Forward, backward, and the optimizer step of a model.
 
     Raises:
-        UsageError: the model is spread over the ranks in a way that is not supported.
+        UsageError: steps are to survive, and cannot with a model that is spread over the ranks in this way.
     """
 
     model: nn.Module
@@ -88,6 +89,8 @@ class TrainStep:
         self._models = (model, *objective.frozen)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._activations = options.activations()
+        if options.survive:
+            require_supported(model, ranks)
         self._reduction = reduction_of(model, ranks)
         measures_noise = options.measure_noise and not options.optimizer_in_backward
         self._noise = SmallBatches(device, self._reduction, measures_noise)
