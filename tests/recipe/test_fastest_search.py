@@ -101,12 +101,18 @@ def step_of(run: Run) -> TrainStep:
     return run[0].step
 
 
-def every_choice(run: Run, timed: bool = True) -> dict[Choice, tuple[int, float]]:
-    """Peak and, if they are timed, seconds of each."""
+def every_choice(
+    run: Run, timed: bool = True, of_size: int | None = None
+) -> dict[Choice, tuple[int, float]]:
+    """Peak and, if they are timed, seconds of each, or of each with this micro-batch."""
     found = {}
     prober, rows = run
     worst = prober.worst_case(rows.data, rows.lengths, LENGTH)
-    choices = possible_choices(prober)
+    choices = [
+        choice
+        for choice in possible_choices(prober)
+        if choice[MICRO_BATCH] == of_size or not of_size
+    ]
     with _Trials(prober, rows, worst, choices[:1]) as trials:
         for choice in choices:
             assert trials.fits(choice)
@@ -201,9 +207,8 @@ def in_too_little_memory(may_change: str) -> str:
     cfg = config_of("full", "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
     memory = TimedMemory(1 << 40)
     run, _ = run_of(cfg, memory, may_change=may_change)
-    table = every_choice(run, timed=False)
-    whole = [peak for choice, (peak, _) in table.items() if choice[MICRO_BATCH] == ROWS]
-    memory.limit = min(whole) - 1
+    whole = every_choice(run, timed=False, of_size=ROWS)
+    memory.limit = min(peak for peak, _ in whole.values()) - 1
     try:
         return str(find_fastest(*run).chosen[MICRO_BATCH])
     except ConfigError as error:
