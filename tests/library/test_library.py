@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,39 +56,6 @@ def test_names_and_signatures_are_what_was_promised() -> None:
             for parameter in signature.parameters.values()
         ]
         assert str(inspect.Signature(bare)) == promised, name
-
-
-_WITHOUT_TORCHTUNE = """
-import sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torchtune", "torchao"):
-            raise ImportError(f"{name} is blocked")
-
-sys.meta_path.insert(0, Blocked())
-import torchtune_adaptive
-assert "torch" not in sys.modules, "quick commands must not wait for torch"
-for name in torchtune_adaptive.__all__:
-    getattr(torchtune_adaptive, name)
-from tests.helpers.library import Trained, collate, rows_of
-from torchtune_adaptive import find_batch_size, steps_of
-run = Trained("alone", memory_limit="1MiB", measure_noise=True)
-size = find_batch_size(run.step, lambda rows: collate(rows_of(rows)), ceiling=8)
-assert size == 8
-for rows in steps_of(rows_of(32), 16):
-    assert run.step(rows, collate, size).noise is not None
-"""
-
-
-def test_it_needs_neither_torchtune_nor_torchao() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _WITHOUT_TORCHTUNE],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def summed(model: nn.Module) -> Callable[[Any], Any]:

@@ -142,18 +142,32 @@ def compare_plan(ranks: int, accumulation: int, forward: Any) -> None:
     assert found.parts["parameters"] > 0 and found.parts["activations"] > 0
 
 
-def test_it_needs_neither_torchtune_nor_torchao(tmp_path: Path) -> None:
+_WITHOUT_TORCHTUNE = """
+import sys
+import torchtune_adaptive
+assert "torch" not in sys.modules, "quick commands must not wait for torch"
+for name in torchtune_adaptive.__all__:
+    getattr(torchtune_adaptive, name)
+from tests.helpers.library import Trained, collate, rows_of
+from tests.library.test_library_plan import planned
+from torchtune_adaptive import find_batch_size, steps_of
+run = Trained("alone", memory_limit="1MiB", measure_noise=True)
+size = find_batch_size(run.step, lambda rows: collate(rows_of(rows)), ceiling=8)
+assert size == 8
+for rows in steps_of(rows_of(32), 16):
+    assert run.step(rows, collate, size).noise is not None
+assert planned().largest > 100
+import torchtune
+"""
+
+
+def test_the_library_needs_neither_torchtune_nor_torchao(tmp_path: Path) -> None:
     """Not in the process that traces, either, which inherits where modules are looked for."""
     for name in ("torchtune", "torchao"):
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is blocked')\n")
-    command = (
-        "from tests.library.test_library_plan import planned\n"
-        "assert planned().largest > 100\n"
-        "import torchtune\n"
-    )
     paths = [str(tmp_path), *sys.path]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", command],
+        [sys.executable, "-W", "ignore", "-c", _WITHOUT_TORCHTUNE],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,

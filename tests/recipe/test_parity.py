@@ -77,7 +77,7 @@ ONE_OR_THE_OTHER = [
 ]
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.rotating
 @pytest.mark.parametrize("names", COMBINED, ids=range(len(COMBINED)))
 def test_settings_in_combination_are_torchtunes(names: tuple[str, ...], tmp_path: Path) -> None:
     changes = {key: value for name in names for key, value in FULL[name].items()}

@@ -76,6 +76,7 @@ def test_quantising_begins_when_it_should(kind: str, tmp_path: Path) -> None:
 QUANTIZERS = "torchtune.training.quantization"
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [

@@ -30,6 +30,7 @@ def check(fault: str, cache: bool | str) -> str:
     return ""
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
