@@ -43,12 +43,15 @@ def train(small_cards: list[int]) -> tuple[list[bool], list[list[float]], int]:
     return lost, [v.flatten().tolist() for v in local_values(model)], card.waits_with_lock
 
 
-def test_a_step_that_is_lost_on_one_card_is_lost_on_all_and_leaves_no_trace() -> None:
+@pytest.mark.rotating
+@pytest.mark.parametrize("small", [[0], [1], [0, 1]])
+def test_a_step_that_is_lost_on_one_card_is_lost_on_all_and_leaves_no_trace(
+    small: list[int],
+) -> None:
     healthy = run_ranks(train, 2, [])
-    for small in ([0], [1], [0, 1]):
-        for (lost, values, waits), (_, expected, _) in zip(
-            run_ranks(train, 2, small), healthy, strict=True
-        ):
-            assert lost == [False, False, False, True, False]
-            assert values == expected
-            assert waits == 0
+    for (lost, values, waits), (_, expected, _) in zip(
+        run_ranks(train, 2, small), healthy, strict=True
+    ):
+        assert lost == [False, False, False, True, False]
+        assert values == expected
+        assert waits == 0

@@ -112,21 +112,18 @@ def measured(sharded: bool, accumulation: int, forward: Any) -> tuple[int, int]:
     return peak, int(found)
 
 
-@pytest.mark.rotating
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 2), (2, 1)])
-def test_what_is_planned_is_what_is_measured(ranks: int, accumulation: int) -> None:
-    compare_plan(ranks, accumulation, forward)
+LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy", "l1_loss")
+PLANNED = {
+    "two micro-batches": (1, 2, forward),
+    "two ranks": (2, 1, forward),
+    # Their one number takes the memory of many.
+    **{loss: (1, 1, partial(built_in, loss)) for loss in LOSSES},
+}
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize(
-    "loss", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy", "l1_loss"]
-)
-def test_a_loss_whose_one_number_takes_the_memory_of_many(loss: str) -> None:
-    compare_plan(1, 1, partial(built_in, loss))
-
-
-def compare_plan(ranks: int, accumulation: int, forward: Any) -> None:
+@pytest.mark.parametrize(("ranks", "accumulation", "forward"), PLANNED.values(), ids=PLANNED)
+def test_what_is_planned_is_what_is_measured(ranks: int, accumulation: int, forward: Any) -> None:
     sharded = ranks > 1
     [(peak, largest), *_] = run_ranks(measured, ranks, sharded, accumulation, forward, timeout=100)
     found = planned(

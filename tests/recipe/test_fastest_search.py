@@ -188,21 +188,24 @@ def without_prediction(limit_share: float | None) -> tuple[FastestReport, bool]:
     return report, not differs(expected, trained.train())
 
 
-@pytest.mark.parametrize("limit_share", [pytest.param(0.8, marks=pytest.mark.exhaustive), None])
-def test_what_is_chosen_is_exact_was_tried_and_is_not_slower(limit_share: float | None) -> None:
-    results = run_ranks(without_prediction, 2, limit_share, timeout=120)
+@pytest.mark.rotating
+@pytest.mark.parametrize(("ranks", "limit_share"), [(1, None), (2, None), (1, 0.8), (2, 0.8)])
+def test_what_is_chosen_is_exact_was_tried_and_is_not_slower(
+    ranks: int, limit_share: float | None
+) -> None:
+    results = run_ranks(without_prediction, ranks, limit_share, timeout=120)
     report, _ = results[0]
-    assert [each.chosen for each, _ in results] == [report.chosen] * 2
+    assert [each.chosen for each, _ in results] == [report.chosen] * ranks
     assert all(bits for _, bits in results), "training after the choice has the config's bits"
     assert len(report.timed) <= 4 and report.chosen in [each.choice for each in report.timed]
     measured = {each.choice: each.measured for each in report.timed}
     if report.own in measured:
         assert measured[report.chosen] <= measured[report.own]  # type: ignore[operator]
     assert {change.effect for change in changes(report.own, report.chosen)} <= {"exact"}
-    assert report.split.global_batch == ROWS * 2
+    assert report.split.global_batch == ROWS * ranks
     assert all(report.tried[each.choice].fits for each in report.timed)
     text = report.text()
-    assert "tokens/s per rank" in text and "global batch unchanged: 8 rows" in text
+    assert "tokens/s per rank" in text and f"global batch unchanged: {ROWS * ranks} rows" in text
     for change in changes(report.own, report.chosen):
         assert str(change) in text
     assert report.overrides().endswith("use_fastest_configuration=False")

@@ -83,7 +83,8 @@ def predicted(
     return found
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+@pytest.mark.rotating
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_predicted_peaks_are_measured_peaks(ranks: int, exhaustive: bool, shard: int) -> None:
     grid = [
         (kind, checkpointing, accumulation, (512, 2000)[(checkpointing + accumulation) % 2])
