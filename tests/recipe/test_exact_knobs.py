@@ -250,7 +250,7 @@ def test_nothing_stays_of_a_step_that_runs_out_of_memory(ranks: int, sample: Sam
     """With each exact choice, at a sample of allocations: of operations, and of what FSDP resizes."""
     numbers = sample.every(exhaustive=1, quick=3).of(len(EXACT_CHOICES))
     choices = [EXACT_CHOICES[number - 1] for number in numbers]
-    sample = sample.every(exhaustive=7, quick=149)
+    sample = sample.every(exhaustive=17, quick=149)
     for lost, wrong in run_ranks(fail_at_allocations, ranks, choices, sample, timeout=900):
         assert wrong == []
         assert lost > len(choices) * 200 // sample.stride

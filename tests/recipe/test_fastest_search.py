@@ -165,7 +165,7 @@ def compared_with_brute_force(
 def test_the_choice_is_that_of_brute_force_at_each_limit(
     kind: str, may_change: str, ranks: int, exhaustive: bool, shard: int
 ) -> None:
-    limits, sample = 48, (1 if may_change == "exact" and ranks == 1 else 4) if exhaustive else 24
+    limits, sample = 48, (2 if may_change == "exact" and ranks == 1 else 8) if exhaustive else 24
     arguments = (kind, may_change, limits, sample, shard)
     for tried, wrong in run_ranks(compared_with_brute_force, ranks, *arguments, timeout=600):
         assert wrong == [] and tried == limits // sample
