@@ -4,7 +4,7 @@
 #   make demo-oom  the same, with half of one rank's memory taken mid-run, compared with an undisturbed run
 #   make test      lint, types, and the quick tests, which sample the slow ones (SHARD=N takes another sample)
 #   make test-all  lint, types, and every test that needs no GPU
-#   make test-rest only what `make test` samples or leaves out, in full
+#   make test-rest only what `make test` samples or leaves out, as test-all runs it
 #   make test-one  the tests in T, e.g. T=tests/core/test_search.py
 #   make test-torchtune-main PYTHON=...  what is special on torchtune's main branch, which that Python has
 #   make check     lint and types only
@@ -52,9 +52,9 @@ demo-oom: $(READY)
 		adaptive_batching.memory_limit=30MiB adaptive_batching.grow_back_after=10
 	$(BIN)/python demos/compare_runs.py demo_output/undisturbed demo_output/disturbed
 
-PYTEST := $(RUN) $(BIN)/python -m pytest
 SHARD ?= 0
-TIER := --shard $(SHARD)
+PYTEST := $(RUN) $(BIN)/python -m pytest --shard $(SHARD)
+TIER :=
 AND :=
 
 # In lanes, because processes of ranks wait for each other much of the time; each lane prints when it is done.
@@ -74,10 +74,10 @@ test-runs: $(READY)
 	$(PYTEST) $(TIER) -m "runs $(AND)"
 
 test-all: $(READY)
-	$(LANES) TIER='--exhaustive'
+	$(LANES) TIER=--exhaustive
 
 test-rest: $(READY)
-	$(LANES) TIER='--exhaustive --shard $(SHARD)' AND='and exhaustive'
+	$(LANES) TIER=--exhaustive AND='and exhaustive'
 
 test-one: $(READY)
 	$(PYTEST) $(or $(T),$(error which tests? For example: make test-one T=tests/core/test_search.py))

@@ -2,9 +2,10 @@
 
 The quick tier has every kind of run, and a sample of what each of them proves: memory runs out at every 29th
 allocation instead of at each one; settings are compared with torchtune's in combinations, not one by one.
-``--exhaustive`` proves it all. A test that does less without the flag asks for ``exhaustive`` or ``sample``;
-one that does not run at all without it is marked ``exhaustive``. Of the cases of a test that is marked
-``rotating``, the quick tier runs one, or as many as the mark says, and with another SHARD others.
+``--exhaustive`` runs all tests and cases, and samples only the rarer kinds of run. A test that does less
+without the flag asks for ``exhaustive`` or ``sample``; one that does not run at all without it is marked
+``exhaustive``. Of the cases of a test that is marked ``rotating``, the quick tier runs one, or as many as the
+mark says, and with another SHARD others.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ SAMPLED = pytest.StashKey[list[pytest.Item]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
-    group.addoption("--exhaustive", action="store_true", help="leave nothing out, sample nothing")
+    group.addoption(
+        "--exhaustive", action="store_true", help="run every test and case, and sample less"
+    )
     group.addoption(
         "--shard",
         type=int,
@@ -119,7 +122,7 @@ def pytest_terminal_summary(
     for what, items in (("in part", sampled), ("left out", left_out)):
         for name, cases in by_function(items).items():
             terminalreporter.line(f"{what}: {name}" + (f" ({cases} cases)" if cases > 1 else ""))
-    terminalreporter.line("`make test-all`, or pytest --exhaustive, proves these in full.")
+    terminalreporter.line("`make test-all`, or pytest --exhaustive, runs these.")
 
 
 def by_function(items: Iterable[pytest.Item]) -> Counter[str]:

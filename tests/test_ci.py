@@ -34,7 +34,8 @@ def test_every_make_target_that_is_named_exists(path: str | Path) -> None:
 
 def test_the_exhaustive_jobs_are_together_make_test_all() -> None:
     job = yaml.safe_load(WORKFLOW.read_text())["jobs"]["exhaustive"]
-    assert job["steps"][-1]["run"] == "make ${{ matrix.tests }} TIER=--exhaustive"
+    command = "make ${{ matrix.tests }} TIER=--exhaustive SHARD=${{ github.run_number }}"
+    assert job["steps"][-1]["run"] == command
     lanes = re.search(
         r"^LANES = .*?((?: test-\w+)+)$", (ROOT / "Makefile").read_text(), re.MULTILINE
     )
@@ -58,7 +59,8 @@ def test_the_lanes_of_a_target_share_out_its_tests(target: str, tier: set[bool])
     for ranks, runs, exhaustive in product([True, False], repeat=3):
         if not (ranks and runs):
             marks = {"ranks": ranks, "runs": runs, "exhaustive": exhaustive}
-            chosen = sum(eval(lane, {}, marks) for lane in lanes)  # pytest's -m reads as Python
+            # An expression of pytest's -m is one of Python.
+            chosen = sum(eval(lane, {}, marks) for lane in lanes)
             assert chosen == (exhaustive in tier), marks
 
 

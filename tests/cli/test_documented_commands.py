@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
 from tests.cli.test_hugging_face import PUBLISHED, written
-from tests.recipe.test_launched_runs import BIN, QUICK
+from tests.helpers.runs import BIN
+from tests.recipe.test_launched_runs import QUICK
 from torchtune_adaptive.cli import plan_command
 from torchtune_adaptive.recipe.registry import RECIPES, load_config
 from torchtune_adaptive.recipe.settings.checks import check

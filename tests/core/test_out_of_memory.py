@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -113,10 +114,21 @@ class Everywhere:
         self.snapshot.restore()
         return values
 
-    def operations(self, probe: Probe) -> int:
+    def operations(self, probe: Probe, sample: Sample) -> Iterable[int]:
+        """The operations of a trial to fail at, once what a healthy step gives is known."""
+        assert probe.prime(self.worst).fits
+        self.expected = self.healthy_step()
         with self.memory.fail_at(0) as fault:
             assert probe.trial(1, self.worst).fits
-        return fault.seen
+        return sample.of(fault.seen)
+
+    def what_came_of(self, trial: SizeTrial, victim: int | None) -> dict[str, int]:
+        """Of a trial in which one rank failed, or all, and of a healthy step after it."""
+        failed = trial.reports[victim or 0].failed_in is not None
+        blamed = victim is None or trial.deciding_rank == victim
+        wrong = not same_bits(self.healthy_step(), self.expected)
+        disagreed = not (trial.fits or blamed)
+        return {"tried": 1, "failed": failed, "disagreed": disagreed, "wrong": wrong}
 
 
 def fail_in_trials(sample: Sample, everyone: bool, settings: dict[str, Any]) -> Counter[str]:
@@ -124,14 +136,11 @@ def fail_in_trials(sample: Sample, everyone: bool, settings: dict[str, Any]) -> 
     run = Everywhere(**settings)
     counts: Counter[str] = Counter()
     with run.probe() as probe:
-        assert probe.prime(run.worst).fits
-        expected = run.healthy_step()
-        operations = sample.of(run.operations(probe))
+        operations = run.operations(probe, sample)
         for _, victim, failure in fail_at_each(operations, run.memory, run.ranks, everyone):
             with failure:
                 trial = probe.trial(1, run.worst)
-            counts.update(what_came_of(trial, None if everyone else victim))
-            counts["wrong"] += not same_bits(run.healthy_step(), expected)
+            counts.update(run.what_came_of(trial, None if everyone else victim))
     return counts
 
 
@@ -140,23 +149,14 @@ def fail_while_recording(sample: Sample, settings: dict[str, Any]) -> Counter[st
     run = Everywhere(**settings)
     counts: Counter[str] = Counter()
     with run.probe() as probe:
-        assert probe.prime(run.worst).fits
-        expected = run.healthy_step()
-        operations = sample.of(run.operations(probe))
+        operations = run.operations(probe, sample)
     for _, victim, failure in fail_at_each(operations, run.memory, run.ranks):
         run.new_step()
         with run.probe() as probe:
             with failure:
                 trial = probe.prime(run.worst)
-            counts.update(what_came_of(trial, victim))
-            counts["wrong"] += not same_bits(run.healthy_step(), expected)
+            counts.update(run.what_came_of(trial, victim))
     return counts
-
-
-def what_came_of(trial: SizeTrial, victim: int | None) -> dict[str, int]:
-    failed = trial.reports[victim or 0].failed_in is not None
-    blamed = victim is None or trial.deciding_rank == victim
-    return {"tried": 1, "failed": failed, "disagreed": not (trial.fits or blamed)}
 
 
 def assert_survived(counts: list[Counter[str]], at_least: int) -> None:

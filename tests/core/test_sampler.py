@@ -39,7 +39,7 @@ def loader(samples: int = 20, rank: int = 0, ranks: int = 1, workers: int = 0) -
 def test_a_micro_batch_knows_its_samples() -> None:
     rows = loader().epoch(0)
     for batch in rows.step(rows=20, size=4):
-        brought = rows.computed[-1]
+        brought = rows.loaded[-1]
         assert tuple(batch["tokens"].flatten() // 10) == brought.sample_ids
         assert (brought.rows, brought.length, brought.tokens) == (4, 1, 4)
 
@@ -47,8 +47,8 @@ def test_a_micro_batch_knows_its_samples() -> None:
 def samples_of(rows: EpochRows, *, step: int, micro_batch: int) -> list[tuple[int, ...]]:
     """The samples of each micro-batch of the next step."""
     loaded = len([*rows.step(step, micro_batch)])
-    assert loaded == len(rows.computed)
-    return [each.sample_ids for each in rows.computed]
+    assert loaded == len(rows.loaded)
+    return [each.sample_ids for each in rows.loaded]
 
 
 def take(rows: EpochRows, *, step: int, micro_batch: int) -> list[int]:

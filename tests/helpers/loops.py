@@ -197,7 +197,7 @@ class _WatchedRows(EpochRows):
 
     def advance(self, rows: int) -> None:
         super().advance(rows)
-        for micro_batch in self.computed:
+        for micro_batch in self.loaded:
             self._trained.taken += micro_batch.sample_ids
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ ASYNCHRONOUS = {"enable_async_checkpointing": True, "max_steps_per_epoch": 2, "e
 RESUME = {"resume_from_checkpoint": True}
 MACHINE = {"tokens_per_second_per_gpu", "memory_unused_share"}
 """What is logged of the machine, and differs from run to run."""
+
+BIN = Path(sys.executable).parent
+"""The folder with the console scripts of this environment."""
 
 _made: dict[str, tuple[Path, Records]] = {}
 
@@ -48,6 +53,20 @@ def undisturbed(kind: str, ranks: int = 1, **changes: Any) -> tuple[Path, Record
         folder = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"]))
         _made[key] = folder, train(kind, folder, ranks, **changes)
     return _made[key]
+
+
+def start(command: Sequence[str | Path], folder: Path, log: Path) -> subprocess.Popen[str]:
+    """Start a command in a session of its own; what it prints goes to a file."""
+    with log.open("w") as output:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
 
 
 def refused(error: str, kind: str, folder: Path, ranks: int = 1, **changes: Any) -> str:

@@ -116,7 +116,7 @@ LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entrop
 PLANNED = {
     "two micro-batches": (1, 2, forward),
     "two ranks": (2, 1, forward),
-    # Their one number takes the memory of many.
+    # Losses of one number, in whose backward pass there are many.
     **{loss: (1, 1, partial(built_in, loss)) for loss in LOSSES},
 }
 

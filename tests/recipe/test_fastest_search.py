@@ -66,6 +66,7 @@ class TimedMemory(SimulatedMemory):
 
     modelled = 0.0
     runs = True
+    """Whether the clock runs, which takes time in each operation."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -105,14 +106,12 @@ def step_of(run: Run) -> TrainStep:
 def every_choice(
     run: Run, timed: bool = True, of_size: int | None = None
 ) -> dict[Choice, tuple[int, float]]:
-    """Peak and, if they are timed, seconds of each, or of each with this micro-batch."""
+    """Peak and, if they are timed, seconds: of all choices, or of those with this micro-batch."""
     found = {}
     prober, rows = run
     worst = prober.worst_case(rows.data, rows.lengths, LENGTH)
     choices = [
-        choice
-        for choice in possible_choices(prober)
-        if choice[MICRO_BATCH] == of_size or not of_size
+        choice for choice in possible_choices(prober) if of_size in (None, choice[MICRO_BATCH])
     ]
     clock: Any = prober.step.memory
     with _Trials(prober, rows, worst, choices[:1]) as trials:

@@ -15,6 +15,7 @@ from torchtune._cli.tune import main as tune_main
 from torchtune.training import FullModelHFCheckpointer
 
 from tests.helpers.ranks import watch_ranks
+from tests.helpers.runs import BIN
 from torchtune_adaptive.cli.command_line import _run
 from torchtune_adaptive.cli.command_line import main as tune_adaptive_main
 from torchtune_adaptive.common.errors import ConfigError
@@ -22,7 +23,6 @@ from torchtune_adaptive.recipe.registry import RECIPES
 
 pytestmark = pytest.mark.runs
 
-BIN = Path(sys.executable).parent
 QUICK = ["max_steps_per_epoch=2", "epochs=1", "adaptive_batching.cache=False"]
 
 

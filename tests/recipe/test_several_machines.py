@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-TUNE = Path(sys.executable).parent / "tune"
+from tests.helpers.runs import BIN, start
+
+TUNE = BIN / "tune"
 pytestmark = [pytest.mark.runs, pytest.mark.exhaustive]
 
 
@@ -41,19 +42,6 @@ def two_machines(folder: Path, *overrides: str) -> Iterator[list[subprocess.Pope
     finally:
         for machine in running:
             stop_machine(machine)
-
-
-def start(command: list[str | Path], folder: Path, log: Path) -> subprocess.Popen[str]:
-    with log.open("w") as output:
-        return subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
 
 
 def stop_machine(machine: subprocess.Popen[str]) -> None:

@@ -19,14 +19,15 @@ from tests.helpers import recipes
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, tiny_config
 from tests.helpers.runs import (
+    BIN,
     RESUME,
     Records,
     assert_same_records,
     assert_same_weights,
+    start,
     train,
     undisturbed,
 )
-from tests.recipe.test_launched_runs import BIN
 from torchtune_adaptive.common.errors import Stopped
 from torchtune_adaptive.core.step.exchange import StepOutcome
 from torchtune_adaptive.core.step.train_step import TrainStep
@@ -119,16 +120,7 @@ def signalled(
 ) -> tuple[int, str]:
     """A command that is sent a signal once it has said something; its status, and all that it said."""
     log = cwd / "said"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [BIN / command[0], *command[1:]],
-            cwd=cwd,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+    process = start([BIN / command[0], *command[1:]], cwd, log)
     try:
         end = time.monotonic() + timeout
         while when not in log.read_text():

@@ -32,7 +32,7 @@ class Ranks:
 
     @property
     def is_zero(self) -> bool:
-        """Whether this is the rank that writes and speaks for all."""
+        """Whether this is the rank that writes files and logs for all."""
         return self.rank == 0
 
     def any(self, flag: bool) -> bool:

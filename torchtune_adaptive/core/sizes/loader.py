@@ -104,8 +104,8 @@ class EpochRows:
         self._sample_ids = sample_ids  # of all ranks
         self.used = used
         """Rows used so far, on each rank."""
-        self.computed: list[MicroBatch] = []
-        """The micro-batches of the last step, as far as they were asked for."""
+        self.loaded: list[MicroBatch] = []
+        """The micro-batches of the last step that have been loaded so far."""
         self._running: tuple[int, int, int] | None = None
         """The step that micro-batches are being loaded for, its rows and the size of its portions."""
 
@@ -114,11 +114,11 @@ class EpochRows:
         if self._running != (self.used, rows, size):
             self._micro_batches = self._loader.bring(self._steps(self.used, rows, size))
         self._running = (self.used + rows, rows, size)
-        self.computed = []
+        self.loaded = []
         for micro_batch, batch in islice(
             self._micro_batches, len(self._portions(self.used, rows, size))
         ):
-            self.computed.append(micro_batch)
+            self.loaded.append(micro_batch)
             yield batch
 
     def advance(self, rows: int) -> None:

@@ -69,7 +69,8 @@ class TrainStep:
     """Forward, backward, and the optimizer step of a model.
 
     Raises:
-        UsageError: steps are to survive, and cannot with a model that is spread over the ranks in this way.
+        UsageError: ``options.survive`` is set, and the model is spread over the ranks in a way that is not
+            supported.
     """
 
     model: nn.Module

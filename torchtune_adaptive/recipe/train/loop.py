@@ -156,7 +156,7 @@ class TrainingLoop:
         self.global_step += 1
         self.samples += split.global_batch
         adaptation.after_step(epoch, rows.used, outcome)
-        more = self.loader.micro_batches.metrics(rows.computed)
+        more = self.loader.micro_batches.metrics(rows.loaded)
         if self.runner.recovery is not None:
             more["retried_steps"] = self.runner.retried_steps
             more["alloc_retries"] = self.runner.allocation_retries
@@ -168,7 +168,7 @@ class TrainingLoop:
             split,
             outcome,
             adaptation.learning_rate.now,
-            rows.computed,
+            rows.loaded,
             more,
         )
         return outcome
