@@ -201,9 +201,7 @@ class _Trials:
         self.prober.step.switch(choice)
         size, ranks, data = self._split(choice).micro_batch, self.prober.ranks, self.rows.data
         if not self.tokens:
-            samples = self.rows.order.epoch(0)[ranks.rank :: ranks.size][
-                : self.rows.configured.rows
-            ]
+            samples = self.rows.first_samples[ranks.rank :: ranks.size]
             mine = sum(data.rows.length(data.dataset[sample]) for sample in samples)
             self.tokens = sum(ranks.gather(mine))
         batches = _Fresh([*self.rows.first_step(ranks, ByRows("divisor"), size)])

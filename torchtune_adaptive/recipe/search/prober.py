@@ -49,6 +49,11 @@ class RowsToTry:
     lengths: RowLengths
     validation: ValidationRows | None = None
 
+    @property
+    def first_samples(self) -> list[int]:
+        """The samples of the first step; rank ``r`` of ``n`` has those at ``r``, ``r + n``, ..."""
+        return self.order.epoch(0)[: self.configured.global_batch]
+
     def first_step(self, ranks: Ranks, micro_batches: MicroBatches, size: int) -> Iterator[Batch]:
         """A rank's rows of the first step, in micro-batches of a size."""
         data, order = self.data, self.order

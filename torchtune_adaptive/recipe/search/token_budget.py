@@ -251,8 +251,7 @@ def _speeds(
     split = rows.configured
     if prober.compiled or split.rows > rows.order.rows_per_rank:
         return None, None  # most of what would be measured is compiling; or there is no full step
-    samples = rows.order.epoch(0)[: split.global_batch]
-    tokens = sum(by_tokens.row_lengths[sample] for sample in samples) / prober.ranks.size
+    tokens = sum(by_tokens.row_lengths[sample] for sample in rows.first_samples) / prober.ranks.size
 
     def measured(what: str, micro_batches: MicroBatches) -> float | None:
         step = rows.first_step(prober.ranks, micro_batches, micro_batches.full_size(split))
