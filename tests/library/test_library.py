@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -96,18 +97,107 @@ class TestMisuse:
     @pytest.mark.parametrize(
         ("returned", "why"),
         [
-            (lambda loss: loss.sum(), "returned a tensor of shape \\(\\), but must return two"),
+            (lambda loss: loss.sum(), r"returned a tensor of shape \(\) .*, but must return two"),
+            (lambda loss: None, "returned None, but must return two"),
+            (lambda loss: [loss.sum(), 4], "returned a list, but must return two"),
             (lambda loss: (loss, 4), "the loss is a tensor of shape"),
-            (lambda loss: (loss.sum().detach(), 4), "requires a gradient"),
-            (lambda loss: (loss.sum(), -1), "the weight is -1"),
+            (lambda loss: (loss.sum().item(), 4), "the loss is -?[0-9.]+, but must be a tensor"),
+            (lambda loss: (loss.sum() * 1j, 4), "dtype complex64, but must be .* real"),
+            (lambda loss: (loss.sum().detach(), 4), "requires no gradient. .* without detach"),
+            *(
+                (lambda loss, weight=weight: (loss.sum(), weight), f"the weight is {said}")
+                for weight, said in [
+                    (-1, "-1"),
+                    (2.5, "2.5"),
+                    (None, "None"),
+                    ("4", "a str"),
+                    (True, "True"),
+                    (float("nan"), "nan"),
+                    (float("inf"), "inf"),
+                    ([4], "a list"),
+                    (torch.ones(2), "a tensor of shape"),
+                    (torch.tensor(1j), "a complex"),
+                ]
+            ),
         ],
     )
     def test_forward_returns_something_else(self, returned: Any, why: str) -> None:
         model = tiny_model("alone")
         optimizer = torch.optim.SGD(model.parameters())
         step = AdaptiveStep(model, optimizer, lambda batch: returned(model(batch[0])))
-        with pytest.raises(UsageError, match=why):
+        with pytest.raises(UsageError, match=why) as refused:
             step(rows_of(4), collate, 4)
+        assert "\n" not in str(refused.value)
+
+    @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+    def test_where_gradients_are_off(self, off: Any) -> None:
+        run = Trained("alone")
+        with off(), pytest.raises(UsageError, match=r"Do not take a step inside torch\.no_grad"):
+            run.step(rows_of(4), collate, 4)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            *(("forward", value) for value in (3, None)),
+            *(("max_grad_norm", value) for value in (-1, 0, math.nan, "x", True)),
+            *(("scaler", value) for value in (3, "x")),
+            *(("memory_limit", value) for value in ("24 gigs", 0, -1, 2.5, [])),
+            *(("grow_back_after", value) for value in (0, -1, 2.5, math.nan)),
+            *(("frozen", value) for value in (None, 3, [3], nn.Sequential(nn.Linear(2, 2)))),
+            *(("wait_for_memory", value) for value in (-1, math.nan, math.inf, None)),
+            *(("timeout", value) for value in (-1, 0, math.nan, math.inf, "x")),
+        ],
+    )
+    def test_an_argument_of_a_step(self, name: str, value: Any) -> None:
+        model = tiny_model("alone")
+        arguments = {"forward": summed(model), name: value}
+        refuses(name, AdaptiveStep, model, torch.optim.SGD(model.parameters()), **arguments)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            *(("step", value) for value in (None, 3)),
+            *(("batch", value) for value in (None, 3)),
+            *(("ceiling", value) for value in (0, -1, 2.5, None, 10**400)),
+            *(("accumulation", value) for value in (0, -1, 1.5, "2")),
+            *(("rounding", value) for value in ("x", None, [])),
+            *(("search", value) for value in ("x", None)),
+            *(("headroom", value) for value in (-1, 1, 2, math.nan, "x", None)),
+        ],
+    )
+    def test_an_argument_of_a_search(self, name: str, value: Any) -> None:
+        step = Trained("alone", memory_limit="1MiB").step
+        batch = lambda rows: collate(rows_of(rows))  # noqa: E731
+        refuses(name, find_batch_size, **{"step": step, "batch": batch, name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            *(("rows", value) for value in (3, None, range(0), {"tokens": [1, 2]}, iter([1]))),
+            *(("collate", value) for value in (3, None)),
+            *(("size", value) for value in (0, -1, 2.5, math.nan, None, "4", True)),
+        ],
+    )
+    def test_an_argument_of_a_call(self, name: str, value: Any) -> None:
+        step = Trained("alone").step
+        refuses(name, step, **{"rows": rows_of(4), "collate": collate, "size": 2, name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            *(("rows", value) for value in (0, -1, 2.5, "2", None)),
+            *(("epoch", value) for value in (-1, 0.5, None)),
+            *(("start", value) for value in (-1, 0.5, None)),
+        ],
+    )
+    def test_an_argument_of_steps(self, name: str, value: Any) -> None:
+        refuses(name, steps_of, **{"data": rows_of(8), "rows": 2, name: value})
+
+    def test_a_state_that_is_none(self) -> None:
+        with pytest.raises(
+            UsageError, match=r"load_state_dict: .* recovery, .* size, steps is miss"
+        ):
+            Trained("alone").step.load_state_dict({})
 
     @pytest.mark.parametrize(
         "mean",
@@ -165,10 +255,14 @@ class TestMisuse:
         run = Trained("alone")
         with pytest.raises(UsageError, match="at least one on every rank"):
             run.step([], collate, 1)
-        with pytest.raises(UsageError, match="size: 0"):
-            run.step(rows_of(1), collate, 0)
         with pytest.raises(UsageError, match="16 in a step on each rank, and the data has 8"):
             next(steps_of(rows_of(8), 16))
+
+
+def refuses(name: str, function: Any, *given: Any, **named: Any) -> None:
+    with pytest.raises(UsageError, match=f"^{name}: ") as refused:
+        function(*given, **named)
+    assert "\n" not in str(refused.value)
 
 
 def test_steps_go_on_in_the_middle_of_an_epoch() -> None:

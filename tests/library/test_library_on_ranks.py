@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -271,6 +273,15 @@ def refusals() -> dict[str, str]:
     with pytest.raises(UsageError) as refused:
         run.step(rows_of(2 + dist.get_rank()), collate, 2)
     said["rows"] = str(refused.value)
+    with pytest.raises(UsageError) as refused:
+        run.step(rows_of(4), collate, 2 + dist.get_rank() // 2)
+    said["size"] = str(refused.value)
+    if dist.get_rank() == 1:
+        with pytest.raises(UsageError, match="size: 0 must be"):
+            run.step(rows_of(4), collate, 0)
+    else:
+        with pytest.raises(UsageError, match="another rank was called with arguments"):
+            run.step(rows_of(4), collate, 2)
     run = Trained("ddp")
     if dist.get_rank() == 0:
         run.forward = _without_the_first_layer(run)  # type: ignore[method-assign]
@@ -281,6 +292,83 @@ def refusals() -> dict[str, str]:
         run.step(rows_of(2), collate, 2)
     said["gradients"] = str(refused.value)
     return said
+
+
+class Mishap(Exception):
+    """An exception of the user's own."""
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise Mishap
+
+
+MISHAPS_IN = ("collate", "forward", "backward")
+
+
+class Clumsy(Trained):
+    """A program whose functions raise where they are told to: ``collate``, ``forward`` or ``backward``."""
+
+    fails_in: tuple[str, int] | None = None
+    """The function, and the micro-batch, counted from 0."""
+
+    def collate(self, rows: list[Any]) -> Any:
+        self.number += 1
+        self._fail("collate")
+        return collate(rows)
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, int]:
+        loss, weight = super().forward(batch)
+        self._fail("forward")
+        return FailsInBackward.apply(loss) if self._is_due("backward") else loss, weight
+
+    def _fail(self, where: str) -> None:
+        if self._is_due(where):
+            raise Mishap
+
+    def _is_due(self, where: str) -> bool:
+        return self.fails_in == (where, self.number)
+
+    def take_step(self, seed: int, fails_in: tuple[str, int] | None = None) -> Any:
+        self.number, self.fails_in = -1, fails_in
+        outcome = self.step(rows_of(6, seed), self.collate, 2)
+        return outcome.loss, outcome.weight, [p.tolist() for p in local_values(self.model)]
+
+    def search(self, fails_in: tuple[str, int] | None = None) -> int:
+        self.number, self.fails_in = -1, fails_in
+        made = lambda rows: self.collate(rows_of(rows))  # noqa: E731
+        return find_batch_size(self.step, made, ceiling=8)
+
+
+def after_mishaps(way: str, recording: bool) -> list[str]:
+    """Mishaps after which a step is not the same as without them."""
+    wrong = []
+    run, undisturbed = (Clumsy(way, memory_limit="1MiB") for _ in range(2))
+    for searching, where, number in product((False, True), MISHAPS_IN, (0, 1, 2)):
+        for each in (run, undisturbed):
+            each.take_step(0)
+            if recording:
+                forget_the_sequence(each.step)
+        with pytest.raises(Mishap):
+            (run.search if searching else partial(run.take_step, 1))((where, number))
+        for seed in (2, 3):
+            if run.take_step(seed) != undisturbed.take_step(seed):
+                wrong.append(f"{searching=} {where} {number}")
+    return wrong
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(("way", "ranks"), [("alone", 1), ("fsdp", 2), ("hsdp", 4), ("ddp", 2)])
+@pytest.mark.parametrize("recording", [False, True], ids=["recorded", "while recording"])
+def test_nothing_stays_of_a_step_that_the_users_own_exception_ends(
+    recording: bool, way: str, ranks: int
+) -> None:
+    assert run_ranks(after_mishaps, ranks, way, recording, timeout=100) == [[]] * ranks
 
 
 def _without_the_first_layer(run: Trained) -> Any:
@@ -307,6 +395,7 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
         "DDP with buffers": "Pass broadcast_buffers=False",
         "DDP with a hook": "a communication hook would be bypassed",
         "rows": "one rank has 2 and another 5",
+        "size": "size: 2 on one rank and 3 on another",
         "gradients": "a gradient on one rank and not on another",
     }
     assert set(expected) == set(said[0])

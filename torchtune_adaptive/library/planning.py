@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
+    ConfigError,
     NoPrediction,
     UsageError,
-    amount_of_memory,
 )
 from torchtune_adaptive.core import StepOptions, TrainStep
+from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
 from torchtune_adaptive.library.search import CheckedBatch
@@ -126,13 +127,19 @@ def plan_batch_size(
     functions = {"build": build, "optimizer": optimizer, "forward": forward, "batch": batch}
     for name, function in functions.items():
         _require_importable(name, function)
-    numbers = {"ranks": ranks, "rows": rows, "ceiling": ceiling, "accumulation": accumulation}
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise UsageError(f"{name}: {number!r} must be 1 or more.")
-    bytes_given = None if memory is None else amount_of_memory("memory", memory)
+    ranks, ceiling = arguments.whole("ranks", ranks), arguments.whole("ceiling", ceiling)
+    accumulation = arguments.whole("accumulation", accumulation)
+    if rows is not None:
+        rows = arguments.whole("rows", rows)
+    arguments.norm("max_grad_norm", max_grad_norm)
+    headroom = arguments.share("headroom", headroom)
+    arguments.seconds("timeout", timeout)
+    bytes_given = arguments.memory("memory", memory)
     if gpu != "cpu":
-        kind = gpus.gpu(gpu, "gpu", "memory")
+        try:
+            kind = gpus.gpu(gpu, "gpu", "memory")
+        except ConfigError as error:  # which is for configs
+            raise UsageError(str(error)) from None
         device, assumptions = planned_gpu(kind, ranks, headroom, bytes_given)
     elif bytes_given is not None:
         device, assumptions = DeviceLimits.simulated(bytes_given, headroom), ()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import SampleOrder
+from torchtune_adaptive.library import arguments
 
 
 class IndexedRows(Protocol):
@@ -28,7 +29,7 @@ def steps_of(
     seed: int = 0,
     start: int = 0,
 ) -> Iterator[list[Any]]:
-    """This rank's rows of each step of an epoch; every rank gets as many.
+    """This rank's rows of each step of an epoch; every rank gets the same number.
 
     The order is that of ``torch.utils.data.DistributedSampler``. Rows that do not fill a step are left out.
 
@@ -40,11 +41,13 @@ def steps_of(
         seed: the seed of the shuffling.
         start: rows that each rank has used already, to continue in the middle of an epoch.
     """
+    rows, epoch = arguments.whole("rows", rows), arguments.whole("epoch", epoch, at_least=0)
+    start = arguments.whole("start", start, at_least=0)
     rank, ranks = 0, 1
     if dist.is_initialized():
         rank, ranks = dist.get_rank(), dist.get_world_size()
     order = SampleOrder(len(data), ranks, shuffle, seed)
-    if not 1 <= rows <= order.rows_per_rank:
+    if rows > order.rows_per_rank:
         raise UsageError(
             f"rows: {rows} in a step on each rank, and the data has {order.rows_per_rank}. Lower it (the "
             "ceiling of find_batch_size bounds what is found), or use more data."

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import Probe, Rounding, SizeTrial, StepDone, candidates, strategies
+from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.step import AdaptiveStep
 
@@ -58,8 +59,17 @@ def find_batch_size(
 
     Raises:
         NothingFits: not even one row.
-        UsageError: ``batch`` makes too few rows, ``forward`` returns a mean, or there is no limit to find.
+        UsageError: an argument is not valid, ``batch`` makes too few rows, ``forward`` returns a mean, or
+            there is no limit to find.
     """
+    if not isinstance(step, AdaptiveStep):
+        raise UsageError(f"step: a {type(step).__name__} is not an AdaptiveStep.")
+    arguments.function("batch", batch)
+    ceiling = arguments.whole("ceiling", ceiling)
+    accumulation = arguments.whole("accumulation", accumulation)
+    headroom = arguments.share("headroom", headroom)
+    arguments.one_of("rounding", rounding, get_args(Rounding))
+    arguments.one_of("search", search, get_args(strategies.Strategy))
     train_step = step.train_step
     if not train_step.memory.measured:
         raise UsageError(

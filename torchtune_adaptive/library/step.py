@@ -12,7 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from torchtune_adaptive.common import UsageError, amount_of_memory
+from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import (
     Adjustment,
     Batch,
@@ -27,6 +27,7 @@ from torchtune_adaptive.core import (
     candidates,
     device_memory,
 )
+from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.private import is_compiled
 
@@ -108,17 +109,26 @@ class AdaptiveStep:
     ) -> None:
         optimizer = checks.plain_optimizer(optimizer)
         checks.require_trainable(model, optimizer)
+        arguments.function("forward", forward)
+        arguments.norm("max_grad_norm", max_grad_norm)
+        arguments.seconds("wait_for_memory", wait_for_memory)
+        if grow_back_after is not None:
+            grow_back_after = arguments.whole("grow_back_after", grow_back_after)
+        if not isinstance(scaler, GradScaler | None):
+            raise UsageError(f"scaler: {scaler!r} is not a torch.amp.GradScaler.")
+        if arguments.seconds("timeout", timeout) == 0:
+            raise UsageError("timeout: no rank can answer in 0 seconds.")
+        limit = arguments.memory("memory_limit", memory_limit)
         if scaler is not None and measure_noise:
             raise UsageError(
                 "measure_noise: not with a scaler, whose scale changes from step to step."
             )
         self.ranks = Ranks(timeout)
         self.compiled = is_compiled(model) if compiled is None else compiled
-        limit = None if memory_limit is None else amount_of_memory("memory_limit", memory_limit)
         device = checks.device_of(model)
         self.train_step = TrainStep(
             model=model,
-            objective=SummedLoss(forward, frozen),
+            objective=SummedLoss(forward, arguments.modules("frozen", frozen)),
             optimizers=[optimizer],
             device=device,
             memory=device_memory(device, limit),
@@ -147,19 +157,23 @@ class AdaptiveStep:
         """Take a step.
 
         Args:
-            rows: this rank's rows of the step; every rank must have as many.
+            rows: this rank's rows of the step, the same number on every rank. Those of a ``DataLoader`` with
+                ``collate_fn=list`` are a list of rows; a batch that has been collated is none.
             collate: function that makes a micro-batch of some of them.
-            size: rows in a micro-batch, as long as memory suffices; the last may have fewer.
+            size: rows in a micro-batch, the same on every rank, as long as memory suffices; the last may have
+                fewer.
 
         Raises:
             TrainingOutOfMemory: not even one row fits, on every rank; or memory ran out in the optimizer,
                 on the rank where it did.
-            UsageError: the ranks have different numbers of rows, or ``forward`` returns something else than
-                a sum and its weight.
+            UsageError: the ranks have different numbers of rows or sizes, or ``forward`` returns something
+                else than a sum and its weight.
+
+        After any exception nothing is left of the step, so another can be taken, on all ranks.
         """
-        self._check(rows, size)
+        size = self._agreed_size(rows, collate, size)
         if size != self._size:
-            self._begin(int(size))
+            self._begin(size)
         self.steps += 1
         sizes: list[int] = []  # one for each attempt
 
@@ -180,16 +194,33 @@ class AdaptiveStep:
             noise=outcome.noise,
         )
 
-    def _check(self, rows: Sequence[Any], size: int) -> None:
-        if size < 1:
-            raise UsageError(f"size: {size!r} is not a number of rows, 1 or more.")
-        fewest, most = self.ranks.spread(len(rows))
-        if fewest != most:
+    def _agreed_size(self, rows: Sequence[Any], collate: Callable[..., Any], size: int) -> int:
+        """The size, once all ranks have told each other theirs, and how many rows they have."""
+        wrong = None
+        both = -1
+        try:
+            arguments.function("collate", collate)
+            size = arguments.whole("size", size)
+            both = checks.number_of_rows(rows) << 32 | size  # in one number, so in one exchange
+        except UsageError as error:
+            wrong = error
+        least, most = self.ranks.spread(both)
+        if wrong is not None:
+            raise wrong
+        if least < 0:
+            raise UsageError("step: another rank was called with arguments that are refused there.")
+        (fewest, smallest), (most_rows, largest) = divmod(least, 1 << 32), divmod(most, 1 << 32)
+        if fewest != most_rows:
             raise UsageError(
-                f"rows: one rank has {fewest} and another {most}. Give every rank as many, as steps_of does."
+                f"rows: one rank has {fewest} and another {most_rows}. Give every rank the same number, as "
+                "steps_of does."
             )
-        if most == 0:
-            raise UsageError("rows: a step needs at least one on every rank.")
+        if smallest != largest:
+            raise UsageError(
+                f"size: {smallest} on one rank and {largest} on another. Pass the same size on every rank, "
+                "as find_batch_size gives it."
+            )
+        return size
 
     def _begin(self, size: int) -> None:
         """Use micro-batches of this size from the next step on."""
@@ -211,6 +242,11 @@ class AdaptiveStep:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state_dict`` was called."""
+        missing = {"size", "steps", *self._runner.state_dict()} - {*state}
+        if missing:
+            raise UsageError(
+                f"load_state_dict: {', '.join(sorted(missing))} is missing. Pass what state_dict returned."
+            )
         self._size, self.steps = state["size"], state["steps"]
         if self._size:
             self._begin(self._size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,16 +65,24 @@ def weighted(result: object) -> tuple[torch.Tensor, int]:
             "terms, and their number."
         )
     loss, weight = result
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise UsageError(
-            f"forward: the loss is {_kind(loss)}, but must be a scalar tensor that requires a gradient. Sum "
-            "it over its terms, and compute it from the model's output."
+            f"forward: the loss is {_kind(loss)}, but must be a tensor of one real number: the sum over all "
+            "terms."
         )
+    if not loss.requires_grad:
+        reason = (
+            "Compute it from the model's output, without detach() or item()"
+            if torch.is_grad_enabled()
+            else "Do not take a step inside torch.no_grad() or torch.inference_mode()"
+        )
+        raise UsageError(f"forward: the loss requires no gradient. {reason}.")
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         weight = weight.item()
-    if isinstance(weight, bool) or int(weight) != weight or weight < 0:
+    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if not is_number or not 0 <= weight < math.inf or int(weight) != weight:
         raise UsageError(
-            f"forward: the weight is {weight!r}, but must be the number of terms in the loss, 0 or more."
+            f"forward: the weight is {_kind(weight)}, but must be the number of terms in the loss, 0 or more."
         )
     return loss.reshape(()), int(weight)
 
@@ -102,8 +112,26 @@ _SAME_NUMBER |= {"AliasBackward0", "CloneBackward0", "UnsafeViewBackward0"}
 
 def _kind(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return f"a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
+    if value is None or isinstance(value, (int, float)):
+        return repr(value)
     return f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"
+
+
+def number_of_rows(rows: Any) -> int:
+    """The number of rows in a list of rows, which a batch that has been collated is not."""
+    if (
+        isinstance(rows, Mapping)
+        or not hasattr(rows, "__len__")
+        or not hasattr(rows, "__getitem__")
+    ):
+        raise UsageError(
+            f"rows: a {type(rows).__name__} is not a list of rows. Pass rows that are not collated yet: "
+            "DataLoader(..., collate_fn=list) gives them."
+        )
+    if len(rows) == 0:
+        raise UsageError("rows: a step needs at least one on every rank.")
+    return len(rows)
 
 
 def elements(batch: Any) -> int:

@@ -51,7 +51,7 @@ class Probe:
 
     def __exit__(self, *_: object) -> None:
         self._snapshot.close()
-        self.step.forget()
+        self.step.abandon()
         if self.compiled:
             torch.compiler.reset()
 

@@ -127,6 +127,12 @@ class StepRunner:
                 f"Out of memory in the {half_applied.phase} of step {number}: some parameters may have "
                 f"changed and others not, so the step cannot be retried. {self.advice()}"
             ) from None
+        except BaseException as error:  # of the caller's own functions, or from the keyboard
+            try:
+                self.step.abandon()
+            except Exception as after:
+                error.add_note(f"After it, no other step can be taken: {after}")
+            raise
 
     def _adjust(self, outcome: StepLost, number: int) -> Adjustment:
         """Take less memory in the next attempt or, where that is not possible, wait for it."""

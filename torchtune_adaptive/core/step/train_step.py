@@ -136,6 +136,14 @@ class TrainStep:
             self._collectives.record_again()
         self._activations = self.options.activations()
 
+    def abandon(self) -> None:
+        """Give up an unfinished step, after an exception that was raised in it or between micro-batches.
+
+        Whoever catches it can take another step, on all ranks.
+        """
+        self.forget()
+        self._begin()
+
     def forget(self) -> None:
         """Drop everything that the step has made on this rank."""
         self._exchange.begin()
