@@ -189,6 +189,8 @@ class StepTracer:
             for owner, name, replacement in self._replacements():
                 undo.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, replacement)
+            # What is compiled already runs eager: dynamo does not know the device.
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
             with self._fake, self._watch, self._within():
                 yield
 
@@ -203,7 +205,7 @@ class StepTracer:
                 recorder.see(storage, "resize_", GATHERED)
             return storage
 
-        def as_one_kernel(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        def as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
             """An 8-bit optimizer's compiled function for each parameter: nothing in it takes memory."""
 
             def run(*arguments: Any) -> Any:
@@ -215,6 +217,13 @@ class StepTracer:
 
             return run
 
+        def compiled(function: Any = None, **_: Any) -> Any:
+            """What ``torch.compile`` gives, but for optimizers as it was: an upper bound of the memory."""
+            if function is None:  # a decorator with options
+                return compiled
+            of_optimizer = getattr(function, "__module__", "").startswith("torchao.optim")
+            return as_one_kernel(function) if of_optimizer else function
+
         tensor = torch.tensor
 
         def made_on_host(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
@@ -223,7 +232,7 @@ class StepTracer:
 
         replacements = [
             (torch, "tensor", made_on_host),
-            (torch, "compile", as_one_kernel),
+            (torch, "compile", compiled),
             (torch.UntypedStorage, "resize_", seen_resize),
             *private.of_sharding(unseen=watch.paused),
         ]
