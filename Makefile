@@ -33,8 +33,9 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) --no-deps --target .venv/torchvision torchvision  # see tests/helpers/torchvision.py
 	@touch $(READY)
 
-# The environment of every run: one thread per rank, and no network, because nothing here needs one.
-RUN := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONWARNINGS=ignore
+# The environment of every run: one thread per rank, no network, because nothing here needs one, and compiled
+# modules are kept, because tests start many processes.
+RUN := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONWARNINGS=ignore
 
 # On a CPU nothing uses torchao's kernels, and it would say that it cannot load them.
 DEMO := $(RUN) TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1

@@ -222,7 +222,7 @@ SAMPLES: dict[str, tuple[int, bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(("ranks", "everyone", "settings"), SAMPLES.values(), ids=SAMPLES)
 def test_other_kinds_of_run_at_a_sample_of_operations(
     ranks: int, everyone: bool, settings: dict[str, Any], sample: Sample

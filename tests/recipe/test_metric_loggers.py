@@ -59,6 +59,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert "state</th><td>finished" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.exhaustive
 def test_weights_and_biases_offline(tmp_path: Path) -> None:
     """Its file holds the records that are sent when the run is synchronized."""
     logger = "torchtune.training.metric_logging.WandBLogger"

@@ -144,10 +144,8 @@ def predicted(kind: str, ranks: int) -> dict[tuple[int, int], int]:
     return traced_peaks(Tracer(tiny_config(kind, "unused"), ranks), SIZES)
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks"),
-    [pytest.param("full_vision", 2, marks=pytest.mark.exhaustive), ("lora_vision", 1)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "ranks"), [("full_vision", 2), ("lora_vision", 1)])
 def test_predicted_peaks_are_measured_peaks(kind: str, ranks: int) -> None:
     measurement = run_ranks(with_torchvision, ranks, measured, kind, timeout=100)[0]
     [prediction] = run_ranks(with_torchvision, 1, predicted, kind, ranks, timeout=100, join=False)
