@@ -126,27 +126,28 @@ def with_overrides(cfg: DictConfig, overrides: Iterable[str]) -> DictConfig:
     Raises:
         ConfigError: an override makes no sense.
     """
-    plain: Any = OmegaConf.to_container(cfg)
-    changes = []
     for override in overrides:
         if override.startswith("~"):
+            plain: Any = OmegaConf.to_container(cfg)
             _remove(plain, override)
+            cfg = OmegaConf.create(plain)
             continue
         key, equals, value = override.partition("=")
         if not key or not equals:
             raise ConfigError("KEY=VALUE", override, "is not an override", "Write key=value")
-        if isinstance(block := plain.get(key), dict) and "_component_" in block:
-            key += "._component_"
-        changes.append(f"{key}={'null' if value == 'None' else value}")
-    try:
-        merged = OmegaConf.merge(OmegaConf.create(plain), OmegaConf.from_dotlist(changes))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        reason = f"cannot be read ({str(error).splitlines()[0]})"
-        raise ConfigError(
-            "KEY=VALUE", changes, reason, "Quote values, in the shell as well"
-        ) from error
-    assert isinstance(merged, DictConfig)
-    return merged
+        whole = key
+        if isinstance(block := OmegaConf.to_container(cfg).get(key), dict) and "_component_" in block:
+            whole += "._component_"
+        try:
+            change = OmegaConf.from_dotlist([f"{whole}={'null' if value == 'None' else value}"])
+            cfg = OmegaConf.merge(cfg, change)
+        except (yaml.YAMLError, OmegaConfBaseException, TypeError) as error:
+            reason = f"cannot be set ({str(error).splitlines()[0].rstrip('.')})"
+            remedy = "Give a block in place of a block, a list in place of a list"
+            if isinstance(error, yaml.YAMLError):
+                remedy = "Quote the value, in the shell as well"
+            raise ConfigError(key, value, reason, remedy) from error
+    return cfg
 
 
 def _remove(config: dict[str, Any], override: str) -> None:
