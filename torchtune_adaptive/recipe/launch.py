@@ -116,7 +116,9 @@ def _override(argument: str) -> str:
         raise ConfigError(key, value, reason, "Quote the value, in the shell as well") from error
     except TypeError as error:
         reason = f"is of a type that no key takes ({error})"
-        raise ConfigError(key, value, reason, "Write a text, a number, a list or a block") from error
+        raise ConfigError(
+            key, value, reason, "Write a text, a number, a list or a block"
+        ) from error
     return f"{key}={as_json}" if "=" in value else argument
 
 

@@ -152,7 +152,7 @@ class Run:
             self.planner = None
 
     def load_rows(self) -> None:
-        """Make the tokenizer and the data, before a model takes its time: what is missing there is said at once.
+        """Make the tokenizer and the data, before a model takes its time: what is missing is said at once.
 
         torchtune makes them later. So random numbers continue as if nothing had been made; data that has
         drawn some is made again, in its place.

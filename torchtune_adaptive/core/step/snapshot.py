@@ -147,7 +147,10 @@ class Generators:
 
     def have_moved(self) -> bool:
         """Whether a random number has been drawn since."""
-        before, now = self.state_dict(), Generators(self._device or torch.device("cpu")).state_dict()
+        before, now = (
+            self.state_dict(),
+            Generators(self._device or torch.device("cpu")).state_dict(),
+        )
         return any(before[name] != now[name] for name in ("python", "numpy")) or not all(
             before[name] is None or torch.equal(before[name], now[name])
             for name in ("torch", "accelerator")

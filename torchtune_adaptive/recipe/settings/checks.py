@@ -388,8 +388,8 @@ def missing_torchvision(key: str, value: object, error: BaseException | None = N
         key,
         value,
         f"needs torchvision for its images, which {reason}",
-        f"pip install torchvision torch=={torch} takes the one for this torch; give pip the index that torch "
-        "came from, if it was not the default one",
+        f"Install the one for your torch: pip install torchvision torch=={torch}, from the index that torch "
+        "came from",
     )
 
 

@@ -152,6 +152,7 @@ _ELSEWHERE = {
     "warmup_steps": "lr_scheduler.num_warmup_steps",
     "logging_steps": "log_every_n_steps",
     "eval_steps": "run_val_every_n_steps",
+    "validate_every_n_steps": "run_val_every_n_steps",
     "sequence_len": "tokenizer.max_seq_len",
     "max_seq_len": "tokenizer.max_seq_len",
     "resume": "resume_from_checkpoint",
@@ -321,7 +322,8 @@ def unused_keys(cfg: DictConfig, kind: Kind) -> list[str]:
             raise ConfigError(
                 key,
                 plain_value(cfg, key),
-                "is set, but the recipe has no such key" + (f"; it looks like {meant}" if meant else ""),
+                "is set, but the recipe has no such key"
+                + (f"; it looks like {meant}" if meant else ""),
                 f"Rename it to {meant}, or {remove}" if meant else remove.capitalize(),
             )
         unused.append(key)

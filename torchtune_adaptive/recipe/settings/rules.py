@@ -189,8 +189,10 @@ NULL = Rule(("null",), _if(lambda value: value is None))
 FILES = Rule(
     ("a list of names of files", "a block with filename_format and max_filename"),
     _if(
-        lambda value: (isinstance(value, Mapping) and value)
-        or (isinstance(value, list) and value and all(isinstance(one, str) for one in value))
+        lambda value: (
+            (isinstance(value, Mapping) and value)
+            or (isinstance(value, list) and value and all(isinstance(one, str) for one in value))
+        )
     ),
 )
 _OF_TYPES: dict[Any, Rule] = {

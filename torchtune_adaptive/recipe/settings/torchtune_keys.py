@@ -78,13 +78,10 @@ _MUST_BE_GIVEN = ("seed", "shuffle", "max_steps_per_epoch", "resume_from_checkpo
 # Inside blocks, where given.
 _LENGTH = at_least(2)
 _OF_DATA = {"max_seq_len": _LENGTH, "packed": BOOLEAN}
+_SIZES = "vocab_size num_layers num_heads num_kv_heads embed_dim intermediate_dim lora_rank"
 _OF_MODELS = {
-    "max_seq_len": at_least(2, 1 << 31),
-    **dict.fromkeys(
-        "vocab_size num_layers num_heads num_kv_heads embed_dim intermediate_dim".split(),
-        at_least(1, 1 << 31),
-    ),
-    "lora_rank": at_least(1, 1 << 31),
+    "max_seq_len": _LENGTH,
+    **dict.fromkeys(_SIZES.split(), at_least(1)),
     "lora_alpha": SCALE,
     "lora_dropout": SHARE,
     "attn_dropout": SHARE,
@@ -95,7 +92,7 @@ _OF_CHECKPOINTERS = {
     "recipe_checkpoint": FILE,
     "adapter_checkpoint": FILE,
 }
-_OF_LOSSES = {"beta": SCALE, "label_smoothing": RATIO, "num_output_chunks": at_least(1, 1 << 31)}
+_OF_LOSSES = {"beta": SCALE, "label_smoothing": RATIO, "num_output_chunks": at_least(1, 1 << 20)}
 _OF_BLOCKS: dict[str, dict[str, Rule]] = {
     "tokenizer": {"max_seq_len": _LENGTH},
     "dataset": _OF_DATA,

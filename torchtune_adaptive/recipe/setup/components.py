@@ -36,6 +36,7 @@ _GIVEN: dict[str, tuple[int, tuple[str, ...]]] = {
     "lr_scheduler": (1, ("num_training_steps", "last_epoch")),
 }
 _OURS = ("batch_increase_function",)  # made elsewhere, as soon as the config is read
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _WITH_HONEST_TYPES = ("torch", "torchao", "torchtune")
 
 
@@ -80,7 +81,7 @@ def make(block: DictConfig, name: str, *given: Any, **more: Any) -> Any:
     except Exception as error:
         if not is_of_a_library(block) and not isinstance(error, OSError):
             raise
-        raise refusal(block, name, error) from error
+        raise refusal(block, name, error, len(given)) from error
 
 
 def is_of_a_library(block: DictConfig) -> bool:
@@ -88,23 +89,33 @@ def is_of_a_library(block: DictConfig) -> bool:
     return str(block._component_).partition(".")[0] in _WITH_HONEST_TYPES
 
 
-def refusal(block: DictConfig, name: str, error: Exception) -> ConfigError:
-    """The error of one line for what a component says against one of its arguments."""
+def refusal(block: DictConfig, name: str, error: Exception, by_position: int = 0) -> ConfigError:
+    """The error of one line for what a component says against one of its arguments.
+
+    Args:
+        block: the component's.
+        name: the key of the block.
+        error: what it has raised.
+        by_position: the number of arguments that the recipe itself gives.
+    """
     values: Any = OmegaConf.to_container(block, resolve=True)
     path = values.pop("_component_")
     text = " ".join(str(error).split()).rstrip(". ")
     unknown = re.search(r"unexpected keyword argument '(\w+)'", text)
     if unknown and unknown[1] in values:
-        return _unknown_argument(name, path, unknown[1], values[unknown[1]], _names(component(path)))
+        known = _names(_parameters(component(path))[by_position:])
+        return _unknown_argument(name, path, unknown[1], values[unknown[1]], known)
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     # The argument that it speaks of, if it quotes one.
     quoted = {key: v for key, v in values.items() if isinstance(v, str) and v and v in text}
     if not quoted:
-        return ConfigError(
-            name, path, f"cannot be made: {said}", f"Look at {', '.join(f'{name}.{key}' for key in values) or name}"
-        )
+        named = [key for key in values if re.search(rf"\b{key}\b", text)]
+        remedy = f"Look at {', '.join(f'{name}.{key}' for key in named) or f'the keys of {name}'}"
+        return ConfigError(name, path, f"cannot be made: {said}", remedy)
     key = max(quoted, key=lambda one: len(quoted[one]))
-    return ConfigError(f"{name}.{key}", quoted[key], f"cannot be used: {said}", f"Correct {name}.{key}")
+    return ConfigError(
+        f"{name}.{key}", quoted[key], f"cannot be used: {said}", f"Correct {name}.{key}"
+    )
 
 
 # --- before anything is built ---------------------------------------------------------------------
@@ -113,24 +124,20 @@ def refusal(block: DictConfig, name: str, error: Exception) -> ConfigError:
 def _check(key: str, name: str, block: Mapping[str, Any]) -> None:
     path = block["_component_"]
     found = _find(f"{name}._component_", path)
-    try:
-        parameters = list(inspect.signature(found).parameters.values())
-    except (TypeError, ValueError):  # in native code
-        return
     by_position, by_name = _GIVEN.get(key, (0, ()))
-    parameters = parameters[by_position:]
+    parameters = _parameters(found)[by_position:]
     given = {argument: value for argument, value in block.items() if argument != "_component_"}
-    names = [each.name for each in parameters if each.kind in _BY_NAME]
-    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+    names = _names(parameters)
+    if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in parameters):
         for argument, value in given.items():
             if argument not in names:
                 raise _unknown_argument(name, path, argument, value, names)
     for each in parameters:
-        if each.kind in _BY_NAME and each.default is each.empty:
-            if each.name not in given and each.name not in by_name:
-                raise ConfigError(
-                    f"{name}.{each.name}", None, f"is missing, and {path} needs it", "Set it"
-                )
+        needed = each.kind in _BY_NAME and each.default is each.empty
+        if needed and each.name not in given and each.name not in by_name:
+            raise ConfigError(
+                f"{name}.{each.name}", None, f"is missing, and {path} needs it", "Set it"
+            )
     rules = _rules(found) if path.partition(".")[0] in _WITH_HONEST_TYPES else {}
     optional = {each.name for each in parameters if each.default is None}
     for argument, value in given.items():
@@ -138,11 +145,15 @@ def _check(key: str, name: str, block: Mapping[str, Any]) -> None:
             rules[argument].read(f"{name}.{argument}", value)
 
 
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+def _parameters(found: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(found).parameters.values())
+    except (TypeError, ValueError):  # in native code, which does not say
+        return [inspect.Parameter("more", inspect.Parameter.VAR_KEYWORD)]
 
 
-def _names(found: Callable[..., Any]) -> list[str]:
-    return [each.name for each in inspect.signature(found).parameters.values() if each.kind in _BY_NAME]
+def _names(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    return [each.name for each in parameters if each.kind in _BY_NAME]
 
 
 def _rules(found: Callable[..., Any]) -> dict[str, Rule]:
@@ -172,7 +183,10 @@ def _find(key: str, path: str) -> Callable[..., Any]:
         package, _, _ = path.partition(".")
         if find_spec(package) is None:
             raise ConfigError(
-                key, path, f"cannot be found: {package} is not installed", "Install it, or correct the path"
+                key,
+                path,
+                f"cannot be found: {package} is not installed",
+                "Install it, or correct the path",
             ) from error
         reason = " ".join(str(cause).split()).rstrip(". ")
         meant = _nearest_path(path)
@@ -196,7 +210,9 @@ def _unknown_argument(
     known = list(known)
     initials = "".join(word[0] for word in argument.split("_") if word)
     meant = close_match(argument, known) or (initials if initials in known else None)
-    remedy = f"Did you mean {name}.{meant}?" if meant else f"It takes {', '.join(known) or 'nothing'}"
+    remedy = (
+        f"Did you mean {name}.{meant}?" if meant else f"It takes {', '.join(known) or 'nothing'}"
+    )
     return ConfigError(f"{name}.{argument}", value, f"is no argument of {path}", remedy)
 
 
@@ -205,5 +221,7 @@ def _check_model_type(key: str, block: Mapping[str, Any]) -> None:
     if model_type is None or model_type in ModelType.__members__:
         return
     meant = close_match(str(model_type).upper(), ModelType.__members__)
-    known = f"Did you mean {meant}?" if meant else f"Must be one of: {', '.join(ModelType.__members__)}"
+    known = (
+        f"Did you mean {meant}?" if meant else f"Must be one of: {', '.join(ModelType.__members__)}"
+    )
     raise ConfigError(f"{key}.model_type", model_type, "is not valid", known)
