@@ -54,7 +54,7 @@ def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
         require_own(cfg, kind)
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         assert isinstance(values, dict)
-        unused_keys(cfg, kind)
+        unused_keys(cfg, kind)  # raises where one is misspelled
         settings = AdaptiveSettings.from_config(cfg)
         blocks = [key for each in kind.frozen for key in (each.model, each.checkpointer)]
         blocks += sorted(kind.more_blocks)
