@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,30 @@ from torchtune_adaptive.recipe.registry import (
     our_configs,
     torchtune_configs,
 )
+from torchtune_adaptive.recipe.settings import checks
 from torchtune_adaptive.recipe.settings.adaptive import (
     BLOCK,
     AdaptiveSettings,
     block_keys,
     top_level_keys,
 )
-from torchtune_adaptive.recipe.settings.checks import check
-from torchtune_adaptive.recipe.settings.kind_table import KINDS, KNOWN_KEYS, kind_of, unused_keys
+from torchtune_adaptive.recipe.settings.checks import (
+    check,
+    missing_torchvision,
+    require_torchvision,
+    warn_of_unused_keys,
+)
+from torchtune_adaptive.recipe.settings.kind_table import (
+    _ELSEWHERE,
+    KINDS,
+    KNOWN_KEYS,
+    has_images,
+    kind_of,
+    unused_keys,
+)
 from torchtune_adaptive.recipe.settings.rules import rule_of
 from torchtune_adaptive.recipe.settings.torchtune_keys import _MUST_BE_GIVEN, _REQUIRED
+from torchtune_adaptive.recipe.setup.components import check_components
 
 CHECKPOINTING = "enable_activation_checkpointing"
 
@@ -229,6 +244,8 @@ def test_torchtunes_own_configs_are_ours_or_are_refused_by_the_name_of_their_rec
                 assert set(unused_keys(cfg, kind)) <= {"low_cpu_ram", "fsdp"}, each.name
                 more = {"optimizer_in_bwd": False} if "optimizer_in_bwd" in cfg else {}
                 check(OmegaConf.merge(cfg, {**more, CHECKPOINTING: True}), kind)  # type: ignore[arg-type]
+                if not has_images(cfg) and "bitsandbytes" not in cfg.optimizer._component_:
+                    check_components(cfg, kind)
             else:
                 named = f"{theirs}|{recipe.name}|generate"  # of which there are three
                 with pytest.raises(
@@ -257,6 +274,84 @@ def test_variables_for_interpolation_and_foreign_keys_are_not_errors() -> None:
     cfg = OmegaConf.merge(config(), {"my_length": 99, "tokenizer": {"max_seq_len": "${my_length}"}})
     assert unused_keys(cfg, KINDS["full"]) == []  # type: ignore[arg-type]
     assert unused_keys(config("tiny/full", "my_notes=hello"), KINDS["full"]) == ["my_notes"]
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("batch_increase_fn", "it looks like batch_increase_function. Rename it"),
+        ("use_fastest_config", "it looks like use_fastest_configuration. Rename it"),
+        ("keep_last_n", "it looks like keep_last_n_checkpoints. Rename it"),
+        ("save_steps", "it looks like save_every_n_steps. Rename it"),
+        ("run_val_steps", "it looks like run_val_every_n_steps. Rename it"),
+        ("adaptive_batch", "it looks like adaptive_batching. Rename it"),
+        ("token_budgets", "no such key. Remove it (~token_budgets on the command line)"),
+        ("USE_MAX", "no such key"),
+        ("use_cache", "no such key"),
+    ],
+)
+def test_what_begins_like_a_key_of_ours_and_is_none_is_an_error(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(meant)) as raised:
+        check(config("tiny/full", f"{key}=1"), KINDS["full"])
+    assert raised.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("learning_rate", "optimizer.lr"),
+        ("max_batch_size", "use_maximum_batch_size"),
+        ("max_grad_norm", "clip_grad_norm"),
+        ("resume", "resume_from_checkpoint"),
+        ("log_n_steps", "log_every_n_steps"),
+        ("save_adapter_weights_only", None),
+        ("my_notes", None),
+    ],
+)
+def test_a_key_that_no_recipe_knows_is_a_warning_that_names_the_nearest(
+    key: str, meant: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(checks.log, "warning", said.append)
+    cfg, kind = config("tiny/full", f"{key}=True"), KINDS["full"]
+    check(cfg, kind)
+    warn_of_unused_keys(cfg, kind)
+    question = f" Did you mean {meant}?" if meant else ""
+    line = f"Warning: {key}: {kind.recipe} has no such key, so it changes nothing.{question}"
+    assert said == [line]
+    monkeypatch.setenv("RANK", "1")
+    warn_of_unused_keys(cfg, kind)
+    assert said == [line], "one rank says it"
+
+
+def test_the_warning_names_only_keys_that_there_are() -> None:
+    for key in _ELSEWHERE.values():
+        block, _, argument = key.rpartition(".")
+        assert (block or argument) in KNOWN_KEYS, key
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_config_of_another_tool_is_told_so(kind: str) -> None:
+    foreign = OmegaConf.create({"base_model": "a/b", "datasets": [{"path": "c"}], "lora_r": 16})
+    for look in (kind_of, lambda cfg: check(cfg, KINDS[kind])):
+        with pytest.raises(ConfigError, match="this is not a torchtune config") as raised:
+            look(foreign)
+        assert raised.value.key == "model._component_"
+
+
+def test_torchvision_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = OmegaConf.create({"collate_fn": "torchtune.data.padded_collate_tiled_images_and_mask"})
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"which is not installed. .*pip install torchvision torch=="
+    ):
+        require_torchvision(cfg)
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    require_torchvision(cfg)
+    other_build = RuntimeError("operator torchvision::nms does not exist\nmore")
+    said = str(missing_torchvision("assets", "${x:}", other_build))
+    assert "nms does not exist): it was built for another torch. Install" in said
+    assert "+" not in said and "\n" not in said
 
 
 IMPOSSIBLE: list[tuple[str, list[str], str, str]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from tests.helpers.ranks import watch_ranks
 from torchtune_adaptive.cli import command_line as cli
 from torchtune_adaptive.cli.command_line import _run
+from torchtune_adaptive.cli.recipe_argument import require_recipe
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.recipe import launch
 from torchtune_adaptive.recipe.registry import find_config
@@ -81,6 +83,16 @@ def test_quiet_leaves_warnings(flag: str, monkeypatch: pytest.MonkeyPatch) -> No
         ("seed={", "seed: '{' is not YAML"),
         ("seed==", "seed: '=' is not YAML"),
         ("seed=${a", "seed: '${a' is not YAML"),
+        ("seed=!!binary aGk=", "seed: '!!binary aGk=' is of a type that no key takes"),
+        ("adaptive_batching=[]", "adaptive_batching: '[]' cannot be set"),
+        ("checkpointer.checkpoint_files={}", "checkpointer.checkpoint_files: '{}' cannot be set"),
+        ("~nothing", "~KEY: '~nothing' removes what the config does not have"),
+        ("~optimizer", "~KEY: '~optimizer' removes a component"),
+        (
+            "--batch_size=4",
+            "is not an option of a recipe. What a config has is written batch_size=4",
+        ),
+        ("--batch-size", "written batch_size=VALUE"),
     ],
 )
 def test_what_is_no_override_is_an_error_of_one_line(
@@ -125,35 +137,104 @@ def test_validate_checks_what_a_run_checks(
         _run(["tune-adaptive", "validate", str(mine)])
 
 
+def test_validate_takes_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    _run(["tune-adaptive", "validate", "tiny/full", "batch_size=3", "~clip_grad_norm"])
+    assert "well-formed" in capsys.readouterr().out
+    for override, error in {
+        "batch_size=0": "batch_size: 0 is not valid",
+        "optimizer.learning_rate=1": "Did you mean optimizer.lr?",
+        "save_steps=3": "it looks like save_every_n_steps",
+        "batch_size": "'batch_size' is not an override",
+    }.items():
+        with pytest.raises(ConfigError) as raised:
+            _run(["tune-adaptive", "validate", "tiny/full", override])
+        assert error in str(raised.value)
+
+
+FULL = "adaptive_full_finetune_distributed"
+
+
 @pytest.mark.parametrize(
-    ("recipe", "remedy"),
+    ("words", "line"),
     [
-        ("full_finetune_distributed", "Use adaptive_full_finetune_distributed"),
-        ("lora_finetune_single_device", "Use adaptive_lora_finetune_distributed"),
-        ("qat_distributed", "Use adaptive_qat_distributed"),
+        ("find full_finetune_distributed --config tiny/full", f"does not search .* Use {FULL}"),
+        (
+            "find --nproc_per_node 2 lora_finetune_single_device --config tiny/full",
+            "recipe: 'lora_finetune_single_device' .* Use adaptive_lora_finetune_distributed",
+        ),
+        ("find qat_distributed --config tiny/full", "Use adaptive_qat_distributed"),
+        ("find eleuther_eval --config tiny/full", f"Use one of {FULL}, .* with your own"),
+        ("find tiny/full", f"find: 'tiny/full' is a config.* find {FULL} --config tiny/full`"),
+        ("run tiny/lora seed=1", "adaptive_lora_finetune_distributed --config tiny/lora`"),
+        ("run --config tiny/qat", "run: '--config tiny/qat' names no recipe.* run adaptive_qat_"),
+        ("run adaptive_full_finetune --config tiny/full", rf"Did you mean {FULL}\?"),
+        ("run --nnodes 1 adaptive_lora --config x", "mean adaptive_lora_finetune_distributed"),
+        ("run lora_finetune_distribute --config x", r"mean adaptive_lora_finetune_distributed\?"),
+        ("run nothing --config tiny/full", f"recipe: 'nothing' is neither .* Ours are {FULL}"),
+        ("run nothing.py --config tiny/full", "recipe: 'nothing.py' is neither"),
+        (
+            "run full_finetune_distributed --config tiny/full",
+            f"use_maximum_batch_size: True changes nothing in torchtune's full.* Use {FULL}",
+        ),
+        (
+            "run lora_finetune_distributed --config llama3_1/8B_lora use_fastest_configuration=True",
+            "use_fastest_configuration: True .* Use adaptive_lora_finetune_distributed",
+        ),
+        (
+            "run generate --config generation use_maximum_batch_size=True",
+            "Remove use_maximum_batch_size",
+        ),
+        (
+            "run full_finetune_distributed --config tiny/ful",
+            "--config: 'tiny/ful' is neither a file",
+        ),
     ],
 )
-def test_find_refuses_a_recipe_that_would_train(recipe: str, remedy: str) -> None:
-    arguments = ["--nproc_per_node", "2", recipe, "--config", "tiny/full"]
-    with pytest.raises(ConfigError, match=f"{recipe}.* does not search .*{remedy}"):
-        _run(["tune-adaptive", "find", *arguments])
+def test_a_recipe_that_is_missing_or_wrong_is_said_with_what_to_type(words: str, line: str) -> None:
+    with pytest.raises(ConfigError, match=line) as raised:
+        _run(["tune-adaptive", *words.split()])
+    assert "\n" not in str(raised.value) and "None" not in str(raised.value)
 
 
-def test_a_launched_run_that_fails_ends_with_torchruns_report_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_other_recipes_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "mine.py").write_text("")
+    for words in (
+        "mine --config tiny/full",
+        "mine.py --config tiny/full",
+        "--nproc_per_node 2 full_finetune_distributed --config llama3_1/8B_full seed=1",
+        "full_finetune_distributed",  # torchtune says what is missing
+        f"--nnodes 2 {FULL} seed=1 --config tiny/full",
+        "",
+    ):
+        require_recipe("run", words.split())
+
+
+@pytest.mark.parametrize("traceback", [None, "Traceback (most recent call last): oh"])
+def test_a_launched_run_that_fails_ends_with_its_reason_or_with_torchruns_report(
+    traceback: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
+    more = {"timestamp": "1"} | ({"py_callstack": traceback} if traceback else {})
     file = tmp_path / "error.json"
-    file.write_text('{"message": {"message": "ConfigError: oh", "extraInfo": {"timestamp": "1"}}}')
+    file.write_text(json.dumps({"message": {"message": "ConfigError: oh", "extraInfo": more}}))
 
     def fail(argv: list[str]) -> None:
-        raise ChildFailedError("recipe", {0: ProcessFailure(0, 123, 1, str(file))})
+        failures = {0: ProcessFailure(0, 9, -15, ""), 1: ProcessFailure(1, 123, 1, str(file))}
+        raise ChildFailedError("recipe", failures)
 
     monkeypatch.setattr(cli, "_run", fail)
     with pytest.raises(SystemExit) as ended:
         cli.main()
     said = capsys.readouterr().err
-    assert ended.value.code == 1 and "Traceback" not in said
-    assert said.count("traceback : ConfigError: oh") == 1
+    assert ended.value.code == 1
+    if traceback:
+        assert f"traceback : {traceback}" in said
+    else:
+        assert said.strip() == "tune-adaptive: rank 1: ConfigError: oh"
 
 
 def start(cwd: Path, *arguments: str, pythonpath: str = "") -> subprocess.CompletedProcess[str]:

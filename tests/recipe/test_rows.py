@@ -17,9 +17,8 @@ from torchtune.data import padded_collate_sft
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.common.errors import ConfigError, EmptyTrial
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.recipe.data.dataset import Data, load_data
+from torchtune_adaptive.recipe.data.dataset import Data, load_rows
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
-from torchtune_adaptive.recipe.data.rows import TOKEN_ROWS
 from torchtune_adaptive.recipe.search import worst_case as worst_case_module
 from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
 
@@ -243,6 +242,7 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize("several", [False, True])
 def test_a_stream_of_rows_is_refused(several: bool) -> None:
     one = {"_component_": f"{__name__}.Stream"}
-    cfg = OmegaConf.create({"dataset": [one] if several else one})
+    tokenizer = {"_component_": f"{__name__}.Tokenizer"}
+    cfg = OmegaConf.create({"tokenizer": tokenizer, "dataset": [one] if several else one})
     with pytest.raises(ConfigError, match=r"Stream' streams its rows: .*streaming=False"):
-        load_data(cfg, Tokenizer(), TOKEN_ROWS, None)
+        load_rows(cfg)

@@ -20,7 +20,7 @@ from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
 from tests.helpers.torchvision import use_torchvision
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
-from torchtune_adaptive.recipe.data.dataset import Data, load_data
+from torchtune_adaptive.recipe.data.dataset import Data, data_of, load_rows
 from torchtune_adaptive.recipe.data.images import RowSize, images_of
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.data.rows import TOKEN_ROWS
@@ -43,7 +43,8 @@ def with_torchvision(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def vision_data(cfg: DictConfig) -> Data:
     objective = NextTokenPrediction(CEWithChunkedOutputLoss())
-    return load_data(cfg, config.instantiate(cfg.tokenizer), TOKEN_ROWS, objective)
+    loaded = load_rows(cfg)
+    return data_of(cfg, loaded.tokenizer, loaded.training, TOKEN_ROWS, objective)
 
 
 @pytest.fixture(scope="module")

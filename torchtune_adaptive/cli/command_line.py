@@ -15,13 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from torchtune_adaptive import __version__
 from torchtune_adaptive.cli import private
+from torchtune_adaptive.cli.recipe_argument import config_of, require_recipe
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
-    ConfigError,
     cached_files,
     human_bytes,
     table,
@@ -29,10 +27,7 @@ from torchtune_adaptive.common import (
 )
 from torchtune_adaptive.recipe import (
     BLOCK,
-    RECIPES,
-    find_config,
     load_config,
-    our_recipe_for,
     register,
     require_supported_versions,
     torchtune_recipes,
@@ -55,7 +50,7 @@ _HELP = {
     "validate": "Check a config as a run does.",
     "download": "Download a model from the Hugging Face Hub or Kaggle.",
 }
-_THEIRS = {"run": "Run", "cat": "Cat", "cp": "Copy", "validate": "Validate", "download": "Download"}
+_THEIRS = {"run": "Run", "cat": "Cat", "cp": "Copy", "download": "Download"}
 """torchtune's classes for its commands, each in a module of the command's name."""
 
 
@@ -70,8 +65,18 @@ def main() -> None:
     except Exception as error:
         if type(error).__name__ != "ChildFailedError":  # by name, since torch may not be imported
             raise
-        print(error, file=sys.stderr)  # torchrun's report, which ends with the reason
+        # Where the first rank to fail gave a reason of one line, that line says more than torchrun's report.
+        print(_reason(error) or error, file=sys.stderr)
         sys.exit(1)
+
+
+def _reason(error: Any) -> str | None:
+    """Why the ranks of a run have ended, if the first to fail gave a reason without a traceback."""
+    rank, failure = error.get_first_failure()
+    said = failure.message
+    if not isinstance(said, dict) or "py_callstack" in said.get("extraInfo", {}):
+        return None
+    return f"\n{PROGRAM}: rank {rank}: {said['message']}"
 
 
 def _run(argv: list[str]) -> None:
@@ -85,10 +90,10 @@ def _run(argv: list[str]) -> None:
         if command == "plan":  # options and overrides in any order, which subcommands cannot have
             arguments = commands["plan"].parse_intermixed_args(argv[2:])
             return arguments.func(arguments)
+        if command in ("run", "find"):
+            require_recipe(command, argv[2:])
         if command == "find":
             return _find(argv)
-        if command == "validate":
-            _validate_ours(argv)
     arguments = parser.parse_args(argv[1:])
     arguments.func(arguments)
 
@@ -166,13 +171,9 @@ def _add_find(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Takes what `run` takes. Only the overrides are printed on stdout."
 
 
-_ADD_OURS = {"ls": _add_ls, "plan": _add_plan, "cache": _add_cache, "find": _add_find}
-
-
 def _find(argv: list[str]) -> None:
     """Run the recipe up to where it has found its batch size, and print only the overrides on stdout."""
-    _require_recipe_that_searches(argv[2:])
-    cfg = _config_of(argv[2:])
+    cfg = config_of(argv[2:])
     fastest = bool(cfg.get(_FASTEST, False))
     report = Path(str(cfg.get("output_dir"))) / (_FOUND_FASTEST if fastest else _FOUND)
     before = _written(report)
@@ -188,20 +189,6 @@ def _find(argv: list[str]) -> None:
                 raise
     if _written(report) != before:
         print(json.loads(report.read_text())["overrides"])
-
-
-def _config_of(arguments: list[str]) -> DictConfig:
-    """The config of a run with these arguments."""
-    name, overrides = "", []
-    for number, argument in enumerate(arguments):
-        option, _, value = argument.partition("=")
-        if option == "--config":
-            name = value or (arguments[number + 1] if number + 1 < len(arguments) else "")
-        elif not argument.startswith("-") and (value or argument.startswith("~")):
-            overrides.append(argument)
-    if not name:
-        raise ConfigError("--config", None, "is missing", "Give a config name or a YAML file")
-    return with_overrides(load_config(name), overrides)
 
 
 def _written(path: Path) -> int | None:
@@ -222,22 +209,37 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _require_recipe_that_searches(arguments: list[str]) -> None:
-    """Refuse torchtune's recipes, which would ignore what asks for a search, and train."""
-    if any(argument in RECIPES or argument.endswith(".py") for argument in arguments):
-        return
-    recipe = arguments[arguments.index("--config") - 1] if "--config" in arguments[1:] else None
-    ours = recipe and our_recipe_for(recipe)
-    remedy = f"Use {ours}" if ours else f"Use one of {', '.join(RECIPES)}, or a file with your own"
-    raise ConfigError("recipe", recipe, "does not search for a batch size", remedy)
+def _add_validate(parser: argparse.ArgumentParser) -> None:
+    parser.usage = f"{PROGRAM} validate CONFIG [KEY=VALUE ...]"
+    parser.add_argument("config", help="name or path of a config")
+    parser.add_argument("overrides", nargs="*", help="what to change in it")
+    parser.set_defaults(func=lambda arguments: _validate(arguments.config, arguments.overrides))
 
 
-def _validate_ours(argv: list[str]) -> None:
-    """Check a config as a run does; torchtune checks the components."""
-    from torchtune_adaptive.recipe import batch_increase, check, kind_of
+def _validate(name: str, overrides: list[str]) -> None:
+    """Check a config as a run does before it looks for files."""
+    from torchtune_adaptive.recipe import (
+        batch_increase,
+        check,
+        check_components,
+        kind_of,
+        require_torchvision,
+        warn_of_unused_keys,
+    )
 
-    if len(argv) != 3:
-        return  # torchtune's parser says what is wrong
-    cfg = load_config(argv[2])
-    batch_increase(cfg, check(cfg, kind_of(cfg)))
-    argv[2] = str(find_config(argv[2]))
+    cfg = with_overrides(load_config(name), overrides)
+    require_torchvision(cfg)
+    kind = kind_of(cfg)
+    batch_increase(cfg, check(cfg, kind))
+    warn_of_unused_keys(cfg, kind)
+    check_components(cfg, kind)
+    print("Config is well-formed!")
+
+
+_ADD_OURS = {
+    "ls": _add_ls,
+    "plan": _add_plan,
+    "cache": _add_cache,
+    "find": _add_find,
+    "validate": _add_validate,
+}

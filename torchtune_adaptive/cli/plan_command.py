@@ -52,6 +52,7 @@ from torchtune_adaptive.recipe import (
     plan_request,
     predict,
     rank_candidates,
+    warn_of_unused_keys,
     with_overrides,
 )
 
@@ -156,6 +157,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
     name, cfg = _config(arguments)
     plan = plan_request(cfg, arguments.nproc, arguments.gpu, memory, arguments.seq_len, name)
+    warn_of_unused_keys(cfg, kind_of(cfg))
     report = _predict(plan, job(arguments.tokens, arguments.price), arguments)
     if arguments.json:
         print(json.dumps(as_dict(report), indent=1))

@@ -31,15 +31,21 @@ if TYPE_CHECKING:
     from torchtune_adaptive.recipe.registry import (
         RECIPES,
         find_config,
+        is_module,
         is_recipe,
         load_config,
+        nearest_recipe,
         our_recipe_for,
         register,
         torchtune_recipes,
         with_overrides,
     )
     from torchtune_adaptive.recipe.settings.adaptive import BLOCK
-    from torchtune_adaptive.recipe.settings.checks import check
+    from torchtune_adaptive.recipe.settings.checks import (
+        check,
+        require_torchvision,
+        warn_of_unused_keys,
+    )
     from torchtune_adaptive.recipe.settings.kind_table import kind_of
     from torchtune_adaptive.recipe.settings.knob_table import (
         ACCUMULATION,
@@ -49,6 +55,7 @@ if TYPE_CHECKING:
         WHOLE,
         overrides,
     )
+    from torchtune_adaptive.recipe.setup.components import check_components
     from torchtune_adaptive.recipe.tracing.self_check import check_method
     from torchtune_adaptive.recipe.tracing.traces import NotRemembered, PassedCheck
     from torchtune_adaptive.recipe.train.growth import batch_increase

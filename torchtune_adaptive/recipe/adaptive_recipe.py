@@ -33,6 +33,7 @@ class AdaptiveRecipe(FTRecipeInterface):
     def setup(self, cfg: DictConfig) -> None:
         """Load the models and the optimizer, and find the batch size if that is asked for."""
         run, kind = self.run, self.run.kind
+        run.load_rows()
         run.watchdog.enter("loading the model", patience=None)
         self._checkpoints = checkpoints = kind.checkpoints()
         checkpoint = checkpoints.load()

@@ -27,7 +27,7 @@ from torchtune_adaptive.common import (
     launcher,
 )
 from torchtune_adaptive.core import Ranks
-from torchtune_adaptive.recipe.registry import find_config, load_config
+from torchtune_adaptive.recipe.registry import find_config, load_config, with_overrides
 from torchtune_adaptive.recipe.train.stop import exit_status
 
 
@@ -69,23 +69,37 @@ def recipe(run: Callable[[DictConfig], None], description: str | None = None) ->
 
 
 def _arguments(given: list[str]) -> list[str]:
-    """The arguments of a recipe as torchtune's parser expects them."""
+    """The arguments of a recipe as torchtune's parser expects them.
+
+    The parser would end in a traceback where the config or an override cannot be read, so both are tried.
+    """
     arguments, given = [], list(given)
+    name, overrides = "", []
     while given:
         argument = given.pop(0)
-        option, _, name = argument.partition("=")
-        if option == "--config" and (name or given):
-            name = name or given.pop(0)
-            # Or the parser would end in a traceback where the file cannot be read.
+        option, _, value = argument.partition("=")
+        if option == "--config" and (value or given):
+            name = value or given.pop(0)
             load_config(name)
             arguments += ["--config", str(find_config(name))]
         elif argument in ("-q", "--quiet"):
             logging.getLogger("torchtune_adaptive").setLevel(logging.WARNING)
-        elif argument.startswith(("-", "~")):
+        elif argument in ("-h", "--help", "--config"):
             arguments.append(argument)
+        elif argument.startswith("-"):
+            raise _no_option(option, value or (given[0] if given else "VALUE"))
         else:
-            arguments.append(_override(argument))
-    return arguments
+            overrides.append(argument if argument.startswith("~") else _override(argument))
+    if name:
+        with_overrides(load_config(name), overrides)
+    return arguments + overrides
+
+
+def _no_option(option: str, value: str) -> ConfigError:
+    key = option.lstrip("-").replace("-", "_")
+    return ConfigError(
+        option, value, "is not an option of a recipe", f"What a config has is written {key}={value}"
+    )
 
 
 def _override(argument: str) -> str:
@@ -95,14 +109,17 @@ def _override(argument: str) -> str:
         raise ConfigError("KEY=VALUE", argument, "is not an override", "Write key=value")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
+        assert isinstance(parsed, dict)
+        as_json = json.dumps(parsed["value"]).replace("=", r"\u003d")
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         reason = f"is not YAML ({str(error).splitlines()[0]})"
         raise ConfigError(key, value, reason, "Quote the value, in the shell as well") from error
-    if "=" not in value:
-        return argument
-    assert isinstance(parsed, dict)
-    as_json = json.dumps(parsed["value"]).replace("=", r"\u003d")
-    return f"{key}={as_json}"
+    except TypeError as error:
+        reason = f"is of a type that no key takes ({error})"
+        raise ConfigError(
+            key, value, reason, "Write a text, a number, a list or a block"
+        ) from error
+    return f"{key}={as_json}" if "=" in value else argument
 
 
 def _end_interrupted(interrupt: KeyboardInterrupt) -> None:

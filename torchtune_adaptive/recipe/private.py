@@ -52,6 +52,11 @@ def fingerprint(dataset: Any) -> str | None:
     return getattr(getattr(dataset, "_data", None), "_fingerprint", None)
 
 
+def columns(dataset: Any) -> list[str] | None:
+    """The columns of the table that a dataset of torchtune makes its rows of, where there is one."""
+    return getattr(getattr(dataset, "_data", None), "column_names", None)
+
+
 def has_quantized_base(lora: Any) -> bool:
     """Whether the weights that a LoRA layer adapts are quantized."""
     return getattr(lora, "_quantize_base", False)

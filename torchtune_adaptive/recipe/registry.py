@@ -48,8 +48,26 @@ def torchtune_recipes() -> list[Any]:
 
 def is_recipe(name: str) -> bool:
     """Whether this is a recipe's name, or a file with one."""
-    known = {recipe.name for recipe in torchtune_recipes()}
-    return name in RECIPES or name in known or name.endswith(".py")
+    return name in RECIPES or name in _their_recipes() or name.endswith(".py")
+
+
+def _their_recipes() -> set[str]:
+    return {recipe.name for recipe in torchtune_recipes()} - set(RECIPES)
+
+
+def is_module(name: str) -> bool:
+    """Whether this is a module, as one of the user's own recipes may be, also in the working directory."""
+    _add_working_directory()
+    with suppress(ImportError, ValueError):
+        return importlib.util.find_spec(name.replace("/", ".")) is not None
+    return False
+
+
+def nearest_recipe(name: str) -> str | None:
+    """The recipe that a wrong name was probably meant to be; ours before torchtune's."""
+    begins = [recipe for recipe in RECIPES if recipe.startswith(name)]
+    close = get_close_matches(name, RECIPES, n=1) or get_close_matches(name, _their_recipes(), n=1)
+    return next(iter([*begins, *close]), None)
 
 
 def our_recipe_for(name: str) -> str | None:
@@ -126,27 +144,33 @@ def with_overrides(cfg: DictConfig, overrides: Iterable[str]) -> DictConfig:
     Raises:
         ConfigError: an override makes no sense.
     """
-    plain: Any = OmegaConf.to_container(cfg)
-    changes = []
     for override in overrides:
+        plain: Any = OmegaConf.to_container(cfg)
         if override.startswith("~"):
             _remove(plain, override)
+            cfg = OmegaConf.create(plain)
             continue
         key, equals, value = override.partition("=")
         if not key or not equals:
             raise ConfigError("KEY=VALUE", override, "is not an override", "Write key=value")
-        if isinstance(block := plain.get(key), dict) and "_component_" in block:
-            key += "._component_"
-        changes.append(f"{key}={'null' if value == 'None' else value}")
-    try:
-        merged = OmegaConf.merge(OmegaConf.create(plain), OmegaConf.from_dotlist(changes))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        reason = f"cannot be read ({str(error).splitlines()[0]})"
-        raise ConfigError(
-            "KEY=VALUE", changes, reason, "Quote values, in the shell as well"
-        ) from error
-    assert isinstance(merged, DictConfig)
-    return merged
+        block = plain.get(key)
+        path = f"{key}._component_" if isinstance(block, dict) and "_component_" in block else key
+        change = f"{path}={'null' if value == 'None' else value}"
+        try:
+            merged = OmegaConf.merge(cfg, OmegaConf.from_dotlist([change]))
+        except (yaml.YAMLError, OmegaConfBaseException, TypeError) as error:
+            raise _not_set(key, value, error) from error
+        assert isinstance(merged, DictConfig)
+        cfg = merged
+    return cfg
+
+
+def _not_set(key: str, value: str, error: Exception) -> ConfigError:
+    remedy = "Give a block in place of a block, and a list in place of a list"
+    if isinstance(error, yaml.YAMLError):
+        remedy = "Quote the value, in the shell as well"
+    reason = str(error).splitlines()[0].rstrip(".")
+    return ConfigError(key, value, f"cannot be set ({reason})", remedy)
 
 
 def _remove(config: dict[str, Any], override: str) -> None:
@@ -157,6 +181,13 @@ def _remove(config: dict[str, Any], override: str) -> None:
     if not isinstance(node, dict) or key not in node:
         raise ConfigError(
             "~KEY", override, "removes what the config does not have", "Check the key"
+        )
+    if isinstance(node[key], dict) and "_component_" in node[key]:
+        raise ConfigError(
+            "~KEY",
+            override,
+            "removes a component, which torchtune does not allow",
+            "Edit the config",
         )
     del node[key]
 
@@ -187,7 +218,11 @@ def _kind_in(name: str) -> str | None:
 
 def component(path: str) -> Callable[..., Any]:
     """A function by its dotted path; modules in the working directory count, after those installed."""
-    with suppress(FileNotFoundError):  # the working directory was deleted
+    _add_working_directory()
+    return component_at(path)
+
+
+def _add_working_directory() -> None:
+    with suppress(FileNotFoundError):  # it was deleted
         if (here := os.getcwd()) not in sys.path:
             sys.path.append(here)
-    return component_at(path)

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig
-from torchtune import config, training
+from torchtune import training
 
 from torchtune_adaptive.core import (
     Epochs,
+    Generators,
     Loader,
     MicroBatches,
     NoiseScale,
@@ -32,7 +33,13 @@ from torchtune_adaptive.core import (
 )
 from torchtune_adaptive.recipe.checkpoints.folder import last_saved, require_output_folder
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
-from torchtune_adaptive.recipe.data.dataset import Data, load_data, validation_config
+from torchtune_adaptive.recipe.data.dataset import (
+    Data,
+    LoadedRows,
+    data_of,
+    load_rows,
+    validation_config,
+)
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
@@ -40,9 +47,10 @@ from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.record import Record
 from torchtune_adaptive.recipe.search.decide import DecidedBatch, decide_batch
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry, ValidationRows
-from torchtune_adaptive.recipe.settings.checks import check
+from torchtune_adaptive.recipe.settings.checks import check, warn_of_unused_keys
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
+from torchtune_adaptive.recipe.setup.components import check_components, make
 from torchtune_adaptive.recipe.setup.environment import start_environment
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
@@ -80,6 +88,8 @@ class Run:
         install()
         self._cfg = cfg
         self.settings = check(cfg, KINDS[kind])
+        warn_of_unused_keys(cfg, KINDS[kind])
+        check_components(cfg, KINDS[kind])
         self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here
         patience = self.settings.agreement_timeout(cfg.get("compile", False))
         self.environment = start_environment(cfg, patience, watched=self.settings.survives)
@@ -103,12 +113,13 @@ class Run:
             )
         self.metrics: Any = None  # torchtune's metric logger, on rank 0
         self.record: Record | None = None  # on rank 0
+        self._rows: LoadedRows | None = None
         self._loop: TrainingLoop | None = None
         if self.ranks.is_zero:
             # torchtune's loggers print where they write.
             said = nullcontext() if log.isEnabledFor(logging.INFO) else redirect_stdout(StringIO())
             with said:
-                self.metrics = config.instantiate(cfg.metric_logger)
+                self.metrics = make(cfg.metric_logger, "metric_logger")
             self.record = Record(cfg, kind, self.ranks.size, self.metrics)
             log.info(f"Config: {self.record.save_config()}")
 
@@ -140,6 +151,18 @@ class Run:
             self.planner.close()
             self.planner = None
 
+    def load_rows(self) -> None:
+        """Make the tokenizer and the data, before a model takes its time: what is missing is said at once.
+
+        torchtune makes them later. So random numbers continue as if nothing had been made; data that has
+        drawn some is made again, in its place.
+        """
+        self.watchdog.enter("loading the data", patience=None)
+        generators = Generators(self.environment.device)
+        rows = load_rows(self._cfg)
+        self._rows = None if generators.have_moved() else rows
+        generators.restore()
+
     def prepare(
         self, model: Model, optimizers: Optimizers, objective: Objective, save: Save
     ) -> TrainingLoop | None:
@@ -153,8 +176,8 @@ class Run:
         """
         cfg, settings = self._cfg, self.settings
         self.watchdog.enter("loading the data", patience=None)
-        tokenizer = config.instantiate(cfg.tokenizer)
-        data = load_data(cfg, tokenizer, self.kind.rows(), objective)
+        loaded, self._rows = self._rows or load_rows(cfg), None
+        data = data_of(cfg, loaded.tokenizer, loaded.training, self.kind.rows(), objective)
         order = SampleOrder(len(data.dataset), model.data_ranks, cfg.shuffle)
         measures_noise = settings.gradient_noise != "off" or getattr(
             self._grow, "needs_noise", False
@@ -162,7 +185,7 @@ class Run:
         step = self.train_step(model, optimizers, objective, measures_noise)
         require_something_to_learn(data, step)
         configured = configured_batch(cfg, model.data_ranks)
-        validation = self._validation_rows(tokenizer, objective)
+        validation = self._validation_rows(loaded, objective)
         rows = RowsToTry(data, order, configured, self._lengths(data, cfg), validation)
         prober = Prober(step, self.ranks, self.watchdog, cfg, settings)
         batch = decide_batch(prober, rows, self.progress.training, self.planner)
@@ -231,13 +254,13 @@ class Run:
     def _lengths(self, data: Data, cfg: DictConfig) -> RowLengths:
         return RowLengths(data.dataset, cfg, self.ranks, self.settings.cache, data.rows.length)
 
-    def _validation_rows(self, tokenizer: Any, objective: Objective) -> ValidationRows | None:
+    def _validation_rows(self, loaded: LoadedRows, objective: Objective) -> ValidationRows | None:
         """What is validated on while training, if that is asked for."""
-        if self._cfg.get("run_val_every_n_steps") is None:
+        if loaded.validation is None:
             return None
         validating = validation_config(self._cfg)
         rows = recipe_kind(self.kind.about, validating, self.environment).rows()
-        data = load_data(validating, tokenizer, rows, objective)
+        data = data_of(validating, loaded.tokenizer, loaded.validation, rows, objective)
         size = validating.get("batch_size_val")
         return ValidationRows(data, self._lengths(data, validating), size)
 

@@ -145,6 +145,17 @@ class Generators:
             self._accelerator = state["accelerator"]
         self.restore()
 
+    def have_moved(self) -> bool:
+        """Whether a random number has been drawn since."""
+        before, now = (
+            self.state_dict(),
+            Generators(self._device or torch.device("cpu")).state_dict(),
+        )
+        return any(before[name] != now[name] for name in ("python", "numpy")) or not all(
+            before[name] is None or torch.equal(before[name], now[name])
+            for name in ("torch", "accelerator")
+        )
+
     def restore(self) -> None:
         random.setstate(self._python)
         np.random.set_state(self._numpy)

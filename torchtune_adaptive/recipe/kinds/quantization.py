@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import nn
-from torchtune import config
 from torchtune.training.quantization import get_quantizer_mode
 
 from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.recipe.setup.components import make
 
 
 def build_quantizer(cfg: DictConfig, dtype: torch.dtype) -> Any:
@@ -19,7 +19,7 @@ def build_quantizer(cfg: DictConfig, dtype: torch.dtype) -> Any:
     Raises:
         ConfigError: it is none for training.
     """
-    quantizer = config.instantiate(cfg.quantizer)
+    quantizer = make(cfg.quantizer, "quantizer")
     if "qat" not in (get_quantizer_mode(quantizer) or ""):
         raise ConfigError(
             "quantizer",

@@ -69,8 +69,8 @@ class RecipeKind(ABC):
         """The models that are used and not trained, in the order of ``about.frozen``."""
         started = time.perf_counter()
         models = self.frozen_without_weights()
-        for model, loaded in zip(models, weights, strict=True):
-            load_full(model, self.cfg, self.environment, loaded)
+        for model, loaded, keys in zip(models, weights, self.about.frozen, strict=True):
+            load_full(model, self.cfg, self.environment, loaded, keys)
             announce(model, self.environment, started)
         return models
 

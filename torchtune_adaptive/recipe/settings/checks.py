@@ -9,16 +9,19 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
+from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.common import ConfigError, launcher
 from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.kind_table import (
     Kind,
+    about_unused,
     has_images,
     is_packed,
     require_own,
@@ -51,8 +54,7 @@ def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
         require_own(cfg, kind)
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         assert isinstance(values, dict)
-        if ignored := unused_keys(cfg, kind):
-            log.warning(f"Not used by this recipe: {', '.join(ignored)}")
+        unused_keys(cfg, kind)  # raises where one is misspelled
         settings = AdaptiveSettings.from_config(cfg)
         blocks = [key for each in kind.frozen for key in (each.model, each.checkpointer)]
         blocks += sorted(kind.more_blocks)
@@ -67,11 +69,33 @@ def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
         _check_pairs(cfg, kind, settings)
     except OmegaConfBaseException as error:  # a reference to a key that does not exist, for one
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        key = error.full_key or "config"
+        key, value = _unreadable(cfg, error)
+        if "torchvision" in reason:
+            raise missing_torchvision(key, value, error) from error
         raise ConfigError(
-            key, error.value, f"cannot be read: {reason}", "Correct it in the config"
+            key, value, f"cannot be read: {reason}", "Correct it in the config"
         ) from error
     return settings
+
+
+def warn_of_unused_keys(cfg: DictConfig, kind: Kind) -> None:
+    """Say, once, which keys of a config change nothing."""
+    if launcher.rank() == 0:
+        for key in unused_keys(cfg, kind):
+            log.warning(about_unused(key, kind))
+
+
+def _unreadable(cfg: DictConfig, error: OmegaConfBaseException) -> tuple[str, object]:
+    """The key whose value cannot be read, and the value as it is written."""
+    value: Any = OmegaConf.to_container(cfg)
+    if not error.full_key:  # as for a whole block that refers to nothing
+        try:
+            OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        except OmegaConfBaseException as found:
+            error = found
+    for name in re.findall(r"[^.\[\]]+", error.full_key or ""):
+        value = value[int(name)] if isinstance(value, list) else value.get(name)
+    return error.full_key or "config", value if error.full_key else None
 
 
 def _conflicts(cfg: DictConfig, kind: Kind, settings: AdaptiveSettings) -> Iterator[Conflict]:
@@ -351,12 +375,22 @@ def require_torchvision(cfg: DictConfig) -> None:
         ConfigError: it is not installed.
     """
     if has_images(cfg) and find_spec("torchvision") is None:
-        raise ConfigError(
-            "collate_fn",
-            cfg.collate_fn,
-            "makes batches of images, for which torchtune needs torchvision, and that is not installed",
-            "Install torchvision, in the version for your torch",
-        )
+        raise missing_torchvision("collate_fn", cfg.collate_fn)
+
+
+def missing_torchvision(key: str, value: object, error: BaseException | None = None) -> ConfigError:
+    """The error where torchvision is needed and not installed or, as the error tells, of no use."""
+    reason = "is not installed"
+    if error is not None and find_spec("torchvision") is not None:
+        reason = f"cannot be used ({str(error).splitlines()[0].rstrip('.')}): it was built for another torch"
+    torch = version("torch").partition("+")[0]
+    return ConfigError(
+        key,
+        value,
+        f"needs torchvision for its images, which {reason}",
+        f"Install the one for your torch: pip install torchvision torch=={torch}, from the index that torch "
+        "came from",
+    )
 
 
 def token_budget_with_images(settings: AdaptiveSettings) -> ConfigError:

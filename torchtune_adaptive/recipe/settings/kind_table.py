@@ -129,6 +129,37 @@ FROZEN_MODELS = frozenset(each.model for kind in KINDS.values() for each in kind
 MORE_BLOCKS = frozenset().union(*(kind.more_blocks for kind in KINDS.values()))
 
 
+_OURS_BEGIN = (
+    *("use_", "batch_increase_", "adaptive_", "token_budget", "keep_last_", "save_", "run_val_"),
+)
+"""What a key of ours begins with. One that is none of them would be missed in silence, so it is an error."""
+
+_ELSEWHERE = {
+    "lr": "optimizer.lr",
+    "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "micro_batch_size": "batch_size",
+    "per_device_train_batch_size": "batch_size",
+    "max_batch_size": "use_maximum_batch_size",
+    "auto_find_batch_size": "use_maximum_batch_size",
+    "grad_accum_steps": "gradient_accumulation_steps",
+    "max_grad_norm": "clip_grad_norm",
+    "gradient_clip_val": "clip_grad_norm",
+    "gradient_checkpointing": "enable_activation_checkpointing",
+    "max_steps": "max_steps_per_epoch",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "warmup_steps": "lr_scheduler.num_warmup_steps",
+    "logging_steps": "log_every_n_steps",
+    "eval_steps": "run_val_every_n_steps",
+    "validate_every_n_steps": "run_val_every_n_steps",
+    "sequence_len": "tokenizer.max_seq_len",
+    "max_seq_len": "tokenizer.max_seq_len",
+    "resume": "resume_from_checkpoint",
+}
+"""Keys of other tools, and ours."""
+
+
 # --- which configs are whose ----------------------------------------------------------------------
 
 Mark = Callable[[DictConfig], str | None]
@@ -177,7 +208,20 @@ _MARKS: tuple[tuple[str, Mark, bool | None], ...] = (
 
 
 def _purpose(cfg: DictConfig) -> tuple[str, str]:
-    """The recipe of torchtune that a config is for, and the key that shows it."""
+    """The recipe of torchtune that a config is for, and the key that shows it.
+
+    Raises:
+        ConfigError: it is a config of another program.
+    """
+    written: Any = OmegaConf.to_container(cfg)
+    if not any(isinstance(block, dict) and "_component_" in block for block in written.values()):
+        raise ConfigError(
+            "model._component_",
+            None,
+            "is missing, and no other block has a _component_: this is not a torchtune config",
+            "Start from one: `tune-adaptive ls` lists them, and docs/coming-from.md has the equivalents of "
+            "other tools' keys",
+        )
     model = cfg.get("model")
     adapters = isinstance(model, DictConfig) and "lora_attn_modules" in model
     return next(
@@ -271,12 +315,25 @@ def unused_keys(cfg: DictConfig, kind: Kind) -> list[str]:
             raise ConfigError(
                 key, value, "is in the wrong place", f"It belongs in {BLOCK}: {name}={value}"
             )
-        if key not in KNOWN_KEYS and (meant := close_match(key, known, cutoff=0.87)):
+        ours = key.lower().startswith(_OURS_BEGIN)
+        meant = close_match(key, known, cutoff=0.6 if ours else 0.87)
+        if key not in KNOWN_KEYS and (meant or ours):
+            remove = f"remove it (~{key} on the command line)"
             raise ConfigError(
                 key,
                 plain_value(cfg, key),
-                f"is set, but the recipe has no such key; it looks like {meant}",
-                f"Rename it to {meant}, or remove it (~{key} on the command line)",
+                "is set, but the recipe has no such key"
+                + (f"; it looks like {meant}" if meant else ""),
+                f"Rename it to {meant}, or {remove}" if meant else remove.capitalize(),
             )
         unused.append(key)
     return unused
+
+
+def about_unused(key: str, kind: Kind) -> str:
+    """The warning about a top-level key that the recipe ignores, with the one that was probably meant."""
+    meant = None
+    if key not in KNOWN_KEYS:
+        meant = _ELSEWHERE.get(key.lower()) or close_match(key, kind.keys, cutoff=0.7)
+    question = f" Did you mean {meant}?" if meant else ""
+    return f"Warning: {key}: {kind.recipe} has no such key, so it changes nothing.{question}"

@@ -6,6 +6,7 @@ The annotation of a setting says what it takes, and ``rule_of`` derives its rule
 
 from __future__ import annotations
 
+import collections.abc
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -48,6 +49,34 @@ def rule_of(annotation: Any) -> Rule:
     if get_origin(annotation) in (Union, UnionType):
         return either(*(rule_of(one) for one in arguments if one is not NoneType))
     raise TypeError(f"no rule for {annotation}")
+
+
+def rule_of_argument(annotation: Any) -> Rule | None:
+    """The rule of a type that the argument of a foreign component has; None where it does not say what a
+    config may have there. Types that no config can have, such as tensors, are no possibility."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return one_of(*arguments)
+    if origin in (Union, UnionType):
+        known = [rule for one in arguments if (rule := rule_of_argument(one)) is not None]
+        return either(*known) if known and known != [NULL] else None
+    if origin in (list, tuple, collections.abc.Sequence):
+        items = rule_of_argument(arguments[0]) if arguments else None
+        return _list_of(items)
+    try:
+        return _OF_TYPES.get(origin or annotation)
+    except TypeError:  # not hashable
+        return None
+
+
+def _list_of(items: Rule | None) -> Rule:
+    def parse(value: object) -> list[Any]:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError
+        return [items.parse(one) if items else one for one in value]
+
+    each = f", each of them {' or '.join(items.expected)}" if items else ""
+    return Rule((f"a list{each}",), parse)
 
 
 def either(*rules: Rule) -> Rule:
@@ -140,6 +169,7 @@ MEMORY = Rule(AMOUNTS_OF_MEMORY, parse_memory)
 _IS_TEXT = _if(lambda value: isinstance(value, str) and value.strip())
 TEXT = Rule(("a text that is not empty",), _IS_TEXT)
 FOLDER = Rule(("the path of a folder",), _IS_TEXT)
+FILE = Rule(("the path of a file",), _IS_TEXT)
 CHECKPOINTING = Rule(
     ("all", "none", "operations", "every_N, e.g. every_2"),
     _matches(r"all|none|operations|every_([2-9]|[1-9]\d{1,3})"),
@@ -153,3 +183,29 @@ SECONDS = number("a number of seconds from 1 to 86400, e.g. 45", lambda value: 1
 POSITIVE = number("a number greater than 0", lambda value: value > 0)
 RATIO = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 FINITE = number("a number >= 0", lambda value: 0 <= value <= 1e300 and math.isfinite(value))
+SCALE = number("a number greater than 0", lambda value: 0 < value <= 1e300)
+BLOCK_OF_KEYS = Rule(("a block of keys",), _if(lambda value: isinstance(value, Mapping)))
+NULL = Rule(("null",), _if(lambda value: value is None))
+FILES = Rule(
+    ("a list of names of files", "a block with filename_format and max_filename"),
+    _if(
+        lambda value: (
+            (isinstance(value, Mapping) and value)
+            or (isinstance(value, list) and value and all(isinstance(one, str) for one in value))
+        )
+    ),
+)
+_OF_TYPES: dict[Any, Rule] = {
+    NoneType: NULL,
+    bool: BOOLEAN,
+    int: number("an integer", lambda value: math.isfinite(value) and value == int(value)),
+    float: number("a number", lambda value: True),
+    str: Rule(
+        ("a text",),
+        _if(lambda value: isinstance(value, (str, int, float)) and not isinstance(value, bool)),
+    ),
+    list: _list_of(None),
+    dict: BLOCK_OF_KEYS,
+    collections.abc.Mapping: BLOCK_OF_KEYS,
+}
+"""What a config may have where a component's argument is of a type; a number is taken as a text."""

@@ -10,13 +10,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.recipe.settings.kind_table import FROZEN_CHECKPOINTERS, FROZEN_MODELS
 from torchtune_adaptive.recipe.settings.rules import (
+    BLOCK_OF_KEYS,
     BOOLEAN,
     COMPONENT,
+    FILE,
+    FILES,
     FINITE,
+    FOLDER,
     FUNCTION,
     POSITIVE,
     RATIO,
+    SCALE,
+    SHARE,
     TEXT,
     Rule,
     at_least,
@@ -57,6 +64,7 @@ _OPTIONAL: dict[str, Rule] = {
     "ac_option": either(at_least(1), one_of("op")),
     "kd_ratio": RATIO,
     "fake_quant_after_n_steps": at_least(0),
+    "profiler": BLOCK_OF_KEYS,
 }
 _NOT_NULL: dict[str, Rule] = {"log_every_n_steps": at_least(1), "tensor_parallel_dim": at_least(1)}
 # Of torchtune's main branch: they change what is trained or how, and these recipes do not know them.
@@ -68,16 +76,38 @@ _UNKNOWN_UNLESS: dict[str, Any] = {
 }
 _MUST_BE_GIVEN = ("seed", "shuffle", "max_steps_per_epoch", "resume_from_checkpoint")
 # Inside blocks, where given.
-_OF_BLOCKS: dict[tuple[str, str], Rule] = {
-    ("tokenizer", "max_seq_len"): at_least(2),
-    ("dataset", "max_seq_len"): at_least(2),
-    ("dataset", "packed"): BOOLEAN,
-    ("dataset_val", "max_seq_len"): at_least(2),
-    ("dataset_val", "packed"): BOOLEAN,
-    ("model", "max_seq_len"): at_least(2),
-    ("optimizer", "lr"): FINITE,
-    ("optimizer", "weight_decay"): FINITE,
-    ("lr_scheduler", "num_warmup_steps"): at_least(0),
+_LENGTH = at_least(2)
+_OF_DATA = {"max_seq_len": _LENGTH, "packed": BOOLEAN}
+_SIZES = "vocab_size num_layers num_heads num_kv_heads embed_dim intermediate_dim lora_rank"
+_OF_MODELS = {
+    "max_seq_len": _LENGTH,
+    **dict.fromkeys(_SIZES.split(), at_least(1)),
+    "lora_alpha": SCALE,
+    "lora_dropout": SHARE,
+    "attn_dropout": SHARE,
+}
+_OF_CHECKPOINTERS = {
+    "checkpoint_dir": FOLDER,
+    "checkpoint_files": FILES,
+    "recipe_checkpoint": FILE,
+    "adapter_checkpoint": FILE,
+}
+_OF_LOSSES = {"beta": SCALE, "label_smoothing": RATIO, "num_output_chunks": at_least(1, 1 << 20)}
+_OF_BLOCKS: dict[str, dict[str, Rule]] = {
+    "tokenizer": {"max_seq_len": _LENGTH},
+    "dataset": _OF_DATA,
+    "dataset_val": _OF_DATA,
+    **dict.fromkeys(("model", *FROZEN_MODELS), _OF_MODELS),
+    **dict.fromkeys(("checkpointer", *FROZEN_CHECKPOINTERS), _OF_CHECKPOINTERS),
+    **dict.fromkeys(("loss", "kd_loss"), _OF_LOSSES),
+    "optimizer": {"lr": FINITE, "weight_decay": FINITE},
+    "lr_scheduler": {"num_warmup_steps": at_least(0)},
+    "quantizer": {"groupsize": at_least(1)},
+    "profiler": {
+        "enabled": BOOLEAN,
+        **dict.fromkeys(("wait_steps", "warmup_steps", "num_cycles"), at_least(0)),
+        "active_steps": at_least(1),
+    },
 }
 
 
@@ -119,10 +149,12 @@ def check_values(cfg: Mapping[str, Any], more_blocks: Iterable[str] = ()) -> Non
                 f"Set {key}={default}, or use torchtune's recipe",
             )
     _check_datasets(cfg)
-    for (block, key), rule in _OF_BLOCKS.items():
-        for name, node in _blocks(cfg, block):
-            if (value := node.get(key)) is not None:
-                rule.read(f"{name}.{key}", value)
+    for block, rules in _OF_BLOCKS.items():
+        for name, node in blocks(cfg, block):
+            for key, rule in rules.items():
+                if isinstance(node, Mapping) and node.get(key) is not None:
+                    rule.read(f"{name}.{key}", node[key])
+    FOLDER.read("checkpointer.output_dir", cfg["checkpointer"].get("output_dir"))
     layers = cfg.get("custom_sharded_layers")
     is_list = isinstance(layers, list)
     if layers is not None and not (is_list and all(isinstance(name, str) for name in layers)):
@@ -132,11 +164,12 @@ def check_values(cfg: Mapping[str, Any], more_blocks: Iterable[str] = ()) -> Non
 
 
 def _check_datasets(cfg: Mapping[str, Any]) -> None:
-    found = list(_blocks(cfg, "dataset"))
-    if not found:
-        COMPONENT.read("dataset", cfg.get("dataset"))
-    for name, node in (*found, *_blocks(cfg, "dataset_val")):
-        COMPONENT.read(name, node)
+    for key in ("dataset", "dataset_val"):
+        found = list(blocks(cfg, key))
+        if not found and (key == "dataset" or cfg.get(key)):
+            COMPONENT.read(key, cfg.get(key))
+        for name, node in found:
+            COMPONENT.read(name, node)
     if cfg.get("run_val_every_n_steps") is not None and not cfg.get("dataset_val"):
         raise ConfigError(
             "run_val_every_n_steps",
@@ -146,7 +179,7 @@ def _check_datasets(cfg: Mapping[str, Any]) -> None:
         )
 
 
-def _blocks(cfg: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
+def blocks(cfg: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
     """The block of a key, or those in its list, with their names."""
     node = cfg.get(key)
     if isinstance(node, dict):

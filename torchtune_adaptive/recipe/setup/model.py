@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torchtune import config, modules, training
+from torchtune import modules, training
 from torchtune.modules.model_fusion import DeepFusionModel, FusionEmbedding, FusionLayer
 from torchtune.modules.peft import (
     DoRALinear,
@@ -28,12 +28,16 @@ from torchtune.modules.peft import (
 )
 
 from torchtune_adaptive.common import CheckpointError
+from torchtune_adaptive.recipe.settings.kind_table import FrozenModel
+from torchtune_adaptive.recipe.setup.components import make
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.offloading import Offloading
 from torchtune_adaptive.recipe.upstream import NF4Tensor, to_nf4
 
 log = logging.getLogger(__name__)
 AS_IT_IS: AbstractContextManager[Any] = nullcontext()
+
+_TRAINED = FrozenModel("model", "checkpointer")
 
 Prepare = Callable[[nn.Module], nn.Module]
 """Changes a model before it is sharded, such as for quantization-aware training."""
@@ -68,14 +72,14 @@ def full_model(
             f"tensor_parallel_dim {tensor_ranks} does not divide the "
             f"{environment.ranks.size} ranks of this run"
         )
-    model = _on_meta(cfg.model, environment)
+    model = _on_meta(cfg, "model", environment)
     _compile_if_asked(model, cfg)
     mesh = init_device_mesh(
         environment.device.type, (data_ranks, tensor_ranks), mesh_dim_names=("dp", "tp")
     )
     if tensor_ranks > 1:
         model = training.prepare_mha_for_tp(model, mesh["tp"])
-        plan = config.instantiate(cfg.tensor_parallel_plan)
+        plan = make(cfg.tensor_parallel_plan, "tensor_parallel_plan")
         parallelize_module(model, mesh["tp"], parallelize_plan=plan)
 
     model = prepare(model)
@@ -91,7 +95,7 @@ def lora_model(
     sharding: AbstractContextManager[Any],
 ) -> nn.Module:
     """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
-    model = _on_meta(cfg.model, environment, prepare)
+    model = _on_meta(cfg, "model", environment, prepare)
     set_trainable_params(model, get_adapter_params(model))
     _compile_if_asked(model, cfg)
     mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
@@ -104,7 +108,7 @@ def frozen_model(
     cfg: DictConfig, environment: Environment, block: str, sharding: AbstractContextManager[Any]
 ) -> nn.Module:
     """A model that is used and not trained, by its block of the config, on the meta device as well."""
-    model = _on_meta(cfg[block], environment).requires_grad_(False).eval()
+    model = _on_meta(cfg, block, environment).requires_grad_(False).eval()
     _compile_if_asked(model, cfg)
     mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
     with sharding:
@@ -114,11 +118,15 @@ def frozen_model(
 
 
 def load_full(
-    model: nn.Module, cfg: DictConfig, environment: Environment, weights: dict[str, Any]
+    model: nn.Module,
+    cfg: DictConfig,
+    environment: Environment,
+    weights: dict[str, Any],
+    keys: FrozenModel = _TRAINED,
 ) -> None:
-    """Give a model all its weights."""
+    """Give a model all its weights; ``keys`` are those of its block and of its checkpointer's."""
     initialize_ropes(model, environment)
-    _load(model, cfg, environment, weights, strict=True)
+    _load(model, cfg, environment, weights, keys, strict=True)
 
 
 def load_lora(
@@ -156,11 +164,11 @@ def load_lora(
 
 
 def _on_meta(
-    cfg_model: DictConfig, environment: Environment, prepare: Prepare = lambda model: model
+    cfg: DictConfig, block: str, environment: Environment, prepare: Prepare = lambda model: model
 ) -> nn.Module:
     """The model without memory: each rank will only ever hold its part."""
     with training.set_default_dtype(environment.dtype), torch.device("meta"):
-        return prepare(config.instantiate(cfg_model))
+        return prepare(make(cfg[block], block))
 
 
 def _compile_if_asked(model: nn.Module, cfg: DictConfig) -> None:
@@ -199,11 +207,12 @@ def _load(
     cfg: DictConfig,
     environment: Environment,
     weights: dict[str, Any],
+    keys: FrozenModel = _TRAINED,
     strict: bool = False,
 ) -> Any:
     if any(isinstance(parameter, NF4Tensor) for parameter in model.parameters()):
         return _load_quantized(model, environment, weights)
-    _require_fitting(model, weights, strict)
+    _require_fitting(model, weights, keys, strict)
     return training.load_from_full_model_state_dict(
         model,
         weights,
@@ -213,7 +222,9 @@ def _load(
     )
 
 
-def _require_fitting(model: nn.Module, weights: dict[str, Any], strict: bool) -> None:
+def _require_fitting(
+    model: nn.Module, weights: dict[str, Any], keys: FrozenModel, strict: bool
+) -> None:
     """Raise before anything is loaded, unless the weights are those of this model.
 
     Raises:
@@ -228,8 +239,8 @@ def _require_fitting(model: nn.Module, weights: dict[str, Any], strict: bool) ->
     name = (missing + wrong)[0]
     raise CheckpointError(
         f"The checkpoint does not fit the model: {name} is {actual.get(name, 'missing')} in the checkpoint "
-        f"and {expected.get(name, 'missing')} in the model. Look at model, checkpointer.checkpoint_dir and "
-        "checkpointer.model_type."
+        f"and {expected.get(name, 'missing')} in the model. Look at {keys.model}, "
+        f"{keys.checkpointer}.checkpoint_dir, .checkpoint_files and .model_type."
     )
 
 
@@ -271,7 +282,7 @@ def _initialize_adapters(model: nn.Module, cfg: DictConfig, environment: Environ
         # torchtune's single-device recipe draws adapters in turn with the weights that a checkpoint then
         # replaces, its distributed one without them. Each is followed, so that both give their results; the
         # first takes the memory of a whole model for a moment.
-        drawn = _adapted_layers(config.instantiate(cfg.model)) if alone else []
+        drawn = _adapted_layers(make(cfg.model, "model")) if alone else []
         for number, module in enumerate(_adapted_layers(model)):
             module.to_empty(device="cpu" if offloads else environment.device)
             if not alone:

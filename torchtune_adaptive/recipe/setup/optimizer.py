@@ -10,9 +10,10 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
-from torchtune import config, training
+from torchtune import training
 from torchtune.training import OptimizerInBackwardWrapper
 
+from torchtune_adaptive.recipe.setup.components import make
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.upstream import give_output_to_loss
 
@@ -39,7 +40,7 @@ def build_optimizers(
     if cfg.get("optimizer_in_bwd", False):
         built = _optimizers_in_backward(cfg, environment, model, state)
     else:
-        optimizer = config.instantiate(cfg.optimizer, model.parameters())
+        optimizer = make(cfg.optimizer, "optimizer", model.parameters())
         if state:
             training.load_from_full_optimizer_state_dict(
                 model, optimizer, state, environment.device
@@ -54,7 +55,7 @@ def build_optimizers(
 def _optimizers_in_backward(
     cfg: DictConfig, environment: Environment, model: nn.Module, state: dict[str, Any] | None
 ) -> Optimizers:
-    by_parameter = {p: config.instantiate(cfg.optimizer, [p]) for p in model.parameters()}
+    by_parameter = {p: make(cfg.optimizer, "optimizer", [p]) for p in model.parameters()}
     training.register_optim_in_bwd_hooks(model=model, optim_dict=by_parameter)
     wrapper = training.create_optim_in_bwd_wrapper(model=model, optim_dict=by_parameter)
     if state is not None:
@@ -75,7 +76,7 @@ def build_loss(
     cfg: DictConfig, environment: Environment, model: nn.Module, block: str = "loss"
 ) -> nn.Module:
     """The loss that a block describes, and a model whose output comes in the chunks that the loss wants."""
-    loss_fn = config.instantiate(cfg[block])
+    loss_fn = make(cfg[block], block)
     if cfg.get("compile", False):
         loss_fn = training.compile_loss(loss_fn, verbose=environment.ranks.is_zero)
     give_output_to_loss(loss_fn, model)
@@ -95,8 +96,12 @@ def build_lr_scheduler(
         group.setdefault(
             "initial_lr", optimizer.defaults["lr"]
         )  # an asynchronous checkpoint lacks it
-    scheduler = config.instantiate(
-        cfg.lr_scheduler, optimizer, num_training_steps=total_steps, last_epoch=steps_done - 1
+    scheduler = make(
+        cfg.lr_scheduler,
+        "lr_scheduler",
+        optimizer,
+        num_training_steps=total_steps,
+        last_epoch=steps_done - 1,
     )
     if isinstance(built.saved, OptimizerInBackwardWrapper):
         built.saved.set_lr_scheduler(scheduler)
