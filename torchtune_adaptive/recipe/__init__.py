@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from torchtune_adaptive.recipe.registry import (
         RECIPES,
         find_config,
+        is_config_name,
         is_recipe,
         load_config,
+        not_an_option,
         our_recipe_for,
         register,
         torchtune_recipes,

@@ -99,6 +99,12 @@ def find_config(name: str) -> Path:
     )
 
 
+def is_config_name(name: str) -> bool:
+    """Whether a name begins as those of configs do, although there may be no such config."""
+    folders = {known.partition("/")[0] for known in (*our_configs(), *torchtune_configs())}
+    return name.partition("/")[0] in folders
+
+
 def load_config(name: str) -> DictConfig:
     """A config, given its name or its path, as it is written.
 
@@ -116,6 +122,14 @@ def load_config(name: str) -> DictConfig:
     if not isinstance(cfg, DictConfig):
         raise ConfigError("--config", str(path), "is not a block", "Write `key: value` lines in it")
     return cfg
+
+
+def not_an_option(option: str, following: str = "VALUE") -> ConfigError:
+    """The error about ``--batch_size 4`` or ``--batch_size=4``: keys of the config have no dashes before."""
+    name, equals, value = option.partition("=")
+    key = name.strip("-").replace("-", "_")
+    remedy = f"For a key of the config write {key}={value if equals else following}; --help lists the options"
+    return ConfigError("arguments", name, "is not an option", remedy)
 
 
 def with_overrides(cfg: DictConfig, overrides: Iterable[str]) -> DictConfig:
