@@ -94,7 +94,8 @@ def test_a_documented_command_is_understood(command: str) -> None:
         case ["tune-adaptive", "plan"]:
             parser = argparse.ArgumentParser()
             plan_command.add_arguments(parser)
-            arguments = parser.parse_args(words[2:])
+            arguments = plan_command.parsed(parser, words[2:])
+            assert not arguments.unknown
             assert arguments.config is None or load_config(arguments.config)
         case ["tune-adaptive", "validate"]:
             load_config(words[2])

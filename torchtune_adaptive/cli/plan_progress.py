@@ -9,8 +9,6 @@ import time
 from concurrent.futures import Future, wait
 from typing import Any
 
-from torchtune_adaptive.common import duration
-
 _IN_PLACE, _IN_LINES = 1.0, 30.0
 """Seconds after which the state is said again; tracing a large model takes minutes."""
 
@@ -71,7 +69,7 @@ class TraceProgress:
     def _show(self) -> None:
         if self._done < self._expected:
             seconds = time.monotonic() - self._started
-            passed = f", {duration(round(seconds))}" if seconds >= 1 else ""
+            passed = f", {seconds:.0f} s" if seconds >= 1 else ""
             text = f"tracing {self._done + 1} of {self._expected}{passed}"
             if self._in_place:
                 print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -171,7 +171,7 @@ def _instead(report: PlanReport) -> str:
         ways.append("enable_activation_checkpointing=True")
     if not kind_of(cfg).adapters:
         ways.append("a LoRA or QLoRA config")
-    elif not cfg.model.get("quantize_base", False):
+    elif not (cfg.model.get("quantize_base") or ".qlora_" in cfg.model._component_):
         ways.append("a QLoRA config")
     *others, last = ways
     return f"Run without --no-what-ifs to see what fits, or try {', '.join(others)}, or {last}."
