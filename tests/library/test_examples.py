@@ -32,7 +32,7 @@ def test_fsdp2_recovers_and_learns_the_same() -> None:
     ranks = watch_ranks(run_example, 2, "fsdp2", until_exit_of=[0, 1], timeout=120, join=False)
     assert [rank.exit_code for rank in ranks] == [0, 0], ranks[0].said
     said = "".join(rank.said for rank in ranks)
-    assert "out of memory on rank 0" in said and "with a failure: " in said
+    assert "out of memory in forward on rank 0" in said and "with a failure: " in said
 
 
 @pytest.mark.exhaustive
@@ -50,7 +50,7 @@ def test_an_example_recovers_and_learns_the_same(name: str) -> None:
         timeout=150,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "out of memory on rank 0" in done.stderr
+    assert "out of memory in forward on rank 0" in done.stderr
     assert "with a failure: " in done.stdout
 
 

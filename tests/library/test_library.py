@@ -324,7 +324,7 @@ def test_what_is_done_about_memory_is_logged(
             outcome = run.step(rows_of(rows), collate, rows)
         assert (outcome.micro_batch, outcome.retried) == (size, fault is not None)
     assert waited == [1.0]
-    out_of_memory = "out of memory on rank 0, forward"
+    out_of_memory = "out of memory in forward on rank 0"
     assert [record.message for record in caplog.records] == [
         f"micro-batch 3 -> 1 ({out_of_memory}, step 1)",
         "micro-batch 1 -> 3 (no OOM for 2 steps, step 3)",

@@ -64,7 +64,7 @@ def _table(fastest: Fastest) -> Table:
     shown = _listed(fastest)
     rows = [(_name(one), f"{one.tokens_per_second_per_gpu:,.0f}", _memory(one)) for one in shown]
     left = len(fastest.candidates) - len(rows)
-    title = "Candidates by predicted speed" + (f" ({left} others are not listed)" if left else "")
+    title = "Candidates by predicted speed" + (f" ({left} more not listed)" if left else "")
     return Table(title, ("changes", "tokens/s per GPU", "peak"), rows, {1, 2})
 
 

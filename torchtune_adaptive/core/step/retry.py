@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtune_adaptive.common import TrainingOutOfMemory
+from torchtune_adaptive.common import TrainingOutOfMemory, counted
 from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.step.exchange import StepDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import StepHalfApplied
@@ -43,7 +43,7 @@ class StepRunner:
     step: TrainStep
     advice: Callable[[], str]
     """Advice for the message that ends the run where a step cannot be retried."""
-    unit: str = "rows"
+    unit: str = "row"
     """The things that the size of a micro-batch counts."""
     wait_for_memory: float = 0.0
     """Seconds to wait, in all, when not even the smallest micro-batch fits: memory may be short for a moment
@@ -146,7 +146,8 @@ class StepRunner:
         if self.recovery is None or seconds <= 0:
             why = "; adaptive_batching.on_out_of_memory is raise" if self.recovery is None else ""
             raise TrainingOutOfMemory(
-                f"Step {number} in micro-batches of {self.size} {self.unit}: {where}{why}. {self.advice()}"
+                f"Step {number} in micro-batches of {counted(self.size, self.unit)}: {where}{why}. "
+                f"{self.advice()}"
             )
         self._waited += seconds
         reason = f"{where}, at the smallest size: retrying in {seconds:g} s"
@@ -167,7 +168,7 @@ class StepRunner:
             if not self._take_less(of_activations=True):
                 reason += ", and the micro-batch cannot shrink"
         elif self.recovery.grow_back():
-            reason = f"no OOM for {self.recovery.waited} steps"
+            reason = f"no OOM for {counted(self.recovery.waited, 'step')}"
         else:
             return None
         return self._adjustment(before, number, reason)
