@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 import torchtune_adaptive
 from tests.helpers.library import Trained, collate, failing, rows_of, tiny_model
@@ -310,6 +311,13 @@ def test_a_step_continues_from_its_state() -> None:
     again.step.load_state_dict(run.step.state_dict())
     sizes = [again.step(rows_of(4), collate, 4).micro_batch for _ in range(3)]
     assert sizes == [2, 2, 4] and again.step.steps == 4
+
+
+def test_rows_from_a_data_loader_that_does_not_collate() -> None:
+    data, run, again = rows_of(8), Trained("alone"), Trained("alone")
+    loader = DataLoader(data, batch_size=4, drop_last=True, collate_fn=list)  # type: ignore[arg-type]
+    losses = [run.step(rows, collate, 2).loss for rows in loader]
+    assert losses == [again.step(data[at : at + 4], collate, 2).loss for at in (0, 4)]
 
 
 def test_what_is_done_about_memory_is_logged(
