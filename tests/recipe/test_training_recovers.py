@@ -244,7 +244,9 @@ def cannot_go_on(what: str) -> str:
 
 def test_size_one_is_the_end() -> None:
     for said in run_ranks(cannot_go_on, 2, "size one"):
-        assert "Step 1 in micro-batches of 1 row: out of memory in forward on ranks 0 and 1" in said
+        assert (
+            "Step 1 in micro-batches of 1 rows: out of memory in forward on ranks 0 and 1" in said
+        )
         assert "none has been saved yet" in said and "shorter rows" in said
 
 
@@ -274,7 +276,7 @@ def short_of_memory_for_a_moment(folder: str) -> tuple[bool, int, list[Any], lis
 def test_size_one_is_retried_when_memory_was_short_for_a_moment(tmp_path: Path) -> None:
     for same, retried, events, phases in run_ranks(short_of_memory_for_a_moment, 2, str(tmp_path)):
         assert same and retried == 1
-        again = ["step 2 in micro-batches of 1 row"]
+        again = ["step 2 in micro-batches of 1 rows"]
         assert phases[1:4] == [*again, "step 2, waiting for memory", *again]
         assert {event["step"] for event in events} == {2}
         assert " on rank 1" in events[0]["reason"]

@@ -49,7 +49,6 @@ from torchtune_adaptive.recipe import (
     largest_adapter_rank,
     load_config,
     merged,
-    not_an_option,
     on_devices,
     other_builds,
     plan_request,
@@ -161,7 +160,7 @@ def _gpu_table() -> list[str]:
 
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.unknown:
-        raise not_an_option(*arguments.unknown[:2])
+        raise _no_option(*arguments.unknown[:2])
     memory = amount_of_memory("--memory", arguments.memory) if arguments.memory else None
     ranks, gpu = _gpus(arguments.nproc, arguments.gpu)
     if arguments.seq_len is not None and arguments.seq_len < 2:
@@ -176,6 +175,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         draw(report, arguments.plot)
     return EXIT_STATUS[report.verdict]
+
+
+def _no_option(option: str, following: str = "VALUE") -> ConfigError:
+    """The error about ``--batch_size 4`` or ``--batch_size=4``."""
+    option, equals, value = option.partition("=")
+    value = value if equals else following
+    key = option.strip("-").replace("-", "_")
+    remedy = f"What a config has is written {key}={value}; --help lists the options"
+    return ConfigError(option, value, "is not an option of plan", remedy)
 
 
 def _gpus(nproc: int | None, gpu: str | None) -> tuple[int, str | None]:

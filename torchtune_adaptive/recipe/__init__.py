@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         is_config_name,
         is_recipe,
         load_config,
-        not_an_option,
         our_recipe_for,
         register,
         torchtune_recipes,

@@ -27,7 +27,7 @@ from torchtune_adaptive.common import (
     launcher,
 )
 from torchtune_adaptive.core import Ranks
-from torchtune_adaptive.recipe.registry import find_config, load_config, not_an_option
+from torchtune_adaptive.recipe.registry import find_config, load_config
 from torchtune_adaptive.recipe.train.stop import exit_status
 
 
@@ -81,10 +81,8 @@ def _arguments(given: list[str]) -> list[str]:
             arguments += ["--config", str(find_config(name))]
         elif argument in ("-q", "--quiet"):
             logging.getLogger("torchtune_adaptive").setLevel(logging.WARNING)
-        elif argument.startswith("~") or option in ("--config", "-h", "--help"):
+        elif argument.startswith(("-", "~")):
             arguments.append(argument)
-        elif argument.startswith("-"):
-            raise not_an_option(argument, *given[:1])
         else:
             arguments.append(_override(argument))
     return arguments

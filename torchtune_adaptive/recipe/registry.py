@@ -124,14 +124,6 @@ def load_config(name: str) -> DictConfig:
     return cfg
 
 
-def not_an_option(option: str, following: str = "VALUE") -> ConfigError:
-    """The error about ``--batch_size 4`` or ``--batch_size=4``: keys of the config have no dashes before."""
-    name, equals, value = option.partition("=")
-    key = name.strip("-").replace("-", "_")
-    remedy = f"For a key of the config write {key}={value if equals else following}; --help lists the options"
-    return ConfigError("arguments", name, "is not an option", remedy)
-
-
 def with_overrides(cfg: DictConfig, overrides: Iterable[str]) -> DictConfig:
     """A config with what the command line changes, as torchtune understands it.
 

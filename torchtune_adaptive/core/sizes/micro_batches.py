@@ -90,7 +90,7 @@ class ByRows(MicroBatches):
         instead_of_budget: whether a token budget was found, and given up for this.
     """
 
-    unit = "row"
+    unit = "rows"
 
     def __init__(self, rounding: Rounding, instead_of_budget: bool = False) -> None:
         self._rounding = rounding
@@ -128,7 +128,7 @@ class ByTokens(MicroBatches):
             without any, batches are as long as their longest row.
     """
 
-    unit = "token"
+    unit = "tokens"
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class StepRunner:
     step: TrainStep
     advice: Callable[[], str]
     """Advice for the message that ends the run where a step cannot be retried."""
-    unit: str = "row"
+    unit: str = "rows"
     """The things that the size of a micro-batch counts."""
     wait_for_memory: float = 0.0
     """Seconds to wait, in all, when not even the smallest micro-batch fits: memory may be short for a moment
@@ -146,8 +146,7 @@ class StepRunner:
         if self.recovery is None or seconds <= 0:
             why = "; adaptive_batching.on_out_of_memory is raise" if self.recovery is None else ""
             raise TrainingOutOfMemory(
-                f"Step {number} in micro-batches of {counted(self.size, self.unit)}: {where}{why}. "
-                f"{self.advice()}"
+                f"Step {number} in micro-batches of {self.size} {self.unit}: {where}{why}. {self.advice()}"
             )
         self._waited += seconds
         reason = f"{where}, at the smallest size: retrying in {seconds:g} s"

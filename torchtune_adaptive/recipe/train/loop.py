@@ -177,8 +177,8 @@ class TrainingLoop:
 
     def _micro_batches(self, size: int) -> Iterator[Batch]:
         """The micro-batches of the next step, on this rank."""
-        of = counted(size, self.loader.micro_batches.unit)
-        phase = f"step {self.global_step + 1} in micro-batches of {of}"
+        unit = self.loader.micro_batches.unit
+        phase = f"step {self.global_step + 1} in micro-batches of {size} {unit}"
         self.watchdog.enter(phase, self.step_timeout)
         return self._rows.step(self.adaptation.split.rows, size)
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.data import DataLoader
 
-from torchtune_adaptive.common import counted
 from torchtune_adaptive.core import Batch, Generators, Loader, TrainStep, Watchdog
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.train.events import Events
@@ -99,7 +98,7 @@ class Validation:
             return False
         log.info(
             f"Validation after step {number}: loss {sums['loss'] / weight:.4f}, of {weight:,} "
-            f"{self.step.objective.unit} in {counted(len(self.data.dataset), 'row')}, "
+            f"{self.step.objective.unit} in {len(self.data.dataset):,} rows, "
             f"{time.perf_counter() - started:.1f} s."
         )
         self.record(number, {f"val_{name}": value / weight for name, value in sums.items()})
