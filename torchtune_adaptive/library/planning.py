@@ -21,7 +21,6 @@ from torchtune_adaptive.common import (
     ConfigError,
     NoPrediction,
     UsageError,
-    duration,
 )
 from torchtune_adaptive.core import StepOptions, TrainStep
 from torchtune_adaptive.library import arguments
@@ -162,7 +161,7 @@ def plan_batch_size(
         ceiling=ceiling,
         assumptions=assumptions,
     )
-    log.info(f"Tracing a step in a process of its own, for at most {duration(timeout)}.")
+    log.info(f"Tracing a step in a process of its own, for at most {timeout:g} s.")
     return call_alone(_answer, question, timeout=timeout)
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.common import Block, Paragraph, Table, bytes_of, counted
+from torchtune_adaptive.common import Block, Paragraph, Table, bytes_of
 from torchtune_adaptive.core import Choice, SizeTrial, Split
 from torchtune_adaptive.recipe.search.report import Report, numbers_of
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
@@ -96,9 +96,7 @@ class FastestReport(Report):
         changed = [str(change) for change in changes(self.own, self.chosen)]
         lines += changed or ["The config's own values stay."]
         split = self.split
-        lines.append(
-            f"global batch unchanged: {counted(split.global_batch, 'row')} ({split.text()})"
-        )
+        lines.append(f"global batch unchanged: {split.global_batch} rows ({split.text()})")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torchtune.modules.peft import (
     validate_missing_and_unexpected_for_lora,
 )
 
-from torchtune_adaptive.common import CheckpointError, counted
+from torchtune_adaptive.common import CheckpointError
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.offloading import Offloading
 from torchtune_adaptive.recipe.upstream import NF4Tensor, to_nf4
@@ -66,7 +66,7 @@ def full_model(
     if left:
         raise ValueError(
             f"tensor_parallel_dim {tensor_ranks} does not divide the "
-            f"{counted(environment.ranks.size, 'rank')} of this run"
+            f"{environment.ranks.size} ranks of this run"
         )
     model = _on_meta(cfg.model, environment)
     _compile_if_asked(model, cfg)
