@@ -78,7 +78,7 @@ def test_nothing_to_learn_ends_the_run_with_the_reason(row: dict[str, Any]) -> N
     with pytest.raises(NothingToLearn) as raised:
         check(Rows([row] * 40), max_seq_len=1)
     message = str(raised.value)
-    assert message.startswith("dataset: 40 of its 40 samples were looked at, and none has a token")
+    assert message.startswith("dataset: looked at 40 of 40 samples, and none has a token")
     assert "-100" in message and "tokenizer.max_seq_len (1)" in message
 
 
