@@ -124,7 +124,7 @@ def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
     dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in words]
     arguments, unknown = parser.parse_known_intermixed_args(dashed)
     as_given = dict(zip(dashed, words, strict=True))
-    arguments.unknown = [as_given[word] for word in unknown]
+    arguments.unknown = [as_given.get(word, word) for word in unknown]
     return arguments
 
 
