@@ -1,4 +1,4 @@
-"""Every command in the README and the docs works.
+"""Every command in the README, the docs and the heads of the configs works.
 
 The quick tier reads each one as its program would: recipe and config exist, the overrides pass the checks of
 a run, the arguments are known. The exhaustive tier runs those that need neither a GPU nor a download.
@@ -28,6 +28,7 @@ pytestmark = pytest.mark.runs
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+CONFIGS = sorted(ROOT.glob("configs/*/*.yaml"))
 PROGRAMS = ("tune", "tune-adaptive", "make", "python", "srun")
 
 # Stand-ins for what the reader fills in.
@@ -44,6 +45,8 @@ FILLED_IN = {
 def commands_of(page: Path) -> set[str]:
     """The commands in code blocks, and those in the text that have arguments."""
     text = page.read_text()
+    if page.suffix == ".yaml":  # the comment at its head
+        text = text.partition("\n\n")[0].replace("#  ", "   ")
     blocks = re.sub(r" *\\\n\s*", " ", text)  # continued lines
     found = re.findall(rf"^ {{4}}((?:{'|'.join(PROGRAMS)}) .*)$", blocks, re.MULTILINE)
     for fenced in re.findall(
@@ -56,6 +59,7 @@ def commands_of(page: Path) -> set[str]:
 
 
 COMMANDS = sorted({command for page in PAGES for command in commands_of(page)})
+IN_CONFIGS = sorted({command for config in CONFIGS for command in commands_of(config)})
 
 
 def words_of(command: str) -> list[str]:
@@ -79,7 +83,20 @@ def test_the_docs_have_commands() -> None:
     assert any(command.startswith("srun tune run --nnodes") for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "page", sorted(ROOT.glob("configs/tiny/*.yaml")), ids=lambda page: page.stem
+)
+def test_the_head_of_a_tiny_config_is_true(page: Path) -> None:
+    head = page.read_text().partition("\n\n")[0]
+    commands = commands_of(page)
+    assert commands and all(f"--config tiny/{page.stem}" in command for command in commands)
+    for command in commands:
+        has_device = config_of(words_of(command)).adaptive_batching.memory_limit is not None
+        assert has_device is ("use_maximum_batch_size=False" not in command)
+    assert ("all the memory of this machine" in head) is (len(commands) == 2)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *IN_CONFIGS])
 def test_a_documented_command_is_understood(command: str) -> None:
     words = words_of(command)
     match words[:2]:
@@ -94,8 +111,11 @@ def test_a_documented_command_is_understood(command: str) -> None:
         case ["tune-adaptive", "plan"]:
             parser = argparse.ArgumentParser()
             plan_command.add_arguments(parser)
-            arguments = parser.parse_args(words[2:])
+            arguments = plan_command.parsed(parser, words[2:])
+            assert not arguments.unknown
             assert arguments.config is None or load_config(arguments.config)
+        case ["tune", "download"]:
+            assert words[2].count("/") == 1 and words[3] == "--output-dir"
         case ["tune-adaptive", "validate"]:
             load_config(words[2])
         case ["tune", "run"]:  # torchtune's own recipe, which needs a trained model

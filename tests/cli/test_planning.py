@@ -9,6 +9,8 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from tests.helpers.ranks import Alone
+from torchtune_adaptive.cli import plan_progress
 from torchtune_adaptive.cli.candidates_report import Fastest
-from torchtune_adaptive.cli.plan_command import _config, add_arguments, plan_command
+from torchtune_adaptive.cli.plan_command import _config, _gpus, add_arguments, parsed, plan_command
 from torchtune_adaptive.cli.plan_plot import draw
+from torchtune_adaptive.cli.plan_progress import TraceProgress
 from torchtune_adaptive.cli.plan_report import (
     PlanReport,
     WhatIfResult,
@@ -29,7 +33,7 @@ from torchtune_adaptive.cli.plan_report import (
     details,
     headline,
 )
-from torchtune_adaptive.cli.speed_report import job
+from torchtune_adaptive.cli.speed_report import compare_table, job
 from torchtune_adaptive.cli.what_if import what_ifs
 from torchtune_adaptive.common.document import as_markdown, as_text
 from torchtune_adaptive.common.errors import ConfigError, NoPrediction
@@ -75,6 +79,12 @@ def run_plan(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
 
 
+def asked(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parsed(parser, words)
+
+
 def state_of_this_process() -> tuple[Any, ...]:
     backend = torch._C._get_privateuse1_backend_name()  # type: ignore[attr-defined]
     fake = dist.is_initialized(), hasattr(torch, "fakegpu")
@@ -86,12 +96,10 @@ def test_a_plan_for_the_simulated_device(
 ) -> None:
     """In this process, which saves an import of torch; the exhaustive tests have commands."""
     picture = tmp_path / "plan.png"
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     line = ["--config", "tiny/full", "--nproc", "2", "--json", "--no-what-ifs"]
     line += ["--plot", str(picture), "adaptive_batching.probe_length=103"]
     before = state_of_this_process()
-    assert plan_command(parser.parse_intermixed_args(line)) == 0
+    assert plan_command(asked(line)) == 0
     assert state_of_this_process() == before
     printed = json.loads(capsys.readouterr().out)
     assert printed["verdict"] == "FITS"
@@ -142,7 +150,15 @@ def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
         (["tiny/full", "--compare", "a100-80gb"], "Set device=cuda, or name no GPU"),
         (["tiny/full", "--method", "lora"], "is for --hf"),
         (["tiny/full", "~nothing"], "removes what the config does not have"),
-        (["--hf", "/nowhere"], "cannot be read"),
+        (["--hf", "/nowhere"], "'/nowhere' has no config.json that can be read"),
+        (["--hf", "qwen/Qwen2.5-7B"], "hf download qwen/Qwen2.5-7B config.json --local-dir DIR"),
+        (["meta-llama/Llama-3.1-8B"], "meta-llama/Llama-3.1-8B config.json --local-dir DIR`, then"),
+        (["llama3_1/8B"], "Did you mean llama3_1/8B_"),
+        (["tiny/full", "--batch_size", "4"], "--batch_size: '4' is not an option of plan. What a"),
+        (["tiny/full", "--batch_size", "4"], "is written batch_size=4; --help lists"),
+        (["tiny/full", "--batch-size=4"], "is written batch_size=4"),
+        (["llama3_1/8B_full", "--gpu", "2x4090", "--nproc", "4"], "contradicts --nproc 4"),
+        (["llama3_1/8B_full", "--compare", "h100,2x4090"], "'2x4090' is several GPUs"),
         (["--config", "tiny/full", "adaptive_batching.memory_limit=null"], "has no memory of its"),
         (["--config", "tiny/full", "batch_size=0"], "an integer >= 1"),
         (["--config", "tiny/full", "batch_size"], "Write key=value"),
@@ -154,12 +170,10 @@ def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
 def test_no_answer_has_status_2(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    assert plan_command(parser.parse_intermixed_args(arguments)) == 2
+    assert plan_command(asked(arguments)) == 2
     said = capsys.readouterr()
     assert complaint in said.err and said.out == ""
-    assert plan_command(parser.parse_intermixed_args([*arguments, "--json"])) == 2
+    assert plan_command(asked([*arguments, "--json"])) == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert complaint.removeprefix("error: ") in error["message"]
 
@@ -172,10 +186,8 @@ def test_a_step_that_cannot_be_traced_has_status_2(tmp_path: Path) -> None:
 
 
 def test_overrides_may_contain_equals_signs() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     line = ["--config", "tiny/full", "tokenizer.prompt=a=b", "--nproc_per_node", "2"]
-    arguments = parser.parse_intermixed_args(line)
+    arguments = asked(line)
     assert arguments.nproc == 2
     assert _config(arguments)[1].tokenizer.prompt == "a=b"
 
@@ -191,16 +203,47 @@ def test_overrides_may_contain_equals_signs() -> None:
     ],
 )
 def test_a_config_may_stand_anywhere_and_after_a_recipe(line: list[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    name, cfg = _config(parser.parse_intermixed_args(line))
+    name, cfg = _config(asked(line))
     assert (name, cfg.batch_size) == ("tiny/full", 3)
 
 
+def test_options_may_be_written_as_torchrun_writes_them() -> None:
+    given = asked(
+        ["tiny/full", "--seq_len", "64", "--no_what_ifs", "--may_change=exact", "a_b=c_d"]
+    )
+    assert (given.seq_len, given.no_what_ifs, given.may_change) == (64, True, "exact")
+    assert given.words == ["tiny/full", "a_b=c_d"] and not given.unknown
+    numbers = {
+        asked([option, "2"]).nproc for option in ("--nproc", "--nproc_per_node", "--nproc-per-node")
+    }
+    assert numbers == {2}
+
+
+def test_a_number_of_gpus_may_stand_before_their_name() -> None:
+    assert _gpus(None, "2x4090") == _gpus(2, "2x4090") == (2, "4090")
+    assert _gpus(None, "8 x h100") == (8, "h100")
+    assert _gpus(None, None) == (1, None)
+    assert _gpus(4, "mi300x") == (4, "mi300x")
+
+
+def test_long_tracing_says_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan_progress, "_IN_LINES", 0.01)
+    first, second = Future[int](), Future[int]()
+    with TraceProgress(2) as progress:
+        for number, future in enumerate((first, second), 1):
+            progress.follow(future)
+            threading.Timer(0.1, future.set_result, [number]).start()
+            progress.wait(future)
+        progress.wait()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("tracing 1 of 2") > 2 and lines.count("tracing 2 of 2") > 2
+    assert lines == sorted(lines)
+
+
 def test_known_gpus_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    assert plan_command(parser.parse_args(["--list-gpus"])) == 0
+    assert plan_command(asked(["--list_gpus"])) == 0
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["GPU", "total", "capacity"]
     assert ["t4-16gb", "14.6", "GiB", "14.1", "GiB", "13.1", "GiB", "reported"] in map(
@@ -277,11 +320,11 @@ class TestWhatIsPrinted:
         )
         lines = as_text(details(report)).splitlines()
         assert lines[0].startswith("Parameters do not divide evenly") and "is 12." in lines[1]
-        gains = lines.index("What if: gains, largest first:")
+        gains = lines.index("What if, at batch_size 2: gains, largest first:")
         assert lines[gains + 2].split() == ["larger", "13", "->", "40", "+0", "B", "19", "GiB"]
         assert lines[gains + 3] == "      c=3"
         assert lines[gains + 4].split() == ["leaner", "13", "->", "13", "-4", "GiB", "15", "GiB"]
-        worse = lines.index("No gain:")
+        worse = lines.index("No gain, at batch_size 2:")
         assert lines[worse + 2].split()[:4] == ["smaller", "13", "->", "none"]
         assert "  other: It cannot be traced." in lines
         limits = [line.split() for line in lines[: gains - 1]]
@@ -290,6 +333,82 @@ class TestWhatIsPrinted:
         assert any(line[-2:] == ["2048", "5120"] for line in limits)
         assert as_dict(report)["configured"]["operation"] == "aten.mm"
         assert as_dict(report)["what_ifs"][2]["override"] == "c=3"
+
+    def test_what_does_not_fit_has_no_hours_and_no_cost(self) -> None:
+        speed = Speed(10.0, 1234.0, 0.33, {"gemm": 1.0}, 0.0, 0.1)
+        too_much = replace(a_prediction().configured, reserved=90 << 30)
+        fits = a_prediction(speed=speed)
+        does_not = a_prediction(speed=speed, configured=too_much, largest=0, picked=None)
+        work = job("52M", "2.5")
+        said = as_text(headline(self.plan, fits, work))
+        assert (
+            "Speed at batch_size 2: 1,234 tokens/s" in said and "hours" in said and "cost" in said
+        )
+        said = as_text(headline(self.plan, does_not, work))
+        assert "Speed at batch_size 2, if it fitted: 1,234 tokens/s" in said
+        assert "No hours and no cost, because batch_size 2 does not fit." in said
+        assert "take" not in said.partition("No hours")[2]
+        report = a_report(self.plan, found=does_not, job=work)
+        assert {as_dict(report)[key] for key in ("hours", "cost")} == {None}
+        assert as_dict(a_report(self.plan, found=fits, job=work))["hours"] > 0
+
+    def test_devices_are_compared_at_the_size_that_is_configured(self) -> None:
+        speed = Speed(10.0, 1234.0, 0.33, {"gemm": 1.0}, 0.0, 0.1)
+        peak = a_prediction().configured
+        devices = [
+            OnDevice(replace(self.plan.device, name=name), peak, largest, speed, verdict)
+            for name, largest, verdict in (
+                ("small", 0, "DOES NOT FIT"),
+                ("near", 2, "UNCERTAIN"),
+                ("large", 5, "FITS"),
+            )
+        ]
+        table = compare_table(devices, 1, job("52M", "2.5"))
+        assert table.title == "On other devices (tokens/s per GPU)"
+        assert table.header[4:] == ["tokens/s at 2 rows", "MFU", "hours", "cost"]
+        assert table.rows[0] == ["small", "DOES NOT FIT", "19 GiB", "none", "", "", "", ""]
+        assert [row[4] for row in table.rows[1:]] == ["1,234 +- 10%"] * 2
+        assert all(all(row) for row in table.rows[1:])
+
+    @pytest.mark.parametrize(
+        ("config", "largest", "said"),
+        [
+            ("8B_full", 1, "It fits with batch_size=1. Run without --no-what-ifs to see what else"),
+            (
+                "8B_full",
+                0,
+                "try --seq-len 1024, --nproc 16, enable_activation_checkpointing=True, or",
+            ),
+            ("8B_full", 0, "or a LoRA or QLoRA config."),
+            ("8B_lora", 0, "or a QLoRA config."),
+            ("8B_qlora_single_device", 0, "try --seq-len 1024, or --nproc 16."),
+        ],
+    )
+    def test_without_what_ifs_it_is_said_what_may_fit_instead(
+        self, config: str, largest: int, said: str
+    ) -> None:
+        off = {"enable_activation_checkpointing": config.endswith("device")}
+        plan = plan_request(stock(f"llama3_1/{config}", **off), 8)
+        peak = replace(a_prediction().configured, reserved=90 << 30)
+        report = a_report(plan, found=a_prediction(configured=peak, largest=largest))
+        assert said in " ".join(as_text(details(report)).split())
+        assert "--no-what-ifs" not in as_text(details(a_report(plan)))
+
+    def test_a_what_if_that_does_not_fit_has_no_speed_and_gains_nothing(self) -> None:
+        speed = Speed(10.0, 1000.0, 0.33, {"gemm": 1.0}, 0.0, 0.1)
+        faster = replace(speed, tokens_per_second_per_gpu=2000.0)
+        now = a_prediction(speed=speed)
+        report = a_report(
+            self.plan,
+            WhatIfResult("faster", a_prediction(speed=faster, largest=3), override="a=1"),
+            WhatIfResult("too large", a_prediction(speed=faster, largest=1), override="b=2"),
+            found=now,
+        )
+        gain, none = (
+            line.split() for line in as_text(details(report)).splitlines() if "->" in line
+        )
+        assert gain[0] == "faster" and gain[-1] == "2,000"
+        assert none[:2] == ["too", "large"] and none[-3:] == ["does", "not", "fit"]
 
     def test_no_line_is_wider_than_a_terminal(self) -> None:
         override = shlex.join(["model=lora_llama", *["model.modules=[q, v, output]"] * 9])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtune_adaptive.common.text import bytes_of, counted, duration, human_bytes, table
+from torchtune_adaptive.common.text import bytes_of, counted, duration, human_bytes, listed, table
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -41,6 +41,13 @@ def test_a_table_is_as_wide_as_its_cells() -> None:
 
 def test_things_are_counted() -> None:
     assert [counted(n, "step") for n in (0, 1, 1234)] == ["0 steps", "1 step", "1,234 steps"]
+    assert [counted(n, "retry", "retries") for n in (1, 2)] == ["1 retry", "2 retries"]
+
+
+def test_things_are_listed_where_they_are_few() -> None:
+    few = [["0"], ["0", "1"], ["0", "1", "3"], list("123456789")]
+    expected = ["rank 0", "ranks 0 and 1", "ranks 0, 1 and 3", "9 ranks"]
+    assert [listed("rank", names) for names in few] == expected
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ class TestSimulatedDevice:
         with memory.running():
             kept = torch.zeros(200)
             with pytest.raises(
-                torch.OutOfMemoryError, match="1,600 bytes needed at once, capacity 1,000"
+                torch.OutOfMemoryError, match="1,600 bytes needed at once, and there are 1,000"
             ):
                 torch.ones(200)
             assert memory.in_use() == 800

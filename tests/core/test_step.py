@@ -22,6 +22,7 @@ from tests.helpers.models import (
     tiny_llama,
     train_step,
 )
+from torchtune_adaptive.core.step.exchange import StepLost
 from torchtune_adaptive.core.step.failures import StepHalfApplied
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 
@@ -262,6 +263,12 @@ def test_a_lost_step_changes_nothing(phase: str) -> None:
     assert outcome.lost and outcome.failures == (phase,)
     assert same_bits(before, local_values(model))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_where_memory_ran_out_is_said_once_for_all_ranks() -> None:
+    assert StepLost((None, "forward")).trouble == "out of memory in forward on rank 1"
+    lost = StepLost(("forward", "backward", "forward", None))
+    assert lost.trouble == "out of memory in forward on ranks 0 and 2, in backward on rank 1"
 
 
 def test_half_an_optimizer_step_cannot_be_discarded() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 import torchtune_adaptive
 from tests.helpers.library import Trained, collate, failing, rows_of, tiny_model
@@ -312,6 +313,13 @@ def test_a_step_continues_from_its_state() -> None:
     assert sizes == [2, 2, 4] and again.step.steps == 4
 
 
+def test_rows_from_a_data_loader_that_does_not_collate() -> None:
+    data, run, again = rows_of(8), Trained("alone"), Trained("alone")
+    loader = DataLoader(data, batch_size=4, drop_last=True, collate_fn=list)  # type: ignore[arg-type]
+    losses = [run.step(rows, collate, 2).loss for rows in loader]
+    assert losses == [again.step(data[at : at + 4], collate, 2).loss for at in (0, 4)]
+
+
 def test_what_is_done_about_memory_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,7 +332,7 @@ def test_what_is_done_about_memory_is_logged(
             outcome = run.step(rows_of(rows), collate, rows)
         assert (outcome.micro_batch, outcome.retried) == (size, fault is not None)
     assert waited == [1.0]
-    out_of_memory = "out of memory on rank 0, forward"
+    out_of_memory = "out of memory in forward on rank 0"
     assert [record.message for record in caplog.records] == [
         f"micro-batch 3 -> 1 ({out_of_memory}, step 1)",
         "micro-batch 1 -> 3 (no OOM for 2 steps, step 3)",

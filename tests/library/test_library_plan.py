@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -173,12 +174,18 @@ def test_the_library_needs_neither_torchtune_nor_torchao(tmp_path: Path) -> None
     assert done.stderr.strip().endswith("torchtune is blocked"), done.stderr
 
 
-def test_a_plan_for_a_gpu() -> None:
-    found = planned(build=build_for_gpu, gpu="h100", memory=None, ranks=8, ceiling=500)
+def test_a_plan_for_a_gpu(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = logging.getLogger("torchtune_adaptive")
+    monkeypatch.setattr(ours, "propagate", True)
+    with caplog.at_level(logging.INFO, ours.name):
+        found = planned(build=build_for_gpu, gpu="h100", memory=None, ranks=8, ceiling=500)
     assert found.largest == found.rows == 500
     assert 0 < found.peak <= found.usable_bytes
     assert any("h100-80gb" in line for line in found.assumptions)
     assert not torch.distributed.is_initialized() and not hasattr(torch, "fakegpu")
+    assert caplog.messages == ["Tracing a step in a process of its own, for at most 100 s."]
 
 
 @pytest.mark.parametrize(

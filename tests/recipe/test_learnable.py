@@ -78,7 +78,7 @@ def test_nothing_to_learn_ends_the_run_with_the_reason(row: dict[str, Any]) -> N
     with pytest.raises(NothingToLearn) as raised:
         check(Rows([row] * 40), max_seq_len=1)
     message = str(raised.value)
-    assert message.startswith("dataset: 40 of its 40 samples were looked at, and none has a token")
+    assert message.startswith("dataset: looked at 40 of 40 samples, and none has a token")
     assert "-100" in message and "tokenizer.max_seq_len (1)" in message
 
 
@@ -99,7 +99,7 @@ def test_what_one_rank_finds_is_enough_for_all(rank: int) -> None:
 
 def test_the_look_is_bounded_and_spread_over_the_dataset() -> None:
     rows = Rows([MASKED] * 20 * MOST_SAMPLES)
-    with pytest.raises(NothingToLearn, match="1,000 of its 20,000"):
+    with pytest.raises(NothingToLearn, match="looked at 1,000 of 20,000 samples"):
         check(rows)
     assert len(set(rows.read)) == len(rows.read) == MOST_SAMPLES
     assert min(rows.read) < MOST_SAMPLES and max(rows.read) > 19 * MOST_SAMPLES

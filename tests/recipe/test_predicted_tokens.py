@@ -79,5 +79,5 @@ def test_all_ranks_stop_with_the_same_reason(searches: bool, tmp_path: Path) -> 
     cfg = tiny_config("full", tmp_path, **changes)
     first, second = run_ranks(why_it_stops, 2, cfg, join=False)
     assert first == second
-    assert first.startswith("dataset: 640 of its 640 samples were looked at")
+    assert first.startswith("dataset: looked at 640 of 640 samples")
     assert not list(tmp_path.glob("epoch_*"))

@@ -104,7 +104,7 @@ def test_a_browser_shows_the_whole_report(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     one = record(tmp_path)
     one.decided(Split(4, 4, 2), 0, report())
-    Events(tmp_path).changed(7, "out of memory on rank 1, <backward>", micro_batch=(4, 2))
+    Events(tmp_path).changed(7, "out of memory in <backward> on rank 1", micro_batch=(4, 2))
     one.close(None, trained())
     shown = opened(tmp_path / REPORT_NAME)
     assert f"<title>Run {tmp_path.name} (full)</title>" in shown
@@ -115,7 +115,7 @@ def test_a_browser_shows_the_whole_report(tmp_path: Path) -> None:
         *("batch_size 2 -&gt; 4 (8 rows do not fit", "<td>out of memory in backward</td>"),
         *("Search on H100: batch_size 2 -&gt; 4", "peak memory, tightest rank (GiB)"),
         *("Training: batch, learning rate, loss, memory", "loss (nats/token)", "batch (rows)"),
-        *("<td>out of memory on rank 1, &lt;backward&gt;</td>", "<td>micro batch 4 -&gt; 2</td>"),
+        *("<td>out of memory in &lt;backward&gt; on rank 1</td>", "<td>micro batch 4 -&gt; 2</td>"),
         *("batch_size: 4", "&lt;b&gt;&amp;amp;"),
     ):
         assert text in shown, text

@@ -91,7 +91,7 @@ def test_the_report_gives_the_choice_and_its_reason() -> None:
 @pytest.mark.parametrize(("rows", "warned"), [(639, True), (640, False)])
 def test_few_steps_per_epoch_are_a_warning(rows: int, warned: bool) -> None:
     text = report(rows_per_rank=rows, after=Split(8, 4, 2)).text()
-    assert ("Warning: 19 optimizer steps per epoch are few." in text) is warned
+    assert ("Warning: only 19 optimizer steps per epoch." in text) is warned
 
 
 def test_a_global_batch_that_stays_is_reported_as_unchanged() -> None:

@@ -90,6 +90,7 @@ def test_the_longest_of_all_rows() -> None:
     worst = find(Lengths([5, 9, 3, 12, 7]))
     assert (worst.length, len(worst.row["tokens"])) == (12, 12)
     assert worst.source == "the longest of all 5 rows"
+    assert find(Lengths([5])).source == "the only row"
 
 
 def test_a_large_dataset_is_sampled_evenly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

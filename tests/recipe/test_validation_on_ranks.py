@@ -205,4 +205,6 @@ def test_validation_that_cannot_fit_is_left_out(tmp_path: Path) -> None:
     for done, losses, lost in run_ranks(give_up, 2, tmp_path):
         assert done == 4 and len(losses) == 3 and not lost
     (events,) = tmp_path.glob("*.jsonl")
-    assert "validation is left out: out of memory on rank 0, evaluation" in events.read_text()
+    assert (
+        "validation is left out: out of memory in evaluation on ranks 0 and 1" in events.read_text()
+    )

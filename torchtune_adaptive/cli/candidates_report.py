@@ -53,7 +53,10 @@ def _answer(fastest: Fastest) -> str:
     gain = choice.tokens_per_second_per_gpu / own.tokens_per_second_per_gpu - 1
     reserved = bytes_of(choice.reserved or 0, usable)
     than = f"{gain:+.0%} over the config as it is" + ("" if own.fits else ", which does not fit")
-    speed = f"{choice.tokens_per_second_per_gpu:,.0f} tokens/s per GPU ({than})"
+    speed = (
+        f"{choice.tokens_per_second_per_gpu:,.0f} tokens/s per GPU at batch_size "
+        f"{choice.cfg['batch_size']} ({than})"
+    )
     return f"Fastest that fits: {speed}, peak {reserved}."
 
 
@@ -61,7 +64,7 @@ def _table(fastest: Fastest) -> Table:
     shown = _listed(fastest)
     rows = [(_name(one), f"{one.tokens_per_second_per_gpu:,.0f}", _memory(one)) for one in shown]
     left = len(fastest.candidates) - len(rows)
-    title = "Candidates by predicted speed" + (f" ({left} others are not listed)" if left else "")
+    title = "Candidates by predicted speed" + (f" ({left} more not listed)" if left else "")
     return Table(title, ("changes", "tokens/s per GPU", "peak"), rows, {1, 2})
 
 
@@ -74,7 +77,7 @@ def _listed(fastest: Fastest) -> list[Candidate]:
 def _name(one: Candidate) -> str:
     """The changes in few words: the last part of each key, and the new value."""
     if not one.changes:
-        return "the config as it is"
+        return f"the config as it is (batch_size {one.cfg['batch_size']})"
     return ", ".join(f"{_short(change.key)}={_value(change.new)}" for change in one.changes)
 
 

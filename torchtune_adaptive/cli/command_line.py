@@ -88,7 +88,9 @@ def _run(argv: list[str]) -> None:
         sys.exit(2)
     if not {"-h", "--help"} & set(argv[2:]):
         if command == "plan":  # options and overrides in any order, which subcommands cannot have
-            arguments = commands["plan"].parse_intermixed_args(argv[2:])
+            from torchtune_adaptive.cli.plan_command import parsed
+
+            arguments = parsed(commands["plan"], argv[2:])
             return arguments.func(arguments)
         if command in ("run", "find"):
             require_recipe(command, argv[2:])

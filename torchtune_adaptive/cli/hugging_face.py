@@ -7,6 +7,7 @@ scaled does not change memory.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -78,12 +79,22 @@ def config_for(folder: Path, method: Method) -> DictConfig:
     )
 
 
+def download_advice(name: str | Path) -> str | None:
+    """How to get the ``config.json`` of a model on the Hub, if this is the name of one and not a file."""
+    if not re.fullmatch(r"[\w.-]*\w/\w[\w.-]*", str(name)) or Path(name).exists():
+        return None
+    return (
+        f"For a model of the Hub: `hf download {name} config.json --local-dir DIR`, then --hf DIR"
+    )
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         about = json.loads(path.read_text())
     except OSError as error:
-        reason = f"cannot be read ({error.strerror})"
-        raise ConfigError("--hf", str(path), reason, "Give the folder of a model") from None
+        reason = f"has no config.json that can be read ({error.strerror})"
+        remedy = download_advice(path.parent) or "Give the folder of a model"
+        raise ConfigError("--hf", str(path.parent), reason, remedy) from None
     except ValueError as error:
         reason = f"is not JSON ({error})"
         raise ConfigError("--hf", str(path), reason, "Download it again") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Future
@@ -15,7 +16,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.cli.answers import Answers
 from torchtune_adaptive.cli.candidates_report import Fastest
-from torchtune_adaptive.cli.hugging_face import METHODS, config_for
+from torchtune_adaptive.cli.hugging_face import METHODS, config_for, download_advice
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import TraceProgress
 from torchtune_adaptive.cli.plan_report import PlanReport, WhatIfResult, as_dict, details, headline
@@ -32,7 +33,7 @@ from torchtune_adaptive.common import (
     human_bytes,
     table,
 )
-from torchtune_adaptive.planner import gpus
+from torchtune_adaptive.planner import DOES_NOT_FIT, gpus
 from torchtune_adaptive.recipe import (
     HERE,
     KNOBS_BY_KEY,
@@ -42,6 +43,7 @@ from torchtune_adaptive.recipe import (
     Query,
     compare,
     confirm,
+    is_config_name,
     is_recipe,
     kind_of,
     largest_adapter_rank,
@@ -56,13 +58,12 @@ from torchtune_adaptive.recipe import (
     with_overrides,
 )
 
-EXIT_STATUS = {"FITS": 0, "DOES NOT FIT": 1, "UNCERTAIN": 2}
+EXIT_STATUS = {"FITS": 0, DOES_NOT_FIT: 1, "UNCERTAIN": 2}
 NO_ANSWER = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what ``plan`` takes; parse it with ``parse_intermixed_args``, so that overrides may stand
-    anywhere."""
+    """Add what ``plan`` takes, for ``parsed``."""
     add = parser.add_argument
     add("--config", help="a config name or a YAML file")
     add(
@@ -73,13 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Qwen2, Gemma, Phi-3)",
     )
     add("--method", choices=METHODS, help="what is trained of a --hf model (default: full)")
-    gpus_help = "number of GPUs (default: 1)"
-    add("--nproc", "--nproc_per_node", type=int, default=1, metavar="N", help=gpus_help)
+    nproc = ("--nproc", "--nproc_per_node", "--nproc-per-node")
+    add(*nproc, type=int, metavar="N", help="number of GPUs (default: 1)")
     device = parser.add_mutually_exclusive_group()
     device.add_argument(
         "--gpu",
-        help=f"GPU to plan for (see --list-gpus; the beginning of a name is enough), or `{HERE}` for this "
-        f"machine's GPU as measured by an earlier search (default: {gpus.DEFAULT})",
+        help="GPU to plan for (see --list-gpus; the beginning of a name is enough; 2xNAME is two of them), "
+        f"or `{HERE}` for this machine's GPU as measured by an earlier search (default: {gpus.DEFAULT})",
     )
     device.add_argument(
         "--memory",
@@ -119,6 +120,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(func=lambda arguments: sys.exit(plan_command(arguments)))
 
 
+def parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """What is asked. Overrides may stand anywhere, and options may have underscores, as torchrun's."""
+    dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in words]
+    arguments, unknown = parser.parse_known_intermixed_args(dashed)
+    as_given = dict(zip(dashed, words, strict=True))
+    arguments.unknown = [as_given.get(word, word) for word in unknown]
+    return arguments
+
+
 def plan_command(arguments: argparse.Namespace) -> int:
     """Print a prediction; returns the exit status: 0 fits, 1 does not fit, 2 no prediction."""
     if arguments.list_gpus:
@@ -150,13 +160,14 @@ def _gpu_table() -> list[str]:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.unknown:
+        raise _no_option(*arguments.unknown[:2])
     memory = amount_of_memory("--memory", arguments.memory) if arguments.memory else None
-    if arguments.nproc < 1:
-        raise ConfigError("--nproc", arguments.nproc, "is not a number of GPUs", "Use 1 or more")
+    ranks, gpu = _gpus(arguments.nproc, arguments.gpu)
     if arguments.seq_len is not None and arguments.seq_len < 2:
         raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
     name, cfg = _config(arguments)
-    plan = plan_request(cfg, arguments.nproc, arguments.gpu, memory, arguments.seq_len, name)
+    plan = plan_request(cfg, ranks, gpu, memory, arguments.seq_len, name)
     warn_of_unused_keys(cfg, kind_of(cfg))
     report = _predict(plan, job(arguments.tokens, arguments.price), arguments)
     if arguments.json:
@@ -166,6 +177,27 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         draw(report, arguments.plot)
     return EXIT_STATUS[report.verdict]
+
+
+def _no_option(option: str, following: str = "VALUE") -> ConfigError:
+    """The error about ``--batch_size 4`` or ``--batch_size=4``."""
+    option, equals, value = option.partition("=")
+    value = value if equals else following
+    key = option.strip("-").replace("-", "_")
+    remedy = f"What a config has is written {key}={value}; --help lists the options"
+    return ConfigError(option, value, "is not an option of plan", remedy)
+
+
+def _gpus(nproc: int | None, gpu: str | None) -> tuple[int, str | None]:
+    """The number of GPUs and the name of one, which may be given together: ``2x4090``."""
+    if nproc is not None and nproc < 1:
+        raise ConfigError("--nproc", nproc, "is not a number of GPUs", "Use 1 or more")
+    if together := re.fullmatch(r"([1-9]\d*) *x *(.+)", gpu or ""):
+        number = int(together[1])
+        if nproc not in (None, number):
+            raise ConfigError("--gpu", gpu, f"contradicts --nproc {nproc}", "Give one of the two")
+        return number, together[2]
+    return nproc or 1, gpu
 
 
 def _rendered(blocks: Sequence[Block], arguments: argparse.Namespace) -> str:
@@ -192,7 +224,17 @@ def _config(arguments: argparse.Namespace) -> tuple[str, DictConfig]:
         raise AdaptiveBatchingError(
             "no config is given. Give a config name such as llama3_1/8B_full, a YAML file, or --hf"
         )
-    return names[0], with_overrides(load_config(names[0]), overrides)
+    return names[0], with_overrides(_config_or_advice(names[0]), overrides)
+
+
+def _config_or_advice(name: str) -> DictConfig:
+    """The config of a name, which may be that of a model instead."""
+    try:
+        return load_config(name)
+    except ConfigError:
+        if is_config_name(name) or not (advice := download_advice(name)):
+            raise
+        raise ConfigError("CONFIG", name, "is not a config", advice) from None
 
 
 def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> PlanReport:
@@ -218,6 +260,7 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
         configured = ask(predict, query)
         ranked = _ask_for_candidates(plan, arguments.may_change, ask) if fastest else None
         others = [ask(predict, replace(one.query, in_detail=in_detail)) for one in alternatives]
+        progress.wait(configured)
         try:
             found: Prediction = configured.result()
         finally:
@@ -238,6 +281,7 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
             compared = ask(compare, plan.query(), devices)
         if alternatives and lora:
             by_rank = ask(largest_adapter_rank, query)
+        progress.wait()
         prediction, by_length = confirmed.result() if confirmed else (found, None)
         return PlanReport(
             plan,

@@ -1,12 +1,16 @@
-"""The progress of a plan, ``tracing 3 of 17``, on stderr: rewritten in place on a terminal, else plain
+"""The progress of a plan, ``tracing 3 of 17, 40 s``, on stderr: rewritten in place on a terminal, else plain
 lines."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, wait
 from typing import Any
+
+_IN_PLACE, _IN_LINES = 1.0, 30.0
+"""Seconds after which the state is said again; tracing a large model takes minutes."""
 
 
 class TraceProgress:
@@ -20,11 +24,21 @@ class TraceProgress:
         self._expected = expected
         self._done = 0
         self._in_place = sys.stderr.isatty()
+        self._started = time.monotonic()
         self._lock = threading.Lock()  # futures call back from a thread of the pool
+        self._followed: list[Future[Any]] = []
 
     def follow(self, future: Future[Any]) -> None:
         """Count a future once it is done."""
+        self._followed.append(future)
         future.add_done_callback(self._count)
+
+    def wait(self, *futures: Future[Any]) -> None:
+        """Wait for these, or for all, and keep saying that tracing goes on."""
+        every = _IN_PLACE if self._in_place else _IN_LINES
+        while wait(futures or self._followed, every).not_done:
+            with self._lock:
+                self._show()
 
     def expect_more(self, number: int) -> None:
         with self._lock:
@@ -54,7 +68,9 @@ class TraceProgress:
 
     def _show(self) -> None:
         if self._done < self._expected:
-            text = f"tracing {self._done + 1} of {self._expected}"
+            seconds = time.monotonic() - self._started
+            passed = f", {seconds:.0f} s" if seconds >= 1 else ""
+            text = f"tracing {self._done + 1} of {self._expected}{passed}"
             if self._in_place:
                 print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
             else:

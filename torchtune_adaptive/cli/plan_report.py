@@ -9,8 +9,15 @@ from typing import Any
 from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
 from torchtune_adaptive.cli.speed_report import Job, compare_table, speed_as_dict, speed_blocks
 from torchtune_adaptive.common import Block, Listing, Paragraph, Table, bytes_of, human_bytes
-from torchtune_adaptive.planner import Peak
-from torchtune_adaptive.recipe import TOKENS, LengthLimits, OnDevice, PlanRequest, Prediction
+from torchtune_adaptive.planner import DOES_NOT_FIT, Peak
+from torchtune_adaptive.recipe import (
+    TOKENS,
+    LengthLimits,
+    OnDevice,
+    PlanRequest,
+    Prediction,
+    kind_of,
+)
 
 _WHERE = {"forward": "forward pass", "backward": "backward pass", "optimizer step": "optimizer"}
 _NOT_SCALED = (
@@ -60,7 +67,7 @@ class PlanReport:
         """The verdict for the configured batch size, on the rank where it is worse."""
         answers = [self.found, *([self.last_rank] if self.last_rank else [])]
         verdicts = {one.configured.verdict(self.plan.device) for one in answers}
-        return next(v for v in ("DOES NOT FIT", "UNCERTAIN", "FITS") if v in verdicts)
+        return next(v for v in (DOES_NOT_FIT, "UNCERTAIN", "FITS") if v in verdicts)
 
 
 def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[Block]:
@@ -71,7 +78,8 @@ def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[B
     blocks: list[Block] = [Paragraph([answer, *_cautions(plan, found), about], important=True)]
     blocks.append(_memory_table(found))
     if found.speed is not None:
-        blocks += speed_blocks(found.speed, found.rows, found.ranks, job)
+        fits = found.configured.verdict(plan.device) != DOES_NOT_FIT
+        blocks += speed_blocks(found.speed, found.rows, found.ranks, job, fits)
     if found.traced_directly:
         blocks.append(Paragraph([_NOT_SCALED]))
     if plan.assumptions:
@@ -147,7 +155,26 @@ def details(report: PlanReport) -> list[Block]:
         blocks.append(compare_table(report.compared, report.plan.ranks, report.job))
     if report.outcomes:
         blocks += [_limits_table(report), *_what_ifs(report)]
+    elif report.verdict == DOES_NOT_FIT and report.fastest is None:
+        blocks.append(Paragraph([_instead(report)]))
     return blocks
+
+
+def _instead(report: PlanReport) -> str:
+    """What to do about a config that does not fit, where no alternative was predicted."""
+    if report.found.largest:
+        fits = f"It fits with batch_size={report.found.largest}."
+        return f"{fits} Run without --no-what-ifs to see what else fits."
+    ways = [f"--seq-len {report.plan.length // 2}", f"--nproc {2 * report.plan.ranks}"]
+    cfg = report.plan.cfg
+    if not cfg.get("enable_activation_checkpointing", False):
+        ways.append("enable_activation_checkpointing=True")
+    if not kind_of(cfg).adapters:
+        ways.append("a LoRA or QLoRA config")
+    elif not (cfg.model.get("quantize_base") or ".qlora_" in cfg.model._component_):
+        ways.append("a QLoRA config")
+    *others, last = ways
+    return f"Run without --no-what-ifs to see what fits, or try {', '.join(others)}, or {last}."
 
 
 def _limits_table(report: PlanReport) -> Table:
@@ -173,7 +200,9 @@ def _what_ifs(report: PlanReport) -> list[Block]:
     predicted = [(one, one.answer) for one in report.outcomes if one.answer is not None]
     predicted.sort(key=lambda pair: (-pair[1].largest, pair[1].configured.reserved))
     blocks: list[Block] = []
-    for title, gains in (("What if: gains, largest first", True), ("No gain", False)):
+    at = f"at batch_size {now.rows}"
+    titles = {True: f"What if, {at}: gains, largest first", False: f"No gain, {at}"}
+    for gains, title in titles.items():
         if chosen := [pair for pair in predicted if _gains(now, pair[1]) is gains]:
             blocks.append(_what_if_table(title, now, chosen))
     if failed := [f"{one.name}: {one.reason}" for one in report.outcomes if one.reason]:
@@ -182,7 +211,7 @@ def _what_ifs(report: PlanReport) -> list[Block]:
 
 
 def _gains(now: Prediction, other: Prediction) -> bool:
-    if _is_faster(now, other):
+    if _is_faster(now, other) and _has_room(other):
         return True  # at whatever cost in memory
     if other.largest != now.largest:
         return other.largest > now.largest
@@ -196,10 +225,15 @@ def _is_faster(now: Prediction, other: Prediction) -> bool:
     return other.ranks == now.ranks and gain > 1 + _SAME
 
 
+def _has_room(found: Prediction) -> bool:
+    """Whether the configured batch size fits."""
+    return found.rows <= found.largest
+
+
 def _what_if_table(
     title: str, now: Prediction, chosen: Sequence[tuple[WhatIfResult, Prediction]]
 ) -> Table:
-    header = ["", "largest micro-batch", "peak changes by", f"to, at batch_size {now.rows}"]
+    header = ["", "largest micro-batch", "peak changes by", "to"]
     if now.speed:
         header[1] = "largest"
         header.append("tokens/s per GPU")
@@ -213,6 +247,8 @@ def _what_if_table(
 
 
 def _speed_cell(found: Prediction) -> str:
+    if not _has_room(found):
+        return "does not fit"
     return f"{found.speed.tokens_per_second_per_gpu:,.0f}" if found.speed else "unknown"
 
 
@@ -231,7 +267,9 @@ def as_dict(report: PlanReport) -> dict[str, Any]:
         "assumptions": list(report.plan.assumptions),
         "row_length_source": report.plan.length_source,
         **asdict(report.found),
-        **speed_as_dict(report.found.speed, report.plan.ranks, report.job),
+        **speed_as_dict(
+            report.found.speed, report.plan.ranks, report.job, fits=report.verdict != DOES_NOT_FIT
+        ),
         "last_rank": asdict(report.last_rank) if report.last_rank else None,
         "lengths": report.by_length.largest if report.by_length else {},
         "longest_length": report.by_length.longest if report.by_length else None,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_adaptive.common import Block, ConfigError, Paragraph, Table, human_bytes
+from torchtune_adaptive.common import Block, ConfigError, Paragraph, Table, counted, human_bytes
 from torchtune_adaptive.planner import Speed
 from torchtune_adaptive.recipe import OnDevice
 
@@ -56,15 +56,19 @@ def job(tokens: str | None, price: str | None) -> Job:
     return Job(number, prices)
 
 
-def speed_blocks(speed: Speed, rows: int, ranks: int, job: Job) -> list[Block]:
-    """The speed of a config, and where the time goes."""
+def speed_blocks(speed: Speed, rows: int, ranks: int, job: Job, fits: bool = True) -> list[Block]:
+    """The speed of a config, and where the time goes; what does not fit takes no hours and has no cost."""
     each = speed.tokens_per_second_per_gpu
     in_all = f", {each * ranks:,.0f} in all" if ranks > 1 else ""
+    condition = "" if fits else ", if it fitted"
     lines = [
-        f"Speed at batch_size {rows}: {each:,.0f} tokens/s per GPU (+- {speed.band:.0%}){in_all}, "
+        f"Speed at batch_size {rows}{condition}: {each:,.0f} tokens/s per GPU (+- {speed.band:.0%}){in_all}, "
         f"MFU {speed.mfu:.0%}; a step takes {human_seconds(speed.seconds)}.",
-        *_cost_lines(speed, ranks, job),
     ]
+    if fits:
+        lines += _cost_lines(speed, ranks, job)
+    elif job.tokens is not None:
+        lines.append(f"No hours and no cost, because batch_size {rows} does not fit.")
     shares = sorted(speed.named_parts().items(), key=lambda part: -part[1])
     shares.append(("of this, computed again", speed.recomputing))
     parts = [
@@ -89,30 +93,31 @@ def _cost_lines(speed: Speed, ranks: int, job: Job) -> list[str]:
 
 
 def compare_table(devices: Sequence[OnDevice], ranks: int, job: Job) -> Table:
-    """The config on several devices."""
-    header = ["device", "verdict", "peak", "largest", "tokens/s per GPU", "MFU"]
+    """The config on several devices; speed, hours and cost only where it fits."""
+    (rows,) = {one.peak.rows for one in devices}
+    header = ["device", "verdict", "peak", "largest", f"tokens/s at {counted(rows, 'row')}", "MFU"]
     if job.tokens is not None:
         header += ["hours", *(["cost"] if job.prices else [])]
-    rows = []
+    lines = []
     for number, one in enumerate(devices):
         peak, largest = human_bytes(one.peak.reserved), str(one.largest or "none")
         row = [one.device.name, one.verdict, peak, largest]
-        if one.speed is None:
-            row += ["unknown", *[""] * (len(header) - 5)]
+        if not one.fits or one.speed is None:
+            row += ["unknown" if one.fits else "", *[""] * (len(header) - 5)]
         else:
             band = f"{one.speed.tokens_per_second_per_gpu:,.0f} +- {one.speed.band:.0%}"
             costs = (each for each in job.cost(one.speed, ranks, number) if each is not None)
             row += [band, f"{one.speed.mfu:.0%}", *(f"{each:,.3g}" for each in costs)]
-        rows.append(row)
-    title = "On other devices" + (f", {ranks} each" if ranks > 1 else "")
-    return Table(title, header, rows, set(range(2, len(header))))
+        lines.append(row)
+    title = "On other devices" + (f", {ranks} each" if ranks > 1 else "") + " (tokens/s per GPU)"
+    return Table(title, header, lines, set(range(2, len(header))))
 
 
-def speed_as_dict(speed: Speed | None, ranks: int, job: Job) -> dict[str, Any]:
-    """Speed, hours and cost for JSON's top level."""
+def speed_as_dict(speed: Speed | None, ranks: int, job: Job, fits: bool = True) -> dict[str, Any]:
+    """Speed, hours and cost for JSON's top level; no hours and no cost for what does not fit."""
     if speed is None:
         return {"tokens_per_second_per_gpu": None}
-    hours, cost = job.cost(speed, ranks)
+    hours, cost = job.cost(speed, ranks) if fits else (None, None)
     return {
         "tokens_per_second_per_gpu": speed.tokens_per_second_per_gpu,
         "mfu": speed.mfu,

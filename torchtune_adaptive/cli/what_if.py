@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.cli.hugging_face import ADAPTERS
+from torchtune_adaptive.common import counted
 from torchtune_adaptive.core import knobs
 from torchtune_adaptive.recipe import (
     ACCUMULATION,
@@ -44,8 +45,9 @@ def what_ifs(plan: PlanRequest) -> Iterator[WhatIf]:
         yield WhatIf(name, replace(plan, cfg=changed).query(), override)
     for ranks in (plan.ranks // 2, plan.ranks * 2):
         if ranks:
-            name = f"{ranks} rank{'s'[: ranks > 1]}"
-            yield WhatIf(name, plan.query(ranks=ranks), f"--nproc_per_node {ranks}")
+            yield WhatIf(
+                counted(ranks, "rank"), plan.query(ranks=ranks), f"--nproc_per_node {ranks}"
+            )
     if plan.device.caching and not plan.device.expandable:
         device = replace(plan.device, expandable=True)
         override = "PYTORCH_ALLOC_CONF=expandable_segments:True"

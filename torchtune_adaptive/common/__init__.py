@@ -11,7 +11,7 @@ from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
     from torchtune_adaptive.common import durable, ending, launcher, plots
-    from torchtune_adaptive.common.amounts import AMOUNTS_OF_MEMORY, amount_of_memory, parse_memory
+    from torchtune_adaptive.common.amounts import AMOUNT_OF_MEMORY, amount_of_memory, parse_memory
     from torchtune_adaptive.common.cache import (
         Cache,
         cache_folder,
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         counted,
         duration,
         human_bytes,
+        listed,
         not_essential,
         table,
     )

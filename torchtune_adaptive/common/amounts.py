@@ -10,7 +10,7 @@ _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
 _MOST_BYTES = 1 << 60
-AMOUNTS_OF_MEMORY = ("an amount of memory, e.g. 24GiB", "a number of bytes")
+AMOUNT_OF_MEMORY = "an amount such as 24GiB, or a number of bytes"
 """The ways to write one, for messages."""
 
 
@@ -19,8 +19,7 @@ def amount_of_memory(key: str, value: object) -> int:
     try:
         return parse_memory(value)
     except ValueError:
-        remedy = f"Must be one of: {', '.join(AMOUNTS_OF_MEMORY)}"
-        raise ConfigError(key, value, "is not valid", remedy) from None
+        raise ConfigError(key, value, "is not valid", f"Must be {AMOUNT_OF_MEMORY}") from None
 
 
 def parse_memory(value: object) -> int:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 log = logging.getLogger(__name__)
 
+_MOST_LISTED = 8
 _UNITS = ("B", "KiB", "MiB", "GiB")
 
 
@@ -49,9 +50,17 @@ def _scaled(number: int) -> tuple[str, str]:
     return (f"{amount:.0f}" if amount >= 100 or unit == "B" else f"{amount:.3g}"), unit
 
 
-def counted(number: int, what: str) -> str:
-    """A number of things: ``1 step``, ``80 steps``."""
-    return f"{number:,} {what}{'s'[: number != 1]}"
+def counted(number: int, what: str, plural: str = "") -> str:
+    """A number of things: ``1 step``, ``80 steps``; ``1 retry``, ``2 retries``."""
+    return f"{number:,} {what if number == 1 else plural or f'{what}s'}"
+
+
+def listed(what: str, names: Sequence[str]) -> str:
+    """Things by name, ``rank 0``, ``ranks 0, 1 and 3``, or by number where they are many."""
+    if len(names) > _MOST_LISTED:
+        return counted(len(names), what)
+    *others, last = names
+    return f"{what}s {', '.join(others)} and {last}" if others else f"{what} {last}"
 
 
 def duration(seconds: float) -> str:

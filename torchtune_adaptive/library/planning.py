@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -39,6 +40,8 @@ from torchtune_adaptive.planner import (
     gpus,
     planned_gpu,
 )
+
+log = logging.getLogger(__name__)
 
 _ANY_LENGTH = 1
 """Length that stands for rows as long as ``batch`` makes them."""
@@ -158,6 +161,7 @@ def plan_batch_size(
         ceiling=ceiling,
         assumptions=assumptions,
     )
+    log.info(f"Tracing a step in a process of its own, for at most {timeout:g} s.")
     return call_alone(_answer, question, timeout=timeout)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.library import private
 from torchtune_adaptive.library.private import tree_leaves
 
@@ -115,7 +115,7 @@ def _kind(value: object) -> str:
         return f"a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
     if value is None or isinstance(value, (int, float)):
         return repr(value)
-    return f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"
+    return counted(len(value), "value") if isinstance(value, tuple) else f"a {type(value).__name__}"
 
 
 def number_of_rows(rows: Any) -> int:

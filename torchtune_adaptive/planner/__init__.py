@@ -12,7 +12,14 @@ from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
     from torchtune_adaptive.planner.memory import gpus
-    from torchtune_adaptive.planner.memory.peak import DeviceLimits, Peak, StartUp, largest, peak
+    from torchtune_adaptive.planner.memory.peak import (
+        DOES_NOT_FIT,
+        DeviceLimits,
+        Peak,
+        StartUp,
+        largest,
+        peak,
+    )
     from torchtune_adaptive.planner.memory.planned import gpu_limits, planned_gpu
     from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
     from torchtune_adaptive.planner.speed.devices import Speeds

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.recipe.registry import (
         RECIPES,
         find_config,
+        is_config_name,
         is_module,
         is_recipe,
         load_config,

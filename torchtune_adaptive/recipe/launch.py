@@ -128,7 +128,7 @@ def _end_interrupted(interrupt: KeyboardInterrupt) -> None:
     Nothing is torn down: other ranks may be gone, or wait for this one.
     """
     if not isinstance(interrupt, Stopped):
-        what = "stopped by Ctrl-C outside training, where there is nothing to save."
+        what = "stopped by Ctrl-C while not training, so there is nothing to save."
         interrupt = Stopped(what, exit_status(signal.SIGINT))
     rank = launcher.rank()
     if (rank == 0 or not interrupt.everywhere) and not ending.another_rank_has_failed():

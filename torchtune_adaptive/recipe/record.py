@@ -23,6 +23,7 @@ from torchtune_adaptive.common import (
     Verbatim,
     as_page,
     bytes_of,
+    counted,
     duration,
     not_essential,
     plots,
@@ -156,12 +157,14 @@ class Record:
         }
         if trained is not None:
             split = trained.split
-            facts["global batch"] = f"{split.global_batch} rows ({split.text()})"
+            facts["global batch"] = f"{counted(split.global_batch, 'row')} ({split.text()})"
             facts["steps"] = f"{trained.steps:,}"
             facts["retried steps"] = f"{trained.retried_steps:,}"
         if trained is not None and (summary := trained.summary) is not None:
             facts["time"] = duration(summary.seconds)
-            facts["speed"] = f"{summary.tokens_per_second:,.0f} tokens/s over {self.ranks} ranks"
+            facts["speed"] = (
+                f"{summary.tokens_per_second:,.0f} tokens/s over {counted(self.ranks, 'rank')}"
+            )
             facts["loss"] = summary.loss_text().removeprefix("loss ")
             if summary.capacity is not None:
                 facts["peak memory"] = bytes_of(summary.peak_bytes, summary.capacity)

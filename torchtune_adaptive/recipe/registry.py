@@ -117,6 +117,12 @@ def find_config(name: str) -> Path:
     )
 
 
+def is_config_name(name: str) -> bool:
+    """Whether a name begins as those of configs do, although there may be no such config."""
+    folders = {known.partition("/")[0] for known in (*our_configs(), *torchtune_configs())}
+    return name.partition("/")[0] in folders
+
+
 def load_config(name: str) -> DictConfig:
     """A config, given its name or its path, as it is written.
 

@@ -114,7 +114,7 @@ class SimulatedMemory(DeviceMemory):
         if self.limit is not None and needed > self.limit:
             raise torch.OutOfMemoryError(
                 f"simulated device out of memory: {needed:,} bytes needed at once, "
-                f"capacity {self.limit:,}"
+                f"and there are {self.limit:,}"
             )
 
     def _forget(self, key: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from torchtune_adaptive.common import NothingFits, bytes_of, human_bytes
+from torchtune_adaptive.common import NothingFits, bytes_of, counted, human_bytes
 from torchtune_adaptive.core.device.memory import Usage
 
 
@@ -19,7 +19,7 @@ class RankReport:
     peak_allocated_bytes: int
     retries: int
     usable_bytes: int
-    """Usable memory: the capacity of this rank, less the headroom."""
+    """Usable memory: the capacity of this rank, less the headroom; in the first steps, the whole capacity."""
     step_seconds: float = 0.0
     """The time that the step took, without what is around it."""
 
@@ -33,7 +33,7 @@ class RankReport:
         if self.failed_in is not None:
             return f"out of memory in {self.failed_in}"
         if self.retries:
-            return f"{self.retries} allocation retries"
+            return counted(self.retries, "allocation retry", "allocation retries")
         return None
 
 
@@ -97,7 +97,7 @@ class SizeTrial:
         failed = self.deciding
         return NothingFits(
             f"Not even {self.size} {row} fits: {failed.trouble} on rank {self.deciding_rank}, which needed "
-            f"more than {failed.peak_bytes:,} bytes and has {failed.usable_bytes:,} usable. {remedy}"
+            f"more than {failed.peak_bytes:,} bytes and could have {failed.usable_bytes:,}. {remedy}"
         )
 
     def line(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtune_adaptive.common import BatchIncreaseError, ConfigError
+from torchtune_adaptive.common import BatchIncreaseError, ConfigError, counted
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,14 @@ class Split:
             work = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
             nearest = sorted(sorted(work, key=lambda n: abs(n - ranks))[:6])
             raise BatchIncreaseError(
-                f"The checkpoint's global batch is {global_batch} samples, which {ranks} ranks cannot share "
-                f"equally. Resume on a number of ranks that divides it: {', '.join(map(str, nearest))}."
+                f"The checkpoint's global batch is {counted(global_batch, 'sample')}, which {ranks} ranks "
+                "cannot share equally. Resume on a number of ranks that divides it: "
+                f"{', '.join(map(str, nearest))}."
             )
         return cls.of_rows(rows, ranks, largest, accumulation)
 
     def text(self) -> str:
-        ranks = f"{self.ranks} rank{'s'[: self.ranks != 1]}"
+        ranks = counted(self.ranks, "rank")
         return f"micro-batch {self.micro_batch} x accumulation {self.accumulation} x {ranks}"
 
 
@@ -76,7 +77,7 @@ class Epochs:
                 "batch_size",
                 split.micro_batch,
                 f"with gradient_accumulation_steps {split.accumulation} makes steps of "
-                f"{split.rows} rows per rank, and the data has {rows_per_rank}",
+                f"{counted(split.rows, 'row')} per rank, and the data has {rows_per_rank}",
                 "Lower batch_size or gradient_accumulation_steps, or use more data",
             )
         if max_steps is not None:

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import torch
 import torch.distributed as dist
 
+from torchtune_adaptive.common import listed
 from torchtune_adaptive.core.device.memory import DeviceMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.sizes.noise import NoiseSums
@@ -29,12 +30,13 @@ class StepLost:
 
     @property
     def trouble(self) -> str:
-        """The ranks on which memory ran out, and where."""
-        return ", ".join(
-            f"out of memory on rank {rank}, {phase}"
-            for rank, phase in enumerate(self.failures)
-            if phase
-        )
+        """Where memory ran out, and on which ranks."""
+        ranks: dict[str, list[str]] = {}
+        for rank, phase in enumerate(self.failures):
+            if phase:
+                ranks.setdefault(phase, []).append(str(rank))
+        where = (f"in {phase} on {listed('rank', these)}" for phase, these in ranks.items())
+        return f"out of memory {', '.join(where)}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtune_adaptive.common import TrainingOutOfMemory
+from torchtune_adaptive.common import TrainingOutOfMemory, counted
 from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.step.exchange import StepDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import StepHalfApplied
@@ -167,7 +167,7 @@ class StepRunner:
             if not self._take_less(of_activations=True):
                 reason += ", and the micro-batch cannot shrink"
         elif self.recovery.grow_back():
-            reason = f"no OOM for {self.recovery.waited} steps"
+            reason = f"no OOM for {counted(self.recovery.waited, 'step')}"
         else:
             return None
         return self._adjustment(before, number, reason)

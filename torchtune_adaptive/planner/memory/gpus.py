@@ -9,6 +9,7 @@ Three words for amounts of memory, here and in what ``plan`` prints:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -139,6 +140,8 @@ def gpu(name: str, option: str = "--gpu", memory: str = "--memory") -> Gpu:
         return GPUS[alike[0]]
     if alike:
         raise ConfigError(option, name, "is ambiguous", f"Use one of {', '.join(alike)}")
+    if re.match(r"\d+ *x", name):
+        raise ConfigError(option, name, "is several GPUs", "Name one, and give their number apart")
     close = get_close_matches(name.lower(), GPUS, n=1, cutoff=0.3)
     remedy = f"Use one of {', '.join(GPUS)}, or give the capacity of one process with {memory}"
     meant = f"Did you mean {close[0]}? " if close else ""

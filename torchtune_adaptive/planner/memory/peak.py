@@ -10,6 +10,9 @@ from typing import NamedTuple
 from torchtune_adaptive.planner.memory.allocator import Allocator, MemoryBlock
 from torchtune_adaptive.planner.memory.recorded_step import Label, MemoryEvent, RecordedStep
 
+DOES_NOT_FIT = "DOES NOT FIT"
+"""The verdict on a peak that is above the usable memory by more than the prediction's error."""
+
 
 @dataclass(frozen=True)
 class DeviceLimits:
@@ -60,7 +63,7 @@ class Peak:
         if self.reserved * (1 + device.band) <= device.usable_bytes:
             return "FITS"
         if self.reserved * (1 - device.band) > device.usable_bytes:
-            return "DOES NOT FIT"
+            return DOES_NOT_FIT
         return "UNCERTAIN"
 
 

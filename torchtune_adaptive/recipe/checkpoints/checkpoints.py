@@ -211,7 +211,7 @@ class Checkpoints(ABC):
         newest = self._folder.newest_name()
         return (
             f"The checkpoint {name} could not be written to {self._output_dir}{free}: {reason(error)}. "
-            + (f"The last one is {newest}: " if newest else "There is none before it: ")
+            + (f"The last one is {newest}: " if newest else "There is no earlier checkpoint: ")
             + "make room, or make the folder writable, and resume with resume_from_checkpoint=True."
         )
 

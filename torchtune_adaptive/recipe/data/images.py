@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from torchtune_adaptive.common import counted
+
 Row = dict[str, Any]
 
 
@@ -23,8 +25,8 @@ class RowSize:
     def __str__(self) -> str:
         if not self.images:
             return f"{self.tokens} tokens"
-        images = "1 image" if self.images == 1 else f"{self.images} images"
-        return f"{self.tokens} tokens and {images} of {self.tiles} tiles"
+        images = counted(self.images, "image")
+        return f"{self.tokens} tokens and {images} of {counted(self.tiles, 'tile')}"
 
 
 def images_of(row: Row) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.common import Cache, cache_folder
+from torchtune_adaptive.common import Cache, cache_folder, counted
 from torchtune_adaptive.recipe.private import fingerprint
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _facts_of_config(cfg: DictConfig) -> dict[str, Any]:
 def _stale(lengths: list[int], dataset: Any, length: Callable[[Any], int]) -> str | None:
     """Why cached lengths cannot be of this dataset, by a spot check of a few rows."""
     if len(lengths) != len(dataset):
-        return f"there are {len(lengths)}, but the dataset has {len(dataset)} rows"
+        return f"there are {len(lengths)}, but the dataset has {counted(len(dataset), 'row')}"
     for index in range(0, len(dataset), max(1, len(dataset) // _SPOT_CHECKS)):
         if (now := length(dataset[index])) != lengths[index]:
             return f"row {index} had {lengths[index]} tokens and now has {now}"

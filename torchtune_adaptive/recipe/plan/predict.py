@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.core import Rounding, candidates
-from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Speed, TracedRun
+from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Pace, Peak, Speed, TracedRun
 from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
@@ -154,7 +154,13 @@ class OnDevice:
     largest: int
     """Largest micro-batch that fits; 0 if none does."""
     speed: Speed | None
+    """Speed at the configured batch size, whether it fits or not."""
     verdict: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may fit, as far as is known."""
+        return self.verdict != DOES_NOT_FIT
 
 
 def compare(query: Query, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> list[OnDevice]:

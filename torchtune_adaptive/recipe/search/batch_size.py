@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.common import ConfigError, counted
 from torchtune_adaptive.core import Rounding, SizeTrial, Split, candidates, strategies
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
@@ -121,7 +121,7 @@ def possible_sizes(
         raise ConfigError(
             "gradient_accumulation_steps",
             accumulation,
-            f"leaves no full step in an epoch: a step needs at least {needed} rows per rank, "
+            f"leaves no full step in an epoch: a step needs at least {counted(needed, 'row')} per rank, "
             f"and the data has {rows_per_rank}",
             "Lower it, lower batch_size, or use more data",
         )
@@ -135,10 +135,10 @@ def possible_sizes(
 def what_limits(settings: AdaptiveSettings, configured: Split, rows_per_rank: int) -> str:
     """Why ``possible_sizes`` has no larger ones."""
     if settings.keep_global_batch:
-        ceiling, reason = configured.rows, f"a step has {configured.rows} rows per rank"
+        ceiling, reason = configured.rows, f"a step has {counted(configured.rows, 'row')} per rank"
     else:
         ceiling = rows_per_rank // configured.accumulation
-        reason = f"the data has {rows_per_rank} rows per rank, and an epoch needs a step"
+        reason = f"the data has {counted(rows_per_rank, 'row')} per rank, and an epoch needs a step"
     if settings.ceiling is not None and settings.ceiling < ceiling:
         return f"adaptive_batching.ceiling is {settings.ceiling}"
     return reason

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.common import Block, Drawing, Paragraph, Table, plots
+from torchtune_adaptive.common import Block, Drawing, Paragraph, Table, counted, plots
 from torchtune_adaptive.core import Budget, ByRows, ByTokens, MicroBatches, SizeTrial, Split
 from torchtune_adaptive.recipe.search.report import Report
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
@@ -58,11 +58,12 @@ class BudgetReport(Report):
         return self.micro_batches.budget
 
     def text(self) -> str:
+        configured = counted(self.split.micro_batch, "row")
         fits = ", ".join(f"{rows} x {length}" for length, rows in self.budget.measured)
         lines = [
             f"Rows that fit, by length: {fits}.",
             f"Padding: {self.without_budget.padding_share:.0%} of what is computed in micro-batches of "
-            f"{self.split.micro_batch} rows, {self.with_budget.padding_share:.0%} with the token budget.",
+            f"{configured}, {self.with_budget.padding_share:.0%} with the token budget.",
         ]
         before, after = self.without_budget.tokens_per_second, self.with_budget.tokens_per_second
         if after is not None:
@@ -71,7 +72,7 @@ class BudgetReport(Report):
         if not self.used:
             lines.append(
                 f"The token budget is not used, because it is slower: micro-batches stay at "
-                f"{self.split.micro_batch} rows. ({BLOCK}.token_budget={self.budget.tokens} uses one in any "
+                f"{configured}. ({BLOCK}.token_budget={self.budget.tokens} uses one in any "
                 "case.)"
             )
         if self.validation is not None:
@@ -144,7 +145,10 @@ class BudgetReport(Report):
                 )
         configured = self.split.micro_batch
         axes.axhline(
-            configured, color=plots.GRAY, linestyle="--", label=f"without: {configured} rows"
+            configured,
+            color=plots.GRAY,
+            linestyle="--",
+            label=f"without: {counted(configured, 'row')}",
         )
         axes.set(
             title="Token budget" + ("" if self.used else " (slower, so not used)"),

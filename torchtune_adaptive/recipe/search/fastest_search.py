@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.common import ConfigError, counted
 from torchtune_adaptive.core import ByRows, Choice, Probe, SizeTrial, Split, knobs, recompute
 from torchtune_adaptive.recipe.search import timings
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
@@ -49,8 +49,8 @@ def find_fastest(
     own = allowed[0]
     worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
     log.info(
-        f"Choosing the fastest of {len(allowed)} configurations that fit rows of {worst.length} tokens "
-        f"({worst.source})."
+        f"Choosing the fastest of {counted(len(allowed), 'configuration')} that fit rows of "
+        f"{worst.length} tokens ({worst.source})."
     )
     confirmed = next((one for one in allowed if one == known), None)
     with _Trials(prober, rows, worst, Choice.leanest(allowed)) as trials:

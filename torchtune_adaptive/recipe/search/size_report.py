@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torchtune_adaptive.common import Block, Drawing, Paragraph, Table, human_bytes, plots
+from torchtune_adaptive.common import (
+    Block,
+    Drawing,
+    Paragraph,
+    Table,
+    counted,
+    human_bytes,
+    plots,
+)
 from torchtune_adaptive.core import SizeTrial, Split, strategies
 from torchtune_adaptive.recipe.data.images import RowSize
 from torchtune_adaptive.recipe.search.report import Report, batch_numbers, numbers_of
@@ -78,7 +86,7 @@ class SearchReport(Report):
         ]
         if steps < FEW_STEPS:
             lines.append(
-                f"Warning: {steps} optimizer step{'s'[: steps != 1]} per epoch are few. Keep the global "
+                f"Warning: only {counted(steps, 'optimizer step')} per epoch. Keep the global "
                 f"batch, lower {BLOCK}.ceiling, or adjust the learning rate and the number of epochs."
             )
         return lines
@@ -106,9 +114,11 @@ class SearchReport(Report):
             lines.append(f"gradient_accumulation_steps {old.accumulation} -> {new.accumulation}")
         parts = new.text()
         if old.global_batch == new.global_batch:
-            lines.append(f"global batch unchanged: {new.global_batch} rows ({parts})")
+            lines.append(f"global batch unchanged: {counted(new.global_batch, 'row')} ({parts})")
         else:
-            lines.append(f"global batch {old.global_batch} -> {new.global_batch} rows ({parts})")
+            lines.append(
+                f"global batch {old.global_batch:,} -> {counted(new.global_batch, 'row')} ({parts})"
+            )
         if self.validation is not None:
             lines.append(f"validation in micro-batches of {self.validation.size}")
         return "\n".join([*lines, *self.consequences()])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.common import ConfigError, counted
 from torchtune_adaptive.core import (
     Budget,
     ByRows,
@@ -127,7 +127,7 @@ def confirm_budget(
         raise ConfigError(
             "adaptive_batching.token_budget",
             tokens,
-            f"does not fit: {trial.deciding.trouble} with {trial.size} rows of {longest} tokens",
+            f"does not fit: {trial.deciding.trouble} with {counted(trial.size, 'row')} of {longest} tokens",
             "Use less, or True to have it found",
         )
     return Budget.of_tokens(tokens, longest), LengthTrial(longest, trial)

@@ -136,7 +136,8 @@ class _Found:
             return f"{bound.name}, and there are rows that long"
         if self.complete:
             allowed = "" if bound.tokens is None else f"; {bound.name} allows {bound.tokens:,}"
-            return f"the longest of all {self.rows:,} rows{allowed}"
+            rows = "the only row" if self.rows == 1 else f"the longest of all {self.rows:,} rows"
+            return f"{rows}{allowed}"
         some = f"{self.scanned:,} rows out of {self.rows:,}"
         if bound.tokens is not None:
             return f"{bound.name}; looking at more than {some} takes too long"

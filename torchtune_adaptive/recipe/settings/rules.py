@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from torchtune_adaptive.common import AMOUNTS_OF_MEMORY, ConfigError, parse_memory
+from torchtune_adaptive.common import AMOUNT_OF_MEMORY, ConfigError, parse_memory
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _parse_component(value: object) -> Mapping[str, Any]:
 _PATH_OF_CODE = _matches(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 NEVER = Rule(("never",), _parse_never)
 BOOLEAN = Rule(("True", "False"), _if(lambda value: isinstance(value, bool)))
-MEMORY = Rule(AMOUNTS_OF_MEMORY, parse_memory)
+MEMORY = Rule((AMOUNT_OF_MEMORY,), parse_memory)
 _IS_TEXT = _if(lambda value: isinstance(value, str) and value.strip())
 TEXT = Rule(("a text that is not empty",), _IS_TEXT)
 FOLDER = Rule(("the path of a folder",), _IS_TEXT)

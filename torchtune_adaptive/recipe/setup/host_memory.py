@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from torchtune_adaptive.common import launcher
+from torchtune_adaptive.common import counted, launcher
 
 _RESERVE = 0.05  # of the machine's memory, for everything that is not offloaded
 _NOTICED = 1 << 20  # smaller tensors are not worth a look at the machine
@@ -45,6 +45,7 @@ def check_host_memory(nbytes: int) -> None:
     memory = psutil.virtual_memory()
     if memory.available - pinned * ranks < _RESERVE * memory.total:
         raise torch.OutOfMemoryError(
-            f"host memory: offloading an activation would pin {pinned:,} bytes on each of {ranks} ranks, and "
-            f"{memory.available:,} of {memory.total:,} bytes are available, {_RESERVE:.0%} of which stay free"
+            f"host memory: offloading an activation would pin {pinned:,} bytes on each of "
+            f"{counted(ranks, 'rank')}, and {memory.available:,} of {memory.total:,} "
+            f"bytes are available, {_RESERVE:.0%} of which stay free"
         )

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtune_adaptive.common import counted
 from torchtune_adaptive.core import Epochs, NoiseScale, Split, StepDone
 from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.growth import Grown, Growth
@@ -84,10 +85,11 @@ class Adaptation:
             if steps
             else "how many the run takes depends on its course"
         )
+        start = counted(self.growth.start.micro_batch, "row")
+        base = counted(total_epochs * self.epochs.base_steps, "step")
         log.info(
-            f"The batch starts at {self.growth.start.micro_batch} rows and may grow; the largest that fits "
-            f"is {self.growth.largest}. The base schedule has {total_epochs * self.epochs.base_steps} "
-            f"steps; {run}."
+            f"The batch starts at {start} and may grow; the largest that fits is "
+            f"{self.growth.largest}. The base schedule has {base}; {run}."
         )
 
     def resume(self, learning_rate: dict[str, Any], noise: dict[str, Any] | None) -> None:

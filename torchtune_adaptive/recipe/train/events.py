@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.common import not_essential
+from torchtune_adaptive.common import counted, not_essential
 from torchtune_adaptive.core import Split
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,9 @@ class Events:
         if self._path is None:
             return
         log.info(
-            f"global batch {before.global_batch} -> {after.global_batch} ({reason}, after {samples} samples, "
-            f"step {step}): {after.micro_batch} x {after.accumulation} x {after.ranks} ranks"
+            f"global batch {before.global_batch} -> {after.global_batch} ({reason}, after "
+            f"{counted(samples, 'sample')}, step {step}): {after.micro_batch} x {after.accumulation} x "
+            f"{counted(after.ranks, 'rank')}"
         )
         self._write(
             {

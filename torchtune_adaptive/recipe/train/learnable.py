@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from torchtune_adaptive.common import NothingToLearn
+from torchtune_adaptive.common import NothingToLearn, counted
 from torchtune_adaptive.core import Generators, TrainStep
 from torchtune_adaptive.recipe.data.dataset import Data, checked_row
 
@@ -47,7 +47,7 @@ def require_something_to_learn(data: Data, step: TrainStep) -> None:
     limit = getattr(data.tokenizer, "max_seq_len", None)
     cut = "" if limit is None else f"raise tokenizer.max_seq_len ({limit}), "
     raise NothingToLearn(
-        f"dataset: {len(looked_at):,} of its {samples:,} samples were looked at, and none has a token to "
+        f"dataset: looked at {len(looked_at):,} of {counted(samples, 'sample')}, and none has a token to "
         f"predict: all labels after the first are {step.objective.ignored}, so training would learn nothing. "
         f"Check the dataset's columns and roles (column_map) and collate_fn, {cut}or train on prompts, too "
         "(dataset.train_on_input=True)."

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchtune_adaptive.common import OutOfMemoryElsewhere
+from torchtune_adaptive.common import OutOfMemoryElsewhere, counted
 from torchtune_adaptive.core import (
     Adjustment,
     Batch,
@@ -133,7 +133,9 @@ class TrainingLoop:
         display.close()
         # Rows that do not fill a step are left out, not carried into the next epoch's first step.
         if left := epochs.rows - rows.used:
-            log.info(f"Epoch {epoch}: leaving out {left} rows per rank, too few for a step.")
+            log.info(
+                f"Epoch {epoch}: leaving out {counted(left, 'row')} per rank, too few for a step."
+            )
         adaptation.learning_rate.move_to(epochs.position(epoch, epochs.rows))
 
     def _is_room_for_a_step(self, epoch: int) -> bool:
@@ -253,8 +255,8 @@ class TrainingLoop:
             Generators(device).load_state_dict(generators[ranks.rank])
         else:
             log.warning(
-                f"The checkpoint was written by {len(generators)} ranks, this run has {ranks.size}: data "
-                "resumes at the same sample, but RNG state (dropout) is not restored."
+                f"The checkpoint was written by {counted(len(generators), 'rank')}, this run has "
+                f"{ranks.size}: data resumes at the same sample, but RNG state (dropout) is not restored."
             )
         return saved.samples_of_epoch // self.loader.ranks
 

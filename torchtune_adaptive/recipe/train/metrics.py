@@ -82,7 +82,7 @@ class Summary:
         return [
             f"Trained {counted(self.steps, 'step')} in {duration(self.seconds)}; {self.loss_text()}.",
             f"{', '.join(facts)}.",
-            f"Last global batch: {split.global_batch} rows ({split.text()}).",
+            f"Last global batch: {counted(split.global_batch, 'row')} ({split.text()}).",
         ]
 
 

@@ -124,7 +124,7 @@ class StopSignals:
         if not self._training and not self._raised:
             self._raised = True
             raise Stopped(
-                f"stopped by {_name(number)} outside training, where there is nothing to save.",
+                f"stopped by {_name(number)} while not training, so there is nothing to save.",
                 exit_status(number),
             )
 
