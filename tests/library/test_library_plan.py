@@ -193,7 +193,7 @@ def test_a_plan_for_a_gpu(
     [
         ({"forward": lambda model, batch: None}, "forward: .* cannot be imported"),
         ({"memory": None}, "memory: a CPU has none of its own"),
-        ({"ranks": 0}, "ranks: 0 must be 1 or more"),
+        ({"ranks": 0}, "ranks: 0 must be a whole number, 1 or more"),
     ],
 )
 def test_misuse_is_refused_at_once(changes: dict[str, Any], why: str) -> None:

@@ -59,7 +59,10 @@ def config_for(folder: Path, method: Method) -> DictConfig:
             "output_dir": "/tmp/torchtune_adaptive/plan",
             "model": model,
             "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": None},
-            "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer"},
+            "checkpointer": {
+                "_component_": "torchtune.training.FullModelHFCheckpointer",
+                "output_dir": "${output_dir}",
+            },
             "dataset": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset"},
             "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger"},
             "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-5, "fused": True},
