@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtune_adaptive.common import TrainingOutOfMemory
+from torchtune_adaptive.common import TrainingOutOfMemory, counted
+from torchtune_adaptive.core.device.memory import is_out_of_memory
 from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.step.exchange import StepDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import StepHalfApplied
@@ -43,8 +44,8 @@ class StepRunner:
     step: TrainStep
     advice: Callable[[], str]
     """Advice for the message that ends the run where a step cannot be retried."""
-    unit: str = "rows"
-    """The things that the size of a micro-batch counts."""
+    unit: str = "row"
+    """The thing that the size of a micro-batch counts."""
     wait_for_memory: float = 0.0
     """Seconds to wait, in all, when not even the smallest micro-batch fits: memory may be short for a moment
     only, because of another process."""
@@ -128,11 +129,26 @@ class StepRunner:
                 f"changed and others not, so the step cannot be retried. {self.advice()}"
             ) from None
         except BaseException as error:  # of the caller's own functions, or from the keyboard
+            if not self.step.options.survive and is_out_of_memory(error):
+                raise self._alone(error, number) from error
             try:
                 self.step.abandon()
             except Exception as after:
                 error.add_note(f"After it, no other step can be taken: {after}")
             raise
+
+    def _alone(self, error: BaseException, number: int) -> TrainingOutOfMemory:
+        """What ends the run where a step does not survive: the other ranks do not know, and wait."""
+        ranks, phase = self.step.ranks, self.step.phase
+        where = StepLost(tuple(phase if r == ranks.rank else None for r in range(ranks.size)))
+        said = " ".join(str(error).split())
+        return TrainingOutOfMemory(
+            f"{self._attempted(number)}: {where.trouble}. {self.advice()} ({said})",
+            everywhere=False,
+        )
+
+    def _attempted(self, number: int) -> str:
+        return f"Step {number} in micro-batches of {counted(self.size, self.unit)}"
 
     def _adjust(self, outcome: StepLost, number: int) -> Adjustment:
         """Take less memory in the next attempt or, where that is not possible, wait for it."""
@@ -144,10 +160,7 @@ class StepRunner:
         # Each time as long as in all before.
         seconds = min(max(1.0, self._waited), self.wait_for_memory - self._waited)
         if self.recovery is None or seconds <= 0:
-            why = "; adaptive_batching.on_out_of_memory is raise" if self.recovery is None else ""
-            raise TrainingOutOfMemory(
-                f"Step {number} in micro-batches of {self.size} {self.unit}: {where}{why}. {self.advice()}"
-            )
+            raise TrainingOutOfMemory(f"{self._attempted(number)}: {where}. {self.advice()}")
         self._waited += seconds
         reason = f"{where}, at the smallest size: retrying in {seconds:g} s"
         return self._adjustment(before, number, reason, seconds)

@@ -61,6 +61,7 @@ class Preference:
     """
 
     unit = "pairs"
+    sample = "pair"
     ignored: int = CROSS_ENTROPY_IGNORE_IDX
     metrics: Sequence[str] = (
         "rewards/chosen",

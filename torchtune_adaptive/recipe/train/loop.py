@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchtune_adaptive.common import OutOfMemoryElsewhere
+from torchtune_adaptive.common import OutOfMemoryElsewhere, counted
 from torchtune_adaptive.core import (
     Adjustment,
     Batch,
@@ -34,12 +34,22 @@ from torchtune_adaptive.recipe.train.validation import Validation
 log = logging.getLogger(__name__)
 
 
-def how_to_resume(last_checkpoint: str) -> str:
-    """What to do after a step that cannot be retried."""
+def how_to_resume(last_checkpoint: str, why: str | None = None) -> str:
+    """What to do after a step that cannot be retried, or not any smaller; ``why`` says why none can."""
     return (
+        f"{f'No step is retried: {why}. ' if why else ''}"
         f"The last checkpoint: {last_checkpoint}. Resume from it with a larger {BLOCK}.headroom, a smaller "
         f"{BLOCK}.ceiling or batch_size, enable_activation_checkpointing, or shorter rows "
         "(tokenizer.max_seq_len)."
+    )
+
+
+def how_to_go_on(last_checkpoint: str) -> str:
+    """What to do after a step that could have been retried."""
+    return (
+        f"{BLOCK}.on_out_of_memory is raise: shrink retries such a step with less memory, and "
+        "use_maximum_batch_size=True finds the largest batch_size that fits. The last checkpoint: "
+        f"{last_checkpoint}."
     )
 
 
@@ -175,8 +185,8 @@ class TrainingLoop:
 
     def _micro_batches(self, size: int) -> Iterator[Batch]:
         """The micro-batches of the next step, on this rank."""
-        unit = self.loader.micro_batches.unit
-        phase = f"step {self.global_step + 1} in micro-batches of {size} {unit}"
+        size_in_words = counted(size, self.runner.unit)
+        phase = f"step {self.global_step + 1} in micro-batches of {size_in_words}"
         self.watchdog.enter(phase, self.step_timeout)
         return self._rows.step(self.adaptation.split.rows, size)
 

@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.data import DataLoader
 
-from torchtune_adaptive.core import Batch, Generators, Loader, TrainStep, Watchdog
+from torchtune_adaptive.common import OutOfMemoryElsewhere, counted
+from torchtune_adaptive.core import (
+    Batch,
+    DeviceMemory,
+    Generators,
+    Loader,
+    StepOutcome,
+    TrainStep,
+    Watchdog,
+)
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.train.events import Events
 
@@ -78,7 +87,7 @@ class Validation:
             while used < self._rows_per_rank:
                 for batch, counts in self._micro_batches(used):
                     self.watchdog.tick()
-                    outcome = self.step.evaluate(batch, counts=counts)
+                    outcome = self._evaluate(batch, counts, number)
                     if outcome.lost:
                         break
                     if outcome.stop:
@@ -98,11 +107,23 @@ class Validation:
             return False
         log.info(
             f"Validation after step {number}: loss {sums['loss'] / weight:.4f}, of {weight:,} "
-            f"{self.step.objective.unit} in {len(self.data.dataset):,} rows, "
+            f"{self.step.objective.unit} in {counted(len(self.data.dataset), self.step.objective.sample)}, "
             f"{time.perf_counter() - started:.1f} s."
         )
         self.record(number, {f"val_{name}": value / weight for name, value in sums.items()})
         return False
+
+    def _evaluate(self, batch: Batch, counts: bool, number: int) -> StepOutcome:
+        try:
+            return self.step.evaluate(batch, counts=counts)
+        except Exception as error:  # where no step is retried; else the outcome tells
+            if not DeviceMemory.is_out_of_memory(error):
+                raise
+            raise OutOfMemoryElsewhere(
+                f"Out of memory on rank {self.step.ranks.rank} in the validation after step {number}, in "
+                f"micro-batches of {counted(self.size, self.step.objective.sample)}. Set a smaller "
+                f"batch_size_val. ({' '.join(str(error).split())})"
+            ) from error
 
     @property
     def _rows_per_rank(self) -> int:
