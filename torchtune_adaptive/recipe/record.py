@@ -178,7 +178,7 @@ class Record:
             return [Paragraph(["There was no search: batch_size is as configured."])]
         blocks = self.search.blocks()
         if overrides := self.search.overrides():
-            blocks.append(Listing("To skip the search next time", [overrides]))
+            blocks.append(Listing(self.search.use_of_overrides, [overrides]))
         return blocks
 
 
