@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.common import Block, Drawing, Paragraph, Table, plots
+from torchtune_adaptive.common import Block, Drawing, Paragraph, Table, counted, plots
 from torchtune_adaptive.core import Budget, ByRows, ByTokens, MicroBatches, SizeTrial, Split
 from torchtune_adaptive.recipe.search.report import Report
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
@@ -68,11 +68,16 @@ class BudgetReport(Report):
         if after is not None:
             was = f"{before:,.0f}" if before else "(does not fit)"
             lines.append(f"Tokens per second on each rank, in one step: {was} -> {after:,.0f}.")
+        configured, longest = counted(self.split.micro_batch, "row"), self.budget.longest
         if not self.used:
             lines.append(
-                f"The token budget is not used, because it is slower: micro-batches stay at "
-                f"{self.split.micro_batch} rows. ({BLOCK}.token_budget={self.budget.tokens} uses one in any "
-                "case.)"
+                f"The token budget is not used, because it is slower: micro-batches stay at {configured}. "
+                f"({BLOCK}.token_budget={self.budget.tokens} uses one in any case.)"
+            )
+        elif (fits := self.budget.rows(longest)) < self.split.micro_batch:
+            lines.append(
+                f"The token budget is used: without it, micro-batches of {configured} would run out of "
+                f"memory where rows are long ({fits} of {longest} tokens fit)."
             )
         if self.validation is not None:
             lines.append(f"Validation in micro-batches of {self.validation.size}.")
