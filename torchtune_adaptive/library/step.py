@@ -258,7 +258,6 @@ class SummedLoss:
 
     ignored = -100
     unit = "terms"
-    sample = "row"
     metrics: Sequence[str] = ()
 
     def __init__(self, forward: Callable[[Any], Any], frozen: Sequence[nn.Module]) -> None:

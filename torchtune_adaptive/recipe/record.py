@@ -23,6 +23,7 @@ from torchtune_adaptive.common import (
     Verbatim,
     as_page,
     bytes_of,
+    counted,
     duration,
     not_essential,
     plots,
@@ -156,15 +157,19 @@ class Record:
         }
         if trained is not None:
             split = trained.split
-            facts["global batch"] = f"{split.global_batch} rows ({split.text()})"
+            samples = counted(split.global_batch, trained.sample)
+            facts["global batch"] = f"{samples} ({split.text()})"
             facts["steps"] = f"{trained.steps:,}"
             facts["retried steps"] = f"{trained.retried_steps:,}"
         if trained is not None and (summary := trained.summary) is not None:
             facts["time"] = duration(summary.seconds)
-            facts["speed"] = f"{summary.tokens_per_second:,.0f} tokens/s over {self.ranks} ranks"
+            ranks = counted(self.ranks, "rank")
+            facts["speed"] = f"{summary.tokens_per_second:,.0f} tokens/s over {ranks}"
             facts["loss"] = summary.loss_text().removeprefix("loss ")
             if summary.capacity is not None:
                 facts["peak memory"] = bytes_of(summary.peak_bytes, summary.capacity)
+            if summary.next_time:
+                facts["next time, as memory ran out"] = summary.next_time
         why = [] if error is None else [Verbatim(_reason(error), failed=True)]
         return [*why, Table("", ("", ""), list(facts.items()))]
 

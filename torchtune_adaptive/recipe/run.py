@@ -201,11 +201,12 @@ class Run:
             self.memory,
             watch_memory=settings.shrinks,
             counts_tokens=step.objective.unit == "tokens",
+            sample=rows.data.rows.sample,
         )
         runner = StepRunner(
             step,
             advice=self._advice,
-            unit=batch.micro_batches.unit or step.objective.sample,
+            unit=batch.micro_batches.unit or rows.data.rows.sample,
             wait_for_memory=settings.wait_for_memory,
         )
         loop = TrainingLoop(
@@ -232,6 +233,7 @@ class Run:
             stop=self.stop,
             before_step=partial(self.kind.before_step, model.module),
             validation=self._validation(step, rows.validation, batch, model, events, metrics),
+            sample=rows.data.rows.sample,
         )
         self._note(batch, loop.adaptation.split)
         self._loop = loop

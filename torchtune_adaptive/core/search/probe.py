@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torchtune_adaptive.common import EmptyTrial
+from torchtune_adaptive.common import EmptyTrial, counted
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.step.exchange import StepDone
@@ -68,12 +68,12 @@ class Probe:
 
     def trial(self, size: int, batch: BatchMaker) -> SizeTrial:
         """Try one size."""
-        self.entering(f"trial of {size} rows")
+        self.entering(f"trial of {counted(size, 'row')}")
         return self._trial(size, self._step_of(size, batch), self._take_step)
 
     def trial_of_validation(self, size: int, batch: dict[str, Any]) -> SizeTrial:
         """Try a micro-batch of validation."""
-        self.entering(f"trial of {size} rows in validation")
+        self.entering(f"trial of {counted(size, 'row')} in validation")
         return self._trial(size, [batch], self._evaluate)
 
     def timed(
@@ -152,7 +152,7 @@ class Probe:
             return outcome.failures[self.ranks.rank]
         if outcome.weight == 0:
             raise EmptyTrial(
-                f"A trial of {self.step.objective.rows(micro_batches[0])} rows predicted no token, so it "
+                f"A trial of {counted(self.step.objective.rows(micro_batches[0]), 'row')} predicted no token, so it "
                 "says nothing about memory. Check that the dataset's rows have two tokens or more, and that "
                 "collate_fn keeps their labels."
             )

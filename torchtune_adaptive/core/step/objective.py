@@ -37,8 +37,6 @@ class Objective(Protocol):
 
     unit: str
     """Things that ``weight`` counts: ``tokens``, or something else."""
-    sample: str
-    """The thing that a micro-batch has a number of: a ``row``, or a ``pair`` of rows."""
     ignored: int
     """The label of what is not trained on, such as padding."""
     frozen: Sequence[nn.Module]
@@ -75,7 +73,6 @@ class NextTokenPrediction:
     """
 
     unit = "tokens"
-    sample = "row"
     frozen: Sequence[nn.Module] = ()
     metrics: Sequence[str] = ()
 

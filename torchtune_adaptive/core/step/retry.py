@@ -79,6 +79,11 @@ class StepRunner:
         """The size of micro-batches right now."""
         return self._now()[0]
 
+    @property
+    def relieved(self) -> dict[str, tuple[Any, Any]]:
+        """The memory knobs that are not as they were at the beginning, each before and now."""
+        return _changes(self.reliefs[0], self.reliefs[self._now()[1]])
+
     def _now(self) -> tuple[int, int]:
         recovery = self.recovery
         return (self._size, 0) if recovery is None else (recovery.size, recovery.relief)
@@ -189,13 +194,10 @@ class StepRunner:
         self, before: tuple[int, int], number: int, reason: str, wait: float = 0.0
     ) -> Adjustment:
         (size, relief), (size_after, relief_after) = before, self._now()
-        knobs: dict[str, tuple[Any, Any]] = {}
         if relief != relief_after:
             self._relieve()
-            old = self.reliefs[relief]
-            for key, value in self.reliefs[relief_after].items():
-                if value != old[key]:
-                    knobs[key.rpartition(".")[2]] = (old[key], value)
+        changes = _changes(self.reliefs[relief], self.reliefs[relief_after])
+        knobs = {key.rpartition(".")[2]: change for key, change in changes.items()}
         return Adjustment(number, reason, (size, size_after), knobs, wait)
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,6 +215,10 @@ class StepRunner:
         if self.recovery is not None and state["recovery"] is not None:
             self.recovery.load_state_dict(state["recovery"])
             self._relieve()
+
+
+def _changes(before: Choice, after: Choice) -> dict[str, tuple[Any, Any]]:
+    return {key: (before[key], value) for key, value in after.items() if value != before[key]}
 
 
 def reliefs(switches: Switches) -> list[Choice]:

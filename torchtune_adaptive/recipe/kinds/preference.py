@@ -20,6 +20,7 @@ _SIDES = ("chosen", "rejected")
 class Pairs(Rows):
     """Pairs of a chosen and a rejected row. A batch has all chosen rows, then all rejected ones."""
 
+    sample = "pair"
     keys = ("chosen_input_ids", "rejected_input_ids")
 
     def length(self, row: Row) -> int:
@@ -61,7 +62,6 @@ class Preference:
     """
 
     unit = "pairs"
-    sample = "pair"
     ignored: int = CROSS_ENTROPY_IGNORE_IDX
     metrics: Sequence[str] = (
         "rewards/chosen",

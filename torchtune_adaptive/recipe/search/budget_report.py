@@ -74,10 +74,10 @@ class BudgetReport(Report):
                 f"The token budget is not used, because it is slower: micro-batches stay at {configured}. "
                 f"({BLOCK}.token_budget={self.budget.tokens} uses one in any case.)"
             )
-        elif (fits := self.budget.rows(longest)) < self.split.micro_batch:
+        elif (at_most := self.budget.rows(longest)) < self.split.micro_batch:
             lines.append(
                 f"The token budget is used: without it, micro-batches of {configured} would run out of "
-                f"memory where rows are long ({fits} of {longest} tokens fit)."
+                f"memory where rows are long ({at_most} of {longest} tokens fit)."
             )
         if self.validation is not None:
             lines.append(f"Validation in micro-batches of {self.validation.size}.")

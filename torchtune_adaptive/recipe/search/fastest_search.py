@@ -81,7 +81,7 @@ def find_fastest(
         device=prober.step.memory.name,
         headroom=settings.headroom,
         seconds=time.perf_counter() - started,
-        sample=prober.step.objective.sample,
+        sample=rows.data.rows.sample,
     )
 
 

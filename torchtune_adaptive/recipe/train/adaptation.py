@@ -85,7 +85,7 @@ class Adaptation:
             else "how many the run takes depends on its course"
         )
         log.info(
-            f"The batch starts at {self.growth.start.micro_batch} rows and may grow; the largest that fits "
+            f"batch_size starts at {self.growth.start.micro_batch} and may grow; the largest that fits "
             f"is {self.growth.largest}. The base schedule has {total_epochs * self.epochs.base_steps} "
             f"steps; {run}."
         )

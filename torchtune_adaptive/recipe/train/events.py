@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.common import not_essential
+from torchtune_adaptive.common import counted, not_essential
 from torchtune_adaptive.core import Split
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Events:
             return
         log.info(
             f"global batch {before.global_batch} -> {after.global_batch} ({reason}, after {samples} samples, "
-            f"step {step}): {after.micro_batch} x {after.accumulation} x {after.ranks} ranks"
+            f"step {step}): {after.micro_batch} x {after.accumulation} x {counted(after.ranks, 'rank')}"
         )
         self._write(
             {

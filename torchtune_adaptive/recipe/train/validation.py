@@ -107,7 +107,7 @@ class Validation:
             return False
         log.info(
             f"Validation after step {number}: loss {sums['loss'] / weight:.4f}, of {weight:,} "
-            f"{self.step.objective.unit} in {counted(len(self.data.dataset), self.step.objective.sample)}, "
+            f"{self.step.objective.unit} in {counted(len(self.data.dataset), self.data.rows.sample)}, "
             f"{time.perf_counter() - started:.1f} s."
         )
         self.record(number, {f"val_{name}": value / weight for name, value in sums.items()})
@@ -121,7 +121,7 @@ class Validation:
                 raise
             raise OutOfMemoryElsewhere(
                 f"Out of memory on rank {self.step.ranks.rank} in the validation after step {number}, in "
-                f"micro-batches of {counted(self.size, self.step.objective.sample)}. Set a smaller "
+                f"micro-batches of {counted(self.size, self.data.rows.sample)}. Set a smaller "
                 f"batch_size_val. ({' '.join(str(error).split())})"
             ) from error
 
