@@ -163,6 +163,13 @@ def test_without_matplotlib_there_is_no_plot_and_no_error(
     assert [path.suffix for path in write(report(), tmp_path)] == [".json"]
 
 
+def test_pairs_are_called_pairs() -> None:
+    said = report(sample="pair").text()
+    assert "Searched with pairs of 2048 tokens" in said
+    assert "batch_size 2 -> 4 (8 pairs do not fit: out of memory in backward on rank 1)" in said
+    assert "global batch 16 -> 32 pairs (" in said and "rows" not in said
+
+
 def test_the_fastest_that_looks_slower_is_explained() -> None:
     cfg = OmegaConf.load(find_config("tiny/full"))
     assert isinstance(cfg, DictConfig) and cfg.use_maximum_batch_size

@@ -50,7 +50,9 @@ def test_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
         "Memory ran out, and steps take less since. Next time: batch_size=2",
     ]
     pairs = replace(summary, sample="pair", split=Split(1, 1, 1), next_time="")
-    assert pairs.lines()[-1] == "Last global batch: 1 pair (micro-batch 1 x accumulation 1 x 1 rank)."
+    assert (
+        pairs.lines()[-1] == "Last global batch: 1 pair (micro-batch 1 x accumulation 1 x 1 rank)."
+    )
 
 
 @pytest.mark.parametrize(
