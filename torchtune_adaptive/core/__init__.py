@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.sizes.scaling import LrScaling, lr_factor
     from torchtune_adaptive.core.sizes.split import Epochs, Split
     from torchtune_adaptive.core.step import knobs, recompute
-    from torchtune_adaptive.core.step.exchange import StepDone, StepOutcome
+    from torchtune_adaptive.core.step.exchange import StepDone
     from torchtune_adaptive.core.step.knobs import Choice
     from torchtune_adaptive.core.step.objective import (
         Batch,

@@ -21,7 +21,6 @@ from torchtune_adaptive.core import (
     DeviceMemory,
     Generators,
     Loader,
-    StepOutcome,
     TrainStep,
     Watchdog,
 )
@@ -87,7 +86,7 @@ class Validation:
             while used < self._rows_per_rank:
                 for batch, counts in self._micro_batches(used):
                     self.watchdog.tick()
-                    outcome = self._evaluate(batch, counts, number)
+                    outcome = self.step.evaluate(batch, counts=counts)
                     if outcome.lost:
                         break
                     if outcome.stop:
@@ -98,6 +97,10 @@ class Validation:
                     used += self.size
                 if outcome.lost and not self._shrink(outcome.trouble, number):
                     return False
+        except Exception as error:
+            if not DeviceMemory.is_out_of_memory(error):
+                raise
+            raise self._out_of_memory(error, number) from error
         finally:
             generators.restore()
             self.step.memory.release()
@@ -113,17 +116,13 @@ class Validation:
         self.record(number, {f"val_{name}": value / weight for name, value in sums.items()})
         return False
 
-    def _evaluate(self, batch: Batch, counts: bool, number: int) -> StepOutcome:
-        try:
-            return self.step.evaluate(batch, counts=counts)
-        except Exception as error:  # where no step is retried; else the outcome tells
-            if not DeviceMemory.is_out_of_memory(error):
-                raise
-            raise OutOfMemoryElsewhere(
-                f"Out of memory on rank {self.step.ranks.rank} in the validation after step {number}, in "
-                f"micro-batches of {counted(self.size, self.data.rows.sample)}. Set a smaller "
-                f"batch_size_val. ({' '.join(str(error).split())})"
-            ) from error
+    def _out_of_memory(self, error: Exception, number: int) -> OutOfMemoryElsewhere:
+        """What ends a run where running out of memory is raised; where it is survived, an outcome tells."""
+        samples = counted(self.size, self.data.rows.sample)
+        return OutOfMemoryElsewhere(
+            f"Out of memory on rank {self.step.ranks.rank} in the validation after step {number}, in "
+            f"micro-batches of {samples}. Set a smaller batch_size_val. ({' '.join(str(error).split())})"
+        )
 
     @property
     def _rows_per_rank(self) -> int:
