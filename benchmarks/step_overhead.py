@@ -4,7 +4,7 @@
 
 Each pair runs torchtune's recipe and ours one after the other, in fresh processes on 2 ranks, and compares
 their median step. Pairs alternate which goes first, so that a machine that slows down slows both. Our side
-runs three times in each pair: with adaptive batching off; with recovery ready, as it is after a search;
+runs three times in each pair: without recovery; with recovery ready, as it is by default and after a search;
 and as it is on a simulated device, where every operation is counted.
 
 Runs on the CPU; torchtune's recipe needs three of its lines replaced for that (see tests/helpers/recipes).
@@ -54,12 +54,8 @@ def seconds_per_step(whose: str, kind: str, changes: dict[str, Any]) -> list[flo
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "torchtune": ("torchtune's", {}),
-    "ours, adaptive batching off": ("ours", {}),
-    "ours, recovery ready": (
-        "ours",
-        # A search that may find one size: what follows is training, ready to redo a step.
-        {"use_maximum_batch_size": True, "adaptive_batching.rounding": "divisor"},
-    ),
+    "ours, on_out_of_memory: raise": ("ours", {"adaptive_batching.on_out_of_memory": "raise"}),
+    "ours, recovery ready": ("ours", {}),
     "ours, simulated device": ("ours", {"adaptive_batching.memory_limit": "8GiB"}),
 }
 
@@ -81,8 +77,6 @@ def main() -> None:
     for pair in range(asked.pairs):
         for way in list(WAYS) if pair % 2 == 0 else reversed(WAYS):
             whose, changes = WAYS[way]
-            if changes.get("use_maximum_batch_size"):
-                changes = {**changes, "adaptive_batching.ceiling": asked.batch_size}
             steps, *_ = run_ranks(
                 seconds_per_step, 2, whose, asked.kind, {**base, **changes}, join=False, timeout=300
             )

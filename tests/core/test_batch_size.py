@@ -116,4 +116,4 @@ def test_a_prediction_that_was_too_high_is_followed_by_a_search(tmp_path: Path) 
 def test_what_limits_the_candidates(settings: dict[str, Any], largest: int, reason: str) -> None:
     adaptive, configured = AdaptiveSettings(**settings), Split(4, 3, 2)
     assert possible_sizes(adaptive, configured, 100)[-1] == largest
-    assert what_limits(adaptive, configured, 100).startswith(reason)
+    assert what_limits(adaptive, configured, 100, "row").startswith(reason)

@@ -99,11 +99,23 @@ def slow_but_alive() -> str:
     return "done"
 
 
+def leave_a_rank_alone() -> None:
+    ranks = Ranks(timeout=20 * LIMIT)
+    watchdog = Watchdog(ranks, limit=LIMIT, on_duty=False)
+    with watchdog:
+        ranks.any(False)
+        watchdog.enter("step 3", patience=None)
+        if ranks.rank == VICTIM:
+            os._exit(1)
+        ranks.any(False)
+
+
 RUNS: dict[str, tuple[Callable[..., Any], list[str], list[int]]] = {
     "killed": (search_until, ["killed"], [0]),
     "stopped": (search_until, ["stopped"], [0]),
     "hangs": (search_until, ["hangs"], [0]),
     "bug": (search_until, ["bug"], [0, 1]),
+    "unwatched": (leave_a_rank_alone, [], [0, 1]),
     "slow but alive": (slow_but_alive, [], [0, 1]),
 }
 """What two ranks run, its arguments, and which of the ranks must exit."""
@@ -138,6 +150,14 @@ def test_the_rank_with_the_bug_says_what_it_is(ended: dict[str, Future[list[Ende
     assert "mat1 and mat2 shapes cannot be multiplied" in victim.said
     assert victim.exit_code == 1 and survivor.exit_code in (EXIT_CODE, 1)
     assert f"rank {VICTIM}" in survivor.said
+
+
+def test_where_nobody_watches_the_others_refer_to_the_rank_that_ended(
+    ended: dict[str, Future[list[Ended]]],
+) -> None:
+    survivor, _ = ended["unwatched"].result()
+    assert survivor.exit_code == 1
+    assert "RankLost: another rank ended while this rank was in the phase 'step 3'" in survivor.said
 
 
 def test_patience_where_patience_is_due(ended: dict[str, Future[list[Ended]]]) -> None:

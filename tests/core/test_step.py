@@ -22,9 +22,11 @@ from tests.helpers.models import (
     tiny_llama,
     train_step,
 )
+from torchtune_adaptive.common.errors import TrainingOutOfMemory
 from torchtune_adaptive.core.step.exchange import StepLost
 from torchtune_adaptive.core.step.failures import StepHalfApplied
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
+from torchtune_adaptive.core.step.retry import StepRunner
 
 
 class OneRank:
@@ -296,6 +298,18 @@ def test_a_step_that_is_not_to_survive_raises_the_devices_own_error() -> None:
     step = step_of(model, adamw(model), memory=memory, survive=False)
     with memory.fail_at(5), pytest.raises(torch.OutOfMemoryError):
         step.forward_backward(batch())
+
+
+def test_where_no_step_is_retried_the_message_says_which_and_what_to_do() -> None:
+    model = tiny_llama(sharded=False)
+    memory = FailingMemory()
+    step = step_of(model, adamw(model), memory=memory, survive=False)
+    runner = StepRunner(step, advice=lambda: "Set what is to be set.")
+    runner.begin(2, None)
+    with memory.fail_at(5), pytest.raises(TrainingOutOfMemory) as raised:
+        runner.run(lambda size: [batch(rows=size)], 7)
+    said = "Step 7 in micro-batches of 2 rows: out of memory in forward on rank 0. Set what is to be set. ("
+    assert str(raised.value).startswith(said) and not raised.value.everywhere
 
 
 def test_losses_with_and_without_chunks_agree() -> None:

@@ -59,10 +59,29 @@ def settings(**block: Any) -> AdaptiveSettings:
 
 
 def test_without_a_word_everything_is_off() -> None:
-    off = AdaptiveSettings(on_out_of_memory="raise")
+    off = AdaptiveSettings()
     assert AdaptiveSettings.from_config(OmegaConf.create({})) == off
     assert AdaptiveSettings.from_config(OmegaConf.create({"adaptive_batching": None})) == off
-    assert not off.adapts and not off.survives
+    assert not off.adapts
+
+
+@pytest.mark.parametrize(
+    ("config", "retried"),
+    [
+        ({}, True),
+        ({"adaptive_batching": {"on_out_of_memory": "raise"}}, False),
+        ({"optimizer_in_bwd": True}, False),
+        ({"optimizer_in_bwd": True, "use_maximum_batch_size": True}, False),
+        ({"tensor_parallel_dim": 2}, False),
+        ({"tensor_parallel_dim": 1}, True),
+    ],
+)
+def test_a_step_is_retried_by_default_wherever_it_can_be(
+    config: dict[str, Any], retried: bool
+) -> None:
+    settings = AdaptiveSettings.from_config(OmegaConf.create(config))
+    assert settings.shrinks is retried
+    assert settings.survives is (retried or settings.adapts)
 
 
 def test_the_defaults_are_those_that_the_docs_promise() -> None:
@@ -96,7 +115,7 @@ def test_memory_is_written_with_units_or_in_bytes(written: Any, expected: int | 
 def test_null_means_the_default() -> None:
     null = dict.fromkeys(top_level_keys()) | {BLOCK: dict.fromkeys(block_keys())}
     read = AdaptiveSettings.from_config(OmegaConf.create(null))
-    assert read == AdaptiveSettings(on_out_of_memory="raise")
+    assert read == AdaptiveSettings()
 
 
 def test_never_is_an_answer_to_after_how_many_steps() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import watch_ranks
 from tests.helpers.recipes import run_ours, tiny_config
 from torchtune_adaptive.core.step.knobs import CHECKPOINT
 from torchtune_adaptive.recipe.plan import background
@@ -37,14 +37,18 @@ def run_without_waiting_for_a_prediction(cfg: DictConfig) -> None:
     run_ours("full", cfg)
 
 
-def run(cfg: DictConfig) -> Path:
-    run_ranks(run_without_waiting_for_a_prediction, 1, cfg, join=False, timeout=120)
+def run(cfg: DictConfig, *said: str) -> Path:
+    """Run it; where it is, and whether it says all of this."""
+    (rank,) = watch_ranks(
+        run_without_waiting_for_a_prediction, 1, cfg, until_exit_of=[0], join=False, timeout=120
+    )
+    assert rank.exit_code == 0 and all(words in rank.said for words in said), rank.said
     return Path(cfg.output_dir)
 
 
 def test_what_was_chosen_is_on_record_and_makes_the_same_run(tmp_path: Path) -> None:
     given = tiny_config("full", tmp_path / "chose", **CHOOSES)
-    folder = run(given)
+    folder = run(given, "as configured: micro-batch 8: out of mem", " ms a step, in 4 timed steps")
     found = json.loads((folder / "fastest_configuration.json").read_text())
     changed = {change["key"]: change["new"] for change in found["changes"]}
     assert CHECKPOINT in changed or "batch_size" in changed, "it had to change something"

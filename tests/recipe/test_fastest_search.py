@@ -114,7 +114,7 @@ def every_choice(
         choice for choice in possible_choices(prober) if of_size in (None, choice[MICRO_BATCH])
     ]
     clock: Any = prober.step.memory
-    with _Trials(prober, rows, worst, choices[:1]) as trials:
+    with _Trials(prober, rows, worst, choices[0], choices[:1]) as trials:
         for choice in choices:
             clock.runs = False
             assert trials.fits(choice)

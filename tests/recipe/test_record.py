@@ -219,7 +219,9 @@ def test_a_config_with_what_was_chosen_can_be_run_again(tmp_path: Path) -> None:
     settings = check(logged, KINDS["full"])
     assert not settings.use_fastest_configuration and not settings.search_only
     assert logged[FOUND].tokens_per_second_per_gpu == 100 and logged[FOUND].trials == 1
-    assert "<td>100</td><td>400</td><td>21 of 76 GiB</td>" in one.html()
+    cells = ("100", "3", "1.00 x", "21 of 76 GiB", "chosen")
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in one.html()
+    assert "To use this configuration again" in one.html()
     assert f"<li>{found.overrides()}</li>" in one.html()
 
 

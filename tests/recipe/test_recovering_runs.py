@@ -15,8 +15,10 @@ from torchtune.data import padded_collate_sft
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, run_recipe_at, tiny_config
 from tests.helpers.runs import named_checkpoint, train
-from torchtune_adaptive.common.errors import TrainingOutOfMemory
+from torchtune_adaptive.common.errors import TrainingOutOfMemory, UsageError
 from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE
+from torchtune_adaptive.core.step import train_step
+from torchtune_adaptive.recipe.registry import with_overrides
 
 pytestmark = pytest.mark.runs
 
@@ -63,6 +65,43 @@ def test_the_optimizer_in_backward_can_only_stop(ranks: int, tmp_path: Path) -> 
     cfg = tiny_config("full", tmp_path, **changes)
     for said in run_ranks(run_beside_a_neighbour, ranks, cfg, join=False):
         assert "adaptive_batching.headroom" in said and re.search(r"[sS]tep 2\d", said)
+
+
+def test_without_a_search_a_step_is_retried_and_the_end_says_what_to_set(tmp_path: Path) -> None:
+    small = {"batch_size": 16, "adaptive_batching.memory_limit": "12MiB", "max_steps_per_epoch": 2}
+    cfg = tiny_config("full", tmp_path / "retried", **small)
+    (rank,) = watch_ranks(run_ours, 1, "full", cfg, until_exit_of=[0], join=False, timeout=90)
+    assert rank.exit_code == 0, rank.said
+    (parts,) = re.findall(r"Last global batch: 16 rows \((.*)\)", rank.said)
+    (overrides,) = re.findall(r"^Memory ran out, .* Next time: (.*)$", rank.said, re.MULTILINE)
+    again = with_overrides(cfg, [*overrides.split(), f"output_dir={tmp_path / 'again'}"])
+    assert again.batch_size * again.gradient_accumulation_steps == 16
+    split = f"{again.batch_size} x accumulation {again.gradient_accumulation_steps} x 1 rank"
+    assert parts == f"micro-batch {split}" and "adaptive_batching.checkpoint=all" in overrides
+    steps, *_ = run_ranks(run_ours, 1, "full", again, join=False, timeout=90)
+    assert [step["retried_steps"] for step in steps] == [0, 0]
+
+
+def train_what_cannot_be_reset(cfg: Any) -> list[dict[str, float]]:
+    def refuse(*_: Any) -> None:
+        raise UsageError("model: it cannot be reset.")
+
+    train_step.require_supported = refuse  # type: ignore[attr-defined]
+    return run_ours("full", cfg)
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["by default", "asked for"])
+def test_a_model_that_recovery_does_not_support(asked: bool, tmp_path: Path) -> None:
+    changes = {"adaptive_batching.on_out_of_memory": "shrink"} if asked else {}
+    cfg = tiny_config("full", tmp_path, **changes)
+    (rank,) = watch_ranks(
+        train_what_cannot_be_reset, 1, cfg, until_exit_of=[0], join=False, timeout=60
+    )
+    trained = "cannot be retried: model: it cannot be reset.\n" in rank.said
+    refused = "UsageError: model: it cannot be reset." in rank.said
+    assert (trained, refused) == (not asked, asked), rank.said
+    assert rank.exit_code == int(asked)
+    assert (tmp_path / "epoch_0").is_dir() is not asked
 
 
 brought = 0

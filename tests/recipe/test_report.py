@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.search.strategies import SearchResult, Status
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.recipe.data.images import RowSize
+from torchtune_adaptive.recipe.registry import find_config, with_overrides
 from torchtune_adaptive.recipe.search.decide import _announce
+from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
 from torchtune_adaptive.recipe.search.report import write
 from torchtune_adaptive.recipe.search.size_report import SearchReport
+from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 
 GIB = 1 << 30
 
@@ -158,3 +161,52 @@ def test_without_matplotlib_there_is_no_plot_and_no_error(
 
     monkeypatch.setattr(builtins, "__import__", without)
     assert [path.suffix for path in write(report(), tmp_path)] == [".json"]
+
+
+def test_pairs_are_called_pairs() -> None:
+    said = report(sample="pair").text()
+    assert "Searched with pairs of 2048 tokens" in said
+    assert "batch_size 2 -> 4 (8 pairs do not fit: out of memory in backward on rank 1)" in said
+    assert "global batch 16 -> 32 pairs (" in said and "rows" not in said
+
+
+def test_the_fastest_that_looks_slower_is_explained() -> None:
+    cfg = OmegaConf.load(find_config("tiny/full"))
+    assert isinstance(cfg, DictConfig) and cfg.use_maximum_batch_size
+    cfg.use_maximum_batch_size = False
+    own, *others = choices(cfg, 2, "exact", switches_only=True)
+    timed = [
+        TimedChoice(own, 1.0, (2.0,) * 8),
+        TimedChoice(others[0], 0.8, (1.0,) * 4 + (4.0,) * 4),
+        TimedChoice(others[1], 0.9, (1.5,) * 8),
+        TimedChoice(others[2], 0.9, (0.5,) * 4),
+        TimedChoice(others[3], 0.7, (0.5,) * 4),
+        TimedChoice(others[4], 0.7, (3.0,) * 4),
+        TimedChoice(others[5], 0.7, (), failed=True),
+    ]
+    found = FastestReport(
+        *(cfg, 2, own, others[0], Split(2, 1, 2), timed, {}, 100, 103),
+        *("the longest row", "H100", 0.05, 12.34),
+    )
+    then = "out after 4 steps, in which the chosen one had 50"
+    assert [one["verdict"] for one in found.as_dict()["timed"]] == [
+        "as fast within noise, but predicted slower",
+        "chosen",
+        "as fast within noise, but predicted slower",
+        f"{then}: as fast within noise, but predicted slower",
+        f"{then}: as fast within noise, but others were faster then",
+        then,
+        "ran out of memory when it was timed",
+    ]
+    said = found.text().splitlines()
+    assert said[1] == (
+        "  as configured: 25 tokens/s per rank in 8 steps, predicted 1.00 x; "
+        "as fast within noise, but predicted slower"
+    )
+    assert said[2].startswith("* ") and "in 8 steps, predicted 1.25 x; chosen" in said[2]
+    assert "global batch unchanged: 4 rows (micro-batch 2 x accumulation 1 x 2 ranks)" in said
+    # Put behind the command of a config that searches, too.
+    cfg.use_maximum_batch_size = True
+    again = with_overrides(cfg, found.overrides().split())
+    assert not again.use_maximum_batch_size and not again.use_fastest_configuration
+    assert configured_choice(again, 2) == others[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -40,13 +41,18 @@ def metrics_of(losses: list[float], seconds: float, monkeypatch: pytest.MonkeyPa
 
 def test_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = metrics_of([6.0] * 10 + [2.0] * 10, 0.5, monkeypatch)
-    summary = metrics.summary(Split(2, 1, 2), 3, Alone())
+    summary = metrics.summary(Split(2, 1, 2), 3, Alone(), "batch_size=2")
     assert summary is not None
     assert summary.lines() == [
         "Trained 20 steps in 20.0 s; loss 6 -> 2 (mean of the first and last 5 steps).",
         "200 tokens/s (100 per rank), peak memory 22 of 80 GiB, 3 steps retried.",
         "Last global batch: 4 rows (micro-batch 2 x accumulation 1 x 2 ranks).",
+        "Memory ran out, and steps take less since. Next time: batch_size=2",
     ]
+    pairs = replace(summary, sample="pair", split=Split(1, 1, 1), next_time="")
+    assert (
+        pairs.lines()[-1] == "Last global batch: 1 pair (micro-batch 1 x accumulation 1 x 1 rank)."
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,17 @@ def test_a_slower_budget_is_not_used_nor_after_a_resume(tmp_path: Path) -> None:
     resumed = run(tmp_path / "whole", ranks=1, speeds=FASTER, **again)
     assert losses(resumed) == losses(whole)[2:]
     assert all("padding_share" not in one for one in whole + resumed)
+
+
+def test_a_slower_budget_is_used_where_the_batch_does_not_fit_without(tmp_path: Path) -> None:
+    once = run(tmp_path, ranks=1, speeds=SLOWER, **{**BUDGET, "max_steps_per_epoch": 1})
+    assert "padding_share" in once[0] and once[0]["retried_steps"] == 0
+    said = json.loads((tmp_path / "token_budget.json").read_text())
+    assert said["used"]
+    longest = max(said["rows_by_length"], key=int)
+    assert said["rows_by_length"][longest] < BUDGET["batch_size"]
+    page = unescape((tmp_path / "report.html").read_text())
+    assert "The token budget is used: without it, micro-batches of 16 rows would run out" in page
 
 
 def test_all_ranks_measure_the_same(tmp_path: Path) -> None:

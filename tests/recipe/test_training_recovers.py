@@ -244,9 +244,7 @@ def cannot_go_on(what: str) -> str:
 
 def test_size_one_is_the_end() -> None:
     for said in run_ranks(cannot_go_on, 2, "size one"):
-        assert (
-            "Step 1 in micro-batches of 1 rows: out of memory in forward on ranks 0 and 1" in said
-        )
+        assert "Step 1 in micro-batches of 1 row: out of memory in forward on ranks 0 and 1" in said
         assert "none has been saved yet" in said and "shorter rows" in said
 
 
@@ -276,16 +274,16 @@ def short_of_memory_for_a_moment(folder: str) -> tuple[bool, int, list[Any], lis
 def test_size_one_is_retried_when_memory_was_short_for_a_moment(tmp_path: Path) -> None:
     for same, retried, events, phases in run_ranks(short_of_memory_for_a_moment, 2, str(tmp_path)):
         assert same and retried == 1
-        again = ["step 2 in micro-batches of 1 rows"]
+        again = ["step 2 in micro-batches of 1 row"]
         assert phases[1:4] == [*again, "step 2, waiting for memory", *again]
         assert {event["step"] for event in events} == {2}
         assert " on rank 1" in events[0]["reason"]
         assert "retrying in 1 s" in events[0]["reason"]
 
 
-def test_raise_stops_every_rank_with_the_reason() -> None:
-    for said in run_ranks(cannot_go_on, 2, "raise"):
-        assert "on_out_of_memory is raise" in said
+def test_without_recovery_every_rank_stops_with_the_reason() -> None:
+    for said in run_ranks(cannot_go_on, 2, "no recovery"):
+        assert "Step 1 in micro-batches of 1 row: out of memory in forward on ranks 0 and 1" in said
 
 
 def test_out_of_memory_while_saving_is_not_the_batchs_fault() -> None:

@@ -14,6 +14,7 @@ from tests.helpers.faults import FailingMemory, fail_at_each
 from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
+from torchtune_adaptive.common.errors import OutOfMemoryElsewhere
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
 from torchtune_adaptive.recipe.data.dataset import Data
@@ -33,6 +34,7 @@ class Run:
         folder: Path | None = None,
         rows: int = 5,
         memory: FailingMemory | None = None,
+        survive: bool = True,
         **kind_of_model: Any,
     ) -> None:
         self.ranks = Ranks(timeout=20)
@@ -40,7 +42,12 @@ class Run:
         self.model = tiny_llama(**kind_of_model)
         self.optimizer = adamw(self.model)
         self.step = train_step(
-            self.model, [self.optimizer], memory=self.memory, ranks=self.ranks, clip_grad_norm=1.0
+            self.model,
+            [self.optimizer],
+            memory=self.memory,
+            ranks=self.ranks,
+            clip_grad_norm=1.0,
+            survive=survive,
         )
         self.losses: list[float] = []
         dataset = [
@@ -208,3 +215,11 @@ def test_validation_that_cannot_fit_is_left_out(tmp_path: Path) -> None:
     assert (
         "validation is left out: out of memory in evaluation on ranks 0 and 1" in events.read_text()
     )
+
+
+def test_where_running_out_of_memory_is_raised_one_line_says_what_to_set() -> None:
+    run = Run(survive=False, sharded=False)
+    with run.memory.fail_at(5), pytest.raises(OutOfMemoryElsewhere) as raised:
+        run.validate(3)
+    said = "on rank 0 in the validation after step 3, in micro-batches of 2 rows. Set a smaller batch_s"
+    assert said in str(raised.value)

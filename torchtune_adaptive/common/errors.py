@@ -6,6 +6,9 @@ from __future__ import annotations
 class AdaptiveBatchingError(Exception):
     """Base class: catch this to catch everything this package raises on purpose."""
 
+    everywhere = True
+    """Whether all ranks raise it, for the same reason."""
+
 
 class ConfigError(AdaptiveBatchingError, ValueError):
     """A setting that cannot work, found before any model is built."""
@@ -42,11 +45,22 @@ class BatchIncreaseError(AdaptiveBatchingError):
 
 
 class TrainingOutOfMemory(AdaptiveBatchingError):
-    """A training step ran out of memory and cannot be retried."""
+    """A training step ran out of memory and cannot be retried.
+
+    Args:
+        message: the reason and the remedy.
+        everywhere: whether all ranks know, or only the one that ran out of memory.
+    """
+
+    def __init__(self, message: str, everywhere: bool = True) -> None:
+        self.everywhere = everywhere
+        super().__init__(message)
 
 
 class OutOfMemoryElsewhere(AdaptiveBatchingError):
     """Memory ran out between training steps, e.g. while saving, so not because of the batch size."""
+
+    everywhere = False
 
 
 class CheckpointError(AdaptiveBatchingError):
@@ -59,6 +73,8 @@ class NoPrediction(AdaptiveBatchingError):
 
 class RankLost(AdaptiveBatchingError):
     """Another rank died, hung, or stopped answering."""
+
+    everywhere = False
 
 
 class Stopped(KeyboardInterrupt):

@@ -20,7 +20,6 @@ from torchtune import config
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
     ConfigError,
-    OutOfMemoryElsewhere,
     RankLost,
     Stopped,
     ending,
@@ -54,8 +53,7 @@ def recipe(run: Callable[[DictConfig], None], description: str | None = None) ->
             sys.argv[1:] = _arguments(sys.argv[1:])
             parse_and_run()
         except AdaptiveBatchingError as error:
-            on_one_rank = isinstance(error, (RankLost, OutOfMemoryElsewhere))
-            ending.explain(f"{type(error).__name__}: {error}", known_to_all=not on_one_rank)
+            ending.explain(f"{type(error).__name__}: {error}", known_to_all=error.everywhere)
             if dist.is_initialized() and not isinstance(error, RankLost):
                 Ranks.leave_all_groups()
             sys.exit(1)

@@ -157,17 +157,19 @@ class Record:
         }
         if trained is not None:
             split = trained.split
-            facts["global batch"] = f"{counted(split.global_batch, 'row')} ({split.text()})"
+            samples = counted(split.global_batch, trained.sample)
+            facts["global batch"] = f"{samples} ({split.text()})"
             facts["steps"] = f"{trained.steps:,}"
             facts["retried steps"] = f"{trained.retried_steps:,}"
         if trained is not None and (summary := trained.summary) is not None:
             facts["time"] = duration(summary.seconds)
-            facts["speed"] = (
-                f"{summary.tokens_per_second:,.0f} tokens/s over {counted(self.ranks, 'rank')}"
-            )
+            ranks = counted(self.ranks, "rank")
+            facts["speed"] = f"{summary.tokens_per_second:,.0f} tokens/s over {ranks}"
             facts["loss"] = summary.loss_text().removeprefix("loss ")
             if summary.capacity is not None:
                 facts["peak memory"] = bytes_of(summary.peak_bytes, summary.capacity)
+            if summary.next_time:
+                facts["next time, as memory ran out"] = summary.next_time
         why = [] if error is None else [Verbatim(_reason(error), failed=True)]
         return [*why, Table("", ("", ""), list(facts.items()))]
 
@@ -181,7 +183,7 @@ class Record:
             return [Paragraph(["There was no search: batch_size is as configured."])]
         blocks = self.search.blocks()
         if overrides := self.search.overrides():
-            blocks.append(Listing("To skip the search next time", [overrides]))
+            blocks.append(Listing(self.search.use_of_overrides, [overrides]))
         return blocks
 
 

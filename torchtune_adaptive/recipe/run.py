@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import training
 
+from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import (
     Epochs,
     Generators,
@@ -47,6 +49,7 @@ from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.record import Record
 from torchtune_adaptive.recipe.search.decide import DecidedBatch, decide_batch
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry, ValidationRows
+from torchtune_adaptive.recipe.settings.adaptive import no_retry
 from torchtune_adaptive.recipe.settings.checks import check, warn_of_unused_keys
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
@@ -61,7 +64,7 @@ from torchtune_adaptive.recipe.train.growth import Growth, batch_increase
 from torchtune_adaptive.recipe.train.instruments import Profiling, build_profiler
 from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
 from torchtune_adaptive.recipe.train.learning_rate import LearningRate
-from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_resume
+from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_go_on, how_to_resume
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
 from torchtune_adaptive.recipe.train.stop import StopSignals
 from torchtune_adaptive.recipe.train.validation import Validation
@@ -93,6 +96,8 @@ class Run:
         self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here
         patience = self.settings.agreement_timeout(cfg.get("compile", False))
         self.environment = start_environment(cfg, patience, watched=self.settings.survives)
+        self._no_retry = no_retry(cfg)
+        self._say_whether_steps_are_retried()
         self.kind = recipe_kind(KINDS[kind], cfg, self.environment)
         self.ranks = self.environment.ranks
         if not self.settings.search_only:
@@ -145,6 +150,10 @@ class Run:
                 trained = self._loop.trained() if self._loop else None
                 self.record.close(error or self.stop.reason, trained)
             self.stop.__exit__(kind, error, traceback)
+
+    def _say_whether_steps_are_retried(self) -> None:
+        if self._no_retry:
+            log.info(f"A step that runs out of memory cannot be retried: {self._no_retry}.")
 
     def _close_planner(self) -> None:
         if self.planner is not None:
@@ -215,11 +224,12 @@ class Run:
             self.memory,
             watch_memory=settings.shrinks,
             counts_tokens=step.objective.unit == "tokens",
+            sample=rows.data.rows.sample,
         )
         runner = StepRunner(
             step,
-            advice=lambda: how_to_resume(self._last_checkpoint()),
-            unit=batch.micro_batches.unit,
+            advice=self._advice,
+            unit=batch.micro_batches.unit or rows.data.rows.sample,
             wait_for_memory=settings.wait_for_memory,
         )
         loop = TrainingLoop(
@@ -246,6 +256,7 @@ class Run:
             stop=self.stop,
             before_step=partial(self.kind.before_step, model.module),
             validation=self._validation(step, rows.validation, batch, model, events, metrics),
+            sample=rows.data.rows.sample,
         )
         self._note(batch, loop.adaptation.split)
         self._loop = loop
@@ -295,6 +306,13 @@ class Run:
         if self.record is not None:
             step = self.progress.training.global_step if self.progress.training else 0
             self.record.decided(split, step, batch.report)
+
+    def _advice(self) -> str:
+        """What to do about a training step that ran out of memory and is not retried."""
+        last = self._last_checkpoint()
+        if self.settings.shrinks or self._no_retry:
+            return how_to_resume(last, self._no_retry)
+        return how_to_go_on(last)
 
     def _last_checkpoint(self) -> str:
         return last_saved(Path(self._cfg.checkpointer.output_dir))
@@ -351,6 +369,20 @@ class Run:
         measure_noise: bool = False,
     ) -> TrainStep:
         """The step of this run, for its trials and for its training."""
+        try:
+            return self._train_step(model, optimizers, objective, measure_noise)
+        except UsageError as unsupported:
+            # Nobody has asked that steps of this model are retried.
+            if self.settings.adapts or self.settings.on_out_of_memory is not None:
+                raise
+            self._no_retry = str(unsupported).rstrip(".")
+            self.settings = replace(self.settings, on_out_of_memory="raise")
+            self._say_whether_steps_are_retried()
+            return self._train_step(model, optimizers, objective, measure_noise)
+
+    def _train_step(
+        self, model: Model, optimizers: Optimizers, objective: Objective, measure_noise: bool
+    ) -> TrainStep:
         clip = self._cfg.get("clip_grad_norm", None)
         return TrainStep(
             model=model.module,

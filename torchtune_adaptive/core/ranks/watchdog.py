@@ -112,6 +112,11 @@ class Watchdog:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if self._thread is None:
+            if self._ranks.size > 1 and _is_lost_peer(error):
+                raise RankLost(
+                    f"another rank ended while this rank was in the phase '{self._phase}'. What that rank "
+                    "says is the reason"
+                ) from error
             return
         broken: RuntimeError | None = None
         if error is None:

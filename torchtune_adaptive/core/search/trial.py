@@ -42,7 +42,15 @@ class SizeTrial:
     """The outcome of trying one size, on all ranks."""
 
     COLUMNS: ClassVar = tuple(
-        ["rows", "verdict", "peak", "usable", "tightest rank", "tokens/s per rank", "seconds"]
+        [
+            "micro-batch",
+            "verdict",
+            "peak",
+            "usable",
+            "tightest rank",
+            "tokens/s per rank",
+            "seconds",
+        ]
     )
     """The headings of ``cells``."""
 

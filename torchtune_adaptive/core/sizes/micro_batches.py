@@ -51,8 +51,8 @@ class MicroBatches(ABC):
     dividing, and nobody else needs to know.
     """
 
-    unit: ClassVar[str]
-    """The things that the size counts."""
+    unit: ClassVar[str | None] = None
+    """The thing that the size counts; None for samples, whatever a sample is."""
 
     @abstractmethod
     def full_size(self, split: Split) -> int:
@@ -90,8 +90,6 @@ class ByRows(MicroBatches):
         instead_of_budget: whether a token budget was found, and given up for this.
     """
 
-    unit = "rows"
-
     def __init__(self, rounding: Rounding, instead_of_budget: bool = False) -> None:
         self._rounding = rounding
         self._instead_of_budget = instead_of_budget
@@ -128,7 +126,7 @@ class ByTokens(MicroBatches):
             without any, batches are as long as their longest row.
     """
 
-    unit = "tokens"
+    unit = "token"
 
     def __init__(
         self,

@@ -140,5 +140,6 @@ class Failures:
             raise TrainingOutOfMemory(
                 f"Out of memory in {self.here}, and again in the buffers of the collectives that the "
                 "other ranks wait for: the step cannot be retried. Keep the device for this process, or use "
-                f"a smaller batch_size. ({error})"
+                f"a smaller batch_size. ({error})",
+                everywhere=False,
             ) from error

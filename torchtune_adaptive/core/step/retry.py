@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtune_adaptive.common import TrainingOutOfMemory, counted
+from torchtune_adaptive.core.device.memory import is_out_of_memory
 from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.step.exchange import StepDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import StepHalfApplied
@@ -43,8 +44,8 @@ class StepRunner:
     step: TrainStep
     advice: Callable[[], str]
     """Advice for the message that ends the run where a step cannot be retried."""
-    unit: str = "rows"
-    """The things that the size of a micro-batch counts."""
+    unit: str = "row"
+    """The thing that the size of a micro-batch counts."""
     wait_for_memory: float = 0.0
     """Seconds to wait, in all, when not even the smallest micro-batch fits: memory may be short for a moment
     only, because of another process."""
@@ -77,6 +78,11 @@ class StepRunner:
     def size(self) -> int:
         """The size of micro-batches right now."""
         return self._now()[0]
+
+    @property
+    def relieved(self) -> dict[str, tuple[Any, Any]]:
+        """The memory knobs that are not as they were at the beginning, each before and now."""
+        return _changes(self.reliefs[0], self.reliefs[self._now()[1]])
 
     def _now(self) -> tuple[int, int]:
         recovery = self.recovery
@@ -128,11 +134,26 @@ class StepRunner:
                 f"changed and others not, so the step cannot be retried. {self.advice()}"
             ) from None
         except BaseException as error:  # of the caller's own functions, or from the keyboard
+            if not self.step.options.survive and is_out_of_memory(error):
+                raise self._alone(error, number) from error
             try:
                 self.step.abandon()
             except Exception as after:
                 error.add_note(f"After it, no other step can be taken: {after}")
             raise
+
+    def _alone(self, error: BaseException, number: int) -> TrainingOutOfMemory:
+        """What ends the run where a step does not survive: the other ranks do not know, and wait."""
+        ranks, phase = self.step.ranks, self.step.phase
+        where = StepLost(tuple(phase if r == ranks.rank else None for r in range(ranks.size)))
+        said = " ".join(str(error).split())
+        return TrainingOutOfMemory(
+            f"{self._attempted(number)}: {where.trouble}. {self.advice()} ({said})",
+            everywhere=False,
+        )
+
+    def _attempted(self, number: int) -> str:
+        return f"Step {number} in micro-batches of {counted(self.size, self.unit)}"
 
     def _adjust(self, outcome: StepLost, number: int) -> Adjustment:
         """Take less memory in the next attempt or, where that is not possible, wait for it."""
@@ -144,10 +165,7 @@ class StepRunner:
         # Each time as long as in all before.
         seconds = min(max(1.0, self._waited), self.wait_for_memory - self._waited)
         if self.recovery is None or seconds <= 0:
-            why = "; adaptive_batching.on_out_of_memory is raise" if self.recovery is None else ""
-            raise TrainingOutOfMemory(
-                f"Step {number} in micro-batches of {self.size} {self.unit}: {where}{why}. {self.advice()}"
-            )
+            raise TrainingOutOfMemory(f"{self._attempted(number)}: {where}. {self.advice()}")
         self._waited += seconds
         reason = f"{where}, at the smallest size: retrying in {seconds:g} s"
         return self._adjustment(before, number, reason, seconds)
@@ -176,13 +194,10 @@ class StepRunner:
         self, before: tuple[int, int], number: int, reason: str, wait: float = 0.0
     ) -> Adjustment:
         (size, relief), (size_after, relief_after) = before, self._now()
-        knobs: dict[str, tuple[Any, Any]] = {}
         if relief != relief_after:
             self._relieve()
-            old = self.reliefs[relief]
-            for key, value in self.reliefs[relief_after].items():
-                if value != old[key]:
-                    knobs[key.rpartition(".")[2]] = (old[key], value)
+        changes = _changes(self.reliefs[relief], self.reliefs[relief_after])
+        knobs = {key.rpartition(".")[2]: change for key, change in changes.items()}
         return Adjustment(number, reason, (size, size_after), knobs, wait)
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,6 +215,10 @@ class StepRunner:
         if self.recovery is not None and state["recovery"] is not None:
             self.recovery.load_state_dict(state["recovery"])
             self._relieve()
+
+
+def _changes(before: Choice, after: Choice) -> dict[str, tuple[Any, Any]]:
+    return {key: (before[key], value) for key, value in after.items() if value != before[key]}
 
 
 def reliefs(switches: Switches) -> list[Choice]:

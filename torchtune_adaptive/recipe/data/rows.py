@@ -26,6 +26,8 @@ Collate = Callable[[list[Row]], dict[str, Any]]
 class Rows(ABC):
     """The samples of one kind of recipe. Batches are dictionaries with ``tokens`` and ``labels``."""
 
+    sample: ClassVar[str] = "row"
+    """What one of them is called."""
     keys: ClassVar[tuple[str, ...]] = ("tokens", "labels")
     """The keys that a row must have."""
 

@@ -20,6 +20,7 @@ _SIDES = ("chosen", "rejected")
 class Pairs(Rows):
     """Pairs of a chosen and a rejected row. A batch has all chosen rows, then all rejected ones."""
 
+    sample = "pair"
     keys = ("chosen_input_ids", "rejected_input_ids")
 
     def length(self, row: Row) -> int:

@@ -52,8 +52,9 @@ def find_micro_batch(
         seconds=time.perf_counter() - started,
         rows_per_rank=rows_per_rank,
         lr=prober.cfg.optimizer.get("lr"),
-        ceiling=what_limits(settings, configured, rows_per_rank),
+        ceiling=what_limits(settings, configured, rows_per_rank, rows.data.rows.sample),
         validation=validation,
+        sample=rows.data.rows.sample,
     )
 
 
@@ -64,7 +65,10 @@ def _search(
     settings = prober.settings
     sizes = possible_sizes(settings, rows.configured, rows.order.rows_per_rank)
     worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
-    log.info(f"Searching for the largest micro-batch with rows of {worst.size} ({worst.source}).")
+    sample = rows.data.rows.sample
+    log.info(
+        f"Searching for the largest micro-batch with {sample}s of {worst.size} ({worst.source})."
+    )
 
     def accumulation(size: int) -> int:
         most = 2 if settings.grow_past_memory else 1
@@ -132,13 +136,17 @@ def possible_sizes(
     return candidates(rounding, ceiling, rows_per_step)
 
 
-def what_limits(settings: AdaptiveSettings, configured: Split, rows_per_rank: int) -> str:
+def what_limits(
+    settings: AdaptiveSettings, configured: Split, rows_per_rank: int, sample: str
+) -> str:
     """Why ``possible_sizes`` has no larger ones."""
     if settings.keep_global_batch:
-        ceiling, reason = configured.rows, f"a step has {counted(configured.rows, 'row')} per rank"
+        ceiling, reason = configured.rows, f"a step has {counted(configured.rows, sample)} per rank"
     else:
         ceiling = rows_per_rank // configured.accumulation
-        reason = f"the data has {counted(rows_per_rank, 'row')} per rank, and an epoch needs a step"
+        reason = (
+            f"the data has {counted(rows_per_rank, sample)} per rank, and an epoch needs a step"
+        )
     if settings.ceiling is not None and settings.ceiling < ceiling:
         return f"adaptive_batching.ceiling is {settings.ceiling}"
     return reason

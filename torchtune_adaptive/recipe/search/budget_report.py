@@ -69,11 +69,16 @@ class BudgetReport(Report):
         if after is not None:
             was = f"{before:,.0f}" if before else "(does not fit)"
             lines.append(f"Tokens per second on each rank, in one step: {was} -> {after:,.0f}.")
+        configured, longest = counted(self.split.micro_batch, "row"), self.budget.longest
         if not self.used:
             lines.append(
-                f"The token budget is not used, because it is slower: micro-batches stay at "
-                f"{configured}. ({BLOCK}.token_budget={self.budget.tokens} uses one in any "
-                "case.)"
+                f"The token budget is not used, because it is slower: micro-batches stay at {configured}. "
+                f"({BLOCK}.token_budget={self.budget.tokens} uses one in any case.)"
+            )
+        elif (at_most := self.budget.rows(longest)) < self.split.micro_batch:
+            lines.append(
+                f"The token budget is used: without it, micro-batches of {configured} would run out of "
+                f"memory where rows are long ({at_most} of {longest} tokens fit)."
             )
         if self.validation is not None:
             lines.append(f"Validation in micro-batches of {self.validation.size}.")

@@ -140,4 +140,4 @@ def _announce(cfg: DictConfig, ranks: Ranks, report: Report) -> None:
         files = write(report, Path(cfg.output_dir))
         log.info(f"Details: {', '.join(map(str, files))}")
     if overrides := report.overrides():
-        log.info(f"To skip the search next time: {overrides}")
+        log.info(f"{report.use_of_overrides}: {overrides}")

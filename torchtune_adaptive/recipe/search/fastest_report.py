@@ -9,11 +9,17 @@ from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.common import Block, Paragraph, Table, bytes_of
+from torchtune_adaptive.common import Block, Paragraph, Table, bytes_of, counted
 from torchtune_adaptive.core import Choice, SizeTrial, Split
 from torchtune_adaptive.recipe.search.report import Report, numbers_of
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.knob_table import changes, overrides, with_choice
+
+
+def name_of(choice: Choice, own: Choice) -> str:
+    """A choice by what it changes in the config's own."""
+    changed = (f"{change.key}={change.new}" for change in changes(own, choice))
+    return ", ".join(changed) or "as configured"
 
 
 @dataclass(frozen=True)
@@ -23,11 +29,17 @@ class TimedChoice:
     choice: Choice
     predicted: float | None
     seconds: tuple[float, ...]
+    failed: bool = False
+    """Whether a step that was to be timed ran out of memory."""
 
     @property
     def measured(self) -> float | None:
-        """Seconds of a step; None if it was not timed to the end."""
-        return median(self.seconds) if self.seconds else None
+        """Seconds of a step; None if it was not timed."""
+        return self.in_the_first(len(self.seconds))
+
+    def in_the_first(self, steps: int) -> float | None:
+        """Seconds of a step, of so many that were timed."""
+        return median(self.seconds[:steps]) if self.seconds else None
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,7 @@ class FastestReport(Report):
     """The configuration that was chosen, and why."""
 
     name: ClassVar[str] = "fastest_configuration"
+    use_of_overrides: ClassVar[str] = "To use this configuration again"
     cfg: DictConfig
     ranks: int
     own: Choice
@@ -50,15 +63,18 @@ class FastestReport(Report):
     device: str
     headroom: float
     seconds: float
+    sample: str = "row"
 
     def overrides(self) -> str:
         changed = with_choice(self.cfg, self.ranks, self.chosen)
-        return " ".join([*overrides(self.cfg, changed), "use_fastest_configuration=False"])
+        # Of whatever config they are put to: a search for the batch would find another.
+        off = ("use_maximum_batch_size=False", "use_fastest_configuration=False")
+        return " ".join([*overrides(self.cfg, changed), *off])
 
     def applied_to(self, cfg: DictConfig) -> DictConfig:
         found = with_choice(cfg, self.ranks, self.chosen)
         # So that it trains the same when it is run again: timing might choose another.
-        found.use_fastest_configuration = False
+        found.use_maximum_batch_size = found.use_fastest_configuration = False
         if OmegaConf.select(found, f"{BLOCK}.search_only"):
             found[BLOCK].search_only = False  # there is nothing to search for any more
         return found
@@ -67,19 +83,41 @@ class FastestReport(Report):
         """Tokens per second and rank."""
         return self.tokens / self.ranks / seconds if seconds else None
 
-    def _cells(self, each: TimedChoice) -> tuple[str, str, str, str]:
-        """The name of a configuration, its speed as measured and as predicted, and its peak."""
-        measured, predicted = (
-            f"{speed:,.0f}" if (speed := self._speed(seconds)) else ""
-            for seconds in (each.measured, each.predicted)
-        )
+    def _cells(self, each: TimedChoice) -> tuple[str, ...]:
+        """A configuration: its name, speed and steps as measured, its speed beside that of the first as
+        predicted, its peak, and why it was not chosen."""
+        speed, first = self._speed(each.measured), self.timed[0].predicted
         peak = ""
         if (trial := self.tried.get(each.choice)) is not None:
             peak = bytes_of(trial.deciding.peak_bytes, trial.deciding.usable_bytes)
-        changed = ", ".join(
-            f"{change.key}={change.new}" for change in changes(self.own, each.choice)
+        return (
+            name_of(each.choice, self.own),
+            f"{speed:,.0f}" if speed else "",
+            str(len(each.seconds)) if each.seconds else "",
+            f"{first / each.predicted:.2f} x" if first and each.predicted else "",
+            peak,
+            self._verdict(each),
         )
-        return changed or "as configured", measured, predicted, peak
+
+    def _verdict(self, each: TimedChoice) -> str:
+        """Why a configuration was not chosen, beside the one that was and in the same steps."""
+        if each.choice == self.chosen:
+            return "chosen"
+        if each.failed:
+            return "ran out of memory when it was timed"
+        steps = len(each.seconds)
+        best = next((one for one in self.timed if one.choice == self.chosen), None)
+        mine, its = each.measured, best.in_the_first(steps) if best else None
+        if best is None or mine is None or its is None:
+            return ""
+        why = ""
+        if mine < its:
+            predicted_slower = (each.predicted or 0) > (best.predicted or 0)
+            why = "but predicted slower" if predicted_slower else "but others were faster then"
+        if steps == len(best.seconds):
+            return f"as fast within noise, {why}" if why else "slower"
+        beside = f"out after {steps} steps, in which the chosen one had {self._speed(its):,.0f}"
+        return f"{beside}: as fast within noise, {why}" if why else beside
 
     def text(self) -> str:
         lines = [
@@ -87,16 +125,17 @@ class FastestReport(Report):
             f"({self.row_source}), {self.headroom:.0%} headroom; {self.seconds:.1f} s:"
         ]
         for each in self.timed:
-            name, measured, predicted, peak = self._cells(each)
+            name, measured, steps, predicted, peak, verdict = self._cells(each)
             mark = "*" if each.choice == self.chosen else " "
-            parts = [f"{measured} tokens/s per rank" if measured else "not timed"]
+            parts = [f"{measured} tokens/s per rank in {steps} steps" if measured else "not timed"]
             parts += [f"predicted {predicted}"] if predicted else []
             parts += [f"peak {peak}"] if peak else []
-            lines.append(f"{mark} {name}: {', '.join(parts)}")
+            lines.append(f"{mark} {name}: {', '.join(parts)}; {verdict}".removesuffix("; "))
         changed = [str(change) for change in changes(self.own, self.chosen)]
         lines += changed or ["The config's own values stay."]
         split = self.split
-        lines.append(f"global batch unchanged: {split.global_batch} rows ({split.text()})")
+        samples = counted(split.global_batch, self.sample)
+        lines.append(f"global batch unchanged: {samples} ({split.text()})")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,6 +153,7 @@ class FastestReport(Report):
                 {
                     "choice": dict(each.choice),
                     "seconds": list(each.seconds),
+                    "verdict": self._verdict(each),
                     "tokens_per_second_per_rank": self._speed(each.measured),
                     "predicted_tokens_per_second_per_rank": self._speed(each.predicted),
                 }
@@ -129,6 +169,6 @@ class FastestReport(Report):
         return numbers_of(*result, self._speed(timed.measured) if timed else None)
 
     def blocks(self) -> list[Block]:
-        header = ("configuration", "tokens/s per rank", "predicted", "peak")
+        header = ("configuration", "tokens/s per rank", "steps", "predicted", "peak", "verdict")
         rows = [self._cells(each) for each in self.timed]
         return [Paragraph(self.text().splitlines()), Table("", header, rows)]

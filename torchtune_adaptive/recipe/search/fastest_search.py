@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from torchtune_adaptive.common import ConfigError, counted
 from torchtune_adaptive.core import ByRows, Choice, Probe, SizeTrial, Split, knobs, recompute
 from torchtune_adaptive.recipe.search import timings
-from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
+from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice, name_of
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.worst_case import WorstCase
 from torchtune_adaptive.recipe.settings.knob_table import (
@@ -53,7 +54,7 @@ def find_fastest(
         f"{worst.length} tokens ({worst.source})."
     )
     confirmed = next((one for one in allowed if one == known), None)
-    with _Trials(prober, rows, worst, Choice.leanest(allowed)) as trials:
+    with _Trials(prober, rows, worst, own, Choice.leanest(allowed)) as trials:
         if confirmed is not None and trials.fits(confirmed):
             log.info("The configuration that this run had chosen still fits.")
             timed, chosen = [timings.Timing(confirmed)], confirmed
@@ -70,7 +71,9 @@ def find_fastest(
         own=own,
         chosen=chosen,
         split=_split_of(rows.configured, chosen),
-        timed=[TimedChoice(each.way, each.predicted, tuple(each.steps)) for each in timed],
+        timed=[
+            TimedChoice(each.way, each.predicted, tuple(each.steps), each.failed) for each in timed
+        ],
         tried=trials.tried,
         tokens=trials.tokens,
         row_length=worst.length,
@@ -78,6 +81,7 @@ def find_fastest(
         device=prober.step.memory.name,
         headroom=settings.headroom,
         seconds=time.perf_counter() - started,
+        sample=rows.data.rows.sample,
     )
 
 
@@ -87,6 +91,8 @@ def _predicted_ranking(
     """The same prediction on all ranks, or ranks would try different choices."""
     prober.enter("predicting the fastest configuration")
     capacity = min(prober.ranks.gather(prober.step.memory.capacity()))
+    if rank is not None:
+        log.info("Predicting how fast they are, to try the best first.")
     predicted = rank(row_length, capacity) if rank else None
     found: Ranked | None = prober.ranks.from_rank_zero(predicted)
     return found
@@ -155,6 +161,8 @@ class _Trials:
     prober: Prober
     rows: RowsToTry
     worst: WorstCase
+    own: Choice
+    """The config's own values, which others are named after."""
     leanest: Sequence[Choice]
     """Choices that may need the least memory."""
     tried: dict[Choice, SizeTrial] = field(default_factory=dict)
@@ -194,6 +202,7 @@ class _Trials:
             self.prober.step.switch(choice)
             size = self._split(choice).micro_batch
             self.tried[choice] = self._probe.trial(size, self.worst.batch)
+            log.info(f"{name_of(choice, self.own)}: {self.tried[choice].line()}")
         return self.tried[choice].fits
 
     def time(self, choice: Choice, steps: int) -> Sequence[float] | None:
@@ -205,7 +214,10 @@ class _Trials:
             mine = sum(data.rows.length(data.dataset[sample]) for sample in samples)
             self.tokens = sum(ranks.gather(mine))
         batches = _Fresh([*self.rows.first_step(ranks, ByRows("divisor"), size)])
-        return self._probe.timed("to time it", batches, steps, warm_up=1)
+        seconds = self._probe.timed("to time it", batches, steps, warm_up=1)
+        took = f"{1e3 * median(seconds):,.0f} ms a step" if seconds else "out of memory"
+        log.info(f"{name_of(choice, self.own)}: {took}, in {counted(steps, 'timed step')}")
+        return seconds
 
 
 class _Fresh(Sequence[dict[str, Any]]):

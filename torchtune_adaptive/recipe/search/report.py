@@ -22,6 +22,8 @@ class Report(Protocol):
 
     name: ClassVar[str]
     """The name of its files, without the ending."""
+    use_of_overrides: ClassVar[str] = "To skip the search next time"
+    """What ``overrides`` are for, in words."""
 
     def text(self) -> str:
         """What was found, in a few lines for the log."""

@@ -5,15 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torchtune_adaptive.common import (
-    Block,
-    Drawing,
-    Paragraph,
-    Table,
-    counted,
-    human_bytes,
-    plots,
-)
+from torchtune_adaptive.common import Block, Drawing, Paragraph, Table, counted, human_bytes, plots
 from torchtune_adaptive.core import SizeTrial, Split, strategies
 from torchtune_adaptive.recipe.data.images import RowSize
 from torchtune_adaptive.recipe.search.report import Report, batch_numbers, numbers_of
@@ -48,6 +40,7 @@ class SearchReport(Report):
     """The limit of the candidates: the data, a setting, or the rows in a step."""
     validation: SizeTrial | None = None
     """The trial of validation that fits, where there is any."""
+    sample: str = "row"
 
     @property
     def largest(self) -> int:
@@ -69,7 +62,8 @@ class SearchReport(Report):
         failed = min(
             (trial for trial in self.result.trials if not trial.fits), key=lambda t: t.size
         )
-        return f"{failed.size} rows do not fit: {failed.deciding.trouble} on rank {failed.deciding_rank}"
+        where = f"{failed.deciding.trouble} on rank {failed.deciding_rank}"
+        return f"{counted(failed.size, self.sample)} {'does' if failed.size == 1 else 'do'} not fit: {where}"
 
     def steps_per_epoch(self, split: Split) -> int:
         return self.rows_per_rank // split.rows
@@ -104,7 +98,7 @@ class SearchReport(Report):
     def text(self) -> str:
         old, new = self.before, self.after
         lines = [
-            f"Searched with rows of {self.row} ({self.row_source}) on {self.device}, "
+            f"Searched with {self.sample}s of {self.row} ({self.row_source}) on {self.device}, "
             f"{self.headroom:.0%} headroom; {self.strategy}, {self.seconds:.1f} s:",
             f"batch_size {old.micro_batch} -> {new.micro_batch} ({self.reason()})"
             if self.uses_what_was_found
@@ -112,13 +106,11 @@ class SearchReport(Report):
         ]
         if new.accumulation != old.accumulation:
             lines.append(f"gradient_accumulation_steps {old.accumulation} -> {new.accumulation}")
-        parts = new.text()
+        parts, new_batch = new.text(), counted(new.global_batch, self.sample)
         if old.global_batch == new.global_batch:
-            lines.append(f"global batch unchanged: {counted(new.global_batch, 'row')} ({parts})")
+            lines.append(f"global batch unchanged: {new_batch} ({parts})")
         else:
-            lines.append(
-                f"global batch {old.global_batch:,} -> {counted(new.global_batch, 'row')} ({parts})"
-            )
+            lines.append(f"global batch {old.global_batch:,} -> {new_batch} ({parts})")
         if self.validation is not None:
             lines.append(f"validation in micro-batches of {self.validation.size}")
         return "\n".join([*lines, *self.consequences()])
@@ -195,7 +187,7 @@ class SearchReport(Report):
         )
         axes.set(
             title=f"Search on {self.device}: batch_size {change}",
-            xlabel=f"micro-batch (rows of {self.row})",
+            xlabel=f"micro-batch ({self.sample}s of {self.row})",
             ylabel=f"peak memory, tightest rank ({unit})",
             xlim=(0, 1.05 * trials[-1].size),
             ylim=(0, 1.15 * usable / bytes_each),

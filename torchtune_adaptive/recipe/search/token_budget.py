@@ -179,7 +179,9 @@ def find_token_budget(
     without, with_budget = map(Throughput, padding_shares(by_tokens, rows.configured), speeds)
     # A budget of the user's own is meant, a checkpoint's is kept, and a batch that grows needs one.
     is_ours = settings.token_budget is True and known is None and not settings.grows
-    used = not (is_ours and is_slower(*speeds))
+    # Without it, micro-batches of the longest rows may run out of memory.
+    fits_without = rows.configured.micro_batch <= budget.rows(budget.longest)
+    used = not (is_ours and fits_without and is_slower(*speeds))
     return BudgetReport(by_tokens, trials, rows.configured, without, with_budget, used, validation)
 
 

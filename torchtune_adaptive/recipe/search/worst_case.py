@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchtune_adaptive.common import ConfigError, EmptyTrial, NothingFits
+from torchtune_adaptive.common import ConfigError, EmptyTrial, NothingFits, counted
 from torchtune_adaptive.core import Ranks, SizeTrial
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.images import RowSize, with_images
@@ -53,7 +53,7 @@ class WorstCase:
     def nothing_fits(self, trial: SizeTrial) -> NothingFits:
         """Why not even one row can be trained, and what would change that."""
         return trial.nothing_fits(
-            f"row of {self.size} ({self.source})",
+            f"{self.data.rows.sample} of {self.size} ({self.source})",
             "Shorten the rows (tokenizer.max_seq_len), turn on enable_activation_checkpointing, use LoRA or "
             f"QLoRA, use more ranks, or allow more memory ({BLOCK}.memory_limit, {BLOCK}.headroom).",
         )
@@ -86,7 +86,9 @@ def worst_case(
         _require_no_longer(length, 0, probe_length)
         return WorstCase(rows.stretched(row, length), "packed rows are full", data)
     bound = _Bound.of(data)
-    found = _known(lengths) or _scan(data, ranks, _enough(bound, probe_length), bound, lengths)
+    found = _known(lengths, rows.sample) or _scan(
+        data, ranks, _enough(bound, probe_length), bound, lengths
+    )
     _require_no_longer(found.size.tokens, found.longest, probe_length)
     tokens, source = found.size.tokens, found.source(bound)
     if probe_length is not None:
@@ -126,6 +128,7 @@ class _Found:
     most_tiles: int
     scanned: int
     rows: int
+    sample: str
 
     @property
     def complete(self) -> bool:
@@ -133,12 +136,12 @@ class _Found:
 
     def source(self, bound: _Bound) -> str:
         if bound.tokens is not None and self.size.tokens >= bound.tokens:
-            return f"{bound.name}, and there are rows that long"
+            return f"{bound.name}, and there are {self.sample}s that long"
         if self.complete:
             allowed = "" if bound.tokens is None else f"; {bound.name} allows {bound.tokens:,}"
-            rows = "the only row" if self.rows == 1 else f"the longest of all {self.rows:,} rows"
-            return f"{rows}{allowed}"
-        some = f"{self.scanned:,} rows out of {self.rows:,}"
+            longest = f"the longest of all {self.rows:,} {self.sample}s"
+            return f"{f'the only {self.sample}' if self.rows == 1 else longest}{allowed}"
+        some = f"{counted(self.scanned, self.sample)} out of {self.rows:,}"
         if bound.tokens is not None:
             return f"{bound.name}; looking at more than {some} takes too long"
         return (
@@ -155,12 +158,12 @@ def _enough(bound: _Bound, probe_length: int | None) -> int | None:
     return 0 if none_is_longer else probe_length + 1
 
 
-def _known(lengths: RowLengths) -> _Found | None:
+def _known(lengths: RowLengths, sample: str) -> _Found | None:
     known = lengths.known()
     if known is None:
         return None
     longest = max(known)
-    return _Found(RowSize(longest), known.index(longest), 0, len(known), len(known))
+    return _Found(RowSize(longest), known.index(longest), 0, len(known), len(known), sample)
 
 
 def _scan(
@@ -186,7 +189,8 @@ def _scan(
     seen = ranks.gather((longest, tiled, images, len(sizes)))
     (tokens, at), (tiles, tiled_at) = max(s[0] for s in seen), max(s[1] for s in seen)
     size = RowSize(tokens, max(s[2] for s in seen), tiles)
-    found = _Found(size, -at, -tiled_at, sum(s[3] for s in seen), len(dataset))
+    scanned = sum(s[3] for s in seen)
+    found = _Found(size, -at, -tiled_at, scanned, len(dataset), data.rows.sample)
     if found.complete and not size.images:
         lengths.keep(_by_index(order, ranks.gather([size.tokens for size in sizes])))
     return found

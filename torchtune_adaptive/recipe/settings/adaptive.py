@@ -142,9 +142,9 @@ class AdaptiveSettings:
     """DataLoader-style worker processes per rank."""
 
     on_out_of_memory: Literal["shrink", "raise"] | None = None
-    """The response to a training step that runs out of memory: ``shrink`` retries it with micro-batches of
-    at most half the size; ``raise`` stops. By default ``shrink`` where the batch is adapted (a search,
-    growth or a token budget) and the optimizer does not run in backward, else ``raise``."""
+    """The response to a training step that runs out of memory: ``shrink`` retries it with more checkpointing,
+    then with micro-batches of at most half the size; ``raise`` stops. By default ``shrink``, except where a
+    step cannot be retried (optimizer_in_bwd, tensor_parallel_dim)."""
 
     grow_back_after: Annotated[int | None, either(at_least(1), NEVER)] = 100
     """Steps without running out of memory after which a size that failed in training is tried again, or
@@ -175,7 +175,7 @@ class AdaptiveSettings:
     @property
     def shrinks(self) -> bool:
         """Whether a training step that runs out of memory is retried."""
-        return self.on_out_of_memory == "shrink"
+        return self.on_out_of_memory != "raise"
 
     @property
     def budgets(self) -> bool:
@@ -240,10 +240,20 @@ class AdaptiveSettings:
             if value is not None
         }
         settings = cls(**values)
-        if settings.on_out_of_memory is None:
-            can_retry = settings.adapts and not cfg.get("optimizer_in_bwd", False)
-            return replace(settings, on_out_of_memory="shrink" if can_retry else "raise")
+        if settings.on_out_of_memory is None and no_retry(cfg):
+            return replace(settings, on_out_of_memory="raise")
         return settings
+
+
+def no_retry(cfg: DictConfig) -> str | None:
+    """The reason why no step of this config can be retried after running out of memory, if there is one."""
+    if cfg.get("optimizer_in_bwd", False):
+        return "with optimizer_in_bwd, a step changes parameters before it is over"
+    if cfg.get("tensor_parallel_dim") not in (None, 1):
+        return (
+            "with tensor_parallel_dim, a rank cannot complete the collectives that others wait for"
+        )
+    return None
 
 
 def top_level_keys() -> frozenset[str]:

@@ -85,11 +85,10 @@ class Adaptation:
             if steps
             else "how many the run takes depends on its course"
         )
-        start = counted(self.growth.start.micro_batch, "row")
         base = counted(total_epochs * self.epochs.base_steps, "step")
         log.info(
-            f"The batch starts at {start} and may grow; the largest that fits is "
-            f"{self.growth.largest}. The base schedule has {base}; {run}."
+            f"batch_size starts at {self.growth.start.micro_batch} and may grow; the largest that fits "
+            f"is {self.growth.largest}. The base schedule has {base}; {run}."
         )
 
     def resume(self, learning_rate: dict[str, Any], noise: dict[str, Any] | None) -> None:

@@ -24,6 +24,7 @@ from torchtune_adaptive.core import (
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION
 from torchtune_adaptive.recipe.train.adaptation import Adaptation
 from torchtune_adaptive.recipe.train.display import EpochDisplay, messages_beside_the_bar
 from torchtune_adaptive.recipe.train.instruments import Profiling
@@ -34,12 +35,22 @@ from torchtune_adaptive.recipe.train.validation import Validation
 log = logging.getLogger(__name__)
 
 
-def how_to_resume(last_checkpoint: str) -> str:
-    """What to do after a step that cannot be retried."""
+def how_to_resume(last_checkpoint: str, why: str | None = None) -> str:
+    """What to do after a step that cannot be retried, or not any smaller; ``why`` says why none can."""
     return (
+        f"{f'No step is retried: {why}. ' if why else ''}"
         f"The last checkpoint: {last_checkpoint}. Resume from it with a larger {BLOCK}.headroom, a smaller "
         f"{BLOCK}.ceiling or batch_size, enable_activation_checkpointing, or shorter rows "
         "(tokenizer.max_seq_len)."
+    )
+
+
+def how_to_go_on(last_checkpoint: str) -> str:
+    """What to do after a step that could have been retried."""
+    return (
+        f"{BLOCK}.on_out_of_memory is raise: shrink retries such a step with less memory, and "
+        "use_maximum_batch_size=True finds the largest batch_size that fits. The last checkpoint: "
+        f"{last_checkpoint}."
     )
 
 
@@ -68,6 +79,7 @@ class TrainingLoop:
     before_step: Callable[[int], None] = lambda number: None
     """A function called before each step with its number, counted from 1."""
     validation: Validation | None = None
+    sample: str = "row"
 
     global_step: int = field(init=False, default=0)
     samples: int = field(init=False, default=0)
@@ -133,9 +145,8 @@ class TrainingLoop:
         display.close()
         # Rows that do not fill a step are left out, not carried into the next epoch's first step.
         if left := epochs.rows - rows.used:
-            log.info(
-                f"Epoch {epoch}: leaving out {counted(left, 'row')} per rank, too few for a step."
-            )
+            samples = counted(left, self.sample)
+            log.info(f"Epoch {epoch}: leaving out {samples} per rank, too few for a step.")
         adaptation.learning_rate.move_to(epochs.position(epoch, epochs.rows))
 
     def _is_room_for_a_step(self, epoch: int) -> bool:
@@ -177,8 +188,8 @@ class TrainingLoop:
 
     def _micro_batches(self, size: int) -> Iterator[Batch]:
         """The micro-batches of the next step, on this rank."""
-        unit = self.loader.micro_batches.unit
-        phase = f"step {self.global_step + 1} in micro-batches of {size} {unit}"
+        size_in_words = counted(size, self.runner.unit)
+        phase = f"step {self.global_step + 1} in micro-batches of {size_in_words}"
         self.watchdog.enter(phase, self.step_timeout)
         return self._rows.step(self.adaptation.split.rows, size)
 
@@ -264,17 +275,41 @@ class TrainingLoop:
         """What training has come to so far."""
         runner, metrics = self.runner, self.metrics
         return Trained(
-            split=self.adaptation.split,
+            split=self._split,
             steps=self.global_step,
             retried_steps=runner.retried_steps,
             may_change=runner.recovery is not None or self.adaptation.growth.grows,
             history=metrics.history if metrics.losses else None,
             summary=self.summary,
+            sample=self.sample,
         )
+
+    @property
+    def _split(self) -> Split:
+        """The batch, in micro-batches as they are now, which may be smaller than they should be."""
+        split, size = self.adaptation.split, self.runner.size
+        if self.loader.micro_batches.unit is not None or size >= split.micro_batch:
+            return split
+        return Split(size, -(-split.rows // size), split.ranks, split.rows)
+
+    def _next_time(self) -> str:
+        """The overrides to begin with the memory that steps take now, where it ran out; else nothing."""
+        runner, growth = self.runner, self.adaptation.growth
+        size, micro_batches = runner.size, self.loader.micro_batches
+        found = [f"{key}={new}" for key, (_, new) in runner.relieved.items()]
+        if micro_batches.unit is not None:
+            if size < micro_batches.full_size(self.adaptation.split):
+                found.append(f"{BLOCK}.token_budget={size}")
+        elif (split := self._split) is not self.adaptation.split:
+            fitting = next(n for n in range(size, 0, -1) if split.rows % n == 0)
+            found += [f"batch_size={fitting}", f"{ACCUMULATION}={split.rows // fitting}"]
+            if growth.largest is not None:
+                found.append("use_maximum_batch_size=False")
+        return " ".join(found)
 
     def _summarize(self) -> None:
         retried, ranks = self.runner.retried_steps, self.runner.step.ranks
-        self.summary = self.metrics.summary(self.adaptation.split, retried, ranks)
+        self.summary = self.metrics.summary(self._split, retried, ranks, self._next_time())
         for line in self.summary.lines() if self.summary else []:
             log.info(line)
         log.info(f"Checkpoint: {self.last_checkpoint()}")

@@ -58,10 +58,14 @@ class Summary:
     """Bytes of the device; None where memory is not measured."""
     retried_steps: int
     split: Split
+    """The last batch, as it was trained with."""
     loss: tuple[float, float]
     """Means over the first steps and over the last ones."""
     window: int
     """The number of these steps."""
+    sample: str = "row"
+    next_time: str = ""
+    """The overrides to begin with the memory that the last steps took, where memory has run out."""
 
     def loss_text(self) -> str:
         first, last = self.loss
@@ -79,11 +83,14 @@ class Summary:
         if self.capacity is not None:
             facts.append(f"peak memory {bytes_of(self.peak_bytes, self.capacity)}")
         facts.append(f"{counted(self.retried_steps, 'step')} retried")
-        return [
+        lines = [
             f"Trained {counted(self.steps, 'step')} in {duration(self.seconds)}; {self.loss_text()}.",
             f"{', '.join(facts)}.",
-            f"Last global batch: {counted(split.global_batch, 'row')} ({split.text()}).",
+            f"Last global batch: {counted(split.global_batch, self.sample)} ({split.text()}).",
         ]
+        if self.next_time:
+            lines.append(f"Memory ran out, and steps take less since. Next time: {self.next_time}")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ class Trained:
     """What training has come to, as far as the record of a run shows it."""
 
     split: Split
+    """The batch, as it is trained with now."""
     steps: int
     """Steps since the run began, those before it was resumed included."""
     retried_steps: int
@@ -100,6 +108,7 @@ class Trained:
     """The steps of this part of the run; None if there were none."""
     summary: Summary | None
     """Summary of a training that is done."""
+    sample: str = "row"
 
 
 class Metrics:
@@ -111,6 +120,7 @@ class Metrics:
         memory: the memory of its device.
         watch_memory: True to log how much of it was not used.
         counts_tokens: True if a step's weight is its tokens.
+        sample: what a sample is called.
     """
 
     def __init__(
@@ -120,11 +130,13 @@ class Metrics:
         memory: DeviceMemory,
         watch_memory: bool,
         counts_tokens: bool = True,
+        sample: str = "row",
     ) -> None:
         self._logging = logging
         self._environment = environment
         self._memory = memory
         self._counts_tokens = counts_tokens
+        self._sample = sample
         self._watch_memory = watch_memory and memory.measured
         self.history = History("token" if counts_tokens else "sample")
         self.losses: list[float] = []
@@ -216,21 +228,29 @@ class Metrics:
             self._memory.watch()
         return found
 
-    def summary(self, split: Split, retried_steps: int, ranks: Ranks) -> Summary | None:
+    def summary(
+        self, split: Split, retried_steps: int, ranks: Ranks, next_time: str = ""
+    ) -> Summary | None:
         """What the steps came to, the same on all ranks; None if there were none."""
         if not self.losses:
             return None
         window = max(1, min(_WINDOW, len(self.losses) // 2))  # of different steps
         ends = self.losses[:window], self.losses[-window:]
         first, last = (sum(some) / window for some in ends)
+        peak, capacity = max(ranks.gather(self.peak_bytes)), None
+        if self._memory.measured:
+            capacity = self._memory.capacity()
+            peak = min(peak, capacity)  # the simulated device counts what did not fit
         return Summary(
             steps=len(self.losses),
             seconds=time.perf_counter() - self._started,
             tokens_per_second=self.tokens / self.seconds,
-            peak_bytes=max(ranks.gather(self.peak_bytes)),
-            capacity=self._memory.capacity() if self._memory.measured else None,
+            peak_bytes=peak,
+            capacity=capacity,
             retried_steps=retried_steps,
             split=split,
             loss=(first, last),
             window=window,
+            sample=self._sample,
+            next_time=next_time,
         )

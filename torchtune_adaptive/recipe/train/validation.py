@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.data import DataLoader
 
-from torchtune_adaptive.core import Batch, Generators, Loader, TrainStep, Watchdog
+from torchtune_adaptive.common import OutOfMemoryElsewhere, counted
+from torchtune_adaptive.core import (
+    Batch,
+    DeviceMemory,
+    Generators,
+    Loader,
+    TrainStep,
+    Watchdog,
+)
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.train.events import Events
 
@@ -89,6 +97,10 @@ class Validation:
                     used += self.size
                 if outcome.lost and not self._shrink(outcome.trouble, number):
                     return False
+        except Exception as error:
+            if not DeviceMemory.is_out_of_memory(error):
+                raise
+            raise self._out_of_memory(error, number) from error
         finally:
             generators.restore()
             self.step.memory.release()
@@ -98,11 +110,19 @@ class Validation:
             return False
         log.info(
             f"Validation after step {number}: loss {sums['loss'] / weight:.4f}, of {weight:,} "
-            f"{self.step.objective.unit} in {len(self.data.dataset):,} rows, "
+            f"{self.step.objective.unit} in {counted(len(self.data.dataset), self.data.rows.sample)}, "
             f"{time.perf_counter() - started:.1f} s."
         )
         self.record(number, {f"val_{name}": value / weight for name, value in sums.items()})
         return False
+
+    def _out_of_memory(self, error: Exception, number: int) -> OutOfMemoryElsewhere:
+        """What ends a run where running out of memory is raised; where it is survived, an outcome tells."""
+        samples = counted(self.size, self.data.rows.sample)
+        return OutOfMemoryElsewhere(
+            f"Out of memory on rank {self.step.ranks.rank} in the validation after step {number}, in "
+            f"micro-batches of {samples}. Set a smaller batch_size_val. ({' '.join(str(error).split())})"
+        )
 
     @property
     def _rows_per_rank(self) -> int:
