@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.helpers.killing import Copies, in_child
+from tests.helpers.killing import Copies, before_each_operation, in_child
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.common import durable
 from torchtune_adaptive.common.durable import MANIFEST
@@ -39,14 +41,13 @@ def save(
     (staged / WEIGHTS).write_text(f"weights {content or name}")
     if resumable:
         (staged / STATE).write_text(f"state {content or name}")
-    folder.publish(
-        name, {"id": f"id of {content or name}", "recipe": "full", "resumable": resumable, **facts}
-    )
+    common = {"id": f"id of {content or name}", "recipe": "full", "epochs_run": 0}
+    folder.publish(name, {**common, "resumable": resumable, **facts})
     return folder.path / name
 
 
 def newest(path: Path, recipe: str = "full") -> tuple[str | None, list[str]]:
-    found, skipped = CheckpointFolder(path).newest(recipe, lambda name: True)
+    found, skipped = CheckpointFolder(path).newest(recipe)
     return (found.name if found is not None else None), skipped
 
 
@@ -107,7 +108,7 @@ def test_a_save_that_is_killed_at_any_operation(
     assert len(killed) > 25, f"{len(killed)} operations"
     outcomes = set()
     for path in [*killed, out]:
-        found, _ = CheckpointFolder(path).newest("full", lambda name: True)
+        found, _ = CheckpointFolder(path).newest("full")
         if found is None:
             assert not before, "there was one, and it is lost"
             continue
@@ -123,6 +124,72 @@ def test_a_save_that_is_killed_at_any_operation(
     assert outcomes == ({"new", "old"} if before else {"new"})
 
 
+class Fault:
+    """An error of the disk at the n-th operation on files, and at all that follow if it stays."""
+
+    ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO)
+
+    def __init__(self) -> None:
+        self.number, self.seen, self.stays = 0, 0, False
+        before_each_operation(self.strike)
+
+    def arm(self, number: int, stays: bool = False) -> None:
+        """Begin to count; 0 is for no error."""
+        self.number, self.seen, self.stays = number, 0, stays
+
+    def strike(self, _: Path | None) -> None:
+        self.seen += 1
+        if self.number and (self.seen == self.number or (self.stays and self.seen > self.number)):
+            error = self.ERRORS[self.number % 3]
+            raise OSError(error, os.strerror(error), "file")
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize(("before", "name"), KILLED_SAVES.values(), ids=KILLED_SAVES)
+def test_a_disk_that_fails_at_any_operation_of_a_save(
+    before: list[str], name: str, stays: bool, tmp_path: Path, exhaustive: bool, shard: int
+) -> None:
+    """Whether it recovers or not, there is a whole checkpoint, and the next save is not hindered."""
+
+    every = 1 if exhaustive else 7
+
+    def save_and_fail() -> None:
+        os.fsync = lambda _: None  # slow, and nothing is killed here
+        fault = Fault()
+        for number in count(1 + shard % every, every):
+            out = tmp_path / str(number)
+            out.mkdir()
+            for older in before:
+                save(CheckpointFolder(out), older, "old")
+            folder = CheckpointFolder(out)
+            fault.arm(number, stays)
+            failed = False
+            try:
+                save(folder, name, "new")
+            except OSError:
+                failed = True
+                folder.abandon(name)
+            folder.newest_name()
+            operations = fault.seen
+            fault.arm(0)
+            found, _ = CheckpointFolder(out).newest("full")
+            if found is None:
+                assert failed and not before, number
+            else:
+                files = ((found.folder / file).read_text() for file in (WEIGHTS, STATE))
+                _, contents = zip(*(text.split() for text in files), strict=True)
+                assert contents in (("new", "new"), ("old", "old")), number
+                assert failed or contents == ("new", "new"), number
+            save(CheckpointFolder(out), name, "next")
+            assert newest(out) == (name, []), number
+            assert not (out / ".saving").exists()
+            if operations < number:
+                assert number > 25 and not failed
+                return
+
+    assert in_child(save_and_fail) == 0
+
+
 def test_superseded_checkpoints_as_torchtune_does(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     save(folder, "epoch_0_step_2")
@@ -135,7 +202,8 @@ def test_superseded_checkpoints_as_torchtune_does(tmp_path: Path) -> None:
     save(folder, "epoch_1")
     save(folder, "epoch_2", resumable=False)
     assert names(tmp_path) == {"epoch_0", "epoch_1", "epoch_2", "recipe_state"}
-    assert newest(tmp_path) == ("epoch_1", ["epoch_2 (it is the end of a run)"])
+    skipped = "epoch_2 (it is the end of a run, saved without its recipe state)"
+    assert newest(tmp_path) == ("epoch_1", [skipped])
     assert (tmp_path / "recipe_state" / STATE).read_text() == "state epoch_1"
 
 
@@ -159,6 +227,16 @@ def test_a_link_that_leads_nowhere_is_removed(tmp_path: Path) -> None:
     assert not list((tmp_path / "recipe_state").iterdir())
 
 
+def put(key: str, *value: Any) -> None:
+    """Put a value, if there is one, in place of one of a manifest; its folder is the last argument."""
+    *new, at = value
+    manifest = json.loads((at / MANIFEST).read_text())
+    manifest.pop(key, None)
+    if new:
+        manifest[key] = new[0]
+    (at / MANIFEST).write_text(json.dumps(manifest))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda at: os.truncate(at / WEIGHTS, 3), f"{WEIGHTS} is truncated (3 bytes"),
     "empty": (lambda at: os.truncate(at / STATE, 0), f"{STATE} is empty"),
@@ -173,6 +251,37 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "wrong manifest": (lambda at: (at / MANIFEST).write_text("[1]"), "is damaged"),
     "newer manifest": (lambda at: (at / MANIFEST).write_text('{"format": 9}'), "another release"),
     "state removed": (lambda at: (at / STATE).unlink(), "recipe state is missing"),
+    **{
+        f"manifest: {key} is {value!r}": (
+            partial(put, key, value),
+            f"is damaged: {key} is {value!r}",
+        )
+        for key, value in [
+            ("number", "x"),
+            ("number", None),
+            ("number", True),
+            ("number", 1.5),
+            ("id", 7),
+            ("recipe", None),
+            ("resumable", "yes"),
+            ("epochs_run", [1]),
+            ("step", "2"),
+            ("samples", {}),
+        ]
+    },
+    **{
+        f"manifest without {key}": (partial(put, key), f"is damaged: {key} is missing")
+        for key in ("number", "id", "recipe", "resumable", "epochs_run")
+    },
+    **{
+        f"manifest with files {value!r}": (partial(put, "files", value), "is damaged")
+        for value in (None, [], {}, {WEIGHTS: None}, {WEIGHTS: {"bytes": "1", "sha256": ""}})
+    },
+    "manifest without files": (partial(put, "files"), "is damaged"),
+    "manifest without the state": (
+        lambda at: put("files", {"other": {"bytes": 1, "sha256": ""}}, at),
+        f"is damaged: it does not list {STATE}",
+    ),
     "a folder for a manifest": (
         lambda at: ((at / MANIFEST).unlink(), (at / MANIFEST).mkdir()),
         "cannot be read",
@@ -278,7 +387,7 @@ def test_adapters_that_a_config_names(tmp_path: Path) -> None:
     staged = folder.begin("epoch_0")
     (staged / "adapter_model.pt").write_text("adapters")
     (staged / STATE).write_text("state")
-    folder.publish("epoch_0", {"id": "1", "recipe": "lora", "resumable": True})
+    folder.publish("epoch_0", {"id": "1", "recipe": "lora", "resumable": True, "epochs_run": 1})
     state = f"recipe_state/{STATE}"
     source = named_source(config(tmp_path, recipe_checkpoint=state), KINDS["lora"])
     assert source is not None and source.checkpoint == "1"

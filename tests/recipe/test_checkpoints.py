@@ -23,6 +23,7 @@ from tests.helpers.runs import (
     RESUME,
     SHORT,
     assert_same_records,
+    assert_same_weights,
     losses,
     train,
     undisturbed,
@@ -39,12 +40,21 @@ refused = partial(runs.refused, "CheckpointError")
 # --- what is resumed from ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("epochs", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_a_run_that_is_finished(epochs: int, tmp_path: Path) -> None:
-    """Even where an earlier epoch could be resumed from, which would train the last one again."""
-    train("full", tmp_path, epochs=epochs)
-    said = refused("full", tmp_path, epochs=epochs, **RESUME)
-    assert f"{tmp_path}: the run is finished, and epoch_{epochs - 1} is its end" in said
+@pytest.mark.rotating
+@pytest.mark.parametrize(("kind", "ranks"), [("full", 1), ("lora", 2)])
+def test_a_run_that_is_finished_and_gets_more_epochs(kind: str, ranks: int, tmp_path: Path) -> None:
+    """With a constant rate it is the longer run; a schedule would have been another one."""
+    changes = {"lr_scheduler": None, "max_steps_per_epoch": 2}
+    whole, expected = undisturbed(kind, ranks, epochs=2, **changes)
+    first = train(kind, tmp_path, ranks, epochs=1, **changes)
+    cfg = tiny_config(kind, tmp_path, epochs=1, **changes, **RESUME)
+    again = watch_ranks(run_ours, ranks, kind, cfg, until_exit_of=[*range(ranks)], join=False)
+    assert [rank.exit_code for rank in again] == [0] * ranks
+    said = f"The run is finished, nothing to do: {tmp_path}/epoch_0 has 1 epoch."
+    assert said in again[0].said
+    more = train(kind, tmp_path, ranks, epochs=2, **changes, **RESUME)
+    assert_same_records(first + more, expected)
+    assert_same_weights(whole / "epoch_1", tmp_path / "epoch_1")
 
 
 @pytest.mark.rotating
@@ -61,20 +71,21 @@ def test_resuming_without_naming_a_file(kind: str, tmp_path: Path) -> None:
     }
     weights = next((tmp_path / "epoch_1_step_8").glob("*.pt"))
     os.truncate(weights, 100)
+    (tmp_path / "epoch_1" / "recipe_state.pt").unlink()
     (tmp_path / ".saving" / "epoch_2").mkdir(parents=True)
     cfg.epochs = 3  # or the run would be finished
     (again,) = watch_ranks(run_ours, 1, kind, cfg, until_exit_of=[0], join=False)
     (line,) = re.findall(r"Resuming from .*", again.said)
     assert f"{tmp_path}/epoch_1_step_6 (step 6). Skipped: " in line
     assert "epoch_2 (its run ended while saving it)" in line
-    assert "epoch_1 (it is the end of a run)" in line
+    assert "epoch_1 (its recipe state is missing" in line
     assert f"epoch_1_step_8 ({weights.name} is truncated" in line
     assert again.exit_code == 0
 
 
 def test_torchtune_reads_what_is_published(tmp_path: Path) -> None:
     """As a model to start from, and to resume."""
-    expected = train("full", tmp_path / "out", epochs=2)
+    expected = train("full", tmp_path / "out", epochs=2, keep_last_n_checkpoints=2)
     start = {
         "checkpointer.checkpoint_dir": str(tmp_path / "out" / "epoch_0"),
         "checkpointer.checkpoint_files": ["model-00001-of-00001.safetensors"],
@@ -82,7 +93,10 @@ def test_torchtune_reads_what_is_published(tmp_path: Path) -> None:
     cfg = tiny_config("full", tmp_path / "next", **start)
     run_ranks(run_torchtunes, 1, "full", cfg, join=False)
     assert not list((tmp_path / "next").rglob(durable.MANIFEST)), "not copied by torchtune"
-    named = {"checkpointer.checkpoint_files": ["epoch_0/model-00001-of-00001.safetensors"]}
+    named = {
+        "checkpointer.checkpoint_files": ["epoch_0/model-00001-of-00001.safetensors"],
+        "checkpointer.recipe_checkpoint": "epoch_0/recipe_state.pt",
+    }
     cfg = tiny_config("full", tmp_path / "out", epochs=2, **named, **RESUME)
     records, *_ = run_ranks(run_torchtunes, 1, "full", cfg, join=False)
     assert losses(records) == losses(expected)[-3:]
@@ -106,7 +120,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("damage", "said"), BROKEN.values(), ids=BROKEN)
 def test_the_only_checkpoint_is_damaged(damage: dict[str, Any], said: str, tmp_path: Path) -> None:
-    whole, _ = undisturbed("full", epochs=2, max_steps_per_epoch=1)
+    whole, _ = undisturbed("full", max_steps_per_epoch=1)
     shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
     os.truncate(tmp_path / "epoch_0" / damage["file"], damage["size"])
     message = refused("full", tmp_path, 2, epochs=3, **RESUME)
@@ -203,7 +217,7 @@ def test_a_disk_that_is_full_at_the_second_checkpoint(writer: str, tmp_path: Pat
     assert f"The last one is {tmp_path}/{first}" in said
     assert ("write failed" if writer == "state" else "No space left on device") in said
     assert {p.name for p in tmp_path.glob("*epoch_*")} == {first}
-    found, _ = CheckpointFolder(tmp_path).newest("full", lambda _: True)
+    found, _ = CheckpointFolder(tmp_path).newest("full")
     assert found is not None and found.name == first
     assert not list((tmp_path / ".saving").glob("*epoch*")), "the space has been given back"
 

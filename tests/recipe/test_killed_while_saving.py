@@ -60,7 +60,7 @@ def what_is_resumed(kind: str, epochs: int, folder: Path) -> str:
     """The state of an output folder: which checkpoint a run resumes from, and what else is there."""
     staged = sorted(path.name for path in (folder / ".saving").glob("*epoch_*"))
     try:
-        found, unfinished = CheckpointFolder(folder).newest(kind, lambda _: True, epochs)
+        found, unfinished = CheckpointFolder(folder).newest(kind, epochs=epochs)
     except CheckpointError as error:
         return f"99, {error}"
     if found is None:
@@ -241,7 +241,7 @@ def test_a_run_that_is_killed_at_random_moments(seed: int, tmp_path: Path) -> No
         delay = moment.uniform(0.0, 0.4)
         cfg = tiny_config("full", killed, **changes, **RESUME)
         watch_ranks(run_and_die, 1, cfg, delay, until_exit_of=[0], timeout=60, join=False)
-        CheckpointFolder(killed).newest("full", lambda _: True)  # completes what was sealed
+        CheckpointFolder(killed).newest("full")  # completes what was sealed
         if (killed / "epoch_1").exists():
             break  # too late: it was done
     else:

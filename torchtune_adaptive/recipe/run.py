@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import config, training
 
+from torchtune_adaptive.common import ConfigError, FolderLock
 from torchtune_adaptive.core import (
     Epochs,
     Loader,
@@ -30,7 +29,11 @@ from torchtune_adaptive.core import (
     Watchdog,
     device_memory,
 )
-from torchtune_adaptive.recipe.checkpoints.folder import last_saved, require_output_folder
+from torchtune_adaptive.recipe.checkpoints.folder import (
+    last_saved,
+    lock_output_folders,
+    require_output_folder,
+)
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.data.dataset import Data, load_data, validation_config
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
@@ -54,6 +57,7 @@ from torchtune_adaptive.recipe.train.instruments import Profiling, build_profile
 from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
 from torchtune_adaptive.recipe.train.learning_rate import LearningRate
 from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_resume
+from torchtune_adaptive.recipe.train.metric_logger import MetricLogger
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
 from torchtune_adaptive.recipe.train.stop import StopSignals
 from torchtune_adaptive.recipe.train.validation import Validation
@@ -85,8 +89,10 @@ class Run:
         self.environment = start_environment(cfg, patience, watched=self.settings.survives)
         self.kind = recipe_kind(KINDS[kind], cfg, self.environment)
         self.ranks = self.environment.ranks
+        self._locks: list[FolderLock] = []  # on rank 0
         if not self.settings.search_only:
             require_output_folder(cfg, self.ranks)
+            self._locks = lock_output_folders(cfg, self.ranks)
         self.stop = StopSignals(self.settings.stop_timeout)
         self.watchdog = Watchdog(
             self.ranks, limit=self.settings.rank_timeout, on_duty=self.settings.survives
@@ -101,16 +107,29 @@ class Run:
             self.planner = BackgroundPlanner.begin(
                 cfg, self.settings, self.ranks.size, self.memory.name
             )
-        self.metrics: Any = None  # torchtune's metric logger, on rank 0
         self.record: Record | None = None  # on rank 0
         self._loop: TrainingLoop | None = None
-        if self.ranks.is_zero:
-            # torchtune's loggers print where they write.
-            said = nullcontext() if log.isEnabledFor(logging.INFO) else redirect_stdout(StringIO())
-            with said:
-                self.metrics = config.instantiate(cfg.metric_logger)
+        self.metrics = self._start_metrics()
+        if self.metrics is not None:
             self.record = Record(cfg, kind, self.ranks.size, self.metrics)
             log.info(f"Config: {self.record.save_config()}")
+
+    def _start_metrics(self) -> MetricLogger | None:
+        """The metric logger, on rank 0; raises on all ranks if it cannot write."""
+        metrics, reason = None, None
+        if self.ranks.is_zero:
+            try:
+                metrics = MetricLogger(self._cfg)
+            except OSError as error:
+                reason = f"cannot write: {error}"
+        if reason := self.ranks.from_rank_zero(reason):
+            raise ConfigError(
+                "metric_logger",
+                self._cfg.metric_logger._component_,
+                reason,
+                "Set metric_logger.log_dir to a folder that can be written to, or make room",
+            )
+        return metrics
 
     def __enter__(self) -> Run:
         self.stop.__enter__()
@@ -133,6 +152,8 @@ class Run:
             if self.record is not None:
                 trained = self._loop.trained() if self._loop else None
                 self.record.close(error or self.stop.reason, trained)
+            for lock in self._locks:
+                lock.release()
             self.stop.__exit__(kind, error, traceback)
 
     def _close_planner(self) -> None:

@@ -41,7 +41,12 @@ from torchtune_adaptive.recipe.checkpoints.asynchronous import (
 )
 from torchtune_adaptive.recipe.checkpoints.folder import STATE, CheckpointFolder
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
-from torchtune_adaptive.recipe.checkpoints.resume_from import Source, named_source, newest_source
+from torchtune_adaptive.recipe.checkpoints.resume_from import (
+    Finished,
+    Source,
+    named_source,
+    newest_source,
+)
 from torchtune_adaptive.recipe.settings.kind_table import Kind
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import Model
@@ -70,8 +75,12 @@ class Checkpoints(ABC):
         self._output_dir = Path(cfg.checkpointer.output_dir)
         self._folder = CheckpointFolder(self._output_dir, cfg.get("keep_last_n_checkpoints"))
         self._require_optimizer_that_can_be_saved()
-        self._source = self._all.decide(self._choose_source)
-        self._checkpointer = self._all.read(self._build_checkpointer)
+        chosen = self._all.decide(self._choose_source)
+        self.finished = chosen if isinstance(chosen, Finished) else None
+        """The end of the run, if there is nothing left to train. Nothing can be loaded or saved then."""
+        self._source = chosen if isinstance(chosen, Source) else None
+        if self.finished is None:
+            self._checkpointer = self._all.read(self._build_checkpointer)
 
     def load(self) -> dict[str, Any]:
         """The weights to start from and, in a run that is resumed, the recipe's state."""
@@ -114,26 +123,26 @@ class Checkpoints(ABC):
             weights = {key: weight.clone() for key, weight in weights.items()}
         facts = self._facts(progress)
         state: dict[str, Any] = {}
-        if progress.is_unfinished:
+        if facts["resumable"]:
             state = {**progress.state_dict(), ID_KEY: facts["id"]}
             state[training.OPT_KEY] = self._optimizer_state(model, optimizers)
 
         def write() -> None:
-            staged = self._folder.begin(f"epoch_{name}")
-            self._checkpointer.save_checkpoint(
-                {**state, **self._parts(weights)},
-                epoch=name,
-                intermediate_checkpoint=progress.is_unfinished,
-                adapter_only=self._adapters_only,
-            )
-            # torchtune 0.6.1 keeps the state there, its main branch with the weights.
-            beside = self._folder.staging / "recipe_state"
-            if progress.is_unfinished and not (staged / STATE).exists():
-                (beside / STATE).rename(staged / STATE)
-            shutil.rmtree(beside, ignore_errors=True)
-            self._folder.publish(staged.name, facts)
+            parts = self._parts(weights)
+            try:
+                self._write_files(name, parts, state, facts)
+            except Exception as error:
+                if progress.is_unfinished or not state:
+                    raise
+                # The weights are what the run was for; its state, twice as large, only continues it.
+                log.warning(
+                    f"epoch_{name} is saved without its recipe state ({reason(error)}): more epochs cannot "
+                    "continue this run exactly."
+                )
+                self._folder.abandon(f"epoch_{name}")
+                self._write_files(name, parts, {}, {**facts, "resumable": False})
             seconds = time.perf_counter() - started
-            log.info(f"Saved the checkpoint {self._output_dir / staged.name} in {seconds:.2f} s.")
+            log.info(f"Saved the checkpoint {self._output_dir}/epoch_{name} in {seconds:.2f} s.")
 
         self._write(write, f"epoch_{name}")
 
@@ -143,14 +152,18 @@ class Checkpoints(ABC):
 
     # --- what a run starts from -----------------------------------------------------------------------
 
-    def _choose_source(self) -> Source | None:
+    def _choose_source(self) -> Source | Finished | None:
         """The files to resume from, chosen on rank 0; None to start from the beginning."""
         if not self._cfg.resume_from_checkpoint:
+            if newest := self._folder.newest_name():
+                log.warning(
+                    f"{newest} is of an earlier run: this one starts from the beginning, and replaces its "
+                    "report and its checkpoints of the same names. Set resume_from_checkpoint=True to "
+                    "continue that one, or another output_dir to keep it."
+                )
             return None
-        source = named_source(self._cfg, self._kind)
-        if source is None:
-            source = newest_source(self._folder, self._kind, self._cfg.epochs)
-        return source
+        named = named_source(self._cfg, self._kind)
+        return named or newest_source(self._folder, self._kind, self._cfg.epochs)
 
     def _build_checkpointer(self) -> Any:
         """torchtune's checkpointer: it reads the weights, and writes into the staging folder.
@@ -192,6 +205,24 @@ class Checkpoints(ABC):
 
     # --- what is saved --------------------------------------------------------------------------------
 
+    def _write_files(
+        self, name: str, parts: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]
+    ) -> None:
+        """Write and publish a checkpoint of what the checkpointer expects, on rank 0."""
+        staged = self._folder.begin(f"epoch_{name}")
+        self._checkpointer.save_checkpoint(
+            {**state, **parts},
+            epoch=name,
+            intermediate_checkpoint=bool(state),
+            adapter_only=self._adapters_only,
+        )
+        # torchtune 0.6.1 keeps the state there, its main branch with the weights.
+        beside = self._folder.staging / "recipe_state"
+        if state and not (staged / STATE).exists():
+            (beside / STATE).rename(staged / STATE)
+        shutil.rmtree(beside, ignore_errors=True)
+        self._folder.publish(staged.name, facts)
+
     def _write(self, write: Callable[[], None], name: str) -> None:
         """Write on rank 0, while the others wait."""
         problem: Exception | None = None
@@ -211,7 +242,7 @@ class Checkpoints(ABC):
         newest = self._folder.newest_name()
         return (
             f"The checkpoint {name} could not be written to {self._output_dir}{free}: {reason(error)}. "
-            + (f"The last one is {newest}: " if newest else "There is none before it: ")
+            + (f"The last one is {newest}: " if newest else "There is no earlier checkpoint: ")
             + "make room, or make the folder writable, and resume with resume_from_checkpoint=True."
         )
 
@@ -220,7 +251,7 @@ class Checkpoints(ABC):
         return {
             "id": self._all.ranks.from_rank_zero(uuid.uuid4().hex),
             "recipe": self._kind.name,
-            "resumable": progress.is_unfinished,
+            "resumable": progress.is_unfinished or not self._state_stays_on_ranks,
             "epochs_run": progress.epochs_run,
             "step": trained and trained.global_step,
             "samples": trained and trained.samples,
@@ -239,18 +270,19 @@ class Checkpoints(ABC):
             return {name: full_state(one) for name, one in optimizers.saved.optim_map.items()}
         return full_state(optimizers.saved)
 
+    @property
+    def _state_stays_on_ranks(self) -> bool:
+        """Whether the optimizer has state that no single rank can save."""
+        optimizer = str(self._cfg.optimizer._component_)
+        return optimizer.startswith("torchao.optim.") and self._environment.ranks.size > 1
+
     def _require_optimizer_that_can_be_saved(self) -> None:
         cfg = self._cfg
-        optimizer = cfg.optimizer._component_
         between_epochs = cfg.epochs > 1 or cfg.get("save_every_n_steps") is not None
-        if (
-            optimizer.startswith("torchao.optim.")
-            and self._environment.ranks.size > 1
-            and between_epochs
-        ):
+        if self._state_stays_on_ranks and between_epochs:
             raise ConfigError(  # or the first checkpoint would end the run
                 "optimizer",
-                optimizer,
+                cfg.optimizer._component_,
                 "has quantized state, which torch cannot gather from several ranks for a checkpoint "
                 "between epochs",
                 "Use another optimizer, one rank, or epochs=1 without save_every_n_steps",
