@@ -34,7 +34,6 @@ from tests.helpers.runs import (
     undisturbed,
 )
 from tests.recipe.test_growing_runs import WITHIN_EPOCHS
-from torchtune_adaptive.common.errors import CheckpointError
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
 
@@ -59,12 +58,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 def what_is_resumed(kind: str, epochs: int, folder: Path) -> str:
     """The state of an output folder: which checkpoint a run resumes from, and what else is there."""
     staged = sorted(path.name for path in (folder / ".saving").glob("*epoch_*"))
-    try:
-        found, unfinished = CheckpointFolder(folder).newest(kind, epochs=epochs)
-    except CheckpointError as error:
-        return f"99, {error}"
+    found, unfinished = CheckpointFolder(folder).newest(kind, epochs=epochs)
     if found is None:
         return "0, nothing"
+    if found.epochs_run >= epochs:
+        return "99, the run is finished"
     return f"{found.number}, {found.name}, staged: {staged}, unfinished: {unfinished}"
 
 
