@@ -29,6 +29,7 @@ from torchtune_adaptive.core import (
     Watchdog,
     device_memory,
 )
+from torchtune_adaptive.recipe.checkpoints.config_changes import change, training_config
 from torchtune_adaptive.recipe.checkpoints.folder import (
     last_saved,
     lock_output_folders,
@@ -98,7 +99,15 @@ class Run:
             self.ranks, limit=self.settings.rank_timeout, on_duty=self.settings.survives
         )
         seed = training.set_seed(cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
-        self.progress = Progress(seed, cfg.epochs, cfg.max_steps_per_epoch)
+        self._takes_rate = self.settings.resume_learning_rate == "config"
+        self.progress = Progress(
+            seed,
+            cfg.epochs,
+            cfg.max_steps_per_epoch,
+            config=training_config(cfg, KINDS[kind]),
+            adapts=self.settings.adapts,
+            takes_rate=self._takes_rate,
+        )
         # Before the model: a cap on memory holds for its weights as well.
         self.memory = device_memory(self.environment.device, self.settings.memory_limit)
         self.planner: BackgroundPlanner | None = None  # on rank 0, in parallel with the set-up
@@ -176,7 +185,10 @@ class Run:
         self.watchdog.enter("loading the data", patience=None)
         tokenizer = config.instantiate(cfg.tokenizer)
         data = load_data(cfg, tokenizer, self.kind.rows(), objective)
-        order = SampleOrder(len(data.dataset), model.data_ranks, cfg.shuffle)
+        changed = self.progress.require_data(len(data.dataset))
+        if changed is not None and self.ranks.is_zero:
+            log.warning(changed)
+        order = SampleOrder(len(data.dataset), model.data_ranks, self.progress.shuffle)
         measures_noise = settings.gradient_noise != "off" or getattr(
             self._grow, "needs_noise", False
         )
@@ -246,6 +258,7 @@ class Run:
             validation=self._validation(step, rows.validation, batch, model, events, metrics),
         )
         self._note(batch, loop.adaptation.split)
+        self._compare_batch(loop.adaptation.split)
         self._loop = loop
         return loop
 
@@ -294,6 +307,15 @@ class Run:
             step = self.progress.training.global_step if self.progress.training else 0
             self.record.decided(split, step, batch.report)
 
+    def _compare_batch(self, split: Split) -> None:
+        """Say if a resumed run goes on with another global batch."""
+        saved = self.progress.training
+        if saved is None or saved.growth.global_batch == split.global_batch:
+            return
+        if self.ranks.is_zero:
+            old, whose = saved.growth.global_batch, f"config's: {split.text()}"
+            log.warning(change("global batch", old, split.global_batch, whose))
+
     def _last_checkpoint(self) -> str:
         return last_saved(Path(self._cfg.checkpointer.output_dir))
 
@@ -326,15 +348,16 @@ class Run:
             used = saved.samples_of_epoch // batch.start.ranks
             if settings.adapts and saved.growth.largest is not None:
                 growth.resume(saved.growth)
+        total = progress.total_epochs * epochs.base_steps
         learning_rate = LearningRate(
             optimizers,
-            lambda position: build_lr_scheduler(
-                self._cfg, optimizers, progress.total_epochs * epochs.base_steps, position
-            ),
+            lambda position: build_lr_scheduler(self._cfg, optimizers, total, position),
             position=epochs.position(progress.epochs_run, used),
             rule=settings.lr_scaling or (growth.schedule.lr_scaling if growth.schedule else "none"),
             half_life=settings.beta2 == "half_life",
             start=batch.start.global_batch,
+            total=total,
+            anew=self._takes_rate,
         )
         adaptation = Adaptation(growth, learning_rate, noise, epochs, events)
         if self._grow is not None and not saved:

@@ -38,9 +38,14 @@ from torchtune_adaptive.recipe.checkpoints.all_or_none import (
 from torchtune_adaptive.recipe.checkpoints.asynchronous import (
     TRAINING_STATE,
     AsynchronousCheckpoints,
+    training_state_of,
+)
+from torchtune_adaptive.recipe.checkpoints.config_changes import (
+    require_same_optimizer,
+    training_config,
 )
 from torchtune_adaptive.recipe.checkpoints.folder import STATE, CheckpointFolder
-from torchtune_adaptive.recipe.checkpoints.progress import Progress
+from torchtune_adaptive.recipe.checkpoints.progress import CONFIG_KEY, Progress
 from torchtune_adaptive.recipe.checkpoints.resume_from import (
     Finished,
     Source,
@@ -101,8 +106,12 @@ class Checkpoints(ABC):
         self, model: Model, optimizers: Optimizers, progress: Progress, checkpoint: dict[str, Any]
     ) -> None:
         """Continue where the checkpoint was saved, if the run is resumed."""
-        if self._source is not None:
-            progress.resume(checkpoint)
+        if self._source is None:
+            return
+        progress.resume(checkpoint)
+        if self._environment.ranks.is_zero:
+            for line in progress.changes:
+                log.warning(line)
 
     def save(self, model: Model, optimizers: Optimizers, progress: Progress, name: str) -> None:
         """Save a checkpoint ``epoch_<name>``, and remove those that it supersedes.
@@ -191,7 +200,10 @@ class Checkpoints(ABC):
     def _load(self) -> dict[str, Any]:
         loaded: dict[str, Any] = self._checkpointer.load_checkpoint()
         source = self._source
-        if source is None or source.distributed is not None:
+        if source is None:
+            return loaded
+        if source.distributed is not None:
+            self._require_same_optimizer(training_state_of(Path(source.distributed)))
             return loaded
         if source.adapters is not None:
             loaded[training.ADAPTER_KEY] = read_file(source.adapters)
@@ -200,8 +212,14 @@ class Checkpoints(ABC):
             if not isinstance(state, dict):
                 raise CheckpointError(f"{source.state}: is not a recipe state. Name another file.")
             source.require_same(state.pop(ID_KEY, None))
+            self._require_same_optimizer(state)
             loaded.update(state)
         return loaded
+
+    def _require_same_optimizer(self, state: dict[str, Any]) -> None:
+        """Raise where the state of another optimizer would be loaded."""
+        if saved := state.get(CONFIG_KEY):
+            require_same_optimizer(saved["config"], training_config(self._cfg, self._kind))
 
     # --- what is saved --------------------------------------------------------------------------------
 
