@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -23,9 +24,16 @@ from torchtune_adaptive.recipe.checkpoints.folder import (
     STATE,
     CheckpointFolder,
     last_saved,
+    lock_output_folders,
     require_output_folder,
 )
-from torchtune_adaptive.recipe.checkpoints.resume_from import Source, named_source, newest_source
+from torchtune_adaptive.recipe.checkpoints.resume_from import (
+    Finished,
+    Source,
+    named_source,
+    newest_source,
+    say_what_is_replaced,
+)
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 
 WEIGHTS = "model-00001-of-00001.safetensors"
@@ -330,6 +338,60 @@ def test_nothing_has_been_saved_yet(tmp_path: Path, caplog: pytest.LogCaptureFix
     (line,) = caplog.messages
     assert "starts from the beginning" in line
     assert "epoch_0 (its run ended while saving it)" in line
+
+
+def test_a_new_run_says_what_it_replaces(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        say_what_is_replaced(CheckpointFolder(tmp_path))
+        assert not caplog.messages
+        at = save(CheckpointFolder(tmp_path), "epoch_0", resumable=False)
+        say_what_is_replaced(CheckpointFolder(tmp_path))
+    (line,) = caplog.messages
+    assert line.startswith(f"{at} is of an earlier run") and "or another output_dir" in line
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_the_end_of_a_run(resumable: bool, tmp_path: Path) -> None:
+    """It is one for as many epochs, with its recipe state or without; more of them need it."""
+    folder, kind = CheckpointFolder(tmp_path), KINDS["full"]
+    save(folder, "epoch_0", epochs_run=1)
+    at = save(folder, "epoch_1", epochs_run=2, resumable=resumable)
+    for epochs in (1, 2):
+        assert newest_source(folder, kind, epochs) == Finished(str(at), 2)
+    more = newest_source(folder, kind, 3)
+    assert isinstance(more, Source) and more.state is not None
+    assert Path(more.state).parent.name == ("epoch_1" if resumable else "epoch_0")
+    os.truncate(at / WEIGHTS, 3)
+    assert newest_source(folder, kind, 1) == Finished(str(tmp_path / "epoch_0"), 1)
+
+
+def test_only_one_run_writes_into_a_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = config(tmp_path)
+    (tmp_path / "out").mkdir()
+
+    def is_refused() -> None:
+        with pytest.raises(
+            CheckpointError, match=r"out: another run is using it \(process \d+ on "
+        ):
+            lock_output_folders(cfg, Alone())
+
+    (lock,) = lock_output_folders(cfg, Alone())
+    assert in_child(is_refused) == 0
+    lock_output_folders(cfg, Alone())  # by the same process, as in a notebook
+    lock.release()
+    assert in_child(lambda: lock_output_folders(cfg, Alone())) == 0
+    assert in_child(lambda: (lock_output_folders(cfg, Alone()), os.kill(os.getpid(), 9))) == -9
+    assert in_child(lambda: lock_output_folders(cfg, Alone())) == 0, "a killed run leaves none"
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with caplog.at_level("WARNING"):
+        lock_output_folders(cfg, Alone())
+    assert "cannot be locked (No locks available)" in caplog.text
 
 
 def config(path: Path, **checkpointer: Any) -> Any:

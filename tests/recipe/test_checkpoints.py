@@ -28,7 +28,7 @@ from tests.helpers.runs import (
     train,
     undisturbed,
 )
-from torchtune_adaptive.common import durable
+from torchtune_adaptive.common import FolderLock, durable
 from torchtune_adaptive.recipe.checkpoints import asynchronous
 from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
 
@@ -169,22 +169,12 @@ def test_saving_changes_no_bit_of_training(kind: str, tmp_path: Path) -> None:
 
 def run_on_a_full_disk(kind: str, cfg: DictConfig, save: int, writer: str) -> None:
     """A run whose disk is full from one of its saves on, as the library reports it that writes the file."""
+    no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file")
     errors: dict[str, tuple[Any, str, Exception]] = {
-        "manifest": (
-            durable,
-            "write_durably",
-            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"),
-        ),
-        "state": (
-            torch,
-            "save",
-            RuntimeError("[enforce fail] write failed\nat"),
-        ),
-        "distributed": (
-            asynchronous.FileSystemWriter,
-            "write_data",
-            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"),
-        ),
+        "manifest": (durable, "write_durably", no_space),
+        "state": (torch, "save", RuntimeError("[enforce fail] write failed\nat")),
+        "distributed": (asynchronous.FileSystemWriter, "write_data", no_space),
+        "distributed on rank 1": (asynchronous.FileSystemWriter, "write_data", no_space),
     }
     owner, name, error = errors[writer]
     begin = CheckpointFolder.begin
@@ -194,18 +184,25 @@ def run_on_a_full_disk(kind: str, cfg: DictConfig, save: int, writer: str) -> No
         raise error
 
     def begin_and_fail(self: CheckpointFolder, folder: str) -> Path:
-        if next(saves) == save:
+        if writer != "distributed on rank 1" and next(saves) == save:
             setattr(owner, name, fail)
         return begin(self, folder)
 
     CheckpointFolder.begin = begin_and_fail  # type: ignore[method-assign]
+    if writer == "distributed on rank 1" and os.environ["RANK"] == "1":
+        write = owner.write_data
+
+        def write_or_fail(*arguments: Any) -> Any:
+            return fail() if next(saves) == save else write(*arguments)
+
+        owner.write_data = write_or_fail
     run_ours(kind, cfg)
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("writer", ["distributed", "manifest", "state"])
+@pytest.mark.parametrize("writer", ["distributed", "distributed on rank 1", "manifest", "state"])
 def test_a_disk_that_is_full_at_the_second_checkpoint(writer: str, tmp_path: Path) -> None:
-    asynchronous = writer == "distributed"
+    asynchronous = writer.startswith("distributed")
     changes = ASYNCHRONOUS if asynchronous else SHORT
     cfg = tiny_config("full", tmp_path, **changes)
     with pytest.raises(AssertionError, match="CheckpointError") as raised:
@@ -220,6 +217,26 @@ def test_a_disk_that_is_full_at_the_second_checkpoint(writer: str, tmp_path: Pat
     found, _ = CheckpointFolder(tmp_path).newest("full")
     assert found is not None and found.name == first
     assert not list((tmp_path / ".saving").glob("*epoch*")), "the space has been given back"
+
+
+def test_a_disk_that_is_full_at_the_end(tmp_path: Path) -> None:
+    """The recipe state is most of a checkpoint, and the weights alone are what the run was for."""
+    cfg = tiny_config("full", tmp_path, max_steps_per_epoch=1)
+    arguments = (2, "full", cfg, 1, "state")
+    first, _ = watch_ranks(run_on_a_full_disk, *arguments, until_exit_of=[0, 1], join=False)
+    assert first.exit_code == 0, first.said
+    assert "epoch_0 is saved without its recipe state (RuntimeError: [enforce fail]" in first.said
+    assert list((tmp_path / "epoch_0").glob("*.safetensors"))
+    assert not list((tmp_path / "epoch_0").glob("*.pt")) and not (tmp_path / ".saving").exists()
+    said = refused("full", tmp_path, max_steps_per_epoch=1, epochs=2, **RESUME)
+    assert "epoch_0 (it is the end of a run, saved without its recipe state)" in said
+    assert "or train on from the weights of one" in said
+
+
+def test_a_folder_that_another_run_uses(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    assert f"{tmp_path}: another run is using it" in refused("full", tmp_path, 2)
+    lock.release()
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -29,38 +31,34 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = None
+        self._file: int | None = None
         try:
-            self._file = (folder / LOCK).open("a+")
+            self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            if self._file is not None:
-                self._file.seek(0)
-                owner = self._file.read().strip()
-                self.release()
+        except OSError as error:
+            owner = self._owner() if error.errno in (errno.EAGAIN, errno.EACCES) else None
+            self.release()
+            if owner is not None:
                 raise FolderInUse(f"{folder}: another run is using it ({owner})") from None
             _warn(folder, error)
-        except OSError as error:
-            self.release()
-            _warn(folder, error)
-        else:
-            self._sign()
+            return
+        with suppress(OSError):  # it holds nevertheless
+            os.truncate(self._file, 0)
+            os.write(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
-    def _sign(self) -> None:
-        """Write into the file whose it is, for the message of another process."""
-        assert self._file is not None
-        try:
-            self._file.truncate(0)
-            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            self._file.flush()
-        except OSError as error:  # the lock holds nevertheless
-            log.debug(f"The lock of a folder is not signed: {error}")
+    def _owner(self) -> str | None:
+        """Who has the lock, as far as the file says; None if it could not be opened."""
+        if self._file is None:
+            return None
+        with suppress(OSError):
+            return os.read(self._file, 1000).decode(errors="replace")
+        return "unknown"
 
     def release(self) -> None:
         """Let others have the folder."""
         file, self._file = self._file, None
         if file is not None:
-            file.close()
+            os.close(file)
 
 
 def _warn(folder: Path, error: OSError) -> None:

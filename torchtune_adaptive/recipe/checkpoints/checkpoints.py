@@ -51,6 +51,7 @@ from torchtune_adaptive.recipe.checkpoints.resume_from import (
     Source,
     named_source,
     newest_source,
+    say_what_is_replaced,
 )
 from torchtune_adaptive.recipe.settings.kind_table import Kind
 from torchtune_adaptive.recipe.setup.environment import Environment
@@ -164,12 +165,7 @@ class Checkpoints(ABC):
     def _choose_source(self) -> Source | Finished | None:
         """The files to resume from, chosen on rank 0; None to start from the beginning."""
         if not self._cfg.resume_from_checkpoint:
-            if newest := self._folder.newest_name():
-                log.warning(
-                    f"{newest} is of an earlier run: this one starts from the beginning, and replaces its "
-                    "report and its checkpoints of the same names. Set resume_from_checkpoint=True to "
-                    "continue that one, or another output_dir to keep it."
-                )
+            say_what_is_replaced(self._folder)
             return None
         named = named_source(self._cfg, self._kind)
         return named or newest_source(self._folder, self._kind, self._cfg.epochs)

@@ -84,10 +84,11 @@ def training_config(cfg: DictConfig, kind: Kind) -> FlatConfig:
 def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         path = f"{above}{key}"
-        if isinstance(value, list) and any(isinstance(one, dict) for one in value):
-            value = {f"[{number}]": one for number, one in enumerate(value)}
         if isinstance(value, dict):
             yield from _flat(value, f"{path}.")
+        elif isinstance(value, list) and all(isinstance(one, dict) for one in value):
+            for number, one in enumerate(value):
+                yield from _flat(one, f"{path}[{number}].")
         elif value is not None:
             plain = isinstance(value, (bool, int, float, str))
             yield path, value if plain else str(value)
@@ -95,6 +96,7 @@ def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
 
 def change(key: str, old: Any, new: Any, whose: str) -> str:
     """A line about a value that a resumed run does not have from both."""
+    old, new = ("unset" if value is None else value for value in (old, new))
     return f"{key} {old} -> {new} (the {whose})"
 
 

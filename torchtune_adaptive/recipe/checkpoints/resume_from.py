@@ -101,6 +101,16 @@ def newest_source(
     )
 
 
+def say_what_is_replaced(folder: CheckpointFolder) -> None:
+    """Warn where a run that begins anew finds checkpoints of an earlier one."""
+    if newest := folder.newest_name():
+        log.warning(
+            f"{newest} is of an earlier run: this one starts from the beginning, and replaces its report and "
+            "its checkpoints of the same names. Set resume_from_checkpoint=True to continue that run, or "
+            "another output_dir to keep it."
+        )
+
+
 def named_source(cfg: DictConfig, kind: Kind) -> Source | None:
     """The files that a config names to resume from, or None if it leaves that open.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from torchtune_adaptive.core import LrScaling, lr_factor
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
@@ -168,17 +168,18 @@ class LearningRate:
     def _load_base(self, state: dict[str, Any]) -> None:
         scheduler, saved = self._scheduler, state["scheduler"]
         self._highest = state["highest"]
-        if scheduler is None or saved is None or state.get("total", self._total) == self._total:
-            self._position, self._base = state["position"], list(state["base"])
-            if scheduler is not None and saved is not None:
-                scheduler.load_state_dict(saved)
+        is_longer = state.get("total", self._total) != self._total  # or shorter
+        if is_longer and saved is not None and isinstance(scheduler, LambdaLR):
+            # The rate is what the schedule of the new length gives at this position.
+            scheduler.base_lrs = list(saved["base_lrs"])
+            scheduler.last_epoch = self._position - 1
+            self._step()
+            self._base = [float(group["lr"]) for group in self._groups]
+            self._highest = max(self._highest, self._base[0])
             return
-        # The schedule is longer or shorter now: the run is where the new one is at its position.
-        scheduler.base_lrs = list(saved["base_lrs"])
-        scheduler.last_epoch = self._position - 1
-        self._step()
-        self._base = [float(group["lr"]) for group in self._groups]
-        self._highest = max(self._highest, self._base[0])
+        self._position, self._base = state["position"], list(state["base"])
+        if scheduler is not None and saved is not None:
+            scheduler.load_state_dict(saved)
 
 
 def _state_of(optimizers: tuple[Optimizer, ...], parameter: torch.Tensor) -> dict[str, Any]:
