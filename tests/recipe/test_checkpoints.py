@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from tests.helpers import runs
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
 from tests.helpers.runs import (
+    ALL_KEPT,
     ASYNCHRONOUS,
     RESUME,
     SHORT,
@@ -151,6 +153,74 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     longer = {**SHORT, "epochs": 3, "model.lora_rank": 4}
     said = refused("lora", tmp_path / "lora", **longer, **RESUME)
     assert "does not fit the model: layers.0.attn" in said and "lora_a" in said
+
+
+# --- what has changed in the config -----------------------------------------------------------------
+
+
+STOPPED = {"save_every_n_steps": 2, "max_steps_per_epoch": 3, "epochs": 2, **ALL_KEPT}
+
+
+def stopped_after_two_steps(kind: str, folder: Path, ranks: int, **changes: Any) -> None:
+    """A copy of a run as it was after its first checkpoint."""
+    whole, _ = undisturbed(kind, ranks, **STOPPED, **changes)
+    shutil.copytree(whole, folder, symlinks=True)
+    for saved in {path.name for path in folder.glob("*epoch_*")} - {"epoch_0_step_2"}:
+        shutil.rmtree(folder / saved)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_learning_rate_that_is_changed_on_purpose(kind: str, tmp_path: Path) -> None:
+    """It is that of a run that has it from the beginning, to the bit; resumed again, it goes on."""
+    lower = {"optimizer.lr": 1e-4}
+    _, expected = undisturbed(kind, **STOPPED, **lower)
+    stopped_after_two_steps(kind, tmp_path / "first", 1)
+    taken = {"adaptive_batching.resume_learning_rate": "config"}
+    cfg = tiny_config(kind, tmp_path / "first", **STOPPED, **RESUME, **lower, **taken)
+    (first,) = watch_ranks(run_and_tell, 1, kind, cfg, until_exit_of=[0], join=False)
+    rate = tiny_config(kind, tmp_path).optimizer.lr
+    assert f"optimizer.lr {rate} -> 0.0001 (the config's)" in first.said
+    records = json.loads(first.said.splitlines()[-1])
+    assert [one["lr"] for one in records] == [one["lr"] for one in expected[2:]]
+    for name in ("epoch_0_step_6", "epoch_1", "epoch_1_step_6"):
+        shutil.rmtree(tmp_path / "first" / name, ignore_errors=True)
+    again = train(kind, tmp_path / "first", **STOPPED, **RESUME, **lower, **taken)
+    assert len(again) == 2
+    assert_same_records(again, records[-2:])
+
+
+def run_and_tell(kind: str, cfg: DictConfig) -> None:
+    records = run_ours(kind, cfg)
+    print(json.dumps(records))
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer._component_": "torch.optim.SGD"}, "optimizer._component_: torch.optim.SGD"),
+        ({"dataset.split": "train[:50%]"}, "in the middle of an epoch of"),
+        ({"optimizer_in_bwd": True}, "optimizer_in_bwd: True cannot continue"),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"enable_async_checkpointing": True}])
+def test_what_cannot_be_continued(
+    changes: dict[str, Any], said: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """On no rank; an asynchronous checkpoint, too, except for data, since it ends an epoch."""
+    if more:
+        first = {**ASYNCHRONOUS, "epochs": 2}
+        whole, _ = undisturbed("full", 2, **first)
+        shutil.copytree(whole, tmp_path / "run", symlinks=True)
+        shutil.rmtree(tmp_path / "run" / "epoch_1")
+        if "dataset.split" in changes:
+            assert len(train("full", tmp_path / "run", 2, **first, **RESUME, **changes)) == 2
+            return
+    else:
+        first = STOPPED
+        stopped_after_two_steps("full", tmp_path / "run", 2)
+    assert said in refused("full", tmp_path / "run", 2, **first, **RESUME, **changes)
 
 
 # --- what is saved ------------------------------------------------------------------------------------
