@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.helpers.killing import Copies, before_each_operation, in_child
+from tests.helpers.killing import Copies, Fault, in_child
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.common import durable
 from torchtune_adaptive.common.durable import MANIFEST
@@ -130,26 +130,6 @@ def test_a_save_that_is_killed_at_any_operation(
         assert newest(path) == (name, [])
         assert not (path / ".saving").exists()
     assert outcomes == ({"new", "old"} if before else {"new"})
-
-
-class Fault:
-    """An error of the disk at the n-th operation on files, and at all that follow if it stays."""
-
-    ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO)
-
-    def __init__(self) -> None:
-        self.number, self.seen, self.stays = 0, 0, False
-        before_each_operation(self.strike)
-
-    def arm(self, number: int, stays: bool = False) -> None:
-        """Begin to count; 0 is for no error."""
-        self.number, self.seen, self.stays = number, 0, stays
-
-    def strike(self, _: Path | None) -> None:
-        self.seen += 1
-        if self.number and (self.seen == self.number or (self.stays and self.seen > self.number)):
-            error = self.ERRORS[self.number % 3]
-            raise OSError(error, os.strerror(error), "file")
 
 
 @pytest.mark.parametrize("stays", [False, True])
