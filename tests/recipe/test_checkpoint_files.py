@@ -306,6 +306,10 @@ def test_checkpoints_of_another_recipe_and_of_torchtune(tmp_path: Path) -> None:
     theirs.mkdir()
     (theirs / ".metadata").write_text("torch writes it last")
     assert newest(tmp_path)[0] == "dist_epoch_3"
+    (theirs / MANIFEST).write_text("{}")  # not theirs
+    with pytest.raises(CheckpointError, match=r"dist_epoch_3 \(its .* is damaged"):
+        newest(tmp_path)
+    (theirs / MANIFEST).unlink()
     save(folder, "epoch_0")
     assert newest(tmp_path) == ("epoch_0", []), "what can be verified comes first"
 

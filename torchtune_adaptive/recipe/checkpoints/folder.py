@@ -275,7 +275,8 @@ class CheckpointFolder:
             try:
                 found.append(Checkpoint.read(folder))
             except Damaged as reason:
-                if (folder / TORCH_METADATA).is_file():
+                has_manifest = (folder / durable.MANIFEST).exists()
+                if not has_manifest and (folder / TORCH_METADATA).is_file():
                     # torchtune's, which is complete with this.
                     found.append(Checkpoint(folder, None))
                 elif unusable is not None:
