@@ -1,13 +1,15 @@
-"""What a process that is killed leaves: by killing it, or by copying its folder before each operation."""
+"""What a process leaves that is killed, or whose disk fails, at one of its operations on files."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -73,6 +75,26 @@ def kill_at(number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     before_each_operation(act)
+
+
+class Fault:
+    """An error of the disk at the n-th operation on files, and at all that follow if it stays."""
+
+    ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO)
+
+    def __init__(self) -> None:
+        self.number, self.seen, self.stays = 0, 0, False
+        before_each_operation(self.strike)
+
+    def arm(self, number: int, stays: bool = False) -> None:
+        """Begin to count; 0 is for no error."""
+        self.number, self.seen, self.stays = number, 0, stays
+
+    def strike(self, _: Path | None) -> None:
+        self.seen += 1
+        if self.number and (self.seen == self.number or (self.stays and self.seen > self.number)):
+            error = self.ERRORS[self.number % 3]
+            raise OSError(error, os.strerror(error), "file")
 
 
 class Copies:
@@ -141,6 +163,8 @@ def in_child(work: Callable[[], object]) -> int:
         try:
             work()
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

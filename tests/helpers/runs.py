@@ -22,6 +22,8 @@ Records = list[Record]
 
 SHORT = {"save_every_n_steps": 2, "max_steps_per_epoch": 4, "epochs": 2}
 ASYNCHRONOUS = {"enable_async_checkpointing": True, "max_steps_per_epoch": 2, "epochs": 3}
+ALL_KEPT = {"keep_last_n_checkpoints": 9}
+"""With their recipe states, so that a run can be resumed in its middle when it has ended."""
 RESUME = {"resume_from_checkpoint": True}
 MACHINE = {"tokens_per_second_per_gpu", "memory_unused_share"}
 """What is logged of the machine, and differs from run to run."""
@@ -80,7 +82,7 @@ def named_checkpoint(kind: str, saved: str = "epoch_0") -> dict[str, Any]:
     """What resumes a run from a checkpoint by the names of its files, as torchtune has to be told."""
     named: dict[str, Any] = {
         **RESUME,
-        "checkpointer.recipe_checkpoint": "recipe_state/recipe_state.pt",
+        "checkpointer.recipe_checkpoint": f"{saved}/recipe_state.pt",
     }
     if "lora" in kind:
         named["checkpointer.adapter_checkpoint"] = f"{saved}/adapter_model.pt"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.helpers.killing import Copies, in_child
+from tests.helpers.killing import Copies, Fault, in_child
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.common import durable
 from torchtune_adaptive.common.durable import MANIFEST
@@ -21,9 +24,16 @@ from torchtune_adaptive.recipe.checkpoints.folder import (
     STATE,
     CheckpointFolder,
     last_saved,
+    lock_output_folders,
     require_output_folder,
 )
-from torchtune_adaptive.recipe.checkpoints.resume_from import Source, named_source, newest_source
+from torchtune_adaptive.recipe.checkpoints.resume_from import (
+    Finished,
+    Source,
+    named_source,
+    newest_source,
+    say_what_is_replaced,
+)
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 
 WEIGHTS = "model-00001-of-00001.safetensors"
@@ -39,14 +49,13 @@ def save(
     (staged / WEIGHTS).write_text(f"weights {content or name}")
     if resumable:
         (staged / STATE).write_text(f"state {content or name}")
-    folder.publish(
-        name, {"id": f"id of {content or name}", "recipe": "full", "resumable": resumable, **facts}
-    )
+    common = {"id": f"id of {content or name}", "recipe": "full", "epochs_run": 0}
+    folder.publish(name, {**common, "resumable": resumable, **facts})
     return folder.path / name
 
 
 def newest(path: Path, recipe: str = "full") -> tuple[str | None, list[str]]:
-    found, skipped = CheckpointFolder(path).newest(recipe, lambda name: True)
+    found, skipped = CheckpointFolder(path).newest(recipe)
     return (found.name if found is not None else None), skipped
 
 
@@ -107,7 +116,7 @@ def test_a_save_that_is_killed_at_any_operation(
     assert len(killed) > 25, f"{len(killed)} operations"
     outcomes = set()
     for path in [*killed, out]:
-        found, _ = CheckpointFolder(path).newest("full", lambda name: True)
+        found, _ = CheckpointFolder(path).newest("full")
         if found is None:
             assert not before, "there was one, and it is lost"
             continue
@@ -123,6 +132,52 @@ def test_a_save_that_is_killed_at_any_operation(
     assert outcomes == ({"new", "old"} if before else {"new"})
 
 
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize(("before", "name"), KILLED_SAVES.values(), ids=KILLED_SAVES)
+def test_a_disk_that_fails_at_any_operation_of_a_save(
+    before: list[str], name: str, stays: bool, tmp_path: Path, exhaustive: bool, shard: int
+) -> None:
+    """Whether it recovers or not, there is a whole checkpoint, and the next save is not hindered."""
+
+    every = 1 if exhaustive else 7
+
+    def save_and_fail() -> None:
+        os.fsync = lambda _: None  # slow, and nothing is killed here
+        fault = Fault()
+        for number in count(1 + shard % every, every):
+            out = tmp_path / str(number)
+            out.mkdir()
+            for older in before:
+                save(CheckpointFolder(out), older, "old")
+            folder = CheckpointFolder(out)
+            fault.arm(number, stays)
+            failed = False
+            try:
+                save(folder, name, "new")
+            except OSError:
+                failed = True
+                folder.abandon(name)
+            folder.newest_name()
+            operations = fault.seen
+            fault.arm(0)
+            found, _ = CheckpointFolder(out).newest("full")
+            if found is None:
+                assert failed and not before, number
+            else:
+                files = ((found.folder / file).read_text() for file in (WEIGHTS, STATE))
+                _, contents = zip(*(text.split() for text in files), strict=True)
+                assert contents in (("new", "new"), ("old", "old")), number
+                assert failed or contents == ("new", "new"), number
+            save(CheckpointFolder(out), name, "next")
+            assert newest(out) == (name, []), number
+            assert not (out / ".saving").exists()
+            if operations < number:
+                assert number > 25 and not failed
+                return
+
+    assert in_child(save_and_fail) == 0
+
+
 def test_superseded_checkpoints_as_torchtune_does(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     save(folder, "epoch_0_step_2")
@@ -135,7 +190,8 @@ def test_superseded_checkpoints_as_torchtune_does(tmp_path: Path) -> None:
     save(folder, "epoch_1")
     save(folder, "epoch_2", resumable=False)
     assert names(tmp_path) == {"epoch_0", "epoch_1", "epoch_2", "recipe_state"}
-    assert newest(tmp_path) == ("epoch_1", ["epoch_2 (it is the end of a run)"])
+    skipped = "epoch_2 (it is the end of a run, saved without its recipe state)"
+    assert newest(tmp_path) == ("epoch_1", [skipped])
     assert (tmp_path / "recipe_state" / STATE).read_text() == "state epoch_1"
 
 
@@ -159,6 +215,16 @@ def test_a_link_that_leads_nowhere_is_removed(tmp_path: Path) -> None:
     assert not list((tmp_path / "recipe_state").iterdir())
 
 
+def put(key: str, *value: Any) -> None:
+    """Put a value, if there is one, in place of one of a manifest; its folder is the last argument."""
+    *new, at = value
+    manifest = json.loads((at / MANIFEST).read_text())
+    manifest.pop(key, None)
+    if new:
+        manifest[key] = new[0]
+    (at / MANIFEST).write_text(json.dumps(manifest))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda at: os.truncate(at / WEIGHTS, 3), f"{WEIGHTS} is truncated (3 bytes"),
     "empty": (lambda at: os.truncate(at / STATE, 0), f"{STATE} is empty"),
@@ -173,6 +239,37 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "wrong manifest": (lambda at: (at / MANIFEST).write_text("[1]"), "is damaged"),
     "newer manifest": (lambda at: (at / MANIFEST).write_text('{"format": 9}'), "another release"),
     "state removed": (lambda at: (at / STATE).unlink(), "recipe state is missing"),
+    **{
+        f"manifest: {key} is {value!r}": (
+            partial(put, key, value),
+            f"is damaged: {key} is {value!r}",
+        )
+        for key, value in [
+            ("number", "x"),
+            ("number", None),
+            ("number", True),
+            ("number", 1.5),
+            ("id", 7),
+            ("recipe", None),
+            ("resumable", "yes"),
+            ("epochs_run", [1]),
+            ("step", "2"),
+            ("samples", {}),
+        ]
+    },
+    **{
+        f"manifest without {key}": (partial(put, key), f"is damaged: {key} is missing")
+        for key in ("number", "id", "recipe", "resumable", "epochs_run")
+    },
+    **{
+        f"manifest with files {value!r}": (partial(put, "files", value), "is damaged")
+        for value in (None, [], {}, {WEIGHTS: None}, {WEIGHTS: {"bytes": "1", "sha256": ""}})
+    },
+    "manifest without files": (partial(put, "files"), "is damaged"),
+    "manifest without the state": (
+        lambda at: put("files", {"other": {"bytes": 1, "sha256": ""}}, at),
+        f"is damaged: it does not list {STATE}",
+    ),
     "a folder for a manifest": (
         lambda at: ((at / MANIFEST).unlink(), (at / MANIFEST).mkdir()),
         "cannot be read",
@@ -209,6 +306,10 @@ def test_checkpoints_of_another_recipe_and_of_torchtune(tmp_path: Path) -> None:
     theirs.mkdir()
     (theirs / ".metadata").write_text("torch writes it last")
     assert newest(tmp_path)[0] == "dist_epoch_3"
+    (theirs / MANIFEST).write_text("{}")  # not theirs
+    with pytest.raises(CheckpointError, match=r"dist_epoch_3 \(its .* is damaged"):
+        newest(tmp_path)
+    (theirs / MANIFEST).unlink()
     save(folder, "epoch_0")
     assert newest(tmp_path) == ("epoch_0", []), "what can be verified comes first"
 
@@ -221,6 +322,60 @@ def test_nothing_has_been_saved_yet(tmp_path: Path, caplog: pytest.LogCaptureFix
     (line,) = caplog.messages
     assert "starts from the beginning" in line
     assert "epoch_0 (its run ended while saving it)" in line
+
+
+def test_a_new_run_says_what_it_replaces(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        say_what_is_replaced(CheckpointFolder(tmp_path))
+        assert not caplog.messages
+        at = save(CheckpointFolder(tmp_path), "epoch_0", resumable=False)
+        say_what_is_replaced(CheckpointFolder(tmp_path))
+    (line,) = caplog.messages
+    assert line.startswith(f"{at} is of an earlier run") and "or another output_dir" in line
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_the_end_of_a_run(resumable: bool, tmp_path: Path) -> None:
+    """It is one for as many epochs, with its recipe state or without; more of them need it."""
+    folder, kind = CheckpointFolder(tmp_path), KINDS["full"]
+    save(folder, "epoch_0", epochs_run=1)
+    at = save(folder, "epoch_1", epochs_run=2, resumable=resumable)
+    for epochs in (1, 2):
+        assert newest_source(folder, kind, epochs) == Finished(str(at), 2)
+    more = newest_source(folder, kind, 3)
+    assert isinstance(more, Source) and more.state is not None
+    assert Path(more.state).parent.name == ("epoch_1" if resumable else "epoch_0")
+    os.truncate(at / WEIGHTS, 3)
+    assert newest_source(folder, kind, 1) == Finished(str(tmp_path / "epoch_0"), 1)
+
+
+def test_only_one_run_writes_into_a_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = config(tmp_path)
+    (tmp_path / "out").mkdir()
+
+    def is_refused() -> None:
+        with pytest.raises(
+            CheckpointError, match=r"out: another run is using it \(process \d+ on "
+        ):
+            lock_output_folders(cfg, Alone())
+
+    (lock,) = lock_output_folders(cfg, Alone())
+    assert in_child(is_refused) == 0
+    lock_output_folders(cfg, Alone())  # by the same process, as in a notebook
+    lock.release()
+    assert in_child(lambda: lock_output_folders(cfg, Alone())) == 0
+    assert in_child(lambda: (lock_output_folders(cfg, Alone()), os.kill(os.getpid(), 9))) == -9
+    assert in_child(lambda: lock_output_folders(cfg, Alone())) == 0, "a killed run leaves none"
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with caplog.at_level("WARNING"):
+        lock_output_folders(cfg, Alone())
+    assert "cannot be locked (No locks available)" in caplog.text
 
 
 def config(path: Path, **checkpointer: Any) -> Any:
@@ -278,7 +433,7 @@ def test_adapters_that_a_config_names(tmp_path: Path) -> None:
     staged = folder.begin("epoch_0")
     (staged / "adapter_model.pt").write_text("adapters")
     (staged / STATE).write_text("state")
-    folder.publish("epoch_0", {"id": "1", "recipe": "lora", "resumable": True})
+    folder.publish("epoch_0", {"id": "1", "recipe": "lora", "resumable": True, "epochs_run": 1})
     state = f"recipe_state/{STATE}"
     source = named_source(config(tmp_path, recipe_checkpoint=state), KINDS["lora"])
     assert source is not None and source.checkpoint == "1"

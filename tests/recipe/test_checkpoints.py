@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -19,15 +20,17 @@ from tests.helpers import runs
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
 from tests.helpers.runs import (
+    ALL_KEPT,
     ASYNCHRONOUS,
     RESUME,
     SHORT,
     assert_same_records,
+    assert_same_weights,
     losses,
     train,
     undisturbed,
 )
-from torchtune_adaptive.common import durable
+from torchtune_adaptive.common import FolderLock, durable
 from torchtune_adaptive.recipe.checkpoints import asynchronous
 from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
 
@@ -39,12 +42,21 @@ refused = partial(runs.refused, "CheckpointError")
 # --- what is resumed from ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("epochs", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_a_run_that_is_finished(epochs: int, tmp_path: Path) -> None:
-    """Even where an earlier epoch could be resumed from, which would train the last one again."""
-    train("full", tmp_path, epochs=epochs)
-    said = refused("full", tmp_path, epochs=epochs, **RESUME)
-    assert f"{tmp_path}: the run is finished, and epoch_{epochs - 1} is its end" in said
+@pytest.mark.rotating
+@pytest.mark.parametrize(("kind", "ranks"), [("full", 1), ("lora", 2)])
+def test_a_run_that_is_finished_and_gets_more_epochs(kind: str, ranks: int, tmp_path: Path) -> None:
+    """With a constant rate it is the longer run; a schedule would have been another one."""
+    changes = {"lr_scheduler": None, "max_steps_per_epoch": 2}
+    whole, expected = undisturbed(kind, ranks, epochs=2, **changes)
+    first = train(kind, tmp_path, ranks, epochs=1, **changes)
+    cfg = tiny_config(kind, tmp_path, epochs=1, **changes, **RESUME)
+    again = watch_ranks(run_ours, ranks, kind, cfg, until_exit_of=[*range(ranks)], join=False)
+    assert [rank.exit_code for rank in again] == [0] * ranks
+    said = f"The run is finished, nothing to do: {tmp_path}/epoch_0 has 1 epoch."
+    assert said in again[0].said
+    more = train(kind, tmp_path, ranks, epochs=2, **changes, **RESUME)
+    assert_same_records(first + more, expected)
+    assert_same_weights(whole / "epoch_1", tmp_path / "epoch_1")
 
 
 @pytest.mark.rotating
@@ -61,20 +73,21 @@ def test_resuming_without_naming_a_file(kind: str, tmp_path: Path) -> None:
     }
     weights = next((tmp_path / "epoch_1_step_8").glob("*.pt"))
     os.truncate(weights, 100)
+    (tmp_path / "epoch_1" / "recipe_state.pt").unlink()
     (tmp_path / ".saving" / "epoch_2").mkdir(parents=True)
     cfg.epochs = 3  # or the run would be finished
     (again,) = watch_ranks(run_ours, 1, kind, cfg, until_exit_of=[0], join=False)
     (line,) = re.findall(r"Resuming from .*", again.said)
     assert f"{tmp_path}/epoch_1_step_6 (step 6). Skipped: " in line
     assert "epoch_2 (its run ended while saving it)" in line
-    assert "epoch_1 (it is the end of a run)" in line
+    assert "epoch_1 (its recipe state is missing" in line
     assert f"epoch_1_step_8 ({weights.name} is truncated" in line
     assert again.exit_code == 0
 
 
 def test_torchtune_reads_what_is_published(tmp_path: Path) -> None:
     """As a model to start from, and to resume."""
-    expected = train("full", tmp_path / "out", epochs=2)
+    expected = train("full", tmp_path / "out", epochs=2, keep_last_n_checkpoints=2)
     start = {
         "checkpointer.checkpoint_dir": str(tmp_path / "out" / "epoch_0"),
         "checkpointer.checkpoint_files": ["model-00001-of-00001.safetensors"],
@@ -82,7 +95,10 @@ def test_torchtune_reads_what_is_published(tmp_path: Path) -> None:
     cfg = tiny_config("full", tmp_path / "next", **start)
     run_ranks(run_torchtunes, 1, "full", cfg, join=False)
     assert not list((tmp_path / "next").rglob(durable.MANIFEST)), "not copied by torchtune"
-    named = {"checkpointer.checkpoint_files": ["epoch_0/model-00001-of-00001.safetensors"]}
+    named = {
+        "checkpointer.checkpoint_files": ["epoch_0/model-00001-of-00001.safetensors"],
+        "checkpointer.recipe_checkpoint": "epoch_0/recipe_state.pt",
+    }
     cfg = tiny_config("full", tmp_path / "out", epochs=2, **named, **RESUME)
     records, *_ = run_ranks(run_torchtunes, 1, "full", cfg, join=False)
     assert losses(records) == losses(expected)[-3:]
@@ -106,7 +122,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("damage", "said"), BROKEN.values(), ids=BROKEN)
 def test_the_only_checkpoint_is_damaged(damage: dict[str, Any], said: str, tmp_path: Path) -> None:
-    whole, _ = undisturbed("full", epochs=2, max_steps_per_epoch=1)
+    whole, _ = undisturbed("full", max_steps_per_epoch=1)
     shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
     os.truncate(tmp_path / "epoch_0" / damage["file"], damage["size"])
     message = refused("full", tmp_path, 2, epochs=3, **RESUME)
@@ -139,6 +155,74 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     assert "does not fit the model: layers.0.attn" in said and "lora_a" in said
 
 
+# --- what has changed in the config -----------------------------------------------------------------
+
+
+STOPPED = {"save_every_n_steps": 2, "max_steps_per_epoch": 3, "epochs": 2, **ALL_KEPT}
+
+
+def stopped_after_two_steps(kind: str, folder: Path, ranks: int, **changes: Any) -> None:
+    """A copy of a run as it was after its first checkpoint."""
+    whole, _ = undisturbed(kind, ranks, **STOPPED, **changes)
+    shutil.copytree(whole, folder, symlinks=True)
+    for saved in {path.name for path in folder.glob("*epoch_*")} - {"epoch_0_step_2"}:
+        shutil.rmtree(folder / saved)
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_learning_rate_that_is_changed_on_purpose(kind: str, tmp_path: Path) -> None:
+    """It is that of a run that has it from the beginning, to the bit; resumed again, it goes on."""
+    lower = {"optimizer.lr": 1e-4}
+    _, expected = undisturbed(kind, **STOPPED, **lower)
+    stopped_after_two_steps(kind, tmp_path / "first", 1)
+    taken = {"adaptive_batching.resume_learning_rate": "config"}
+    cfg = tiny_config(kind, tmp_path / "first", **STOPPED, **RESUME, **lower, **taken)
+    (first,) = watch_ranks(run_and_tell, 1, kind, cfg, until_exit_of=[0], join=False)
+    rate = tiny_config(kind, tmp_path).optimizer.lr
+    assert f"optimizer.lr {rate} -> 0.0001 (the config's)" in first.said
+    records = json.loads(first.said.splitlines()[-1])
+    assert [one["lr"] for one in records] == [one["lr"] for one in expected[2:]]
+    for name in ("epoch_0_step_6", "epoch_1", "epoch_1_step_6"):
+        shutil.rmtree(tmp_path / "first" / name, ignore_errors=True)
+    again = train(kind, tmp_path / "first", **STOPPED, **RESUME, **lower, **taken)
+    assert len(again) == 2
+    assert_same_records(again, records[-2:])
+
+
+def run_and_tell(kind: str, cfg: DictConfig) -> None:
+    records = run_ours(kind, cfg)
+    print(json.dumps(records))
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer._component_": "torch.optim.SGD"}, "optimizer._component_: torch.optim.SGD"),
+        ({"dataset.split": "train[:50%]"}, "in the middle of an epoch of"),
+        ({"optimizer_in_bwd": True}, "optimizer_in_bwd: True cannot continue"),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"enable_async_checkpointing": True}])
+def test_what_cannot_be_continued(
+    changes: dict[str, Any], said: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """On no rank; an asynchronous checkpoint, too, except for data, since it ends an epoch."""
+    if more:
+        first = {**ASYNCHRONOUS, "epochs": 2}
+        whole, _ = undisturbed("full", 2, **first)
+        shutil.copytree(whole, tmp_path / "run", symlinks=True)
+        shutil.rmtree(tmp_path / "run" / "epoch_1")
+        if "dataset.split" in changes:
+            assert len(train("full", tmp_path / "run", 2, **first, **RESUME, **changes)) == 2
+            return
+    else:
+        first = STOPPED
+        stopped_after_two_steps("full", tmp_path / "run", 2)
+    assert said in refused("full", tmp_path / "run", 2, **first, **RESUME, **changes)
+
+
 # --- what is saved ------------------------------------------------------------------------------------
 
 
@@ -155,22 +239,12 @@ def test_saving_changes_no_bit_of_training(kind: str, tmp_path: Path) -> None:
 
 def run_on_a_full_disk(kind: str, cfg: DictConfig, save: int, writer: str) -> None:
     """A run whose disk is full from one of its saves on, as the library reports it that writes the file."""
+    no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file")
     errors: dict[str, tuple[Any, str, Exception]] = {
-        "manifest": (
-            durable,
-            "write_durably",
-            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"),
-        ),
-        "state": (
-            torch,
-            "save",
-            RuntimeError("[enforce fail] write failed\nat"),
-        ),
-        "distributed": (
-            asynchronous.FileSystemWriter,
-            "write_data",
-            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"),
-        ),
+        "manifest": (durable, "write_durably", no_space),
+        "state": (torch, "save", RuntimeError("[enforce fail] write failed\nat")),
+        "distributed": (asynchronous.FileSystemWriter, "write_data", no_space),
+        "distributed on rank 1": (asynchronous.FileSystemWriter, "write_data", no_space),
     }
     owner, name, error = errors[writer]
     begin = CheckpointFolder.begin
@@ -180,18 +254,25 @@ def run_on_a_full_disk(kind: str, cfg: DictConfig, save: int, writer: str) -> No
         raise error
 
     def begin_and_fail(self: CheckpointFolder, folder: str) -> Path:
-        if next(saves) == save:
+        if writer != "distributed on rank 1" and next(saves) == save:
             setattr(owner, name, fail)
         return begin(self, folder)
 
     CheckpointFolder.begin = begin_and_fail  # type: ignore[method-assign]
+    if writer == "distributed on rank 1" and os.environ["RANK"] == "1":
+        write = owner.write_data
+
+        def write_or_fail(*arguments: Any) -> Any:
+            return fail() if next(saves) == save else write(*arguments)
+
+        owner.write_data = write_or_fail
     run_ours(kind, cfg)
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("writer", ["distributed", "manifest", "state"])
+@pytest.mark.parametrize("writer", ["distributed", "distributed on rank 1", "manifest", "state"])
 def test_a_disk_that_is_full_at_the_second_checkpoint(writer: str, tmp_path: Path) -> None:
-    asynchronous = writer == "distributed"
+    asynchronous = writer.startswith("distributed")
     changes = ASYNCHRONOUS if asynchronous else SHORT
     cfg = tiny_config("full", tmp_path, **changes)
     with pytest.raises(AssertionError, match="CheckpointError") as raised:
@@ -203,9 +284,29 @@ def test_a_disk_that_is_full_at_the_second_checkpoint(writer: str, tmp_path: Pat
     assert f"The last one is {tmp_path}/{first}" in said
     assert ("write failed" if writer == "state" else "No space left on device") in said
     assert {p.name for p in tmp_path.glob("*epoch_*")} == {first}
-    found, _ = CheckpointFolder(tmp_path).newest("full", lambda _: True)
+    found, _ = CheckpointFolder(tmp_path).newest("full")
     assert found is not None and found.name == first
     assert not list((tmp_path / ".saving").glob("*epoch*")), "the space has been given back"
+
+
+def test_a_disk_that_is_full_at_the_end(tmp_path: Path) -> None:
+    """The recipe state is most of a checkpoint, and the weights alone are what the run was for."""
+    cfg = tiny_config("full", tmp_path, max_steps_per_epoch=1)
+    arguments = (2, "full", cfg, 1, "state")
+    first, _ = watch_ranks(run_on_a_full_disk, *arguments, until_exit_of=[0, 1], join=False)
+    assert first.exit_code == 0, first.said
+    assert "epoch_0 is saved without its recipe state (RuntimeError: [enforce fail]" in first.said
+    assert list((tmp_path / "epoch_0").glob("*.safetensors"))
+    assert not list((tmp_path / "epoch_0").glob("*.pt")) and not (tmp_path / ".saving").exists()
+    said = refused("full", tmp_path, max_steps_per_epoch=1, epochs=2, **RESUME)
+    assert "epoch_0 (it is the end of a run, saved without its recipe state)" in said
+    assert "or train on from the weights of one" in said
+
+
+def test_a_folder_that_another_run_uses(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    assert f"{tmp_path}: another run is using it" in refused("full", tmp_path, 2)
+    lock.release()
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path: Path) -> None:

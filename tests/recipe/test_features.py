@@ -149,12 +149,16 @@ def test_torchtunes_disk_logger_and_log_every_n_steps(tmp_path: Path) -> None:
 def test_a_checkpoint_without_recipe_state_is_refused_with_the_remedy(tmp_path: Path) -> None:
     import torch
 
-    train("full", tmp_path, epochs=2, max_steps_per_epoch=1)
+    train("full", tmp_path, max_steps_per_epoch=1)
     state = tmp_path / "recipe_state" / "recipe_state.pt"
     optimizer = torch.load(state)["optimizer"]
     state.unlink()  # it leads into the checkpoint, which would be found to be damaged
     torch.save({"optimizer": optimizer}, state)
-    said = refused("CheckpointError", "full", tmp_path, epochs=2, **named_checkpoint("full"))
+    named = {
+        **named_checkpoint("full"),
+        "checkpointer.recipe_checkpoint": "recipe_state/recipe_state.pt",
+    }
+    said = refused("CheckpointError", "full", tmp_path, epochs=2, **named)
     assert re.search(r"no 'epochs_run'.*checkpointer.recipe_checkpoint", said)
 
 

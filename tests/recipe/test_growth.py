@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from tests.helpers.ranks import Alone, run_ranks
 from torchtune_adaptive.common.errors import BatchIncreaseError
@@ -208,6 +209,54 @@ class TestLearningRate:
         self.optimizer.step()
         assert torch.allclose(before - self.parameter.detach(), torch.ones(3), atol=1e-4)
         assert self.optimizer.state[self.parameter]["exp_avg"].abs().min() > 0
+
+    def cosine(
+        self, rate: float, total: int, position: int = 0, saved: Any = None, anew: bool = False
+    ) -> LearningRate:
+        """A rate that falls to zero; resumed with a saved state, if there is one."""
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=rate)
+        if saved is not None:  # what an optimizer's state has of it
+            optimizer.param_groups[0] |= {"lr": 0.123, "initial_lr": 0.1}
+
+        def make(position: int) -> torch.optim.lr_scheduler.LRScheduler:
+            return get_cosine_schedule_with_warmup(optimizer, 5, total, last_epoch=position - 1)
+
+        optimizers = Optimizers((optimizer,), optimizer)
+        made = LearningRate(optimizers, make, position, "sqrt", False, 8, total, anew)
+        if saved is not None:
+            made.load_state_dict(saved)
+        return made
+
+    @pytest.mark.parametrize(
+        ("rate", "total", "anew"),
+        [(0.03, 20, True), (0.03, 40, True), (0.03, 20, False), (0.1, 40, False), (0.1, 12, False)],
+    )
+    @pytest.mark.parametrize("position", [3, 11, 20])
+    def test_a_resumed_rate_is_that_of_a_run_with_these_settings_from_the_beginning(
+        self, rate: float, total: int, anew: bool, position: int
+    ) -> None:
+        """To the bit, with another length or, if it is asked for, another rate; and when it is resumed once
+        more."""
+        before = self.cosine(0.1, 20)
+        expected = self.cosine(rate if anew else 0.1, total)
+        for made in (before, expected):
+            made.move_to(position)
+            made.follow(16, None)
+        first = self.cosine(rate, total, position, before.state_dict(), anew)
+        second = self.cosine(rate, total, position, first.state_dict(), anew)
+        third = self.cosine(rate, total, position, first.state_dict(), False)
+        for resumed in (first, second, third):
+            assert (resumed.now, resumed.base_factor) == (expected.now, expected.base_factor)
+        for made in (expected, first, second, third):
+            made.move_to(position + 1)
+            assert made.now == expected.now
+
+    def test_a_constant_rate_can_be_changed(self) -> None:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.03)
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizers = Optimizers((optimizer,), optimizer)
+        rate = LearningRate(optimizers, lambda _: None, 7, "none", False, 8, 20, anew=True)
+        assert rate.now == 0.03 and rate.base_factor == 1.0
 
     def test_a_saved_rate_goes_on(self) -> None:
         first = self.make("sqrt")

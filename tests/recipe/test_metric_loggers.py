@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from omegaconf import OmegaConf
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, tiny_config
+from tests.helpers.runs import refused
+from torchtune_adaptive.recipe.train.metric_logger import MetricLogger
 
 pytestmark = pytest.mark.runs
 
@@ -106,3 +109,28 @@ def level_db_log(data: bytes, header: int) -> Iterator[bytes]:
         if kind in (1, 4):  # a whole record, or its last part
             yield parts
             parts = b""
+
+
+def test_a_full_disk_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk = "torchtune.training.metric_logging.DiskLogger"
+    full = {"_component_": disk, "log_dir": str(tmp_path), "filename": "/dev/full"}
+    logger = MetricLogger(OmegaConf.create({"metric_logger": full}))
+    with caplog.at_level("WARNING"):
+        for step in (1, 2):
+            logger.log_dict({"loss": 1.0}, step=step)
+        logger.close()
+    (line,) = caplog.messages
+    assert "not written any more" in line and "No space left" in line
+
+
+def test_logs_that_cannot_begin_end_a_run_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    disk = "torchtune.training.metric_logging.DiskLogger"
+    logs = {
+        "metric_logger._component_": disk,
+        "metric_logger.log_dir": str(tmp_path / "file" / "x"),
+    }
+    said = refused("ConfigError", "full", tmp_path / "out", 2, **logs)
+    assert re.search(
+        r"metric_logger: '.*DiskLogger' cannot write: .*Set metric_logger.log_dir", said
+    )

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from contextlib import suppress
 from html.parser import HTMLParser
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,12 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from tests.helpers.killing import Fault, in_child
 from tests.recipe.test_knobs import config
 from tests.recipe.test_report import report
 from torchtune_adaptive.common.document import Paragraph, Table, as_page
 from torchtune_adaptive.common.errors import CheckpointError, RankLost
+from torchtune_adaptive.common.folder_lock import FolderLock
 from torchtune_adaptive.core.sizes.micro_batches import ByTokens
 from torchtune_adaptive.core.sizes.packing import Budget
 from torchtune_adaptive.core.sizes.split import Split
@@ -270,3 +273,27 @@ def test_a_report_that_cannot_be_made_does_not_end_a_run(
 def test_text_is_escaped() -> None:
     html = as_page("<a>", {"<u>": [Paragraph(["<i>"]), Table("", ("<th>",), [("&",)])]})
     assert not re.search("<(a|u|i)>", html) and "&lt;i&gt;" in html and "<td>&amp;</td>" in html
+
+
+def test_what_is_on_record_never_ends_a_run(tmp_path: Path) -> None:
+    """Nor does the lock of the folder, whichever operation on files fails, with all that follow."""
+
+    def write_and_fail() -> None:
+        fault = Fault()
+        for number in count(1):
+            out = tmp_path / str(number)
+            out.mkdir()
+            kept = record(out)
+            fault.arm(number, stays=True)
+            lock = FolderLock(out)
+            kept.save_config()
+            Events(out).noticed(1, "nothing")
+            kept.close(None)
+            lock.release()
+            operations = fault.seen
+            fault.arm(0)
+            if operations < number:
+                assert number > 4 and (out / REPORT_NAME).exists()
+                return
+
+    assert in_child(write_and_fail) == 0

@@ -384,6 +384,7 @@ CANNOT_MATTER = [
     {"adaptive_batching.wait_for_memory": 9, "adaptive_batching.stop_timeout": 9},
     {"keep_last_n_checkpoints": 2},
     {"adaptive_batching.lr_scaling": "sqrt", "adaptive_batching.beta2": "half_life"},
+    {"adaptive_batching.resume_learning_rate": "config"},
     {"adaptive_batching.rank_timeout": 9, "adaptive_batching.step_timeout": 9},
     {"adaptive_batching.probe_length": 103},
     {"use_fastest_configuration": True, "adaptive_batching.may_change": "rounding"},

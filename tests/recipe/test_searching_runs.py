@@ -16,6 +16,7 @@ import pytest
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, tiny_config
 from tests.helpers.runs import (
+    ALL_KEPT,
     assert_equal,
     assert_same_weights,
     losses,
@@ -101,7 +102,7 @@ def assert_training_is_the_same(kind: str, changes: dict[str, Any], tmp_path: Pa
 
 
 def test_a_resumed_run_searches_with_its_optimizer_state(tmp_path: Path) -> None:
-    twice = {"epochs": 2, "max_steps_per_epoch": 2}
+    twice = {"epochs": 2, "max_steps_per_epoch": 2, **ALL_KEPT}
     train("full", tmp_path, 2, **twice)
     again = {**twice, **named_checkpoint("full")}
     searched, told = (

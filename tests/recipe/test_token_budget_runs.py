@@ -16,6 +16,7 @@ from torchtune.modules import TransformerDecoder
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, run_recipe_at, tiny_config
 from tests.helpers.runs import (
+    ALL_KEPT,
     Records,
     assert_same_end,
     losses,
@@ -81,7 +82,7 @@ def test_steps_are_what_they_were(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_slower_budget_is_not_used_nor_after_a_resume(tmp_path: Path) -> None:
-    changes = {**BUDGET, "epochs": 2, "max_steps_per_epoch": 2}
+    changes = {**BUDGET, **ALL_KEPT, "epochs": 2, "max_steps_per_epoch": 2}
     changes["adaptive_batching.memory_limit"] = "80MiB"  # the batch as configured fits as well
     plain = run(tmp_path / "plain", ranks=1, **{**changes, "adaptive_batching.token_budget": False})
     whole = run(tmp_path / "whole", ranks=1, speeds=SLOWER, **changes)
@@ -171,6 +172,7 @@ def test_it_shrinks_when_a_neighbour_moves_in(tmp_path: Path) -> None:
 def test_with_growth_and_resume_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     changes = {
         **BUDGET,
+        **ALL_KEPT,
         "batch_size": 4,
         "epochs": 2,
         "batch_increase_function": {

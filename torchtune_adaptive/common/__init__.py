@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         UnsupportedVersion,
         UsageError,
     )
+    from torchtune_adaptive.common.folder_lock import FolderInUse, FolderLock
     from torchtune_adaptive.common.lazy import interface
     from torchtune_adaptive.common.text import (
         bytes_of,

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,21 +94,25 @@ def read_manifest(folder: Path) -> Manifest:
         if content.pop("format") != _FORMAT:
             raise Damaged(f"its {MANIFEST} was written by another release")
         listed = content.pop("files").items()
-        files = {name: (int(file["bytes"]), str(file["sha256"])) for name, file in listed}
+        files = {name: (file["bytes"], file["sha256"]) for name, file in listed}
     except FileNotFoundError:
         raise Damaged(f"it has no {MANIFEST}") from None
     except OSError as error:
         raise Damaged(f"its {MANIFEST} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Damaged(f"its {MANIFEST} is damaged") from None
+    if not files:
+        raise Damaged(f"its {MANIFEST} is damaged: it lists no files")
+    for name, (size, checksum) in files.items():
+        if type(size) is not int or type(checksum) is not str:
+            raise Damaged(f"its {MANIFEST} is damaged: {name} has {size!r} bytes, {checksum!r}")
     return Manifest(content, files)
 
 
-def check_sizes(folder: Path, manifest: Manifest, only: str | None = None) -> None:
-    """Raise ``Damaged`` unless every listed file (or only one) is there, in its size. Reads nothing."""
-    for name, (size, _) in manifest.files.items():
-        if only is not None and name != only:
-            continue
+def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
+    """Raise ``Damaged`` unless every listed file (or those named) is there, in its size. Reads nothing."""
+    for name in manifest.files if names is None else names:
+        size, _ = manifest.files[name]
         try:
             actual = (folder / name).stat().st_size
         except OSError:

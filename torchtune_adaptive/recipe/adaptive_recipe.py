@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import ClassVar
 
 from omegaconf import DictConfig
 from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
+from torchtune_adaptive.recipe.checkpoints.resume_from import Finished
 from torchtune_adaptive.recipe.run import Run
 from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
 from torchtune_adaptive.recipe.train.loop import TrainingLoop
+
+log = logging.getLogger(__name__)
 
 
 class AdaptiveRecipe(FTRecipeInterface):
@@ -36,12 +40,18 @@ class AdaptiveRecipe(FTRecipeInterface):
         run.load_rows()
         run.watchdog.enter("loading the model", patience=None)
         self._checkpoints = checkpoints = kind.checkpoints()
+        if checkpoints.finished is not None:
+            log.info(str(checkpoints.finished))
+            return
         checkpoint = checkpoints.load()
         model = kind.model(checkpoint)
         frozen = kind.frozen(checkpoints.load_frozen())
         state = checkpoint.get(training.OPT_KEY)
         optimizers = build_optimizers(cfg, run.environment, model.module, state)
         checkpoints.resume(model, optimizers, run.progress, checkpoint)
+        if not run.progress.is_unfinished:
+            log.info(str(Finished(str(cfg.checkpointer.output_dir), run.progress.epochs_run)))
+            return
         objective = kind.objective(model.module, frozen)
         self._loop = run.prepare(model, optimizers, objective, checkpoints.save)
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import training
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import ConfigError, FolderLock, UsageError
 from torchtune_adaptive.core import (
     Epochs,
     Generators,
@@ -33,7 +30,12 @@ from torchtune_adaptive.core import (
     Watchdog,
     device_memory,
 )
-from torchtune_adaptive.recipe.checkpoints.folder import last_saved, require_output_folder
+from torchtune_adaptive.recipe.checkpoints.config_changes import change, training_config
+from torchtune_adaptive.recipe.checkpoints.folder import (
+    last_saved,
+    lock_output_folders,
+    require_output_folder,
+)
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.data.dataset import (
     Data,
@@ -53,7 +55,7 @@ from torchtune_adaptive.recipe.settings.adaptive import no_retry
 from torchtune_adaptive.recipe.settings.checks import check, warn_of_unused_keys
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
-from torchtune_adaptive.recipe.setup.components import check_components, make
+from torchtune_adaptive.recipe.setup.components import check_components
 from torchtune_adaptive.recipe.setup.environment import start_environment
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
@@ -65,6 +67,7 @@ from torchtune_adaptive.recipe.train.instruments import Profiling, build_profile
 from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
 from torchtune_adaptive.recipe.train.learning_rate import LearningRate
 from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_go_on, how_to_resume
+from torchtune_adaptive.recipe.train.metric_logger import MetricLogger
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
 from torchtune_adaptive.recipe.train.stop import StopSignals
 from torchtune_adaptive.recipe.train.validation import Validation
@@ -100,14 +103,24 @@ class Run:
         self._say_whether_steps_are_retried()
         self.kind = recipe_kind(KINDS[kind], cfg, self.environment)
         self.ranks = self.environment.ranks
+        self._locks: list[FolderLock] = []  # on rank 0
         if not self.settings.search_only:
             require_output_folder(cfg, self.ranks)
+            self._locks = lock_output_folders(cfg, self.ranks)
         self.stop = StopSignals(self.settings.stop_timeout)
         self.watchdog = Watchdog(
             self.ranks, limit=self.settings.rank_timeout, on_duty=self.settings.survives
         )
         seed = training.set_seed(cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
-        self.progress = Progress(seed, cfg.epochs, cfg.max_steps_per_epoch)
+        self._takes_rate = self.settings.resume_learning_rate == "config"
+        self.progress = Progress(
+            seed,
+            cfg.epochs,
+            cfg.max_steps_per_epoch,
+            config=training_config(cfg, KINDS[kind]),
+            adapts=self.settings.adapts,
+            takes_rate=self._takes_rate,
+        )
         # Before the model: a cap on memory holds for its weights as well.
         self.memory = device_memory(self.environment.device, self.settings.memory_limit)
         self.planner: BackgroundPlanner | None = None  # on rank 0, in parallel with the set-up
@@ -116,17 +129,30 @@ class Run:
             self.planner = BackgroundPlanner.begin(
                 cfg, self.settings, self.ranks.size, self.memory.name
             )
-        self.metrics: Any = None  # torchtune's metric logger, on rank 0
         self.record: Record | None = None  # on rank 0
         self._rows: LoadedRows | None = None
         self._loop: TrainingLoop | None = None
-        if self.ranks.is_zero:
-            # torchtune's loggers print where they write.
-            said = nullcontext() if log.isEnabledFor(logging.INFO) else redirect_stdout(StringIO())
-            with said:
-                self.metrics = make(cfg.metric_logger, "metric_logger")
+        self.metrics = self._start_metrics()
+        if self.metrics is not None:
             self.record = Record(cfg, kind, self.ranks.size, self.metrics)
             log.info(f"Config: {self.record.save_config()}")
+
+    def _start_metrics(self) -> MetricLogger | None:
+        """The metric logger, on rank 0; raises on all ranks if it cannot write."""
+        metrics, reason = None, None
+        if self.ranks.is_zero:
+            try:
+                metrics = MetricLogger(self._cfg)
+            except OSError as error:
+                reason = f"cannot write: {error}"
+        if reason := self.ranks.from_rank_zero(reason):
+            raise ConfigError(
+                "metric_logger",
+                self._cfg.metric_logger._component_,
+                reason,
+                "Set metric_logger.log_dir to a folder that can be written to, or make room",
+            )
+        return metrics
 
     def __enter__(self) -> Run:
         self.stop.__enter__()
@@ -149,6 +175,8 @@ class Run:
             if self.record is not None:
                 trained = self._loop.trained() if self._loop else None
                 self.record.close(error or self.stop.reason, trained)
+            for lock in self._locks:
+                lock.release()
             self.stop.__exit__(kind, error, traceback)
 
     def _say_whether_steps_are_retried(self) -> None:
@@ -187,7 +215,10 @@ class Run:
         self.watchdog.enter("loading the data", patience=None)
         loaded, self._rows = self._rows or load_rows(cfg), None
         data = data_of(cfg, loaded.tokenizer, loaded.training, self.kind.rows(), objective)
-        order = SampleOrder(len(data.dataset), model.data_ranks, cfg.shuffle)
+        changed = self.progress.require_data(len(data.dataset))
+        if changed is not None and self.ranks.is_zero:
+            log.warning(changed)
+        order = SampleOrder(len(data.dataset), model.data_ranks, self.progress.shuffle)
         measures_noise = settings.gradient_noise != "off" or getattr(
             self._grow, "needs_noise", False
         )
@@ -259,6 +290,7 @@ class Run:
             sample=rows.data.rows.sample,
         )
         self._note(batch, loop.adaptation.split)
+        self._compare_batch(loop.adaptation.split)
         self._loop = loop
         return loop
 
@@ -314,6 +346,15 @@ class Run:
             return how_to_resume(last, self._no_retry)
         return how_to_go_on(last)
 
+    def _compare_batch(self, split: Split) -> None:
+        """Say if a resumed run goes on with another global batch."""
+        saved = self.progress.training
+        if saved is None or saved.growth.global_batch == split.global_batch:
+            return
+        if self.ranks.is_zero:
+            old, whose = saved.growth.global_batch, f"config's: {split.text()}"
+            log.warning(change("global batch", old, split.global_batch, whose))
+
     def _last_checkpoint(self) -> str:
         return last_saved(Path(self._cfg.checkpointer.output_dir))
 
@@ -346,15 +387,16 @@ class Run:
             used = saved.samples_of_epoch // batch.start.ranks
             if settings.adapts and saved.growth.largest is not None:
                 growth.resume(saved.growth)
+        total = progress.total_epochs * epochs.base_steps
         learning_rate = LearningRate(
             optimizers,
-            lambda position: build_lr_scheduler(
-                self._cfg, optimizers, progress.total_epochs * epochs.base_steps, position
-            ),
+            lambda position: build_lr_scheduler(self._cfg, optimizers, total, position),
             position=epochs.position(progress.epochs_run, used),
             rule=settings.lr_scaling or (growth.schedule.lr_scaling if growth.schedule else "none"),
             half_life=settings.beta2 == "half_life",
             start=batch.start.global_batch,
+            total=total,
+            anew=self._takes_rate,
         )
         adaptation = Adaptation(growth, learning_rate, noise, epochs, events)
         if self._grow is not None and not saved:

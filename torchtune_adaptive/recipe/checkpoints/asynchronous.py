@@ -133,11 +133,16 @@ class AsynchronousCheckpoints:
                 state = client.load_distributed_checkpoint(model.module, optimizers.saved)
             except CheckpointException as error:  # which is no Exception
                 raise CheckpointError(f"{folder}: cannot be loaded ({reason(error)}).") from None
-            if (folder / TRAINING_STATE).exists():
-                state |= read_file(str(folder / TRAINING_STATE))
-            return state
+            return state | training_state_of(folder)
 
         return self._all.read(read)
+
+
+def training_state_of(folder: Path) -> dict[str, Any]:
+    """What a checkpoint has of ours; nothing if torchtune saved it."""
+    file = folder / TRAINING_STATE
+    state: dict[str, Any] = read_file(str(file)) if file.exists() else {}
+    return state
 
 
 class _FromFolder(training.DistributedCheckpointer):

@@ -38,10 +38,21 @@ from torchtune_adaptive.recipe.checkpoints.all_or_none import (
 from torchtune_adaptive.recipe.checkpoints.asynchronous import (
     TRAINING_STATE,
     AsynchronousCheckpoints,
+    training_state_of,
+)
+from torchtune_adaptive.recipe.checkpoints.config_changes import (
+    require_same_optimizer,
+    training_config,
 )
 from torchtune_adaptive.recipe.checkpoints.folder import STATE, CheckpointFolder
-from torchtune_adaptive.recipe.checkpoints.progress import Progress
-from torchtune_adaptive.recipe.checkpoints.resume_from import Source, named_source, newest_source
+from torchtune_adaptive.recipe.checkpoints.progress import CONFIG_KEY, Progress
+from torchtune_adaptive.recipe.checkpoints.resume_from import (
+    Finished,
+    Source,
+    named_source,
+    newest_source,
+    say_what_is_replaced,
+)
 from torchtune_adaptive.recipe.settings.kind_table import Kind
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import Model
@@ -70,8 +81,12 @@ class Checkpoints(ABC):
         self._output_dir = Path(cfg.checkpointer.output_dir)
         self._folder = CheckpointFolder(self._output_dir, cfg.get("keep_last_n_checkpoints"))
         self._require_optimizer_that_can_be_saved()
-        self._source = self._all.decide(self._choose_source)
-        self._checkpointer = self._all.read(self._build_checkpointer)
+        chosen = self._all.decide(self._choose_source)
+        self.finished = chosen if isinstance(chosen, Finished) else None
+        """The end of the run, if there is nothing left to train. Nothing can be loaded or saved then."""
+        self._source = chosen if isinstance(chosen, Source) else None
+        if self.finished is None:
+            self._checkpointer = self._all.read(self._build_checkpointer)
 
     def load(self) -> dict[str, Any]:
         """The weights to start from and, in a run that is resumed, the recipe's state."""
@@ -92,8 +107,12 @@ class Checkpoints(ABC):
         self, model: Model, optimizers: Optimizers, progress: Progress, checkpoint: dict[str, Any]
     ) -> None:
         """Continue where the checkpoint was saved, if the run is resumed."""
-        if self._source is not None:
-            progress.resume(checkpoint)
+        if self._source is None:
+            return
+        progress.resume(checkpoint)
+        if self._environment.ranks.is_zero:
+            for line in progress.changes:
+                log.warning(line)
 
     def save(self, model: Model, optimizers: Optimizers, progress: Progress, name: str) -> None:
         """Save a checkpoint ``epoch_<name>``, and remove those that it supersedes.
@@ -114,26 +133,26 @@ class Checkpoints(ABC):
             weights = {key: weight.clone() for key, weight in weights.items()}
         facts = self._facts(progress)
         state: dict[str, Any] = {}
-        if progress.is_unfinished:
+        if facts["resumable"]:
             state = {**progress.state_dict(), ID_KEY: facts["id"]}
             state[training.OPT_KEY] = self._optimizer_state(model, optimizers)
 
         def write() -> None:
-            staged = self._folder.begin(f"epoch_{name}")
-            self._checkpointer.save_checkpoint(
-                {**state, **self._parts(weights)},
-                epoch=name,
-                intermediate_checkpoint=progress.is_unfinished,
-                adapter_only=self._adapters_only,
-            )
-            # torchtune 0.6.1 keeps the state there, its main branch with the weights.
-            beside = self._folder.staging / "recipe_state"
-            if progress.is_unfinished and not (staged / STATE).exists():
-                (beside / STATE).rename(staged / STATE)
-            shutil.rmtree(beside, ignore_errors=True)
-            self._folder.publish(staged.name, facts)
+            parts = self._parts(weights)
+            try:
+                self._write_files(name, parts, state, facts)
+            except Exception as error:
+                if progress.is_unfinished or not state:
+                    raise
+                # The weights are what the run was for; its state, twice as large, only continues it.
+                log.warning(
+                    f"epoch_{name} is saved without its recipe state ({reason(error)}): more epochs cannot "
+                    "continue this run exactly."
+                )
+                self._folder.abandon(f"epoch_{name}")
+                self._write_files(name, parts, {}, {**facts, "resumable": False})
             seconds = time.perf_counter() - started
-            log.info(f"Saved the checkpoint {self._output_dir / staged.name} in {seconds:.2f} s.")
+            log.info(f"Saved the checkpoint {self._output_dir}/epoch_{name} in {seconds:.2f} s.")
 
         self._write(write, f"epoch_{name}")
 
@@ -143,14 +162,13 @@ class Checkpoints(ABC):
 
     # --- what a run starts from -----------------------------------------------------------------------
 
-    def _choose_source(self) -> Source | None:
+    def _choose_source(self) -> Source | Finished | None:
         """The files to resume from, chosen on rank 0; None to start from the beginning."""
         if not self._cfg.resume_from_checkpoint:
+            say_what_is_replaced(self._folder)
             return None
-        source = named_source(self._cfg, self._kind)
-        if source is None:
-            source = newest_source(self._folder, self._kind, self._cfg.epochs)
-        return source
+        named = named_source(self._cfg, self._kind)
+        return named or newest_source(self._folder, self._kind, self._cfg.epochs)
 
     def _build_checkpointer(self) -> Any:
         """torchtune's checkpointer: it reads the weights, and writes into the staging folder.
@@ -178,7 +196,10 @@ class Checkpoints(ABC):
     def _load(self) -> dict[str, Any]:
         loaded: dict[str, Any] = self._checkpointer.load_checkpoint()
         source = self._source
-        if source is None or source.distributed is not None:
+        if source is None:
+            return loaded
+        if source.distributed is not None:
+            self._require_same_optimizer(training_state_of(Path(source.distributed)))
             return loaded
         if source.adapters is not None:
             loaded[training.ADAPTER_KEY] = read_file(source.adapters)
@@ -187,10 +208,34 @@ class Checkpoints(ABC):
             if not isinstance(state, dict):
                 raise CheckpointError(f"{source.state}: is not a recipe state. Name another file.")
             source.require_same(state.pop(ID_KEY, None))
+            self._require_same_optimizer(state)
             loaded.update(state)
         return loaded
 
+    def _require_same_optimizer(self, state: dict[str, Any]) -> None:
+        """Raise where the state of another optimizer would be loaded."""
+        if saved := state.get(CONFIG_KEY):
+            require_same_optimizer(saved["config"], training_config(self._cfg, self._kind))
+
     # --- what is saved --------------------------------------------------------------------------------
+
+    def _write_files(
+        self, name: str, parts: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]
+    ) -> None:
+        """Write and publish a checkpoint of what the checkpointer expects, on rank 0."""
+        staged = self._folder.begin(f"epoch_{name}")
+        self._checkpointer.save_checkpoint(
+            {**state, **parts},
+            epoch=name,
+            intermediate_checkpoint=bool(state),
+            adapter_only=self._adapters_only,
+        )
+        # torchtune 0.6.1 keeps the state there, its main branch with the weights.
+        beside = self._folder.staging / "recipe_state"
+        if state and not (staged / STATE).exists():
+            (beside / STATE).rename(staged / STATE)
+        shutil.rmtree(beside, ignore_errors=True)
+        self._folder.publish(staged.name, facts)
 
     def _write(self, write: Callable[[], None], name: str) -> None:
         """Write on rank 0, while the others wait."""
@@ -220,7 +265,7 @@ class Checkpoints(ABC):
         return {
             "id": self._all.ranks.from_rank_zero(uuid.uuid4().hex),
             "recipe": self._kind.name,
-            "resumable": progress.is_unfinished,
+            "resumable": progress.is_unfinished or not self._state_stays_on_ranks,
             "epochs_run": progress.epochs_run,
             "step": trained and trained.global_step,
             "samples": trained and trained.samples,
@@ -239,18 +284,19 @@ class Checkpoints(ABC):
             return {name: full_state(one) for name, one in optimizers.saved.optim_map.items()}
         return full_state(optimizers.saved)
 
+    @property
+    def _state_stays_on_ranks(self) -> bool:
+        """Whether the optimizer has state that no single rank can save."""
+        optimizer = str(self._cfg.optimizer._component_)
+        return optimizer.startswith("torchao.optim.") and self._environment.ranks.size > 1
+
     def _require_optimizer_that_can_be_saved(self) -> None:
         cfg = self._cfg
-        optimizer = cfg.optimizer._component_
         between_epochs = cfg.epochs > 1 or cfg.get("save_every_n_steps") is not None
-        if (
-            optimizer.startswith("torchao.optim.")
-            and self._environment.ranks.size > 1
-            and between_epochs
-        ):
+        if self._state_stays_on_ranks and between_epochs:
             raise ConfigError(  # or the first checkpoint would end the run
                 "optimizer",
-                optimizer,
+                cfg.optimizer._component_,
                 "has quantized state, which torch cannot gather from several ranks for a checkpoint "
                 "between epochs",
                 "Use another optimizer, one rank, or epochs=1 without save_every_n_steps",

@@ -7,19 +7,31 @@ written in ``.saving`` and published by one rename (see ``durable``).
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.common import CheckpointError, Damaged, Manifest, durable
+from torchtune_adaptive.common import (
+    CheckpointError,
+    Damaged,
+    FolderInUse,
+    FolderLock,
+    Manifest,
+    durable,
+    not_essential,
+)
 from torchtune_adaptive.core import Ranks
+
+log = logging.getLogger(__name__)
 
 STATE = "recipe_state.pt"
 """The recipe state in a checkpoint's folder; torchtune's ``recipe_state/recipe_state.pt`` leads there."""
@@ -29,8 +41,17 @@ TORCH_METADATA = ".metadata"
 _NAME = re.compile(r"(?P<distributed>dist_)?epoch_(?P<epoch>\d+)(_step_(?P<step>\d+))?")
 _STAGING = ".saving"
 _TRASH = ".trash"
-_FINISHED = "it is the end of a run"
+_STATELESS = "it is the end of a run, saved without its recipe state"
 _STRIPPED = "its recipe state is missing: removed when a newer one was saved"
+
+_NEEDED_FACTS: dict[str, tuple[type, ...]] = {
+    "number": (int,),
+    "id": (str,),
+    "recipe": (str,),
+    "resumable": (bool,),
+    "epochs_run": (int,),
+}
+_OTHER_FACTS: dict[str, tuple[type, ...]] = {"step": (int, NoneType), "samples": (int, NoneType)}
 
 
 @dataclass(frozen=True)
@@ -40,6 +61,24 @@ class Checkpoint:
     folder: Path
     manifest: Manifest | None
     """List of what it holds; None if torchtune saved it, and nothing of it can be verified."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """The checkpoint in a folder.
+
+        Raises:
+            Damaged: its manifest does not say what a checkpoint's does.
+        """
+        manifest = durable.read_manifest(folder)
+        for name, types in {**_NEEDED_FACTS, **_OTHER_FACTS}.items():
+            if name in manifest.facts and type(manifest.facts[name]) not in types:
+                said = f"{name} is {manifest.facts[name]!r}"
+            elif name not in manifest.facts and name in _NEEDED_FACTS:
+                said = f"{name} is missing"
+            else:
+                continue
+            raise Damaged(f"its {durable.MANIFEST} is damaged: {said}")
+        return cls(folder, manifest)
 
     @property
     def name(self) -> str:
@@ -55,6 +94,11 @@ class Checkpoint:
         return int(self.facts.get("number", 0))
 
     @property
+    def epochs_run(self) -> int:
+        """The epochs that were done when it was saved."""
+        return int(self.facts.get("epochs_run", 0))
+
+    @property
     def is_distributed(self) -> bool:
         return _parsed(self.name)["distributed"] is not None
 
@@ -64,7 +108,7 @@ class Checkpoint:
 
     @property
     def is_resumable(self) -> bool:
-        """Whether it is not the end of a run, and what resuming needs has not been removed since."""
+        """Whether it was saved with what resuming needs, and that has not been removed since."""
         if self.is_distributed:
             return True
         return bool(self.facts.get("resumable")) and (self.folder / STATE).exists()
@@ -125,20 +169,29 @@ class CheckpointFolder:
         numbered = {"number": 1 + max((one.number for one in self._all()), default=0), **facts}
         durable.seal(self.staging / name, numbered)
         self._put_in_place(self.staging / name)
-        self._remove_superseded()
+        try:
+            self._remove_superseded()
+        except OSError as error:
+            log.warning(f"{self.path / name} is saved; what it supersedes stays: {error}.")
         shutil.rmtree(self._trash, ignore_errors=True)
         with suppress(OSError):  # unless another one is being written there
             self.staging.rmdir()
 
     def abandon(self, name: str) -> None:
-        """Give back the disk space of a checkpoint that could not be written."""
-        shutil.rmtree(self.staging / name, ignore_errors=True)
+        """Give back the disk space of a checkpoint that could not be written.
+
+        One that is complete, and could not be published only, stays: that is done when the run is resumed.
+        """
+        if not self._is_complete(self.staging / name):
+            shutil.rmtree(self.staging / name, ignore_errors=True)
+        shutil.rmtree(self.staging / "recipe_state", ignore_errors=True)
 
     def _put_in_place(self, staged: Path) -> None:
         final = self.path / staged.name
         durable.publish(staged, final, self._trash)
         if (final / STATE).exists():
-            durable.link(self.path / "recipe_state" / STATE, final / STATE)
+            with not_essential(f"{self.path / 'recipe_state' / STATE}, a link for torchtune,"):
+                durable.link(self.path / "recipe_state" / STATE, final / STATE)
 
     def _remove_superseded(self) -> None:
         gone, stripped = superseded(self._all(), self._keep)
@@ -152,52 +205,44 @@ class CheckpointFolder:
 
     def newest_name(self) -> str | None:
         """The newest checkpoint, for messages."""
-        saved = self._all() if self.path.is_dir() else []
+        try:
+            saved = self._all()
+        except OSError:  # what reads this has something else to say
+            return None
         newest = max(saved, key=lambda one: one.number, default=None)
         return str(newest.folder) if newest else None
 
     # --- finding --------------------------------------------------------------------------------------
 
     def newest(
-        self, recipe: str, needed: Callable[[str], bool], epochs: int | None = None
+        self, recipe: str, reads: Collection[str] | None = None, epochs: int | None = None
     ) -> tuple[Checkpoint | None, list[str]]:
         """The newest complete checkpoint, and those that are newer but not usable, with the reason.
 
         Args:
             recipe: the name of the kind of recipe that will resume.
-            needed: a test of the names of files in a checkpoint: whether they will be read.
-            epochs: the epochs that the run wants; the end of a shorter one may be passed over.
+            reads: the names of the files that will be read, besides the recipe state; None for all.
+            epochs: the epochs that the run wants. A checkpoint that has them all needs no recipe state.
 
         Returns:
             No checkpoint if none has ever been saved here.
 
         Raises:
-            CheckpointError: there are some, but none can be resumed from, or the run has all its epochs.
+            CheckpointError: there are some, but none can be resumed from.
         """
         skipped = self._complete_interrupted()
         unusable: list[str] = []
-        finished = ""
-        damaged = False
         for checkpoint in sorted(self._all(unusable), key=lambda one: -one.number):
-            reason = _why_not(checkpoint, recipe, needed)
+            reason = _why_not(checkpoint, recipe, reads, epochs)
             if reason is None:
                 return checkpoint, skipped + unusable
-            if reason == _FINISHED and not finished:
-                finished = checkpoint.name
-                if epochs is not None and checkpoint.facts.get("epochs_run", 0) >= epochs:
-                    break  # an earlier one would train the last epoch again
-            damaged = damaged or reason not in (_FINISHED, _STRIPPED)
             unusable.append(f"{checkpoint.name} ({reason})")
-        if finished and not damaged:
-            raise CheckpointError(
-                f"{self.path}: the run is finished, and {finished} is its end. To train further, start from "
-                "its weights (checkpointer.checkpoint_dir) with another output_dir."
-            )
         if unusable:
             raise CheckpointError(
                 f"{self.path}: none of the checkpoints can be resumed from: {'; '.join(unusable)}. Name "
-                "files to resume from (checkpointer.checkpoint_files, checkpointer.recipe_checkpoint), or "
-                "set resume_from_checkpoint=False to start from the beginning."
+                "files to resume from (checkpointer.checkpoint_files, checkpointer.recipe_checkpoint), set "
+                "resume_from_checkpoint=False to start from the beginning, or train on from the weights of "
+                "one (checkpointer.checkpoint_dir) with another output_dir."
             )
         return None, skipped
 
@@ -205,13 +250,21 @@ class CheckpointFolder:
         """Publish what was sealed when its run was killed; the names of what was not finished."""
         unfinished = []
         for staged in sorted(self.staging.glob("*epoch_*")):
-            try:
-                durable.check_sizes(staged, durable.read_manifest(staged))
-            except Damaged:
-                unfinished.append(f"{staged.name} (its run ended while saving it)")
-            else:
+            if self._is_complete(staged):
                 self._put_in_place(staged)
+            else:
+                unfinished.append(f"{staged.name} (its run ended while saving it)")
         return unfinished
+
+    @staticmethod
+    def _is_complete(staged: Path) -> bool:
+        try:
+            manifest = Checkpoint.read(staged).manifest
+            assert manifest is not None
+            durable.check_sizes(staged, manifest)
+        except Damaged:
+            return False
+        return True
 
     def _all(self, unusable: list[str] | None = None) -> list[Checkpoint]:
         """All published checkpoints, in no order; what only looks like one is listed with the reason."""
@@ -220,9 +273,10 @@ class CheckpointFolder:
             if not folder.is_dir() or not _NAME.fullmatch(folder.name):
                 continue
             try:
-                found.append(Checkpoint(folder, durable.read_manifest(folder)))
+                found.append(Checkpoint.read(folder))
             except Damaged as reason:
-                if (folder / TORCH_METADATA).is_file():
+                has_manifest = (folder / durable.MANIFEST).exists()
+                if not has_manifest and (folder / TORCH_METADATA).is_file():
                     # torchtune's, which is complete with this.
                     found.append(Checkpoint(folder, None))
                 elif unusable is not None:
@@ -241,6 +295,19 @@ def require_output_folder(cfg: DictConfig, ranks: Ranks) -> None:
             problem = str(error)
     if problem := ranks.from_rank_zero(problem):
         raise CheckpointError(problem)
+
+
+def lock_output_folders(cfg: DictConfig, ranks: Ranks) -> list[FolderLock]:
+    """Keep other runs out of the folders that this one writes to; raises on all ranks if one is there."""
+    locks, problem = [], None
+    if ranks.is_zero:
+        try:
+            locks = [FolderLock(Path(key)) for key in {cfg.output_dir, cfg.checkpointer.output_dir}]
+        except FolderInUse as error:
+            problem = f"{error}. Wait until it has ended, or set output_dir to another folder."
+    if problem := ranks.from_rank_zero(problem):
+        raise CheckpointError(problem)
+    return locks
 
 
 def superseded(
@@ -265,12 +332,14 @@ def checkpoint_of(file: Path) -> Checkpoint | None:
     """The checkpoint that a file belongs to, if it is one of ours."""
     folder = Path(os.path.realpath(file)).parent
     try:
-        return Checkpoint(folder, durable.read_manifest(folder))
+        return Checkpoint.read(folder)
     except Damaged:
         return None
 
 
-def _why_not(checkpoint: Checkpoint, recipe: str, needed: Callable[[str], bool]) -> str | None:
+def _why_not(
+    checkpoint: Checkpoint, recipe: str, reads: Collection[str] | None, epochs: int | None
+) -> str | None:
     """Why a checkpoint cannot be resumed from, or None."""
     manifest = checkpoint.manifest
     if manifest is None:
@@ -278,15 +347,19 @@ def _why_not(checkpoint: Checkpoint, recipe: str, needed: Callable[[str], bool])
     saved_by = checkpoint.facts.get("recipe")
     if saved_by != recipe:
         return f"it was saved by the {saved_by} recipe"
-    if not checkpoint.facts.get("resumable"):
-        return _FINISHED
-    if not checkpoint.is_resumable:
-        return _STRIPPED
+    expected, read = set(manifest.files), set(manifest.files if reads is None else reads)
+    if checkpoint.is_resumable and not checkpoint.is_distributed:
+        read.add(STATE)
+    elif not checkpoint.is_resumable:
+        if epochs is None or checkpoint.epochs_run < epochs:
+            return _STRIPPED if checkpoint.facts["resumable"] else _STATELESS
+        expected.discard(STATE)
+        read.discard(STATE)
+    if unlisted := sorted(read - manifest.files.keys()):
+        return f"its {durable.MANIFEST} is damaged: it does not list {unlisted[0]}"
     try:
-        durable.check_sizes(checkpoint.folder, manifest)
-        durable.check_contents(
-            checkpoint.folder, manifest, [n for n in manifest.files if needed(n)]
-        )
+        durable.check_sizes(checkpoint.folder, manifest, sorted(expected))
+        durable.check_contents(checkpoint.folder, manifest, sorted(read))
     except Damaged as reason:
         return str(reason)
     return None

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtune import training
 
 from torchtune_adaptive.common import CheckpointError
+from torchtune_adaptive.recipe.checkpoints.config_changes import (
+    BEGIN_ANEW,
+    FlatConfig,
+    change,
+    resumed,
+)
 from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
 from torchtune_adaptive.recipe.private import training_progress
 
-log = logging.getLogger(__name__)
-
-
 TRAINING_KEY = "adaptive_training"
+CONFIG_KEY = "adaptive_config"
+"""The key in the recipe state of what it says about the config and the data that it was saved with."""
 
 
 @dataclass
@@ -28,10 +32,25 @@ class Progress:
     epochs_run: int = 0
     training: TrainingState | None = None
     """The state that the training loop needs to continue exactly; None in torchtune's own checkpoints."""
+    config: FlatConfig = field(default_factory=dict)
+    """What decides about the result of the training; of a resumed run, as it follows it."""
+    samples: int | None = None
+    """The number of samples in the data; None where it is not known."""
+    adapts: bool = False
+    """Whether a resumed run keeps to what it once decided about its batch."""
+    takes_rate: bool = False
+    """Whether the learning rate of a resumed run is the config's."""
+    changes: list[str] = field(default_factory=list)
+    """A line for each value that differs between the config and the checkpoint that is resumed."""
 
     @property
     def is_unfinished(self) -> bool:
         return self.epochs_run < self.total_epochs
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether the samples are in another order in each epoch."""
+        return bool(self.config.get("shuffle"))
 
     def resume(self, checkpoint: dict[str, Any]) -> None:
         """Continue where a checkpoint was saved; what would change the run's course stays as it was."""
@@ -52,17 +71,51 @@ class Progress:
         saved = checkpoint.get(TRAINING_KEY)
         self.training = TrainingState.read(saved) if saved is not None else None
         if self.seed != seed:
-            log.warning(
-                f"seed {self.seed} -> {seed} (the checkpoint's; a resumed run keeps its seed)"
-            )
+            why = "checkpoint's; a resumed run keeps its seed"
+            self.changes.append(change("seed", self.seed, seed, why))
             self.seed = seed
         if self.max_steps_per_epoch != max_steps:
-            log.warning(
-                f"max_steps_per_epoch {self.max_steps_per_epoch} -> {max_steps} (the checkpoint's)"
+            self.changes.append(
+                change("max_steps_per_epoch", self.max_steps_per_epoch, max_steps, "checkpoint's")
             )
             self.max_steps_per_epoch = max_steps
         if self.total_epochs != total_epochs:
-            log.warning(f"epochs {total_epochs} -> {self.total_epochs} (the config's)")
+            self.changes.append(change("epochs", total_epochs, self.total_epochs, "config's"))
+        self._follow(checkpoint.get(CONFIG_KEY))
+
+    def _follow(self, saved: dict[str, Any] | None) -> None:
+        """Settle which config the run follows."""
+        if saved is None:
+            self.changes.append(
+                "The checkpoint does not say which config it was saved with (torchtune saved it, or an older "
+                "version), so what has changed since is not shown."
+            )
+            return
+        decided = self.training is not None and self.training.growth.largest is not None
+        found = resumed(
+            saved["config"],
+            self.config,
+            keeps_batch=self.adapts and decided,
+            takes_rate=self.takes_rate,
+        )
+        self.config, self.samples = found.config, saved["samples"]
+        self.changes += found.changes
+
+    def require_data(self, samples: int) -> str | None:
+        """Note the number of samples in the data; a line, if a resumed run has others.
+
+        Raises:
+            CheckpointError: it is resumed in the middle of an epoch of other data.
+        """
+        saved, self.samples = self.samples, samples
+        if saved is None or saved == samples:
+            return None
+        if self.training is not None and self.training.samples_of_epoch:
+            raise CheckpointError(
+                f"dataset: has {samples} samples, and the checkpoint was saved in the middle of an epoch of "
+                f"{saved}, where the next would be other ones. Resume with the same data, {BEGIN_ANEW}."
+            )
+        return change("samples in the dataset", saved, samples, "config's")
 
     def as_torchtune(self) -> Any:
         return training_progress(
@@ -74,7 +127,8 @@ class Progress:
 
     def training_state(self) -> dict[str, Any]:
         """What torchtune's recipe state does not have."""
-        return {TRAINING_KEY: self.training and self.training.write()}
+        with_what = {"config": self.config, "samples": self.samples}
+        return {TRAINING_KEY: self.training and self.training.write(), CONFIG_KEY: with_what}
 
     def state_dict(self) -> dict[str, Any]:
         """torchtune's recipe state, with ours in it."""

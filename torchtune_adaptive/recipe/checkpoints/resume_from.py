@@ -9,7 +9,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
 
-from torchtune_adaptive.common import CheckpointError, Damaged, durable
+from torchtune_adaptive.common import CheckpointError, Damaged, counted, durable
 from torchtune_adaptive.recipe.checkpoints.folder import STATE, CheckpointFolder, checkpoint_of
 from torchtune_adaptive.recipe.settings.kind_table import Kind
 
@@ -52,20 +52,30 @@ class Source:
         log.warning(f"{self.state} and {files}: cannot be verified to belong together.")
 
 
-def newest_source(folder: CheckpointFolder, kind: Kind, epochs: int | None = None) -> Source | None:
+@dataclass(frozen=True)
+class Finished:
+    """The end of a run that is asked to resume, but has all its epochs."""
+
+    checkpoint: str
+    epochs: int
+
+    def __str__(self) -> str:
+        return (
+            f"The run is finished, nothing to do: {self.checkpoint} has {counted(self.epochs, 'epoch')}. "
+            "More epochs continue it."
+        )
+
+
+def newest_source(
+    folder: CheckpointFolder, kind: Kind, epochs: int | None = None
+) -> Source | Finished | None:
     """The newest complete checkpoint in an output folder, or None if none has been saved.
 
     Raises:
-        CheckpointError: none can be resumed from, or the run has all its epochs.
+        CheckpointError: none can be resumed from.
     """
-
-    def needed(name: str) -> bool:
-        return not kind.adapters or name in (
-            ADAPTERS,
-            STATE,
-        )  # merged weights are large, and not read
-
-    found, skipped = folder.newest(kind.name, needed, epochs)
+    # Merged weights are large, and not read.
+    found, skipped = folder.newest(kind.name, [ADAPTERS] if kind.adapters else None, epochs)
     passed_over = f" Skipped: {'; '.join(skipped)}." if skipped else ""
     if found is None:
         log.warning(
@@ -73,6 +83,8 @@ def newest_source(folder: CheckpointFolder, kind: Kind, epochs: int | None = Non
             f"the beginning.{passed_over}"
         )
         return None
+    if epochs is not None and found.epochs_run >= epochs:
+        return Finished(str(found.folder), found.epochs_run)
     step = found.facts.get("step")
     log.info(
         f"Resuming from {found.folder}{f' (step {step})' if step is not None else ''}.{passed_over}"
@@ -87,6 +99,16 @@ def newest_source(folder: CheckpointFolder, kind: Kind, epochs: int | None = Non
         state=at[STATE],
         checkpoint=found.facts["id"],
     )
+
+
+def say_what_is_replaced(folder: CheckpointFolder) -> None:
+    """Warn where a run that begins anew finds checkpoints of an earlier one."""
+    if newest := folder.newest_name():
+        log.warning(
+            f"{newest} is of an earlier run: this one starts from the beginning, and replaces its report and "
+            "its checkpoints of the same names. Set resume_from_checkpoint=True to continue that run, or "
+            "another output_dir to keep it."
+        )
 
 
 def named_source(cfg: DictConfig, kind: Kind) -> Source | None:
@@ -159,7 +181,7 @@ def _verify(weights: list[str], state: str) -> str | None:
                 raise CheckpointError(f"{path}: is empty. Resume from another checkpoint.")
             continue
         try:
-            durable.check_sizes(owner.folder, owner.manifest, only=name)
+            durable.check_sizes(owner.folder, owner.manifest, [name])
             durable.check_contents(owner.folder, owner.manifest, [name])
         except Damaged as reason:
             raise CheckpointError(

@@ -134,6 +134,10 @@ class AdaptiveSettings:
     """Adam's second beta: ``fixed`` as configured, or ``half_life``: averages over the same number of samples
     as the batch grows."""
 
+    resume_learning_rate: Literal["checkpoint", "config"] = "checkpoint"
+    """The learning rate of a resumed run: that of the ``checkpoint``, or that of the ``config``, as if it had
+    been that from the beginning (docs/checkpoints.md)."""
+
     gradient_noise: Literal["off", "observe", "act"] = "off"
     """The gradient noise scale: ``observe`` logs it, in samples; ``act`` also grows the batch by it, with
     ``GradientNoise()``."""

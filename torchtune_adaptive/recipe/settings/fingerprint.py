@@ -61,6 +61,7 @@ _IRRELEVANT_SETTINGS = (
     "workers",
     "lr_scaling",
     "beta2",
+    "resume_learning_rate",
     "grow_back_after",
     "wait_for_memory",
     "rank_timeout",

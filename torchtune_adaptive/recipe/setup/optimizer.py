@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torchtune import training
 from torchtune.training import OptimizerInBackwardWrapper
 
+from torchtune_adaptive.common import CheckpointError
 from torchtune_adaptive.recipe.setup.components import make
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.upstream import give_output_to_loss
@@ -61,9 +62,9 @@ def _optimizers_in_backward(
     if state is not None:
         unknown = sorted(set(state) - set(wrapper.optim_map))
         if unknown:
-            raise ValueError(
-                f"The checkpoint's optimizer state has {unknown[0]!r}, which is not a parameter: it was "
-                "saved without optimizer_in_bwd. Resume with the same setting."
+            raise CheckpointError(
+                f"optimizer_in_bwd: the checkpoint's optimizer state has {unknown[0]!r}, which is no "
+                "parameter, so it was saved without it. Resume with optimizer_in_bwd=False."
             )
         for name, parameter_state in state.items():
             training.load_from_full_optimizer_state_dict(

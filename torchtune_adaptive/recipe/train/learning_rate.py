@@ -6,12 +6,13 @@ rate from the current one.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from torchtune_adaptive.core import LrScaling, lr_factor
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
@@ -30,6 +31,8 @@ class LearningRate:
         rule: the rule by which the batch changes the rate; see ``core.lr_factor``.
         half_life: keep the half-life of Adam's second moment constant in samples, instead of in steps.
         start: the global batch that the base schedule is meant for.
+        total: the base steps of the whole schedule.
+        anew: take the optimizer's own rate, as if the run had begun with it, and not a checkpoint's.
     """
 
     def __init__(
@@ -40,9 +43,13 @@ class LearningRate:
         rule: LrScaling,
         half_life: bool,
         start: int,
+        total: int = 0,
+        anew: bool = False,
     ) -> None:
         self._groups = [group for o in optimizers.steppers for group in o.param_groups]
         self._optimizers = optimizers.steppers
+        self._total = total
+        self._is_anew = anew
         self._rule = rule
         self._half_life = half_life
         self._start = start
@@ -52,10 +59,14 @@ class LearningRate:
         self._beta2 = [group["betas"][1] for group in self._groups] if half_life else []
         self._batch = start
         self._factor = 1.0
-        self._scheduler = make_scheduler(position)
-        self._position = position
+        if anew:
+            self._begin_anew(float(first.defaults["lr"]))
+        self._position = 0 if anew else position
+        self._scheduler = make_scheduler(self._position)
         self._base = [float(group["lr"]) for group in self._groups]
         self._highest = self._base[0]
+        if anew:
+            self.move_to(position)
 
     @property
     def now(self) -> float:
@@ -72,11 +83,23 @@ class LearningRate:
             return
         self._set(self._base)
         for _ in range(position - self._position):
-            self._scheduler.step()
+            self._step()
             self._highest = max(self._highest, float(self._groups[0]["lr"]))
         self._position = position
         self._base = [float(group["lr"]) for group in self._groups]
         self._scale()
+
+    def _step(self) -> None:
+        assert self._scheduler is not None
+        with warnings.catch_warnings():
+            # A run that is resumed has taken steps of the optimizer; this process need not have.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            self._scheduler.step()
+
+    def _begin_anew(self, rate: float) -> None:
+        self._set([rate] * len(self._groups))
+        for group in self._groups:
+            group["initial_lr"] = rate
 
     def follow(self, batch: int, noise: float | None) -> None:
         """Scale the rate (and beta2) for a next step with a global batch of ``batch``."""
@@ -117,6 +140,7 @@ class LearningRate:
     def state_dict(self) -> dict[str, Any]:
         return {
             "start": self._start,
+            "total": self._total,
             "position": self._position,
             "base": self._base,
             "highest": self._highest,
@@ -133,15 +157,29 @@ class LearningRate:
         """
         if state["start"] != self._start:
             return
-        self._position = state["position"]
-        self._base, self._highest = list(state["base"]), state["highest"]
         self._batch, self._factor = state["batch"], state["factor"]
         if self._half_life:
             self._beta2 = list(state["beta2"])
-        if self._scheduler is not None and state["scheduler"] is not None:
-            self._scheduler.load_state_dict(state["scheduler"])
+        if not self._is_anew:
+            self._load_base(state)
         self._set(self._base)
         self._scale()
+
+    def _load_base(self, state: dict[str, Any]) -> None:
+        scheduler, saved = self._scheduler, state["scheduler"]
+        self._highest = state["highest"]
+        is_longer = state.get("total", self._total) != self._total  # or shorter
+        if is_longer and saved is not None and isinstance(scheduler, LambdaLR):
+            # The rate is what the schedule of the new length gives at this position.
+            scheduler.base_lrs = list(saved["base_lrs"])
+            scheduler.last_epoch = self._position - 1
+            self._step()
+            self._base = [float(group["lr"]) for group in self._groups]
+            self._highest = max(self._highest, self._base[0])
+            return
+        self._position, self._base = state["position"], list(state["base"])
+        if scheduler is not None and saved is not None:
+            scheduler.load_state_dict(saved)
 
 
 def _state_of(optimizers: tuple[Optimizer, ...], parameter: torch.Tensor) -> dict[str, Any]:

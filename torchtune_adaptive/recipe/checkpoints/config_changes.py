@@ -1,0 +1,153 @@
+"""What a resumed run takes from its config, and what from its checkpoint, where the two differ.
+
+Pure functions of two configs: the one that the checkpoint was saved with, and the one that resumes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.common import CheckpointError
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+from torchtune_adaptive.recipe.settings.kind_table import FOUND, Kind
+from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION
+
+FlatConfig = dict[str, Any]
+"""Values by the paths of their keys."""
+
+BEGIN_ANEW = "or train on from the checkpoint's weights (checkpointer.checkpoint_dir) with another output_dir"
+
+# What cannot change the result of a training, or nothing but its rounding; what is told elsewhere.
+_IRRELEVANT_KEYS = {
+    FOUND,
+    "output_dir",
+    "checkpointer",
+    "resume_from_checkpoint",
+    "enable_async_checkpointing",
+    "save_adapter_weights_only",
+    "save_every_n_steps",
+    "keep_last_n_checkpoints",
+    "metric_logger",
+    "profiler",
+    "log_every_n_steps",
+    "log_peak_memory_stats",
+    "dataset_val",
+    "run_val_every_n_steps",
+    "batch_size_val",
+    "device",
+    "compile",
+    "enable_activation_checkpointing",
+    "enable_activation_offloading",
+    "ac_mode",
+    "ac_option",
+    "fsdp_cpu_offload",
+    "fsdp_reshard_after_forward",
+    "custom_sharded_layers",
+    "tensor_parallel_dim",
+    "tensor_parallel_plan",
+    "cudnn_deterministic_mode",
+    "use_maximum_batch_size",
+    "use_fastest_configuration",
+    "seed",
+    "epochs",
+    "max_steps_per_epoch",
+}
+_RELEVANT_SETTINGS = ("token_budget", "grow_past_memory", "lr_scaling", "beta2", "gradient_noise")
+_RELEVANT_OF_CHECKPOINTERS = ("checkpoint_dir", "checkpoint_files")
+
+_RATE = "optimizer.lr"
+_OPTIMIZER = "optimizer._component_"
+_IN_BACKWARD = "optimizer_in_bwd"
+_BATCH = ("batch_size", ACCUMULATION)
+
+
+def training_config(cfg: DictConfig, kind: Kind) -> FlatConfig:
+    """What of a config decides about the result of a training."""
+    values: Any = OmegaConf.to_container(cfg, resolve=True)
+    chosen = {k: v for k, v in values.items() if k in kind.keys and k not in _IRRELEVANT_KEYS}
+    block = chosen.pop(BLOCK, None) or {}
+    chosen[BLOCK] = {key: block.get(key) for key in _RELEVANT_SETTINGS}
+    # Weights that are not trained are read again.
+    frozen = [each.checkpointer for each in kind.frozen] + ["checkpointer"] * kind.adapters
+    for key in frozen:
+        of_block = values.get(key) or {}
+        chosen[key] = {name: of_block.get(name) for name in _RELEVANT_OF_CHECKPOINTERS}
+    return dict(_flat(chosen))
+
+
+def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        path = f"{above}{key}"
+        if isinstance(value, dict):
+            yield from _flat(value, f"{path}.")
+        elif isinstance(value, list) and all(isinstance(one, dict) for one in value):
+            for number, one in enumerate(value):
+                yield from _flat(one, f"{path}[{number}].")
+        elif value is not None:
+            plain = isinstance(value, (bool, int, float, str))
+            yield path, value if plain else str(value)
+
+
+def change(key: str, old: Any, new: Any, whose: str) -> str:
+    """A line about a value that a resumed run does not have from both."""
+    old, new = ("unset" if value is None else value for value in (old, new))
+    return f"{key} {old} -> {new} (the {whose})"
+
+
+def require_same_optimizer(saved: FlatConfig, now: FlatConfig) -> None:
+    """Raise unless the optimizer can use the state that was saved.
+
+    Raises:
+        CheckpointError: naming the key.
+    """
+    for key in (_OPTIMIZER, _IN_BACKWARD):
+        old, new = saved.get(key, False), now.get(key, False)
+        if old != new:
+            raise CheckpointError(
+                f"{key}: {new} cannot continue with the optimizer state of a checkpoint that was saved with "
+                f"{old}. Set {key}={old}, {BEGIN_ANEW}."
+            )
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A config as a resumed run follows it."""
+
+    config: FlatConfig
+    changes: list[str]
+    """A line for each value that has changed, which says whether it is the config's or the checkpoint's."""
+
+
+def resumed(
+    saved: FlatConfig, now: FlatConfig, *, keeps_batch: bool = False, takes_rate: bool = False
+) -> Resumed:
+    """The config that a resumed run follows.
+
+    Args:
+        saved: the config that the checkpoint was saved with.
+        now: the config that resumes it.
+        keeps_batch: whether the batch is what the run decided when it began.
+        takes_rate: whether the learning rate is the config's.
+    """
+    config, changes = dict(now), []
+    for key in sorted(saved.keys() | now.keys()):
+        old, new = saved.get(key), now.get(key)
+        if old == new:
+            continue
+        is_kept = (
+            key == "shuffle"  # the place in an epoch is one in its order
+            or (key in _BATCH and keeps_batch)
+            # An optimizer's state has its hyperparameters in it.
+            or (key.startswith("optimizer.") and not (key == _RATE and takes_rate))
+        )
+        if not is_kept:
+            changes.append(change(key, old, new, "config's"))
+            continue
+        config[key] = old
+        remedy = f"; {BLOCK}.resume_learning_rate=config takes the config's" if key == _RATE else ""
+        changes.append(change(key, new, old, f"checkpoint's{remedy}"))
+    return Resumed({key: value for key, value in config.items() if value is not None}, changes)
