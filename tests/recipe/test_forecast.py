@@ -141,8 +141,9 @@ def query(
     from torchtune_adaptive.recipe.tracing import tracer as tracer_module
 
     monkeypatch.setattr(tracer_module, "Tracer", lambda cfg, ranks, rank: tracer)
+    loss = {"_component_": "torch.nn.CrossEntropyLoss"}
     return Query(
-        {"batch_size": 4, "gradient_accumulation_steps": 1, "device": "cpu", **config},
+        {"batch_size": 4, "gradient_accumulation_steps": 1, "device": "cpu", "loss": loss, **config},
         1,
         SIMULATED,
         rows=4,
