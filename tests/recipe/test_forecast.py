@@ -143,7 +143,13 @@ def query(
     monkeypatch.setattr(tracer_module, "Tracer", lambda cfg, ranks, rank: tracer)
     loss = {"_component_": "torch.nn.CrossEntropyLoss"}
     return Query(
-        {"batch_size": 4, "gradient_accumulation_steps": 1, "device": "cpu", "loss": loss, **config},
+        {
+            "batch_size": 4,
+            "gradient_accumulation_steps": 1,
+            "device": "cpu",
+            "loss": loss,
+            **config,
+        },
         1,
         SIMULATED,
         rows=4,
