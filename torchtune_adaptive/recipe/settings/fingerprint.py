@@ -98,6 +98,7 @@ def search_facts(
     confirmed by a trial before it is used.
     """
     chosen = {k: v for k, v in asdict(settings).items() if k not in _IRRELEVANT_SETTINGS}
+    chosen["on_out_of_memory"] = "shrink" if settings.shrinks else "raise"  # given, or by default
     return {
         "config": {**step_facts(cfg), "batch_size": configured_batch(cfg, ranks).micro_batch},
         "settings": chosen,
