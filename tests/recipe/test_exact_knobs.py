@@ -127,10 +127,10 @@ def different_choices(
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_no_bit_depends_on_an_exact_knob(kind: str, ranks: int, exhaustive: bool) -> None:
-    sample = 1 if exhaustive else 2 + 3 * ranks
+    sample = 1 if exhaustive else 5
     models = [(kind, dtype, dropout) for dtype in ("fp32", "bf16") for dropout in (0.0, 0.5)]
     found = run_ranks(different_choices, ranks, models, {}, sample, timeout=240)
     assert all(tried >= 8 for tried, _ in found)
@@ -248,7 +248,7 @@ def fail_at_allocations(choices: list[Choice], sample: Sample) -> tuple[int, lis
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_stays_of_a_step_that_runs_out_of_memory(ranks: int, sample: Sample) -> None:
     """With each exact choice, at a sample of allocations: of operations, and of what FSDP resizes."""
-    numbers = sample.every(exhaustive=1, quick=3).of(len(EXACT_CHOICES))
+    numbers = sample.every(exhaustive=1, quick=3 * ranks).of(len(EXACT_CHOICES))
     choices = [EXACT_CHOICES[number - 1] for number in numbers]
     sample = sample.every(exhaustive=17, quick=149)
     for lost, wrong in run_ranks(fail_at_allocations, ranks, choices, sample, timeout=900):

@@ -79,6 +79,7 @@ def estimates_and_traces(query: Query) -> list[tuple[Any, float, float]]:
     return [(one, steps.estimated_seconds(one), steps.traced(one).seconds) for one in alike]
 
 
+@pytest.mark.exhaustive
 def test_estimates_are_close_to_what_traces_give() -> None:
     with processes("torchtune_adaptive.recipe.plan.preload") as run:
         found = run(estimates_and_traces, tiny_plan().query()).result(timeout=100)

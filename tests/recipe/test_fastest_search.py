@@ -188,7 +188,8 @@ def without_prediction(limit_share: float | None) -> tuple[FastestReport, bool]:
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize(("ranks", "limit_share"), [(1, None), (2, None), (1, 0.8), (2, 0.8)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("limit_share", [None, 0.8])
 def test_what_is_chosen_is_exact_was_tried_and_is_not_slower(
     ranks: int, limit_share: float | None
 ) -> None:
