@@ -2,10 +2,10 @@
 
 The quick tier has every kind of run, and a sample of what each of them proves: memory runs out at every 29th
 allocation instead of at each one; settings are compared with torchtune's in combinations, not one by one.
-``--exhaustive`` runs all tests and cases, and samples only the rarer kinds of run. A test that does less
+``--exhaustive`` runs all tests, and of those that take longest some cases. A test that does less
 without the flag asks for ``exhaustive`` or ``sample``; one that does not run at all without it is marked
 ``exhaustive``. Of the cases of a test that is marked ``rotating``, the quick tier runs one, or as many as the
-mark says, and with another SHARD others.
+mark says, and with another SHARD others; so does the exhaustive tier where the mark has ``exhaustive=N``.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
     exhaustive = config.getoption("--exhaustive")
-    leave_to_other_shards(items, config.getoption("--shard"))
+    left_out = leave_to_other_shards(items, config.getoption("--shard"), exhaustive)
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = left_out
     for item in items:
         # So that `--exhaustive -m exhaustive` is all that the quick tier owes.
         if exhaustive and is_sampled(item):
@@ -98,17 +101,35 @@ def is_sampled(item: pytest.Item) -> bool:
     return isinstance(item, pytest.Function) and "exhaustive" in item.fixturenames
 
 
-def leave_to_other_shards(items: Iterable[pytest.Item], shard: int) -> None:
-    """Mark those cases of each rotating test that another shard runs."""
+def leave_to_other_shards(
+    items: Iterable[pytest.Item], shard: int, exhaustive: bool
+) -> list[pytest.Item]:
+    """Mark those cases of each rotating test that the quick tier leaves to another shard.
+
+    Returns:
+        Those that the exhaustive tier leaves to another one.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("rotating") and not item.get_closest_marker("exhaustive"):
+        if item.get_closest_marker("rotating"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = []
     for of_one_test in cases.values():
-        (taken,) = of_one_test[0].get_closest_marker("rotating").args or (1,)  # type: ignore[union-attr]
-        for number, item in enumerate(of_one_test):
-            if (number - shard * taken) % len(of_one_test) >= taken:
-                item.add_marker("exhaustive")
+        mark = of_one_test[0].get_closest_marker("rotating")
+        assert mark is not None
+        in_quick = [one for one in of_one_test if not one.get_closest_marker("exhaustive")]
+        for item in _of_other_shards(in_quick, shard, *mark.args):
+            item.add_marker("exhaustive")
+        if exhaustive and "exhaustive" in mark.kwargs:
+            left_out += _of_other_shards(of_one_test, shard, mark.kwargs["exhaustive"])
+    return left_out
+
+
+def _of_other_shards(cases: list[pytest.Item], shard: int, taken: int = 1) -> list[pytest.Item]:
+    """All cases but as many as a shard takes."""
+    return [
+        case for number, case in enumerate(cases) if (number - shard * taken) % len(cases) >= taken
+    ]
 
 
 @pytest.hookimpl(trylast=True)  # after the slowest tests
@@ -122,7 +143,12 @@ def pytest_terminal_summary(
     for what, items in (("in part", sampled), ("left out", left_out)):
         for name, cases in by_function(items).items():
             terminalreporter.line(f"{what}: {name}" + (f" ({cases} cases)" if cases > 1 else ""))
-    terminalreporter.line("`make test-all`, or pytest --exhaustive, runs these.")
+    others = (
+        "Other values of SHARD run"
+        if config.getoption("--exhaustive")
+        else "`make test-all`, or pytest --exhaustive, runs"
+    )
+    terminalreporter.line(f"{others} these.")
 
 
 def by_function(items: Iterable[pytest.Item]) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""Which cases of a rotating test the quick tier runs."""
+"""Which cases of a rotating test each tier runs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,22 @@ def test_successive_shards_run_all_cases(cases: int, at_once: int) -> None:
     visited: set[str] = set()
     for shard in range(10, 10 - (-cases // at_once)):
         items: list[Any] = [Case(number, mark) for number in range(cases)]
-        leave_to_other_shards(items, shard)
+        assert leave_to_other_shards(items, shard, exhaustive=True) == []
         run = {item.nodeid for item in items if "exhaustive" not in item.marks}
         assert len(run) == at_once
         visited |= run
     assert len(visited) == cases
+
+
+def test_so_do_successive_shards_of_the_exhaustive_tier_where_a_test_says_so() -> None:
+    mark = pytest.mark.rotating(exhaustive=2)
+    for exhaustive in (True, False):
+        visited: set[str] = set()
+        for shard in (7, 8, 9):
+            items: list[Any] = [Case(number, mark) for number in range(5)]
+            items[0].add_marker("exhaustive")
+            left_out = leave_to_other_shards(items, shard, exhaustive)
+            assert len(left_out) == (3 if exhaustive else 0)
+            assert sum("exhaustive" not in item.marks for item in items) == 1
+            visited |= {item.nodeid for item in items if item not in left_out}
+        assert len(visited) == 5

@@ -76,7 +76,7 @@ def run_plan(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     script = folder / "asking.py"  # a file: processes are made by importing it again
     script.write_text(PROGRAM)
     command = [sys.executable, str(script), "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 def asked(words: list[str]) -> argparse.Namespace:
@@ -179,10 +179,10 @@ def test_no_answer_has_status_2(
 
 
 @pytest.mark.exhaustive
-def test_a_step_that_cannot_be_traced_has_status_2(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_built_has_status_2(tmp_path: Path) -> None:
     done = run_plan("--config", "tiny/full", "--no-what-ifs", "model.num_heads=3", folder=tmp_path)
     assert done.returncode == 2
-    assert "plan: error: A step of this config could not be traced: ValueError" in done.stderr
+    assert "cannot be made: ValueError: num_heads (3) must be divisible" in done.stderr
 
 
 def test_overrides_may_contain_equals_signs() -> None:
@@ -646,6 +646,6 @@ def test_a_process_that_is_killed_has_status_2(tmp_path: Path) -> None:
         "    main()\n"
     )
     command = [sys.executable, str(script), "plan", "--config", "tiny/full", "--no-what-ifs"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     assert "a process that traced was killed" in done.stderr
