@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from torchtune_adaptive.common import document
 from torchtune_adaptive.common.document import (
     Block,
     Drawing,
@@ -42,6 +45,11 @@ def test_markdown() -> None:
     ]
 
 
+def test_where_matplotlib_is_missing_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document, "find_spec", lambda name: None)
+    assert "no plot: matplotlib is not installed (pip install" in as_page("A run", {"": BLOCKS})
+
+
 def test_html() -> None:
     html = as_page("A run", {"What was found": BLOCKS})
     for part in (
@@ -51,6 +59,6 @@ def test_html() -> None:
         "<tr><td>2</td><td>3|4</td><td>batch_size=2</td></tr>",
         "<table>\n<tbody>\n<tr><th>state</th><td>finished</td></tr>",
         "<details><summary>config</summary><pre>key:\n  x: 1</pre></details>",
-        '<p class="note">There is no plot',
+        '<p class="note">There is no plot: there are too few steps.</p>',
     ):
         assert part in html, part

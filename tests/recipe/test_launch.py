@@ -165,6 +165,7 @@ FULL = "adaptive_full_finetune_distributed"
         ("find qat_distributed --config tiny/full", "Use adaptive_qat_distributed"),
         ("find eleuther_eval --config tiny/full", f"Use one of {FULL}, .* with your own"),
         ("find tiny/full", f"find: 'tiny/full' is a config.* find {FULL} --config tiny/full`"),
+        (f"run {FULL} --config", "run: '--config' has no value. Give a config name"),
         ("run tiny/lora seed=1", "adaptive_lora_finetune_distributed --config tiny/lora`"),
         ("run --config tiny/qat", "run: '--config tiny/qat' names no recipe.* run adaptive_qat_"),
         ("run adaptive_full_finetune --config tiny/full", rf"Did you mean {FULL}\?"),

@@ -40,6 +40,8 @@ def require_recipe(command: str, arguments: list[str]) -> None:
     Raises:
         ConfigError: with the recipe that was probably meant.
     """
+    if arguments[-1:] == ["--config"]:
+        raise ConfigError(command, "--config", "has no value", "Give a config name or a YAML file")
     before_config = takewhile(lambda one: one.partition("=")[0] != "--config", arguments)
     words = [word for word in before_config if not word.startswith(("-", "~")) and "=" not in word]
     # Before the recipe, there may be options of torchrun with their values.

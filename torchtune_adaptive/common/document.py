@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.util import find_spec
 from string import Template
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 """Columns of a terminal that text is wrapped to."""
-_NO_FIGURE = (
-    "There is no plot: too few steps, or matplotlib is not installed "
-    "(pip install 'torchtune-adaptive[plot]')."
-)
 # Without an icon of its own, browsers look for one.
 _PAGE = Template("""\
 <!doctype html>
@@ -206,7 +203,12 @@ class Drawing:
     markdown = text
 
     def html(self) -> list[str]:
-        return [as_svg(self.figure) if self.figure else f'<p class="note">{escape(_NO_FIGURE)}</p>']
+        if self.figure:
+            return [as_svg(self.figure)]
+        why = "matplotlib is not installed (pip install 'torchtune-adaptive[plot]')"
+        if find_spec("matplotlib"):
+            why = "there are too few steps"
+        return [f'<p class="note">{escape(f"There is no plot: {why}.")}</p>']
 
 
 Block = Paragraph | Listing | Table | Verbatim | Drawing

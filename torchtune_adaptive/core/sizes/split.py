@@ -77,7 +77,7 @@ class Epochs:
                 "batch_size",
                 split.micro_batch,
                 f"with gradient_accumulation_steps {split.accumulation} makes steps of "
-                f"{counted(split.rows, 'row')} per rank, and the data has {rows_per_rank}",
+                f"{counted(split.rows, 'sample')} per rank, and the data has {rows_per_rank}",
                 "Lower batch_size or gradient_accumulation_steps, or use more data",
             )
         if max_steps is not None:

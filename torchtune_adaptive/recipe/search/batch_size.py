@@ -125,7 +125,7 @@ def possible_sizes(
         raise ConfigError(
             "gradient_accumulation_steps",
             accumulation,
-            f"leaves no full step in an epoch: a step needs at least {counted(needed, 'row')} per rank, "
+            f"leaves no full step in an epoch: a step needs at least {counted(needed, 'sample')} per rank, "
             f"and the data has {rows_per_rank}",
             "Lower it, lower batch_size, or use more data",
         )
