@@ -232,6 +232,7 @@ def test_without_matplotlib_the_report_has_its_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchtune_adaptive.common.plots.new_figure", lambda *_: None)
+    monkeypatch.setattr("torchtune_adaptive.common.document.find_spec", lambda _: None)
     one = record(tmp_path)
     one.decided(Split(4, 4, 2), 0, report())
     one.trained = trained()

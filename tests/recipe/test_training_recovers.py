@@ -180,7 +180,7 @@ def soak(steps: int, faults: float) -> dict[str, Any]:
 
 
 def test_a_thousand_steps_in_which_anything_may_fail(exhaustive: bool) -> None:
-    steps, faults = (1000, 0.1) if exhaustive else (16, 0.5)
+    steps, faults = (1000, 0.1) if exhaustive else (24, 0.5)
     started = time.monotonic()
     for seen in run_ranks(soak, 2, steps, faults, timeout=900):
         assert seen["redone"] >= steps // 20 and seen["sizes"] == {1, 2, 4}
