@@ -65,6 +65,7 @@ def _is_number(value: Any) -> bool:
 
 
 def one_of(name: str, value: T, names: Sequence[Any]) -> T:
+    """One of the names that are allowed."""
     if value not in names:
         raise UsageError(f"{name}: {value!r} must be one of: {', '.join(map(repr, names))}.")
     return value

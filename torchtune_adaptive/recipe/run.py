@@ -13,7 +13,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import training
 
-from torchtune_adaptive.common import ConfigError, FolderLock, UsageError
+from torchtune_adaptive.common import FolderLock, UsageError
 from torchtune_adaptive.core import (
     Epochs,
     Generators,
@@ -67,7 +67,7 @@ from torchtune_adaptive.recipe.train.instruments import Profiling, build_profile
 from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
 from torchtune_adaptive.recipe.train.learning_rate import LearningRate
 from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_go_on, how_to_resume
-from torchtune_adaptive.recipe.train.metric_logger import MetricLogger
+from torchtune_adaptive.recipe.train.metric_logger import start_metric_logger
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
 from torchtune_adaptive.recipe.train.stop import StopSignals
 from torchtune_adaptive.recipe.train.validation import Validation
@@ -132,27 +132,10 @@ class Run:
         self.record: Record | None = None  # on rank 0
         self._rows: LoadedRows | None = None
         self._loop: TrainingLoop | None = None
-        self.metrics = self._start_metrics()
+        self.metrics = start_metric_logger(cfg, self.ranks)  # on rank 0
         if self.metrics is not None:
             self.record = Record(cfg, kind, self.ranks.size, self.metrics)
             log.info(f"Config: {self.record.save_config()}")
-
-    def _start_metrics(self) -> MetricLogger | None:
-        """The metric logger, on rank 0; raises on all ranks if it cannot write."""
-        metrics, reason = None, None
-        if self.ranks.is_zero:
-            try:
-                metrics = MetricLogger(self._cfg)
-            except OSError as error:
-                reason = f"cannot write: {error}"
-        if reason := self.ranks.from_rank_zero(reason):
-            raise ConfigError(
-                "metric_logger",
-                self._cfg.metric_logger._component_,
-                reason,
-                "Set metric_logger.log_dir to a folder that can be written to, or make room",
-            )
-        return metrics
 
     def __enter__(self) -> Run:
         self.stop.__enter__()

@@ -135,15 +135,15 @@ class StepRunner:
             ) from None
         except BaseException as error:  # of the caller's own functions, or from the keyboard
             if not self.step.options.survive and is_out_of_memory(error):
-                raise self._alone(error, number) from error
+                raise self._without_recovery(error, number) from error
             try:
                 self.step.abandon()
             except Exception as after:
                 error.add_note(f"After it, no other step can be taken: {after}")
             raise
 
-    def _alone(self, error: BaseException, number: int) -> TrainingOutOfMemory:
-        """What ends the run where a step does not survive: the other ranks do not know, and wait."""
+    def _without_recovery(self, error: BaseException, number: int) -> TrainingOutOfMemory:
+        """The error that ends the run on this rank; the others do not know of it, and wait."""
         ranks, phase = self.step.ranks, self.step.phase
         where = StepLost(tuple(phase if r == ranks.rank else None for r in range(ranks.size)))
         said = " ".join(str(error).split())

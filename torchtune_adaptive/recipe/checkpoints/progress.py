@@ -19,7 +19,7 @@ from torchtune_adaptive.recipe.private import training_progress
 
 TRAINING_KEY = "adaptive_training"
 CONFIG_KEY = "adaptive_config"
-"""The key in the recipe state of what it says about the config and the data that it was saved with."""
+"""The key in the recipe state for the config and the data that it was saved with."""
 
 
 @dataclass
@@ -113,7 +113,8 @@ class Progress:
         if self.training is not None and self.training.samples_of_epoch:
             raise CheckpointError(
                 f"dataset: has {samples} samples, and the checkpoint was saved in the middle of an epoch of "
-                f"{saved}, where the next would be other ones. Resume with the same data, {BEGIN_ANEW}."
+                f"{saved}, so the next samples would be different ones. Resume with the same data, "
+                f"{BEGIN_ANEW}."
             )
         return change("samples in the dataset", saved, samples, "config's")
 
@@ -127,8 +128,8 @@ class Progress:
 
     def training_state(self) -> dict[str, Any]:
         """What torchtune's recipe state does not have."""
-        with_what = {"config": self.config, "samples": self.samples}
-        return {TRAINING_KEY: self.training and self.training.write(), CONFIG_KEY: with_what}
+        saved_with = {"config": self.config, "samples": self.samples}
+        return {TRAINING_KEY: self.training and self.training.write(), CONFIG_KEY: saved_with}
 
     def state_dict(self) -> dict[str, Any]:
         """torchtune's recipe state, with ours in it."""

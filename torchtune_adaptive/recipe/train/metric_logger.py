@@ -1,4 +1,4 @@
-"""torchtune's metric logger, for which a run does not end."""
+"""torchtune's metric logger, wrapped so that a failure to write does not end a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import Any
 from omegaconf import DictConfig
 from torchtune import config
 
+from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.core import Ranks
+
 log = logging.getLogger(__name__)
 
 
 class MetricLogger:
-    """A config's metric logger. What it cannot write any more is lost, and that is said once.
+    """A config's metric logger. It drops what it cannot write, and warns once.
 
     Raises:
-        OSError: it cannot even begin to write.
+        OSError: it cannot be opened for writing.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -44,3 +47,25 @@ class MetricLogger:
             if not self._has_failed:
                 log.warning(f"Metrics are not written any more: {error}. The run continues.")
             self._has_failed = True
+
+
+def start_metric_logger(cfg: DictConfig, ranks: Ranks) -> MetricLogger | None:
+    """The metric logger of a run, on rank 0.
+
+    Raises:
+        ConfigError: it cannot write; on all ranks.
+    """
+    logger, reason = None, None
+    if ranks.is_zero:
+        try:
+            logger = MetricLogger(cfg)
+        except OSError as error:
+            reason = f"cannot write: {error}"
+    if reason := ranks.from_rank_zero(reason):
+        raise ConfigError(
+            "metric_logger",
+            cfg.metric_logger._component_,
+            reason,
+            "Set metric_logger.log_dir to a folder that can be written to, or make room",
+        )
+    return logger
