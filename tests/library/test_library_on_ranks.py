@@ -101,7 +101,7 @@ def test_compiled_by_inductor(way: str, sample: Sample) -> None:
         assert count["wrong"] == 0
 
 
-@pytest.mark.rotating(5, exhaustive=12)
+@pytest.mark.rotating(5)
 @pytest.mark.parametrize("recording", [False, True], ids=["recorded", "while recording"])
 @pytest.mark.parametrize(("way", "ranks", "settings"), WAYS.values(), ids=WAYS)
 def test_memory_runs_out_at_every_operation(
@@ -362,7 +362,7 @@ def after_mishaps(way: str, recording: bool) -> list[str]:
     return wrong
 
 
-@pytest.mark.rotating(exhaustive=4)
+@pytest.mark.rotating
 @pytest.mark.parametrize(("way", "ranks"), [("alone", 1), ("fsdp", 2), ("hsdp", 4), ("ddp", 2)])
 @pytest.mark.parametrize("recording", [False, True], ids=["recorded", "while recording"])
 def test_nothing_stays_of_a_step_that_the_users_own_exception_ends(

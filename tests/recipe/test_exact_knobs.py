@@ -126,7 +126,7 @@ def different_choices(
     return tried, different
 
 
-@pytest.mark.rotating(exhaustive=2)
+@pytest.mark.rotating
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_no_bit_depends_on_an_exact_knob(kind: str, ranks: int, exhaustive: bool) -> None:
@@ -244,7 +244,7 @@ def fail_at_allocations(choices: list[Choice], sample: Sample) -> tuple[int, lis
     return lost, wrong[:9]
 
 
-@pytest.mark.rotating(exhaustive=1)
+@pytest.mark.rotating
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_stays_of_a_step_that_runs_out_of_memory(ranks: int, sample: Sample) -> None:
     """With each exact choice, at a sample of allocations: of operations, and of what FSDP resizes."""

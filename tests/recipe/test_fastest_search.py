@@ -152,7 +152,7 @@ def compared_with_brute_force(
     return tried, wrong
 
 
-@pytest.mark.rotating(exhaustive=2)
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("kind", "may_change", "ranks"),
     [

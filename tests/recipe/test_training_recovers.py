@@ -87,7 +87,7 @@ RELIEVED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.rotating(exhaustive=3)
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", RELIEVED)
 def test_with_more_checkpointing_a_disturbed_run_keeps_its_bits(kind: str, sample: Sample) -> None:
     ranks, settings = RELIEVED[kind]
