@@ -152,14 +152,14 @@ def compared_with_brute_force(
     return tried, wrong
 
 
-@pytest.mark.rotating
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "may_change", "ranks"),
     [
         ("full", "exact", 1),
-        pytest.param("full", "rounding", 1, marks=pytest.mark.exhaustive),
-        pytest.param("lora", "rounding", 1, marks=pytest.mark.exhaustive),
-        pytest.param("full", "exact", 2, marks=pytest.mark.exhaustive),
+        ("full", "rounding", 1),
+        ("lora", "rounding", 1),
+        ("full", "exact", 2),
     ],
 )
 def test_the_choice_is_that_of_brute_force_at_each_limit(

@@ -100,6 +100,7 @@ def test_every_two_settings_are_in_a_combination() -> None:
         assert not go_together(one, other) or any({one, other} <= {*run} for run in COMBINED)
 
 
+@pytest.mark.exhaustive
 def test_lora_with_everything_is_torchtunes(tmp_path: Path) -> None:
     changes = {key: value for settings in LORA.values() for key, value in settings.items()}
     assert_torchtunes("lora", tmp_path, changes)

@@ -179,6 +179,7 @@ def soak(steps: int, faults: float) -> dict[str, Any]:
     }
 
 
+@pytest.mark.exhaustive
 def test_a_thousand_steps_in_which_anything_may_fail(exhaustive: bool) -> None:
     steps, faults = (1000, 0.1) if exhaustive else (24, 0.5)
     started = time.monotonic()
