@@ -189,7 +189,9 @@ class TrainStep:
         self._graph = summed.loss
 
     def _to_device(self, batch: Batch) -> Batch:
-        def copied(value: Any) -> Any:  # tensors, and the block masks of packed rows
+        def copied(
+            value: Any,
+        ) -> Any:  # tensors, and what is made there, as the mask of packed rows
             return value.to(self.device) if hasattr(value, "to") else value
 
         moved = tree_map(copied, batch)
