@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtune.modules.attention_utils import create_block_causal_mask, packed_block_causal_mask
+from torchtune.modules import attention_utils
 
 from torchtune_adaptive.recipe.setup.flex_attention import has_flex_attention
 
@@ -30,8 +30,8 @@ class PackedMask:
         """The mask as torchtune makes it: a block mask for flex attention, or a dense one."""
         lengths = [torch.tensor(each) for each in self.lengths]
         if has_flex_attention(device):
-            return packed_block_causal_mask(lengths).to(device)
-        return create_block_causal_mask(lengths).to(device)
+            return attention_utils.packed_block_causal_mask(lengths).to(device)
+        return attention_utils.create_block_causal_mask(lengths).to(device)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Flex attention, which torchtune has for packed rows on a GPU, and always compiles.
 
-It compiles it apart from ``compile: True``, without dynamic shapes: once for each number of rows, with gradients
+That is apart from ``compile: True``, and without dynamic shapes: once for each number of rows, with gradients
 and without.
 """
 
