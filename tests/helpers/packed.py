@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -12,8 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.compiler.config
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask
-from torch.overrides import TorchFunctionMode
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torchtune.modules import attention_utils
 from torchtune.utils import _device, _import_guard
 
@@ -56,12 +55,11 @@ def room_for_masks_of(rows: int) -> Iterator[None]:
         yield
 
 
-class _OnCpu(TorchFunctionMode):
-    """Makes on the CPU what is asked for on CUDA."""
+class _StaysHere(torch.Tensor):
+    """A tensor on the CPU, wherever it is asked to go."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = {key: "cpu" if each == "cuda" else each for key, each in (kwargs or {}).items()}
-        return func(*("cpu" if one is not None and one == "cuda" else one for one in args), **named)
+    def to(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
 
 
 def _dense_attention(
@@ -91,16 +89,17 @@ def flex_attention() -> Iterator[None]:
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         try:
             importlib.reload(attention_utils)
-            attention_utils.flex_attention_compiled = torch.compile(
-                _dense_attention, dynamic=False, backend="eager"
-            )
-            make: Callable[..., Any] = attention_utils.packed_block_causal_mask
-
-            def made_on_cpu(lengths: list[torch.Tensor]) -> Any:
-                with _OnCpu():
-                    return make(lengths)
-
-            attention_utils.packed_block_causal_mask = made_on_cpu
+            documents = attention_utils._get_document_ids_from_seq_lens
+            on_cpu = {
+                "_get_document_ids_from_seq_lens": lambda of: documents(of).as_subclass(_StaysHere),
+                "create_block_causal_mask_flex": lambda *of, device: create_block_mask(
+                    *of, device="cpu"
+                ),
+                "flex_attention_compiled": torch.compile(
+                    _dense_attention, dynamic=False, backend="eager"
+                ),
+            }
+            vars(attention_utils).update(on_cpu)
             yield
         finally:
             vars(attention_utils).clear()
