@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, MemoryEvent
+from torchtune_adaptive.recipe.data.packed import collate_packed
 from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, measured_peaks, traced_peaks
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
@@ -114,6 +117,32 @@ def test_predicted_peaks_are_measured_peaks(ranks: int, exhaustive: bool, shard:
         [predictions] = run_ranks(predicted, 1, portion, sizes, ranks, 0, join=False)
         for cfg, prediction, measurement in zip(portion, predictions, measurements, strict=True):
             assert prediction == measurement, cfg  # to the byte
+
+
+def batch_of_packs(documents: int, rows: int, length: int) -> dict[str, Any]:
+    """Packed rows of so many documents, of one length each."""
+    tokens, positions = torch.randint(0, 512, (length,)), torch.arange(length)
+    lengths = torch.tensor([length // documents] * documents)
+    row = {"tokens": tokens, "labels": tokens, "input_pos": positions, "seq_lens": lengths}
+    return collate_packed([row] * rows)
+
+
+def measured_of_packs(cfg: DictConfig, documents: int) -> dict[tuple[int, int], int]:
+    return measured_peaks(cfg, SIZES, partial(batch_of_packs, documents))
+
+
+def predicted_of_packs(cfg: DictConfig) -> dict[tuple[int, int], int]:
+    return traced_peaks(Tracer(cfg, ranks=1), SIZES)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("documents", [1, 4])
+def test_packed_rows_are_predicted_with_their_mask(documents: int) -> None:
+    cfg = a_config("full", True, 2, 512)
+    without = run_ranks(predicted_of_packs, 1, cfg, join=False)
+    cfg.dataset = {"packed": True}
+    predictions = run_ranks(predicted_of_packs, 1, cfg, join=False)
+    assert predictions == run_ranks(measured_of_packs, 1, cfg, documents) != without
 
 
 @pytest.mark.exhaustive

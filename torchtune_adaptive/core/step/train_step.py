@@ -189,9 +189,7 @@ class TrainStep:
         self._graph = summed.loss
 
     def _to_device(self, batch: Batch) -> Batch:
-        def copied(
-            value: Any,
-        ) -> Any:  # tensors, and what is made there, as the mask of packed rows
+        def copied(value: Any) -> Any:  # tensors, and the masks of packed rows, which it makes
             return value.to(self.device) if hasattr(value, "to") else value
 
         moved = tree_map(copied, batch)

@@ -1,7 +1,7 @@
 """Packed rows: their batches, and the mask that keeps the documents in a row apart.
 
-The mask is made where the rows go to the device, as a part of the step. For a moment that takes two bytes for
-each pair of positions of each row; where they are not there, the step is lost like any other.
+The mask is made where the rows go to the device, as a part of the step. For a moment that takes two to three
+bytes for each pair of positions of each row; where they are not there, the step is lost like any other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ImaginedMask:
     length: int
 
     def to(self, device: torch.device) -> torch.Tensor:
-        # torchtune makes that of each row, with a copy of the last document's, and then one of all.
+        # torchtune makes that of each row, the last from another of its size, and then one of all.
         parts = self._blocks(self.rows + 1, device)
         mask = self._blocks(self.rows, device)
         del parts

@@ -1,7 +1,7 @@
 """Flex attention, which torchtune has for packed rows on a GPU, and always compiles.
 
-That is apart from ``compile: True``, and without dynamic shapes: once for each number of rows, with gradients
-and without.
+That is apart from ``compile: True``, and without dynamic shapes: for each number of rows once, and again where
+other inputs have gradients.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def compiles(cfg: DictConfig) -> bool:
 
 
 def compiles_attention(cfg: DictConfig) -> bool:
+    """Whether a run compiles attention, on which ``compile`` has no influence."""
     packed = is_packed(cfg) or is_packed(cfg, "dataset_val")
     return packed and has_flex_attention(torch.device(cfg.device))
 
@@ -32,10 +33,9 @@ def compiles_attention(cfg: DictConfig) -> bool:
 def compile_attention_for_every_size(cfg: DictConfig) -> None:
     """Allow as many compilations of a function as all of its variants together may have (256).
 
-    From the ninth on, by default, torch runs it as it is, without a word but one warning. Flex attention then
-    keeps all scores, and a search, validation, growth or a smaller micro-batch after an error meets more than
-    eight sizes. The limit holds for the thread that sets it; backward's threads only need what forward has
-    compiled.
+    By default there are eight, and then torch runs the function as it is, with one warning in all. Flex
+    attention keeps all scores then, and a search, validation, growth and recovery meet more than eight sizes.
+    The limit holds for the thread that sets it; backward's threads only need what forward has compiled.
     """
     if compiles_attention(cfg):
         limits.recompile_limit = max(limits.recompile_limit, limits.accumulated_recompile_limit)
