@@ -46,10 +46,10 @@ def room_for_masks_of(rows: int) -> Iterator[None]:
     """A device on which a mask of more rows does not fit."""
     make = attention_utils.create_block_causal_mask
 
-    def made_if_it_fits(lengths: list[torch.Tensor]) -> torch.Tensor:
-        if len(lengths) > rows:
-            raise torch.OutOfMemoryError(f"CUDA out of memory: a mask of {len(lengths)} rows")
-        return make(lengths)
+    def made_if_it_fits(seq_lens: list[torch.Tensor]) -> torch.Tensor:
+        if len(seq_lens) > rows:
+            raise torch.OutOfMemoryError(f"CUDA out of memory: a mask of {len(seq_lens)} rows")
+        return make(seq_lens)
 
     with patch.object(attention_utils, "create_block_causal_mask", made_if_it_fits):
         yield

@@ -1,7 +1,7 @@
 """Flex attention, which torchtune has for packed rows on a GPU, and always compiles.
 
-That is apart from ``compile: True``, and without dynamic shapes: for each number of rows once, and again where
-other inputs have gradients.
+That is apart from ``compile: True``, and without dynamic shapes: once for each number of rows, and again
+where other inputs have gradients.
 """
 
 from __future__ import annotations
