@@ -388,7 +388,7 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
         "on a part of the ranks": "is spread over 2 of 4 ranks",
         "in parts": "applied to 2 parts, but not to the whole",
         "ignored parameters": "is not sharded",
-        "divide factor": "set_gradient_divide_factor was called",
+        "divide factor": "set_gradient_divide_factor has set",
         "gradients apart": "set_requires_gradient_sync(False) was called",
         "replicas apart": "set_requires_all_reduce(False) was called",
         "all-reduce by hook": "set_all_reduce_hook was called",

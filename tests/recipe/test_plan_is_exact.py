@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, MemoryEvent
+from torchtune_adaptive.recipe.data.packed import collate_packed
 from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, measured_peaks, traced_peaks
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
@@ -114,6 +117,31 @@ def test_predicted_peaks_are_measured_peaks(ranks: int, exhaustive: bool, shard:
         [predictions] = run_ranks(predicted, 1, portion, sizes, ranks, 0, join=False)
         for cfg, prediction, measurement in zip(portion, predictions, measurements, strict=True):
             assert prediction == measurement, cfg  # to the byte
+
+
+def batch_of_packs(documents: int, rows: int, length: int) -> dict[str, Any]:
+    """Packed rows of so many documents, of one length each."""
+    tokens, positions = torch.randint(0, 512, (length,)), torch.arange(length)
+    lengths = torch.tensor([length // documents] * documents)
+    row = {"tokens": tokens, "labels": tokens, "input_pos": positions, "seq_lens": lengths}
+    return collate_packed([row] * rows)
+
+
+def measured_of_packs(cfg: DictConfig) -> list[dict[tuple[int, int], int]]:
+    makers = [partial(batch_of_packs, documents) for documents in (1, 4)]
+    return [measured_peaks(cfg, FEW_SIZES, maker) for maker in makers]
+
+
+def predicted_of_packs(cfg: DictConfig) -> dict[tuple[int, int], int]:
+    return traced_peaks(Tracer(cfg, ranks=1), FEW_SIZES)
+
+
+@pytest.mark.exhaustive
+def test_packed_rows_are_predicted_with_their_mask() -> None:
+    cfg = OmegaConf.merge(a_config("full", True, 1, 512), {"dataset": {"packed": True}})
+    [measurements] = run_ranks(measured_of_packs, 1, cfg)
+    [prediction] = run_ranks(predicted_of_packs, 1, cfg, join=False)
+    assert measurements == [prediction] * 2
 
 
 @pytest.mark.exhaustive

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import private
 
 # torch 2.13 renamed both; the old names warn from there on.
@@ -177,6 +178,22 @@ def _check_sharded(model: nn.Module) -> None:
             f"{unsharded[0]} (and {len(unsharded) - 1} more) stayed unsharded. Please report this, and set "
             "adaptive_batching.on_out_of_memory=raise to train without recovery."
         )
+
+
+def divisor(model: nn.Module) -> float | None:
+    """The number that gradients are divided by instead of the number of ranks, if it has been set.
+
+    Raises:
+        UsageError: it is not the same in all modules, so there is no one gradient to scale.
+    """
+    modules = (module for module in model.modules() if isinstance(module, FSDPModule))
+    found = {factor for module in modules for factor in private.divide_factors(module)}
+    if len(found) > 1:
+        raise UsageError(
+            f"model: set_gradient_divide_factor has set {' and '.join(map(str, found))} in modules. "
+            "Set the same value in every module that fully_shard was applied to, or on none."
+        )
+    return found.pop() if found else None
 
 
 def changed_reduction(model: nn.Module) -> str | None:

@@ -144,7 +144,7 @@ class Probe:
         try:
             for batch in micro_batches:
                 self.step.forward_backward(batch)
-            outcome = self.step.apply(even_if_overflow=True)
+            outcome = self.step.apply(trial=True)
         except StepHalfApplied as half_applied:
             self.step.forget()
             return half_applied.phase if half_applied.here else None

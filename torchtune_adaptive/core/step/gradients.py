@@ -66,7 +66,7 @@ def divide(number: float, tokens: float) -> float:
 class Scaling:
     """The factors that turn reduced gradients of summed losses into those of the mean loss, clipped."""
 
-    averaged_over: int
+    averaged_over: float
     clip_norm: float | None
     loss_scale: LossScale | None
 

@@ -50,6 +50,9 @@ class StepOptions:
     """The memory knobs that can be changed between steps."""
     clip_grad_norm: float | None = None
     """The norm above which gradients are scaled down."""
+    optimizer_steps: bool = True
+    """Whether a step ends with that of the optimizer; otherwise with the gradient of the mean loss in
+    ``.grad``, which is then the caller's. Trials always include the optimizer."""
     optimizer_in_backward: bool = False
     """Whether the optimizers step in backward, by hooks that they come with."""
     launched: Callable[[], None] = lambda: None
@@ -144,6 +147,11 @@ class TrainStep:
         self.forget()
         self._begin()
 
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the trained parameters."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def forget(self) -> None:
         """Drop everything that the step has made on this rank."""
         self._exchange.begin()
@@ -189,7 +197,7 @@ class TrainStep:
         self._graph = summed.loss
 
     def _to_device(self, batch: Batch) -> Batch:
-        def copied(value: Any) -> Any:  # tensors, and the block masks of packed rows
+        def copied(value: Any) -> Any:  # tensors, and the masks of packed rows, which it makes
             return value.to(self.device) if hasattr(value, "to") else value
 
         moved = tree_map(copied, batch)
@@ -241,12 +249,12 @@ class TrainStep:
 
     # --- what follows all micro-batches -----------------------------------------------------------
 
-    def apply(self, even_if_overflow: bool = False) -> StepOutcome:
+    def apply(self, trial: bool = False) -> StepOutcome:
         """End the step: apply it, or, if memory ran out on any rank, leave no trace of it.
 
         Args:
-            even_if_overflow: whether, with loss scaling, the optimizer steps whatever its gradients are and
-                the scale is kept, as in a trial.
+            trial: whether the optimizer steps in any case, whatever the gradients are, and a loss scale stays
+                as it is.
 
         Raises:
             StepHalfApplied: memory ran out after parameters may have changed on some rank.
@@ -254,7 +262,7 @@ class TrainStep:
         try:
             if self.options.optimizer_in_backward:
                 return self._applied_in_backward()
-            return self._apply(even_if_overflow)
+            return self._apply(trial)
         finally:
             self._begin()
 
@@ -264,21 +272,22 @@ class TrainStep:
             raise StepHalfApplied("backward", here=self._failures.here is not None)
         return self._agreed
 
-    def _apply(self, even_if_overflow: bool) -> StepOutcome:
+    def _apply(self, trial: bool) -> StepOutcome:
         outcome = self._agree(self._reduced())
         if outcome.lost:
             return outcome
         scale = self._loss_scale
         factor = self._scaling.factor(outcome.weight, outcome.gradient_norm)  # before it changes
-        if scale is not None and not even_if_overflow:
+        if scale is not None and not trial:
             scale.update(outcome.overflow)
             if outcome.overflow:
-                for parameter in self._parameters:
-                    parameter.grad = None
+                self.drop_gradients()
                 return outcome
         try:
             with self.memory.running():
                 self._scale_gradients(factor)
+                if not self.options.optimizer_steps and not trial:
+                    return outcome
                 self._failures.phase = "optimizer step"
                 for optimizer in self.optimizers:
                     optimizer.step()

@@ -229,6 +229,9 @@ def _caveats(cfg: DictConfig) -> Iterator[str]:
             "images, overestimates if they are small)"
         )
     if is_packed(cfg):
-        yield "packed rows: flex attention is counted as flash attention (overestimates)"
+        yield (
+            "packed rows: flex attention is counted as flash attention (overestimates), but not what making "
+            "its mask takes for a moment, 2 bytes x rows x length^2 (underestimates for very long rows)"
+        )
     if cfg.device != "cpu":
         yield "attention: flash; if torch selects cuDNN, its workspace is not included (underestimates)"

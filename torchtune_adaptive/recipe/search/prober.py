@@ -24,6 +24,7 @@ from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.setup.flex_attention import compiles
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Prober:
 
     @property
     def compiled(self) -> bool:
+        """Whether the model is compiled."""
         return bool(self.cfg.get("compile", False))
 
     def enter(self, phase: str) -> None:
@@ -92,7 +94,7 @@ class Prober:
                 "The simulated device sees single operations, so compiled regions run eager in trials."
             )
         # How long a rank compiles cannot be bounded.
-        patience = None if self.compiled else self.settings.rank_timeout
+        patience = None if compiles(self.cfg) else self.settings.rank_timeout
         return Probe(
             step=self.step,
             accumulation=accumulation,

@@ -213,7 +213,7 @@ class AdaptiveSettings:
 
     def agreement_timeout(self, compiled: bool) -> float:
         """Seconds that ranks wait for each other to agree: long enough for the watchdog to report first
-        and, where models are compiled, for a rank that compiles while another has it cached."""
+        and, where anything is compiled, for a rank that compiles while another has it cached."""
         return 3600.0 if compiled else 2 * max(self.rank_timeout, self.step_timeout)
 
     @classmethod
