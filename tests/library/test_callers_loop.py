@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -234,6 +235,17 @@ class TestSearch:
     def test_a_negative_loss(self) -> None:
         forward = lambda model, batch: (-model(batch[0]).square().sum(), batch[0].numel())  # noqa: E731
         assert self.find(forward, lambda rows: collate(rows_of(rows))) == 8
+
+    def test_a_mapping_that_torch_does_not_know(self) -> None:
+        """As transformers' tokenizers return, whose ``to`` changes them in place."""
+        made = []
+
+        def batch(rows: int) -> UserDict[str, torch.Tensor]:
+            made.append(UserDict(inputs=collate(rows_of(rows))[0]))
+            return made[-1]
+
+        forward = lambda model, batch: (model(batch["inputs"]).square().sum(), 1)  # noqa: E731
+        assert self.find(forward, batch) == 8
 
     def test_rows_that_are_strung_together(self) -> None:
         def batch(rows: int) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -143,10 +143,18 @@ def number_of_rows(rows: Any) -> int:
 
 def elements(batch: Any) -> list[int]:
     """The numbers in each tensor of a batch."""
-    return [leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return [tensor.numel() for tensor in _tensors_in(batch)]
 
 
 def rows_in(batch: Any) -> int:
     """The rows of a batch: the length of its first tensor."""
-    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-    return next((len(tensor) for tensor in tensors if tensor.ndim), 1)
+    return next((len(tensor) for tensor in _tensors_in(batch) if tensor.ndim), 1)
+
+
+def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a batch; torch does not know mappings such as transformers' ``BatchEncoding``."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from _tensors_in(list(leaf.values()))

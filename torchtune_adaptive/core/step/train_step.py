@@ -22,7 +22,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from torchtune_adaptive.core.device.memory import DeviceMemory
-from torchtune_adaptive.core.private import tree_leaves, tree_map
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.collectives import Collectives
@@ -36,6 +35,7 @@ from torchtune_adaptive.core.step.loss_scale import LossScale
 from torchtune_adaptive.core.step.objective import Batch, Objective, Summed
 from torchtune_adaptive.core.step.small_batches import SmallBatches
 from torchtune_adaptive.core.step.switches import Switches
+from torchtune_adaptive.core.step.trees import mapped, tensors_in
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class TrainStep:
         )
         for each in self._models:
             memory.adopt([*each.parameters(), *each.buffers()])
-        memory.adopt(_tensors_in([[*optimizer.state.values()] for optimizer in self.optimizers]))
+        memory.adopt(tensors_in([[*optimizer.state.values()] for optimizer in self.optimizers]))
         self._begin()
 
     def _begin(self) -> None:
@@ -200,8 +200,8 @@ class TrainStep:
         def copied(value: Any) -> Any:  # tensors, and the masks of packed rows, which it makes
             return value.to(self.device) if hasattr(value, "to") else value
 
-        moved = tree_map(copied, batch)
-        self.memory.adopt(_tensors_in(moved))
+        moved = mapped(copied, batch)
+        self.memory.adopt(tensors_in(moved))
         return moved
 
     def _run_model(self, *arguments: Any, **named: Any) -> Any:
@@ -344,7 +344,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
