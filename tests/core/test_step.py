@@ -23,6 +23,7 @@ from tests.helpers.models import (
     train_step,
 )
 from torchtune_adaptive.common.errors import TrainingOutOfMemory
+from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import StepLost
 from torchtune_adaptive.core.step.failures import StepHalfApplied
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
@@ -222,6 +223,23 @@ def test_clipping_is_torchs(clip: float) -> None:
     assert outcome.gradient_norm == pytest.approx(float(norm), rel=1e-5)
     for seen, gradient in zip(optimizer.seen, clipped, strict=True):
         torch.testing.assert_close(seen, gradient)
+
+
+def test_gradients_on_the_host_are_scaled_by_the_factor_itself() -> None:
+    """With CPU offload they are there, whatever device the run is on."""
+    gradient = torch.arange(1, 200, dtype=torch.bfloat16)
+    factor = 1 / 3331
+    expected = gradient * factor
+    gradients.scale([gradient], factor, run=lambda kernel, *arguments: kernel(*arguments))
+    assert torch.equal(gradient, expected)
+
+
+def test_gradients_on_an_accelerator_are_scaled_by_one_kernel() -> None:
+    pieces = [torch.ones(2, device="meta"), torch.ones(2), torch.ones(3, device="meta")]
+    kernels: list[Any] = []
+    gradients.scale(pieces, 0.5, run=lambda kernel, *arguments: kernels.append(arguments))
+    assert [len(arguments[0]) for arguments in kernels if len(arguments) == 2] == [2]
+    assert len(kernels) == 2
 
 
 def test_a_batch_with_nothing_to_learn_spoils_nothing() -> None:

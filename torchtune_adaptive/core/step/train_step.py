@@ -321,7 +321,7 @@ class TrainStep:
 
     def _scale_gradients(self, factor: float) -> None:
         self._failures.phase = "gradient scaling"
-        gradients.scale(self._gradients(), factor, self.device, self._failures.insist)
+        gradients.scale(self._gradients(), factor, self._failures.insist)
 
 
 @contextmanager
