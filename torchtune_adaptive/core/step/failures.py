@@ -82,6 +82,8 @@ class Failures:
         if self.none:
             self.collectives.begin_phase(phase)
             self.attempt(phase, work, *arguments)
+        if self.none:
+            self.collectives.end_phase()
         if self.here is not None and self._finish(phase):
             self.known = True
 
