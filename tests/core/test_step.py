@@ -300,6 +300,21 @@ def test_half_an_optimizer_step_cannot_be_discarded() -> None:
         step.apply()
 
 
+def test_that_it_is_half_done_is_not_known_to_the_other_ranks() -> None:
+    model = tiny_llama(sharded=False)
+    memory = FailingMemory()
+    runner = StepRunner(step_of(model, adamw(model), memory=memory), advice=lambda: "Resume.")
+    runner.begin(2, None)
+
+    def micro_batches(size: int) -> Any:
+        yield batch(rows=size)
+        memory.arm(20)  # in the optimizer
+
+    with pytest.raises(TrainingOutOfMemory, match="in the optimizer step of step 7") as raised:
+        runner.run(micro_batches, 7)
+    assert not raised.value.everywhere
+
+
 def test_anything_else_is_raised_as_it_is_at_once() -> None:
     model = tiny_llama(sharded=False)
     step = step_of(model, adamw(model))

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch.distributed as dist
 import yaml
@@ -20,7 +21,6 @@ from torchtune import config
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
     ConfigError,
-    RankLost,
     Stopped,
     ending,
     launcher,
@@ -54,16 +54,23 @@ def recipe(run: Callable[[DictConfig], None], description: str | None = None) ->
             parse_and_run()
         except AdaptiveBatchingError as error:
             ending.explain(f"{type(error).__name__}: {error}", known_to_all=error.everywhere)
-            if dist.is_initialized() and not isinstance(error, RankLost):
-                Ranks.leave_all_groups()
-            sys.exit(1)
+            _end(on_all_ranks=error.everywhere)
         except KeyboardInterrupt as interrupt:
             _end_interrupted(interrupt)
         except Exception as error:
             ending.explain_bug(error)
-            sys.exit(1)
+            _end(on_all_ranks=False)
 
     return main
+
+
+def _end(on_all_ranks: bool) -> NoReturn:
+    """End with the status of an error; ``on_all_ranks`` if all are known to end for it."""
+    if dist.is_initialized():
+        if not on_all_ranks and dist.get_world_size() > 1:
+            ending.leave(1)
+        Ranks.leave_all_groups()
+    sys.exit(1)
 
 
 def _arguments(given: list[str]) -> list[str]:

@@ -261,7 +261,8 @@ class TrainStep:
     def _applied_in_backward(self) -> StepOutcome:
         assert self._agreed is not None
         if not self._agreed.lost and not self._failures.none:
-            raise StepHalfApplied("backward", here=self._failures.here is not None)
+            here, known = self._failures.here is not None, self._failures.known
+            raise StepHalfApplied("backward", here, everywhere=known)
         return self._agreed
 
     def _apply(self, even_if_overflow: bool) -> StepOutcome:
