@@ -283,9 +283,7 @@ class OffloadsNothing(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def offloading(
-    model: torch.nn.Module, patch: pytest.MonkeyPatch
-) -> offloading_module.Offloading:
+def offloading(model: torch.nn.Module, patch: pytest.MonkeyPatch) -> offloading_module.Offloading:
     """The offloading of a run, with all of torchtune's hooks."""
     for module in (offloading_module, torchtune_offloading()):
         patch.setattr(module, "OffloadActivations", OffloadsNothing)

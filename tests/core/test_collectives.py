@@ -90,7 +90,7 @@ class Recorded:
 def test_what_only_the_groups_have_seen_is_refused_while_recording(place: str) -> None:
     recorded = Recorded()
     assert recorded.run()
-    with pytest.raises(UsageError, match="launches collectives besides"):
+    with pytest.raises(UsageError, match="launches collectives of its own"):
         recorded.run(**{place: 1})
 
 

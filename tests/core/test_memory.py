@@ -23,18 +23,14 @@ OUT_OF_MEMORY = [
     RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("Triton Error [HIP]: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError(
-        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
-    ),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
     RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
     RuntimeError("HIP error: out of memory"),
     RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
-    RuntimeError(
-        "CUDA error: HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate(handle)`"
-    ),
+    RuntimeError("CUDA error: HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate(handle)`"),
     RuntimeError("hipDNN error: HIPDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError("MIOpen error: miopenStatusAllocFailed"),
     RuntimeError("HIP failure: 'out of memory'"),
@@ -51,7 +47,9 @@ OUT_OF_MEMORY = [
 SOMETHING_ELSE = [
     RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 16x2)"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSetStream(handle)`"),
+    RuntimeError(
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSetStream(handle)`"
+    ),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_BAD_LAUNCH_PARAM"),

@@ -140,15 +140,16 @@ class Collectives:
         """Tell the others, while recording, whether this rank has failed; whether any rank has.
 
         Raises:
-            UsageError: on every rank, if one has noticed a collective that is not FSDP's.
+            UsageError: on every rank, if one has noticed a collective of the model's own.
         """
         worst = self._ranks.spread(_UNSEEN if self._unseen.count else _FAILED * failed)[1]
         if worst == _UNSEEN:
             raise UsageError(
-                "model: it launches collectives besides those of FSDP, as with context parallelism, "
+                "model: it launches collectives of its own in a step, as with context parallelism, "
                 "SyncBatchNorm, or an all_reduce in forward. A rank that runs out of memory cannot complete "
                 "them, and the others would wait for it. Spread the model by fully_shard or "
-                "DistributedDataParallel alone, and communicate between steps."
+                "DistributedDataParallel alone, and communicate between steps; or, in a recipe, choose "
+                "batch_size yourself and set adaptive_batching.on_out_of_memory=raise."
             )
         return worst == _FAILED
 

@@ -45,13 +45,13 @@ def squared_norm(
 
 
 @torch.no_grad()
-def scale(
-    gradients: Iterable[torch.Tensor], factor: float, run: Callable[..., Any]
-) -> None:
+def scale(gradients: Iterable[torch.Tensor], factor: float, run: Callable[..., Any]) -> None:
     """Multiply gradients in place; ``run`` is given each kernel with its arguments, to call it."""
     together = []
     for piece in map(local, gradients):
-        if piece.device.type == "cpu":  # e.g. with CPU offload; foreach would round the factor there
+        if (
+            piece.device.type == "cpu"
+        ):  # e.g. with CPU offload; foreach would round the factor there
             run(piece.mul_, factor)
         else:
             together.append(piece)
