@@ -387,7 +387,7 @@ def _without_the_first_layer(run: Trained) -> Any:
 
 
 def _with_a_collective(run: Trained, fails: bool) -> Any:
-    """A forward that communicates over FSDP's own ranks, as with context parallelism; then a rank may fail."""
+    """A forward that communicates over FSDP's own ranks, as with context parallelism; then one may fail."""
     plain = run.forward
 
     def forward(batch: Any) -> tuple[torch.Tensor, int]:

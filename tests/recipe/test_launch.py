@@ -252,11 +252,10 @@ def test_a_launched_run_that_fails_ends_with_its_reason_or_with_torchruns_report
         (IndexError("a bug, of which nobody else knows"), 2, True),
         (TrainingOutOfMemory("on all ranks"), 2, False),
         (RankLost("none"), 1, False),
-        (IndexError("a bug on the only rank"), 1, False),
     ],
     ids=str,
 )
-def test_only_an_error_of_all_ranks_ends_them_together(
+def test_who_has_an_error_alone_does_not_end_with_the_others(
     error: Exception,
     ranks: int,
     leaves: bool,

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
 
 import torch.distributed as dist
 import yaml
@@ -54,23 +53,24 @@ def recipe(run: Callable[[DictConfig], None], description: str | None = None) ->
             parse_and_run()
         except AdaptiveBatchingError as error:
             ending.explain(f"{type(error).__name__}: {error}", known_to_all=error.everywhere)
-            _end(on_all_ranks=error.everywhere)
+            _leave_others(error.everywhere)
+            if dist.is_initialized():
+                Ranks.leave_all_groups()
+            sys.exit(1)
         except KeyboardInterrupt as interrupt:
             _end_interrupted(interrupt)
         except Exception as error:
             ending.explain_bug(error)
-            _end(on_all_ranks=False)
+            _leave_others(known_to_all=False)
+            sys.exit(1)
 
     return main
 
 
-def _end(on_all_ranks: bool) -> NoReturn:
-    """End with the status of an error; ``on_all_ranks`` if all are known to end for it."""
-    if dist.is_initialized():
-        if not on_all_ranks and dist.get_world_size() > 1:
-            ending.leave(1)
-        Ranks.leave_all_groups()
-    sys.exit(1)
+def _leave_others(known_to_all: bool) -> None:
+    """End here, where there are other ranks and not all of them end for the same reason."""
+    if not known_to_all and dist.is_initialized() and dist.get_world_size() > 1:
+        ending.leave(1)
 
 
 def _arguments(given: list[str]) -> list[str]:

@@ -18,11 +18,10 @@ class Unseen:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        found = {dist.group.WORLD}
+        self._groups = {dist.group.WORLD} if dist.group.WORLD is not None else set()
         for parameter in (p for model in models for p in model.parameters()):
             if isinstance(parameter, DTensor):
-                found |= {*parameter.device_mesh.get_all_groups()}
-        self._groups = found - {None}
+                self._groups |= {*parameter.device_mesh.get_all_groups()}
         self._expected: dict[dist.ProcessGroup, int] = {}
         self.count = 0
 

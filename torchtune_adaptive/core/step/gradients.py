@@ -49,9 +49,7 @@ def scale(gradients: Iterable[torch.Tensor], factor: float, run: Callable[..., A
     """Multiply gradients in place; ``run`` is given each kernel with its arguments, to call it."""
     together = []
     for piece in map(local, gradients):
-        if (
-            piece.device.type == "cpu"
-        ):  # e.g. with CPU offload; foreach would round the factor there
+        if piece.device.type == "cpu":  # where foreach would round the factor to the piece's dtype
             run(piece.mul_, factor)
         else:
             together.append(piece)
