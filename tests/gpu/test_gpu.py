@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
 ]
 LIMIT = 2 << 30
+ROWS = 2  # 1,024 tokens; from there to 3,072, torch's backward of an embedding has a race
 
 
 @pytest.fixture
@@ -104,14 +105,14 @@ def test_a_search_leaves_no_trace(step: TrainStep) -> None:
 def test_a_lost_step_is_followed_by_the_step_that_would_have_been(step: TrainStep) -> None:
     with probe_of(step) as probe:
         probe.prime(batch)
-        step.forward_backward(batch(4))
+        step.forward_backward(batch(ROWS))
         step.apply()
         expected = [value.cpu() for value in local_values(step.model)]
     with probe_of(step) as probe:
         probe.prime(batch)
         step.forward_backward(batch(4096))
         assert step.apply().lost
-        step.forward_backward(batch(4))
+        step.forward_backward(batch(ROWS))
         assert not step.apply().lost
         assert same_bits(expected, [value.cpu() for value in local_values(step.model)])
 

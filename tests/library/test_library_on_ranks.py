@@ -269,6 +269,14 @@ def refusals() -> dict[str, str]:
             AdaptiveStep(model, optimizer, lambda batch: (batch, 1))
         except UsageError as refused:
             said[name] = str(refused)
+    for way in ("fsdp", "hsdp", "ddp"):
+        for fails in (False, True):
+            run = Trained(way)
+            run.forward = _with_a_collective(run, fails)  # type: ignore[method-assign]
+            run.step = AdaptiveStep(run.model, run.optimizer, run.forward)
+            with pytest.raises(UsageError) as refused:
+                run.step(rows_of(2), collate, 2)
+            said[f"{way}, communicates{' and fails' * fails}"] = str(refused.value)
     run = Trained("fsdp")
     with pytest.raises(UsageError) as refused:
         run.step(rows_of(2 + dist.get_rank()), collate, 2)
@@ -378,6 +386,19 @@ def _without_the_first_layer(run: Trained) -> Any:
     return forward
 
 
+def _with_a_collective(run: Trained, fails: bool) -> Any:
+    """A forward that communicates over FSDP's own ranks, as with context parallelism; then one may fail."""
+    plain = run.forward
+
+    def forward(batch: Any) -> tuple[torch.Tensor, int]:
+        dist.all_reduce(torch.zeros(1))
+        if fails and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("after the all-reduce")
+        return plain(batch)
+
+    return forward
+
+
 def test_what_cannot_work_is_refused_on_every_rank() -> None:
     said = run_ranks(refusals, 4, timeout=100)
     assert said == [said[0]] * 4
@@ -398,6 +419,9 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
         "size": "size: 2 on one rank and 3 on another",
         "gradients": "a gradient on one rank and not on another",
     }
+    for way in ("fsdp", "hsdp", "ddp"):
+        for name in (f"{way}, communicates", f"{way}, communicates and fails"):
+            expected[name] = "it launches collectives of its own"
     assert set(expected) == set(said[0])
     for name, part in expected.items():
         assert part in said[0][name], said[0][name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -109,6 +110,20 @@ def level_db_log(data: bytes, header: int) -> Iterator[bytes]:
         if kind in (1, 4):  # a whole record, or its last part
             yield parts
             parts = b""
+
+
+def test_what_a_logger_holds_back_is_written_however_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+    disk = "torchtune.training.metric_logging.DiskLogger"
+    kept = {"_component_": disk, "log_dir": str(tmp_path), "filename": "kept"}
+    logger = MetricLogger(OmegaConf.create({"metric_logger": kept}))
+    assert at_exit == [logger.close]
+    logger.close()
+    assert at_exit == []
 
 
 def test_a_full_disk_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

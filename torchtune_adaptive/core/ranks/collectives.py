@@ -3,7 +3,8 @@
 This is the first part of Note [Failure before a collective] in ``step.failures``:
 
 - Once (twice, to check that it repeats) the sequence is *recorded*, and while it is, all ranks agree
-  before each collective, so that nobody enters one that another rank will miss.
+  before each collective, so that nobody enters one that another rank will miss. Collectives that are not
+  FSDP's cannot be recorded; they are noticed, and refused.
 - From then on, a rank that runs out of memory drops its graph and launches *the rest of the recorded
   sequence* with scratch buffers. Nobody waits, nobody asks, and a healthy step pays nothing. The others
   learn that the step is lost from the all-reduce that ends it anyway.
@@ -11,7 +12,7 @@ This is the first part of Note [Failure before a collective] in ``step.failures`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core.private import launches_of
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.unseen import Unseen
 
 _ALIGNMENT = 512  # bytes; allocators align the start of a buffer like this
+_FAILED, _UNSEEN = 1, 2  # what ranks tell each other while recording; the largest counts
 
 
 class AnotherRankFailed(Exception):
@@ -55,7 +59,7 @@ class Collectives:
 
     def __init__(
         self,
-        models: Iterable[nn.Module],
+        models: Sequence[nn.Module],
         ranks: Ranks,
         device: torch.device,
         launched: Callable[[], None] = lambda: None,
@@ -72,6 +76,7 @@ class Collectives:
         self._count: dict[str, int] = {}
         self._phase = ""
         self._open = _Open()
+        self._unseen = Unseen(models if survive else ())
         self._in_step = False
         self.disturbed = False
         """Whether the models have run between steps since the last reset; see ``step.train_step``."""
@@ -97,15 +102,22 @@ class Collectives:
         self._sequence = self._sequences.setdefault(kind, _Sequence())
         self._pass, self._count = {}, {}
         self._open = _Open()
+        self._unseen.count = 0
 
     def begin_phase(self, phase: str) -> None:
-        self._close()
         self._phase = phase
         self._pass[phase], self._count[phase] = [], 0
+        if self.recording:
+            self._unseen.announce()
+
+    def end_phase(self) -> None:
+        """End a phase without failure on this rank."""
+        self._close()
+        if self.recording:
+            self._unseen.look()
 
     def end_pass(self) -> bool:
         """End a pass without failure on this rank; whether the other ranks completed it, too."""
-        self._close()
         if self.failed_elsewhere():
             return False
         sequence = self._sequence
@@ -122,7 +134,24 @@ class Collectives:
 
     def failed_elsewhere(self) -> bool:
         """While recording: whether another rank has announced a failure, so that continuing would hang."""
-        return self.recording and self._ranks.any(False)
+        return self.recording and self._agree()
+
+    def _agree(self, failed: bool = False) -> bool:
+        """Tell the others, while recording, whether this rank has failed; whether any rank has.
+
+        Raises:
+            UsageError: on every rank, if one has noticed a collective of the model's own.
+        """
+        worst = self._ranks.spread(_UNSEEN if self._unseen.count else _FAILED * failed)[1]
+        if worst == _UNSEEN:
+            raise UsageError(
+                "model: it launches collectives of its own in a step, as with context parallelism, "
+                "SyncBatchNorm, or an all_reduce in forward. A rank that runs out of memory cannot complete "
+                "them, and the others would wait for it. Spread the model by fully_shard or "
+                "DistributedDataParallel alone, and communicate between steps; or, in a recipe, choose "
+                "batch_size yourself and set adaptive_batching.on_out_of_memory=raise."
+            )
+        return worst == _FAILED
 
     def finish(self, phase: str) -> bool:
         """Launch what the others wait for, after a failure on this rank; whether they know of it then.
@@ -140,7 +169,7 @@ class Collectives:
         self._count[phase] = launched + len(rest)
         self._launch_on_scratch(rest)
         if self.recording:
-            self._ranks.any(True)
+            self._agree(failed=True)
         return self.recording
 
     def _launch_on_scratch(self, rest: Sequence[fsdp.Collective]) -> None:
@@ -160,9 +189,10 @@ class Collectives:
             self.disturbed = self._survive
             return launch()
         self._close()
-        known = self._sequence.recorded
-        if self.recording:
-            if self.failed_elsewhere():
+        known, recording = self._sequence.recorded, self.recording
+        if recording:
+            self._unseen.look()
+            if self._agree():
                 raise AnotherRankFailed
             self._pass[self._phase] += collectives
             known = self._pass
@@ -172,6 +202,8 @@ class Collectives:
         self._launched()
         result = launch()
         self._open.returned = True
+        if recording:
+            self._unseen.announce(*(collective.group for collective in collectives[1:]))
         return result
 
     def _close(self) -> None:

@@ -45,16 +45,16 @@ def squared_norm(
 
 
 @torch.no_grad()
-def scale(
-    gradients: Iterable[torch.Tensor], factor: float, device: torch.device, run: Callable[..., Any]
-) -> None:
+def scale(gradients: Iterable[torch.Tensor], factor: float, run: Callable[..., Any]) -> None:
     """Multiply gradients in place; ``run`` is given each kernel with its arguments, to call it."""
-    pieces = [local(gradient) for gradient in gradients]
-    if device.type != "cpu" and pieces:
-        run(foreach_mul_, pieces, factor)
-    else:  # where foreach would round the factor to the gradients' dtype first
-        for piece in pieces:
+    together = []
+    for piece in map(local, gradients):
+        if piece.device.type == "cpu":  # where foreach would round the factor to the piece's dtype
             run(piece.mul_, factor)
+        else:
+            together.append(piece)
+    if together:
+        run(foreach_mul_, together, factor)
 
 
 def divide(number: float, tokens: float) -> float:

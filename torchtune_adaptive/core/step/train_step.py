@@ -269,7 +269,8 @@ class TrainStep:
     def _applied_in_backward(self) -> StepOutcome:
         assert self._agreed is not None
         if not self._agreed.lost and not self._failures.none:
-            raise StepHalfApplied("backward", here=self._failures.here is not None)
+            here, known = self._failures.here is not None, self._failures.known
+            raise StepHalfApplied("backward", here, everywhere=known)
         return self._agreed
 
     def _apply(self, trial: bool) -> StepOutcome:
@@ -330,7 +331,7 @@ class TrainStep:
 
     def _scale_gradients(self, factor: float) -> None:
         self._failures.phase = "gradient scaling"
-        gradients.scale(self._gradients(), factor, self.device, self._failures.insist)
+        gradients.scale(self._gradients(), factor, self._failures.insist)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The memory knobs: settings that trade memory for speed and leave the training as it is.
 
 One table, which everything reads that changes a config on the user's behalf. An ``exact`` knob changes no bit
-of losses and weights. A ``rounding`` knob does the same arithmetic in another order. A ``named`` one is
-changed only where the user names it.
+of losses and weights where kernels are deterministic (docs/determinism.md). A ``rounding`` knob does the same
+arithmetic in another order. A ``named`` one is changed only where the user names it.
 """
 
 from __future__ import annotations
