@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.core import private
+from torchtune_adaptive.core.ranks.placements import HYBRID, held
 
 # torch 2.13 renamed both; the old names warn from there on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -66,7 +67,7 @@ def watch_collectives(model: nn.Module, watcher: Watcher, reducing: Reducing | N
 def _replicas(module: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that hold the same shard, with HSDP: FSDP all-reduces over them what it reduce-scattered."""
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 2:
+        if isinstance(parameter, DTensor) and held(parameter) == HYBRID:
             return parameter.device_mesh.get_group(0)
     return None
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import private
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.placements import HYBRID, SHARDED, held
 
 
 def wrapped_in(model: nn.Module) -> DistributedDataParallel | None:
@@ -84,16 +85,16 @@ def _require_whole_mesh(model: nn.Module, roots: list[FSDPModule], ranks: Ranks)
                 f"model: {name} is not sharded, so nothing reduces its gradient. Apply fully_shard to the "
                 "whole model, without ignored_params."
             )
-        mesh, placements = parameter.device_mesh, parameter.placements
-        one = mesh.ndim == 1 and isinstance(placements[0], Shard)
-        two = mesh.ndim == 2 and isinstance(placements[0], Replicate)
-        if not one and not (two and isinstance(placements[1], Shard)):
-            raise UsageError(f"model: {name} is placed as {placements}: {_TENSOR_PARALLEL}")
+        mesh, ways = parameter.device_mesh, held(parameter)
+        if ways not in (SHARDED, HYBRID):
+            raise UsageError(
+                f"model: {name} is placed as {parameter.placements}: {_TENSOR_PARALLEL}"
+            )
         if mesh.size() != ranks.size:
             raise UsageError(
                 f"model: {name} is spread over {mesh.size()} of {ranks.size} ranks: {_TENSOR_PARALLEL}"
             )
-        if two and mesh.size(1) == 1 and ranks.size > 1:
+        if ways == HYBRID and mesh.size(1) == 1 and ranks.size > 1:
             raise UsageError(
                 "model: the shard dimension of its mesh has one rank, so nothing is sharded. Use "
                 "DistributedDataParallel, or a mesh of one dimension."

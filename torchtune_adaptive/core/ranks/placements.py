@@ -1,0 +1,49 @@
+"""How ranks hold a tensor: the one place where placements are read."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+
+import torch
+from torch.distributed.tensor import DTensor, Placement
+
+
+class Held(Enum):
+    """How the ranks along one dimension of a mesh hold a tensor."""
+
+    SPLIT = "split"
+    """Each holds a part of it."""
+    COPIED = "copied"
+    """Each holds all of it."""
+    SUMMED = "summed"
+    """Each holds a term; the tensor is the sum."""
+
+
+SHARDED = (Held.SPLIT,)
+"""As by ``fully_shard`` on a mesh of one dimension."""
+HYBRID = (Held.COPIED, Held.SPLIT)
+"""As by ``fully_shard`` on a mesh of two (HSDP): the replicas, and the shards of each."""
+
+
+def held(tensor: torch.Tensor) -> tuple[Held, ...]:
+    """How the ranks hold a tensor, along each dimension of its mesh; a plain tensor has no mesh."""
+    return tuple(map(_held, tensor.placements)) if isinstance(tensor, DTensor) else ()
+
+
+def _held(placement: Placement) -> Held:
+    if placement.is_replicate():
+        return Held.COPIED
+    if placement.is_partial():
+        return Held.SUMMED
+    # Not only ``Shard``: what FSDP splits where tensor parallelism has split before has another placement,
+    # of a class that is private, and a subclass of ``Shard`` on some versions of torch only.
+    return Held.SPLIT
+
+
+def parts(tensor: torch.Tensor) -> int:
+    """The number of parts into which a tensor is split, over all dimensions of its mesh."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(held(tensor), tensor.device_mesh.shape, strict=True)
+    return math.prod(size for way, size in sizes if way is Held.SPLIT)
