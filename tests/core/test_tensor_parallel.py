@@ -133,7 +133,8 @@ def step_beside_whole(data_ranks: int, tensor_ranks: int) -> tuple[float, float,
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(2, 2), (2, 4)], ids=str)
 def test_norm_and_clipped_weights_are_those_of_the_whole_model(shape: tuple[int, int]) -> None:
-    for norm, whole, difference in run_ranks(step_beside_whole, shape[0] * shape[1], *shape):
+    ranks = run_ranks(step_beside_whole, shape[0] * shape[1], *shape, timeout=200)
+    for norm, whole, difference in ranks:
         assert whole > 2 * CLIP
         assert norm == pytest.approx(whole, rel=1e-6)
         assert difference < 1e-6

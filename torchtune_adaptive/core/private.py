@@ -129,6 +129,12 @@ def reduction_changes(module: FSDPModule) -> list[str]:
     return [name for name, is_so in changes.items() if any(map(is_so, groups))]
 
 
+def communications(module: FSDPModule) -> list[tuple[Any, Any]]:
+    """What launches the all-gathers and the reduce-scatters of a module, for each group of its parameters."""
+    groups = _parameter_groups(module._get_fsdp_state())
+    return [(group._all_gather_comm, group._reduce_scatter_comm) for group in groups]
+
+
 def _parameter_groups(state: Any) -> list[Any]:
     """The parameters that an FSDP module shards together; one until torch 2.12."""
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,11 +57,10 @@ def watch_collectives(model: nn.Module, watcher: Watcher, reducing: Reducing | N
     ``reducing`` sees what is about to be reduced, on the stream that will do it. On one rank there is
     nothing to reduce, so FSDP launches no collective, and ``reducing`` is not called.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            reduce_scatter = _ReduceScatter(watcher, reducing, _replicas(module))
-            module.set_custom_all_gather(_AllGather(watcher))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+    for module in _sharded(model):
+        reduce_scatter = _ReduceScatter(watcher, reducing, _replicas(module))  # type: ignore[arg-type]
+        module.set_custom_all_gather(_AllGather(watcher))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
 
 
 def _replicas(module: nn.Module) -> dist.ProcessGroup | None:
@@ -70,6 +69,11 @@ def _replicas(module: nn.Module) -> dist.ProcessGroup | None:
         if isinstance(parameter, DTensor) and held(parameter) == HYBRID:
             return parameter.device_mesh.get_group(0)
     return None
+
+
+def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    """The modules that ``fully_shard`` was applied to."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def roots(model: nn.Module) -> list[FSDPModule]:
@@ -182,5 +186,41 @@ def _check_sharded(model: nn.Module) -> None:
 
 def changed_reduction(model: nn.Module) -> str | None:
     """A method of FSDP2 that has changed how gradients are reduced, if any has."""
-    modules = (module for module in model.modules() if isinstance(module, FSDPModule))
-    return next((name for module in modules for name in private.reduction_changes(module)), None)
+    return next(
+        (name for module in _sharded(model) for name in private.reduction_changes(module)), None
+    )
+
+
+def changed_communication(model: nn.Module) -> str | None:
+    """A method of FSDP2 that has changed what launches collectives or allocates for them, if any has."""
+    for module in _sharded(model):
+        for all_gather, reduce_scatter in private.communications(module):
+            if (method := _set_by(all_gather, "set_custom_all_gather")) is not None:
+                return method
+            if (method := _set_by(reduce_scatter, "set_custom_reduce_scatter")) is not None:
+                return method
+    return None
+
+
+def _set_by(communication: object, custom: str) -> str | None:
+    """The method that has set what launches a collective; None if it is FSDP's own or that of a step."""
+    kind = type(communication)
+    if isinstance(communication, _Watched):
+        return None
+    if not kind.__module__.startswith("torch.distributed."):
+        return custom
+    return next(
+        (method for name, method in _ALLOCATING.items() if kind.__name__.startswith(name)), None
+    )
+
+
+_ALLOCATING = {
+    "ProcessGroupAlloc": "set_allocate_memory_from_process_group_for_comm",
+    "SymmMem": "set_symm_mem_for_comm",
+}
+"""The classes of torch that allocate in other ways, by the start of their names, and what sets them."""
+
+
+def groups_of_parameters(module: FSDPModule) -> int:
+    """The number of groups in which FSDP gathers a module's parameters: one for each of their meshes."""
+    return len(private.communications(module))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -17,6 +19,27 @@ from torchtune_adaptive.core.ranks.placements import HYBRID, SHARDED, held
 def wrapped_in(model: nn.Module) -> DistributedDataParallel | None:
     """The wrapper in a model, which may be wrapped again, as by Lightning Fabric or ``torch.compile``."""
     return next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+
+
+def require_watchable(models: Sequence[nn.Module]) -> None:
+    """Check that what FSDP launches for these models can be watched, and completed by any rank.
+
+    Raises:
+        UsageError: it cannot; the message says what not to call.
+    """
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule) and (groups := fsdp.groups_of_parameters(module)) > 1:
+                raise UsageError(
+                    f"model: fully_shard spreads the parameters of {name or 'the whole'} over {groups} "
+                    "meshes (shard_placement_fn), and can be watched on one only. Use one mesh for all."
+                )
+        if called := fsdp.changed_communication(model):
+            raise UsageError(
+                f"model: {called} was called. A rank that runs out of memory completes what the others have "
+                "launched by plain collectives on plain buffers, which may not be mixed with that. Do not "
+                "call it."
+            )
 
 
 def require_supported(model: nn.Module, ranks: Ranks) -> None:
