@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from enum import Enum
+from functools import cache
 
 import torch
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 
 class Held(Enum):
@@ -28,13 +28,16 @@ HYBRID = (Held.COPIED, Held.SPLIT)
 
 def held(tensor: torch.Tensor) -> tuple[Held, ...]:
     """How the ranks hold a tensor, along each dimension of its mesh; a plain tensor has no mesh."""
-    return tuple(map(_held, tensor.placements)) if isinstance(tensor, DTensor) else ()
+    if not isinstance(tensor, DTensor):
+        return ()
+    return tuple(map(_held, map(type, tensor.placements)))
 
 
-def _held(placement: Placement) -> Held:
-    if placement.is_replicate():
+@cache  # asked for each gradient of each step
+def _held(kind: type[Placement]) -> Held:
+    if issubclass(kind, Replicate):
         return Held.COPIED
-    if placement.is_partial():
+    if issubclass(kind, Partial):
         return Held.SUMMED
     # Not only ``Shard``: what FSDP splits where tensor parallelism has split before has another placement,
     # of a class that is private, and a subclass of ``Shard`` on some versions of torch only.
@@ -43,7 +46,8 @@ def _held(placement: Placement) -> Held:
 
 def parts(tensor: torch.Tensor) -> int:
     """The number of parts into which a tensor is split, over all dimensions of its mesh."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    sizes = zip(held(tensor), tensor.device_mesh.shape, strict=True)
-    return math.prod(size for way, size in sizes if way is Held.SPLIT)
+    number = 1
+    for dim, way in enumerate(held(tensor)):
+        if way is Held.SPLIT:
+            number *= tensor.device_mesh.size(dim)  # type: ignore[attr-defined]
+    return number
