@@ -36,8 +36,8 @@ CLIP = 0.05
 def layer() -> nn.Sequential:
     """A layer of which tensor parallelism splits the first matrix by rows, as FSDP does, the second by
     columns, and the norm not at all."""
-    parts = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)]
-    return nn.Sequential(*parts)
+    modules = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)]
+    return nn.Sequential(*modules)
 
 
 def whole_model() -> nn.Sequential:
@@ -69,14 +69,14 @@ def no_process_group() -> Iterator[None]:
 @pytest.mark.parametrize("shape", [(2, 2), (2, 4)], ids=str)
 def test_the_parts_of_all_ranks_make_up_the_norm(shape: tuple[int, int]) -> None:
     """Each rank's part, on one rank after the other."""
-    ranks, parts = shape[0] * shape[1], []
+    ranks, squares = shape[0] * shape[1], []
     for rank in range(ranks):
         init_fake_ranks(rank, ranks)
         weights = [p.detach() for p in split(whole_model(), mesh_of(*shape)).parameters()]
-        parts.append(float(gradients.squared_norm(weights, ranks, torch.device("cpu"))))
+        squares.append(float(gradients.squared_norm(weights, ranks, torch.device("cpu"))))
         dist.destroy_process_group()
     whole = torch.cat([p.detach().flatten() for p in whole_model().parameters()])
-    assert sum(parts) ** 0.5 == pytest.approx(float(whole.norm()), rel=1e-6)
+    assert sum(squares) ** 0.5 == pytest.approx(float(whole.norm()), rel=1e-6)
 
 
 @pytest.mark.usefixtures("no_process_group")

@@ -195,10 +195,9 @@ def changed_communication(model: nn.Module) -> str | None:
     """A method of FSDP2 that has changed what launches collectives or allocates for them, if any has."""
     for module in _sharded(model):
         for all_gather, reduce_scatter in private.communications(module):
-            if (method := _set_by(all_gather, "set_custom_all_gather")) is not None:
-                return method
-            if (method := _set_by(reduce_scatter, "set_custom_reduce_scatter")) is not None:
-                return method
+            gathers = _set_by(all_gather, "set_custom_all_gather")
+            if called := gathers or _set_by(reduce_scatter, "set_custom_reduce_scatter"):
+                return called
     return None
 
 
@@ -209,9 +208,8 @@ def _set_by(communication: object, custom: str) -> str | None:
         return None
     if not kind.__module__.startswith("torch.distributed."):
         return custom
-    return next(
-        (method for name, method in _ALLOCATING.items() if kind.__name__.startswith(name)), None
-    )
+    by = (method for name, method in _ALLOCATING.items() if kind.__name__.startswith(name))
+    return next(by, None)
 
 
 _ALLOCATING = {
