@@ -239,6 +239,11 @@ def refusals() -> dict[str, str]:
         model[0].set_all_reduce_hook(print)  # type: ignore[index, operator]
         return model
 
+    def gathered_by_the_user() -> nn.Module:
+        model = tiny_model("fsdp")
+        model[1].set_custom_all_gather(print)  # type: ignore[index, operator]
+        return model
+
     def with_buffers() -> nn.Module:
         return DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
 
@@ -258,6 +263,7 @@ def refusals() -> dict[str, str]:
         "gradients apart": apart,
         "replicas apart": partly_reduced,
         "all-reduce by hook": reduced_by_hook,
+        "gathered by the user": gathered_by_the_user,
         "DDP with buffers": with_buffers,
         "DDP with a hook": hooked,
     }
@@ -413,6 +419,7 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
         "gradients apart": "set_requires_gradient_sync(False) was called",
         "replicas apart": "set_requires_all_reduce(False) was called",
         "all-reduce by hook": "set_all_reduce_hook was called",
+        "gathered by the user": "set_custom_all_gather was called",
         "DDP with buffers": "Pass broadcast_buffers=False",
         "DDP with a hook": "a communication hook would be bypassed",
         "rows": "one rank has 2 and another 5",

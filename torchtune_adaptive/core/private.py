@@ -133,6 +133,12 @@ def divide_factors(module: FSDPModule) -> list[float | None]:
     return [g.gradient_divide_factor for g in _parameter_groups(module._get_fsdp_state())]
 
 
+def communications(module: FSDPModule) -> list[tuple[Any, Any]]:
+    """What launches the all-gathers and the reduce-scatters of a module, for each group of its parameters."""
+    groups = _parameter_groups(module._get_fsdp_state())
+    return [(group._all_gather_comm, group._reduce_scatter_comm) for group in groups]
+
+
 def _parameter_groups(state: Any) -> list[Any]:
     """The parameters that an FSDP module shards together; one until torch 2.12."""
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]

@@ -95,7 +95,8 @@ class AdaptiveStep:
         compiled: whether ``forward`` runs compiled code; by default, whether the model is compiled.
         wait_for_memory: seconds to wait, in all, where not even one row fits: another process may be the
             cause.
-        timeout: seconds that a rank may take to answer the others.
+        timeout: seconds that a rank may take to answer the others; by default, the timeout of the process
+            group or, where ``forward`` is compiled, an hour if that is longer.
 
     Raises:
         UsageError: these do not work together; nothing has run.
@@ -118,7 +119,7 @@ class AdaptiveStep:
         frozen: Sequence[nn.Module] = (),
         compiled: bool | None = None,
         wait_for_memory: float = 0.0,
-        timeout: float = 45.0,
+        timeout: float | None = None,
     ) -> None:
         optimizer = checks.plain_optimizer(optimizer)
         checks.require_trainable(model, optimizer)
@@ -129,7 +130,7 @@ class AdaptiveStep:
             grow_back_after = arguments.whole("grow_back_after", grow_back_after)
         if not isinstance(scaler, GradScaler | None):
             raise UsageError(f"scaler: {scaler!r} is not a torch.amp.GradScaler.")
-        if arguments.seconds("timeout", timeout) == 0:
+        if timeout is not None and arguments.seconds("timeout", timeout) == 0:
             raise UsageError("timeout: no rank can answer in 0 seconds.")
         limit = arguments.memory("memory_limit", memory_limit)
         if scaler is not None and measure_noise:
@@ -142,8 +143,8 @@ class AdaptiveStep:
                 "max_grad_norm or scaler."
             )
         self.restore = (lambda: None) if restore is None else arguments.function("restore", restore)
-        self.ranks = Ranks(timeout)
         self.compiled = is_compiled(model) if compiled is None else compiled
+        self.ranks = Ranks(timeout, self.compiled)
         device = checks.device_of(model)
         frozen = arguments.modules("frozen", frozen)
         self.objective = SummedLoss(forward, frozen, measure_noise)
@@ -191,8 +192,9 @@ class AdaptiveStep:
                 on the rank where it did.
             UsageError: the ranks have different numbers of rows or sizes, or ``forward`` returns something
                 else than a sum and its weight.
+            RankLost: another rank has not answered in time, or has ended; the ranks cannot go on.
 
-        After any exception nothing is left of the step, so another can be taken, on all ranks.
+        After any other exception nothing is left of the step, so another can be taken, on all ranks.
         """
         size = self._agreed_size(rows, collate, size)
         if size != self._size:

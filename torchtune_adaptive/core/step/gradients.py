@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.core.private import foreach_mul_, foreach_norm
+from torchtune_adaptive.core.ranks.placements import parts
 from torchtune_adaptive.core.step.loss_scale import LossScale
 
 
@@ -21,12 +22,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def share(gradient: torch.Tensor, ranks: int) -> float:
     """The weight of a rank's piece in a sum over all ranks: less than 1 where several hold the same."""
-    pieces = 1
-    if isinstance(gradient, DTensor):
-        for dim, placement in enumerate(gradient.placements):
-            if isinstance(placement, Shard):
-                pieces *= gradient.device_mesh.size(dim)
-    return pieces / ranks
+    return parts(gradient) / ranks
 
 
 @torch.no_grad()

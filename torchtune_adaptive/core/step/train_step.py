@@ -26,7 +26,7 @@ from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.collectives import Collectives
 from torchtune_adaptive.core.ranks.reduction import reduction_of
-from torchtune_adaptive.core.ranks.supported import require_supported
+from torchtune_adaptive.core.ranks.supported import require_supported, require_watchable
 from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import Exchange, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import Failures, StepHalfApplied
@@ -94,6 +94,7 @@ class TrainStep:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._activations = options.activations()
         if options.survive:
+            require_watchable(self._models)
             require_supported(model, ranks)
         self._reduction = reduction_of(model, ranks)
         measures_noise = options.measure_noise and not options.optimizer_in_backward
