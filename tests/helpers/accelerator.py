@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtune_adaptive.core.device.accelerator import AcceleratorMemory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.planner import fake_device
 from torchtune_adaptive.planner.memory.allocator import Allocator, MemoryBlock, OutOfMemory
+from torchtune_adaptive.recipe import private
 
 SCALE = 4096  # a tiny model's tensors, as large as blocks that an allocator notices
 
@@ -175,6 +179,44 @@ class Card(SimulatedMemory):
     def memory(self, limit: int | None = None) -> AcceleratorMemory:
         """What the product makes of this card, which must have been installed."""
         return _OnCard(self, limit)
+
+
+@contextmanager
+def offloading_from_a_card() -> Iterator[None]:
+    """Let torchtune's activation offloading, which names ``torch.cuda``, move activations of a card."""
+    module = private.offloading_module()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "torch", _TorchOfCard())
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        yield
+
+
+class _OnHost:
+    """A copy that takes none of the card's memory."""
+
+    def copy_(self, tensor: torch.Tensor, non_blocking: bool) -> None:
+        with _disable_current_modes():
+            self._kept = tensor.detach().clone()
+
+    def to(self, device: str, non_blocking: bool) -> torch.Tensor:
+        assert device == "cuda"
+        return self._kept.clone()
+
+
+class _TorchOfCard:
+    cuda = SimpleNamespace(
+        default_stream=fake_device.default_stream,
+        Stream=fake_device.FakeStream,
+        stream=fake_device.in_stream,
+    )
+
+    @staticmethod
+    def empty_like(tensor: torch.Tensor, *, device: str, pin_memory: bool) -> Any:
+        assert device == "cpu" and pin_memory
+        return _OnHost()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 class _OnCard(AcceleratorMemory):
