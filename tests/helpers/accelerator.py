@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,7 +159,7 @@ class Card(SimulatedMemory):
         self.fraction = fraction
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Answer for ``torch.accelerator`` from now on."""
+        """Answer for ``torch.accelerator`` from now on, and take part in activation offloading."""
         for name in (
             "current_device_index",
             "empty_cache",
@@ -174,21 +174,13 @@ class Card(SimulatedMemory):
             "synchronize",
         ):
             patch.setattr(torch.accelerator, name, getattr(self, name), raising=False)
+        patch.setattr(private.offloading_module(), "torch", _TorchOfCard())
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.setattr(torch, "get_device_module", lambda device: self)
 
     def memory(self, limit: int | None = None) -> AcceleratorMemory:
         """What the product makes of this card, which must have been installed."""
-        return _OnCard(self, limit)
-
-
-@contextmanager
-def offloading_from_a_card() -> Iterator[None]:
-    """Let torchtune's activation offloading, which names ``torch.cuda``, move activations of a card."""
-    module = private.offloading_module()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "torch", _TorchOfCard())
-        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-        yield
+        return CardMemory(self, limit)
 
 
 class _OnHost:
@@ -204,6 +196,8 @@ class _OnHost:
 
 
 class _TorchOfCard:
+    """``torch`` for torchtune's activation offloading, which uses ``torch.cuda`` by name."""
+
     cuda = SimpleNamespace(
         default_stream=fake_device.default_stream,
         Stream=fake_device.FakeStream,
@@ -219,10 +213,10 @@ class _TorchOfCard:
         return getattr(torch, name)
 
 
-class _OnCard(AcceleratorMemory):
+class CardMemory(AcceleratorMemory):
     """Lets the card see the operations. Nothing else differs from the product's."""
 
-    def __init__(self, card: Card, limit: int | None) -> None:
+    def __init__(self, card: Card, limit: int | None = None) -> None:
         super().__init__(torch.device("cuda"), limit)
         self._card = card
 

@@ -79,6 +79,7 @@ class Training:
             memory=memory or SimulatedMemory(None),
             ranks=self.ranks,
             options=StepOptions(
+                activations=model.offloading,
                 clip_grad_norm=1.0,
                 switches=build_switches(
                     cfg, environment, model.module, objective, model.offloading
