@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from torchtune_adaptive.core.ranks.collectives import _Open
+from tests.helpers.ranks import Alone
+from torchtune_adaptive.core.ranks.collectives import Collectives, _Open
 
 
 class Group:
@@ -22,6 +24,19 @@ class Group:
 class Uncounted:
     def _get_sequence_number_for_group(self) -> int:
         raise RuntimeError("Backend staging does not yet support sequence numbers.")
+
+
+def test_each_variant_of_the_models_has_its_own_sequence() -> None:
+    collectives = Collectives([], Alone(2), torch.device("cpu"))  # type: ignore[arg-type]
+
+    def recording(variant: str) -> bool:
+        collectives.variant = variant
+        collectives.begin_pass()
+        recording = collectives.recording
+        collectives.end_pass()
+        return recording
+
+    assert [recording(one) for one in "aabba"] == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize("launched", [0, 1, 2])

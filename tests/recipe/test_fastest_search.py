@@ -1,7 +1,7 @@
 """The fastest configuration on devices whose time is modelled: it is that of brute force.
 
-``cpu`` is the simulated device. ``cuda`` is what a config says whose card is a stand-in: the choices are CUDA's,
-and memory is that of a caching allocator.
+``cpu`` is the simulated device. ``cuda`` is what a config says whose card is a stand-in: it has the choices
+of CUDA, and the memory of a caching allocator.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def run_of(
     dataset = [{"tokens": row, "labels": row} for row in rows]
     ranks = trained.ranks
     adaptive = AdaptiveSettings(
-        use_fastest_configuration=True, probe_length=LENGTH, headroom=0.0, **settings
+        **{"use_fastest_configuration": True, "probe_length": LENGTH, "headroom": 0.0, **settings}
     )
     prober = Prober(trained.step, ranks, Watchdog(ranks, 20.0, on_duty=False), cfg, adaptive)
     rows_to_try = RowsToTry(
@@ -275,8 +275,9 @@ def in_too_little_memory(device: str, may_change: str) -> str:
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("may_change", ["exact", "rounding"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("device", "may_change"), [("cpu", "exact"), ("cuda", "exact"), ("cpu", "rounding")]
+)
 def test_what_does_not_fit_says_what_would(device: str, may_change: str) -> None:
     (said,) = run_ranks(in_too_little_memory, 1, device, may_change, timeout=120)
     if may_change == "exact":

@@ -88,7 +88,9 @@ def test_activations_are_offloaded_from_cuda_where_there_are_no_images(
     offloads = [one.get(OFFLOADING) for one in choices(cfg, 1, "exact")]
     assert any(offloads) is (device == "cuda" and not images)
     if images:
-        assert offloads == [None] * len(offloads), "no knob, so nothing that another run could say of it"
+        assert offloads == [None] * len(offloads), (
+            "no knob, so nothing that another run could say of it"
+        )
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,7 @@ class Collectives:
     """The collectives of a pass, e.g. one forward and backward: recorded, then completed where a rank fails.
 
     A pass is a sequence of named *phases*; between them the ranks may do something else together. Passes of
-    different kinds have different sequences, each recorded by itself, and so have those of each ``variant`` of
-    the models.
+    different kinds, and of each ``variant`` of the models, have different sequences, each recorded by itself.
 
     Args:
         models: the models that run in a pass.

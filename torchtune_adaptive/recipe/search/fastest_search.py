@@ -121,9 +121,7 @@ def to_begin_with(allowed: Sequence[Choice]) -> list[Choice]:
     Where there is little of that, nothing that offloads fits, and anything else may.
     """
     without = [one for one in allowed if not one.get(knobs.OFFLOADING)]
-    return Choice.leanest(without) + [
-        one for one in Choice.leanest(allowed) if one not in without
-    ]
+    return Choice.leanest(without) + [one for one in Choice.leanest(allowed) if one not in without]
 
 
 def _choose(
