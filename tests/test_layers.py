@@ -59,6 +59,7 @@ import importlib, tests.helpers.preload
 """
 
 
+@pytest.mark.exhaustive
 def test_no_import_initializes_cuda() -> None:
     """Loaders and traces are forked after imports, and CUDA does not survive a fork.
 
