@@ -72,7 +72,8 @@ def test_the_choice_equals_brute_force_at_every_limit(device: str) -> None:
         fitting = [one for one in every if one[1] <= limit]
         assert (best is None) == (not fitting)
         assert best is None or best[0] == min(fitting)[0]
-    assert len({best for _, best, _ in found}) > 6  # limits matter
+    # Limits matter; on CUDA fewer of them, because an allocator takes 2 MiB at once.
+    assert len({best for _, best, _ in found}) > (2 if device == "cuda" else 6)
     assert sum(traced for *_, traced in found) < len(found) * len(every) / 2  # and pruning helps
 
 

@@ -8,9 +8,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.core.step.knobs import OFFLOADING
+from torchtune_adaptive.core.step.knobs import OFFLOADING, Choice
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, MemoryEvent
-from torchtune_adaptive.recipe.settings.knob_table import configured_choice
 from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, measured_peaks, traced_peaks
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
@@ -165,22 +164,21 @@ def test_a_compiled_step_is_traced_as_if_it_were_not(kind: str) -> None:
     assert one == other and len(one) > 100
 
 
-def offloading_steps(configured: DictConfig) -> list[list[MemoryEvent]]:
+def steps_that_offload(configured: DictConfig) -> list[list[MemoryEvent]]:
     """A step where the config asks for offloading, and one where it is switched on."""
-    own = OmegaConf.merge(configured, {OFFLOADING: True})
-    choice = configured_choice(own, 1)
-    tracers = [(Tracer(own, ranks=1), None), (Tracer(configured, ranks=1), choice)]
-    return [
-        [t.take_step(2, 64, choice) for _ in range(2)][1].renumbered().events
-        for t, choice in tracers
+    choice = Choice({OFFLOADING: True})
+    tracers = [
+        Tracer(OmegaConf.merge(configured, dict(choice)), ranks=1),
+        Tracer(configured, ranks=1),
     ]
+    return [[t.take_step(2, 64, choice) for _ in range(2)][1].renumbered().events for t in tracers]
 
 
 def test_offloading_that_is_switched_on_is_traced_as_if_it_were_configured() -> None:
     """In fp32 the norm of a layer keeps the very tensor that was offloaded."""
     changes = {"device": "cuda", "dtype": "fp32", "enable_activation_checkpointing": True}
     cfg = OmegaConf.merge(a_config("full", True, 1, 512), changes)
-    [(one, other)] = run_ranks(offloading_steps, 1, cfg, timeout=60, join=False)
+    [(one, other)] = run_ranks(steps_that_offload, 1, cfg, timeout=60, join=False)
     assert one == other and len(one) > 100
 
 
