@@ -164,14 +164,12 @@ def test_a_compiled_step_is_traced_as_if_it_were_not(kind: str) -> None:
     assert one == other and len(one) > 100
 
 
-def steps_that_offload(configured: DictConfig) -> list[list[MemoryEvent]]:
-    """A step where the config asks for offloading, and one where it is switched on."""
+def steps_that_offload(configured: DictConfig) -> list[list[tuple[int, int]]]:
+    """Blocks and bytes of a step where the config asks for offloading, and of one where it is switched on."""
     choice = Choice({OFFLOADING: True})
-    tracers = [
-        Tracer(OmegaConf.merge(configured, dict(choice)), ranks=1),
-        Tracer(configured, ranks=1),
-    ]
-    return [[t.take_step(2, 64, choice) for _ in range(2)][1].renumbered().events for t in tracers]
+    tracers = [Tracer(cfg, 1) for cfg in (OmegaConf.merge(configured, dict(choice)), configured)]
+    steps = [[t.take_step(2, 64, choice) for _ in range(2)][1].renumbered() for t in tracers]
+    return [[(event.block, event.nbytes) for event in step.events] for step in steps]
 
 
 def test_offloading_that_is_switched_on_is_traced_as_if_it_were_configured() -> None:
