@@ -98,7 +98,7 @@ def _sharded_layers(cfg: DictConfig) -> tuple[str, ...] | None:
 
 
 def _offloading_values(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
-    # torchtune refuses models of images.
+    # torchtune refuses to offload for a model of images.
     return (False, True) if cfg.device == "cuda" and not has_images(cfg) else ()
 
 

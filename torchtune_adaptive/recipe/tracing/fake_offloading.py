@@ -55,7 +55,7 @@ def for_offloading() -> Iterator[None]:
     module, record = offloading_module(), torch.Tensor.record_stream
     module.torch = _Torch()
     # Of what it has brought back, where that itself is needed for longer; torch refuses a fake stream.
-    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign,assignment]
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
     try:
         yield
     finally:
