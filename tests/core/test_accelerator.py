@@ -24,8 +24,10 @@ from torchtune_adaptive.core.device.select import device_memory
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.step.exchange import StepOutcome
+from torchtune_adaptive.core.step.snapshot import Snapshot
 from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.private import offloading_module as torchtune_offloading
+from torchtune_adaptive.recipe.setup import host_memory
 from torchtune_adaptive.recipe.setup import offloading as offloading_module
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.host_memory import bound_by_host_memory, check_host_memory
@@ -245,6 +247,26 @@ class TestStep:
             assert not left
         monkeypatch.undo()
 
+    def test_timed_steps_ask_the_device_for_nothing_and_are_undone_once(
+        self, start: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        card, step = start()
+        before, restored = local_values(step.model), []
+        restore = Snapshot.restore
+        monkeypatch.setattr(Snapshot, "restore", lambda one: (restored.append(one), restore(one)))
+        monkeypatch.setattr(step.memory, "clock", lambda: card.memory_reserved() / MIB)
+        probe = Probe(
+            step=step,
+            accumulation=lambda size: 1,
+            headroom=0.0,
+            ranks=Alone(),
+            entering=lambda phase: None,
+        )
+        with probe:
+            # The first step takes memory from the device, which takes time. The others find it cached.
+            assert probe.timed("", [batch(rows=self.LARGE)], steps=3) == [0.0] * 3
+            assert len(restored) == 1 and same_bits(local_values(step.model), before)
+
     def test_the_peak_is_logged_and_then_measured_anew(
         self, start: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -317,7 +339,17 @@ class TestHostMemory:
     @pytest.fixture(autouse=True)
     def machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: Available(20 * GIB, 100 * GIB))
+        monkeypatch.setattr(host_memory, "_limiting_groups", list)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+
+    def test_a_container_may_have_less_than_the_machine(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        groups = [Available(9 * GIB, 10 * GIB), Available(8 * GIB, 20 * GIB)]
+        monkeypatch.setattr(host_memory, "_limiting_groups", lambda: groups)
+        check_host_memory(GIB // 2)
+        with pytest.raises(torch.OutOfMemoryError, match="8,589,934,592 of 21,474,836,480 bytes"):
+            check_host_memory(GIB)
 
     def test_every_rank_of_the_machine_must_find_room(
         self, monkeypatch: pytest.MonkeyPatch

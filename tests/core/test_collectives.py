@@ -29,6 +29,19 @@ class Uncounted:
         raise RuntimeError("Backend staging does not yet support sequence numbers.")
 
 
+def test_each_variant_of_the_models_has_its_own_sequence() -> None:
+    collectives = Collectives([], Alone(2), torch.device("cpu"))  # type: ignore[arg-type]
+
+    def recording(variant: str) -> bool:
+        collectives.variant = variant
+        collectives.begin_pass()
+        recording = collectives.recording
+        collectives.end_pass()
+        return recording
+
+    assert [recording(one) for one in "aabba"] == [True, True, True, True, False]
+
+
 @pytest.mark.parametrize("launched", [0, 1, 2])
 def test_groups_tell_how_many_they_have_launched(launched: int) -> None:
     shards, replicas = groups = Group(7), Group(0)

@@ -56,7 +56,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "batch_size_search.json").read_text())
     (size,) = seen["search/batch_size"]
     assert size.step == 0 and size.tensor_proto.float_val[0] == found["batch_size"] == 4
-    assert seen["search/tokens_per_second_per_gpu"][0].tensor_proto.float_val[0] > 0
+    assert seen["search/peak_memory_gib"][0].tensor_proto.float_val[0] > 0
     assert [event.step for event in seen["loss"]] == [1, 2]
     saved = OmegaConf.load(tmp_path / "torchtune_config.yaml")
     assert saved.batch_size == saved.search_result.batch_size == found["batch_size"]

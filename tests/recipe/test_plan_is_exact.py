@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import run_ranks
+from torchtune_adaptive.core.step.knobs import OFFLOADING, Choice
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, MemoryEvent
 from torchtune_adaptive.recipe.data.packed import collate_packed
 from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, measured_peaks, traced_peaks
@@ -188,6 +189,22 @@ def test_a_compiled_step_is_traced_as_if_it_were_not(kind: str) -> None:
     eager = OmegaConf.merge(a_config(kind, True, 1, 512), {"device": "cuda"})
     compiled = OmegaConf.merge(eager, {"compile": True})
     [(one, other)] = run_ranks(events_of_second_step, 1, [eager, compiled], timeout=60, join=False)
+    assert one == other and len(one) > 100
+
+
+def steps_that_offload(configured: DictConfig) -> list[list[tuple[int, int]]]:
+    """Blocks and bytes of a step where the config asks for offloading, and of one where it is switched on."""
+    choice = Choice({OFFLOADING: True})
+    tracers = [Tracer(cfg, 1) for cfg in (OmegaConf.merge(configured, dict(choice)), configured)]
+    steps = [[t.take_step(2, 64, choice) for _ in range(2)][1].renumbered() for t in tracers]
+    return [[(event.block, event.nbytes) for event in step.events] for step in steps]
+
+
+def test_offloading_that_is_switched_on_is_traced_as_if_it_were_configured() -> None:
+    """In fp32 the norm of a layer keeps the very tensor that was offloaded."""
+    changes = {"device": "cuda", "dtype": "fp32", "enable_activation_checkpointing": True}
+    cfg = OmegaConf.merge(a_config("full", True, 1, 512), changes)
+    [(one, other)] = run_ranks(steps_that_offload, 1, cfg, timeout=60, join=False)
     assert one == other and len(one) > 100
 
 

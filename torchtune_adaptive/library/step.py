@@ -297,7 +297,15 @@ def _relieving(relief: Any) -> Switches:
         )
     on, off = relief
     setter = lambda value: on() if value == "all" else off()  # noqa: E731
-    return Switches({knobs.CHECKPOINT: setter}, {knobs.CHECKPOINT: "none"})
+    return _Relief({knobs.CHECKPOINT: setter}, {knobs.CHECKPOINT: "none"})
+
+
+class _Relief(Switches):
+    """Checkpointing as the caller has it: nobody knows whether it gathers parameters again."""
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        return (self.choice[knobs.CHECKPOINT],)
 
 
 class SummedLoss:

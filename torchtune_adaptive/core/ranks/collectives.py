@@ -12,7 +12,7 @@ This is the first part of Note [Failure before a collective] in ``step.failures`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ class Collectives:
     """The collectives of a pass, e.g. one forward and backward: recorded, then completed where a rank fails.
 
     A pass is a sequence of named *phases*; between them the ranks may do something else together. Passes of
-    different kinds have different sequences, each recorded by itself.
+    different kinds, and of each ``variant`` of the models, have different sequences, each recorded by itself.
 
     Args:
         models: the models that run in a pass.
@@ -70,7 +70,7 @@ class Collectives:
         self._survive = survive
         self._device = device
         self._launched = launched
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[tuple[Hashable, str], _Sequence] = {}
         self._sequence = _Sequence()
         self._pass: dict[str, list[fsdp.Collective]] = {}
         self._count: dict[str, int] = {}
@@ -78,6 +78,8 @@ class Collectives:
         self._open = _Open()
         self._unseen = Unseen(models if survive else ())
         self._in_step = False
+        self.variant: Hashable = None
+        """What decides which collectives the models launch from the next pass on, where that can change."""
         self.disturbed = False
         """Whether the models have run between steps since the last reset; see ``step.train_step``."""
         if survive or reducing is not None:
@@ -89,17 +91,13 @@ class Collectives:
         """Whether the sequence is not certain yet: a failure must be announced before the next collective."""
         return self._survive and self._ranks.size > 1 and self._sequence.equal_passes < 2
 
-    def record_again(self) -> None:
-        """Forget the sequences: from the next pass on, they are others."""
-        self._sequences.clear()
-
     def end_step(self) -> None:
         """End a step: what is launched from now on, as when the caller evaluates the model, is in no pass."""
         self._in_step = False
 
     def begin_pass(self, kind: str = "training") -> None:
         self._in_step = True
-        self._sequence = self._sequences.setdefault(kind, _Sequence())
+        self._sequence = self._sequences.setdefault((self.variant, kind), _Sequence())
         self._pass, self._count = {}, {}
         self._open = _Open()
         self._unseen.count = 0

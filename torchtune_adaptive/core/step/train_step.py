@@ -106,6 +106,7 @@ class TrainStep:
         self._collectives = Collectives(
             self._models, ranks, device, options.launched, self._noise.observer, options.survive
         )
+        self._collectives.variant = options.switches.variant
         self._failures = Failures(self._collectives, memory, options.survive, self.forget)
         self._exchange = Exchange(
             ranks=ranks,
@@ -136,8 +137,8 @@ class TrainStep:
 
     def switch(self, choice: Choice) -> None:
         """Use these values of the memory knobs from the next step on; on all ranks alike."""
-        if self.options.switches.set(choice):
-            self._collectives.record_again()
+        self.options.switches.set(choice)
+        self._collectives.variant = self.options.switches.variant
         self._activations = self.options.activations()
 
     def abandon(self) -> None:
