@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, sqrt
 
+from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.planner.speed.devices import PCIE, Speeds, with_power
 
 NETWORK_SHARE = 0.9
@@ -19,10 +20,7 @@ NVLINK = "nvlink"
 
 @dataclass(frozen=True)
 class Machine:
-    """What is told about a machine; None is what is usual for the GPU.
-
-    ``speeds`` applies it to a GPU, and ``lines`` says in words what was assumed.
-    """
+    """What is told about a machine; None stands for what is usual with the GPU."""
 
     power: float | None = None
     """Watts of each GPU."""
@@ -33,88 +31,99 @@ class Machine:
     gpus_in_a_node: int | None = None
 
     @property
-    def in_any_gpu(self) -> Machine:
+    def is_told(self) -> bool:
+        """Whether anything is told."""
+        return self != Machine()
+
+    @property
+    def for_other_gpus(self) -> Machine:
         """The same without what belongs to the GPU and its board."""
         return replace(self, power=None, links=None)
 
-    @property
-    def changes_speeds(self) -> bool:
-        return self != Machine()
+    @staticmethod
+    def simulated() -> Speeds:
+        """The speeds of the simulated device."""
+        return Speeds.simulated()
 
-    def speeds(self, gpu: Speeds) -> Speeds:
-        """The speeds of a GPU in this machine.
+    def speeds(self, device: str) -> Speeds | None:
+        """The speeds of a GPU in this machine, by our name or torch's; None if they are not known.
 
         Raises:
-            ValueError: it cannot be in such a machine; the message says why.
+            ConfigError: what is told cannot be with this GPU.
         """
-        speeds = gpu
-        if self.power is not None:
-            share = min(1.0, self.power / gpu.power)
-            if share < LEAST_POWER:
-                least = ceil(LEAST_POWER * gpu.power)
-                raise ValueError(
-                    f"power: {self.power:g} W is too little for a {gpu.name} (data sheet: {gpu.power:g} W): "
-                    f"what it computes with less than {least} W cannot be told"
-                )
-            speeds = replace(with_power(speeds, gpu.name, share), power=self.power)
-        if isinstance(self.links, str):
-            speeds = _with_links(speeds, self.links)
-        elif self.links is not None:
-            speeds = replace(speeds, links=self.links)
-        per_node = self.gpus_in_a_node or speeds.gpus_in_a_node
-        network = speeds.network
-        if self.network is not None:
-            network = NETWORK_SHARE * self.network / per_node
-        return replace(speeds, gpus_in_a_node=per_node, network=network)
+        usual = Speeds.of(device)
+        return self._applied_to(usual) if usual else None
 
-    def lines(self, gpu: Speeds, ranks: int) -> Iterator[str]:
-        """What is assumed about the machine of a GPU, each with its source or reason."""
-        speeds = self.speeds(gpu)
-        yield f"power: {self._about_power(gpu)}"
+    def lines(self, device: str, ranks: int) -> Iterator[str]:
+        """What is assumed about the machine, each with its source or reason."""
+        usual = Speeds.of(device)
+        if usual is None:
+            return
+        speeds = self._applied_to(usual)
+        per_node = speeds.gpus_in_a_node
+        yield f"power: {self._about_power(usual)}"
         if ranks > 1:
-            yield f"links: {speeds.links / 1e9:.3g} GB/s for each GPU of a node ({self._about_links(gpu)})"
-        if ranks > speeds.gpus_in_a_node:
-            per_node = speeds.gpus_in_a_node
+            yield f"links: {speeds.links / 1e9:.3g} GB/s for each GPU ({self._about_links(usual)})"
+        if ranks > per_node:
             told = "" if self.gpus_in_a_node else ", an assumption (--nodes)"
             yield f"nodes: {ceil(ranks / per_node)} of {per_node} GPUs{told}"
-            total = speeds.network * per_node / 1e9
-            yield f"network: {total:.3g} GB/s for each node ({self._about_network(gpu)})"
+            carried = speeds.network * per_node / 1e9
+            yield f"network: {carried:.3g} GB/s for each node ({self._about_network(usual)})"
 
-    def _about_power(self, gpu: Speeds) -> str:
+    def _applied_to(self, usual: Speeds) -> Speeds:
+        speeds = self._with_links(self._with_power(usual))
+        per_node = self.gpus_in_a_node or usual.gpus_in_a_node
+        speeds = replace(speeds, gpus_in_a_node=per_node)
+        if self.network is not None:
+            speeds = replace(speeds, network=NETWORK_SHARE * self.network / per_node)
+        return speeds
+
+    def _with_power(self, usual: Speeds) -> Speeds:
         if self.power is None:
-            return f"{gpu.power:g} W (data sheet)"
-        if self.power >= gpu.power:
-            return f"{self.power:g} W, taken to be as fast as the {gpu.power:g} W of the data sheet"
+            return usual
+        share = min(1.0, self.power / usual.power)
+        if share < LEAST_POWER:
+            reason = f"is less than {LEAST_POWER:.0%} of the {usual.power:g} W of a {usual.name}"
+            remedy = "How fast it computes with so little is not known; give more, or leave it out"
+            raise ConfigError("power", f"{self.power:g}W", reason, remedy)
+        return replace(with_power(usual, usual.name, share), power=self.power)
+
+    def _with_links(self, speeds: Speeds) -> Speeds:
+        if self.links is None:
+            return speeds
+        if not isinstance(self.links, str):
+            return replace(speeds, links=self.links)
+        if self.links != NVLINK:
+            links, host = PCIE[PCIE_LINKS[self.links]]
+            return replace(speeds, links=links, host=host)
+        if not speeds.has_nvlink:
+            reason = f"between all GPUs of a node is not known for a {speeds.name}"
+            remedy = "Give the bus bandwidth that nccl-tests shows, such as 50GB/s"
+            raise ConfigError("links", NVLINK, reason, remedy)
+        return speeds
+
+    def _about_power(self, usual: Speeds) -> str:
+        if self.power is None:
+            return f"{usual.power:g} W (data sheet)"
+        if self.power >= usual.power:
+            return f"{self.power:g} W, as fast as with the {usual.power:g} W of the data sheet"
+        slower = sqrt(self.power / usual.power)
         return (
-            f"{self.power:g} of {gpu.power:g} W, so it computes {sqrt(self.power / gpu.power):.2f} times as "
-            "fast (the square root, an assumption); memory and links are as fast"
+            f"{self.power:g} W of {usual.power:g} W: computes {slower:.2f} times as fast (by the square root, "
+            "an assumption), moves data as fast"
         )
 
-    def _about_links(self, gpu: Speeds) -> str:
-        if self.links is None:
-            usual = "NVLink or its like" if gpu.has_nvlink else "PCIe"
-            return f"{usual}, as nccl-tests shows or as assumed for such GPUs"
-        if self.links == NVLINK:
-            return "NVLink, as nccl-tests shows or as assumed for such GPUs"
+    def _about_links(self, usual: Speeds) -> str:
+        if self.links is None or self.links == NVLINK:
+            kind = "NVLink or its like" if usual.has_nvlink else "PCIe"
+            return f"{kind}; measured or assumed for such GPUs"
         if isinstance(self.links, str):
             generation = PCIE_LINKS[self.links]
             host = PCIE[generation][1] / 1e9
-            return f"PCIe {generation}, an assumption, as are {host:.3g} GB/s to and from the host"
-        return "as told: the bus bandwidth of nccl-tests"
+            return f"PCIe {generation}, with {host:.3g} GB/s to the host; assumptions"
+        return "told; what nccl-tests calls the bus bandwidth"
 
-    def _about_network(self, gpu: Speeds) -> str:
+    def _about_network(self, usual: Speeds) -> str:
         if self.network is None:
-            return f"{gpu.network / 1e9:.3g} for each GPU, an assumption (--network)"
-        return f"{NETWORK_SHARE:g} of the {self.network / 1e9:.4g} GB/s that are told, an assumption"
-
-
-def _with_links(speeds: Speeds, links: str) -> Speeds:
-    if links != NVLINK:
-        collective, host = PCIE[PCIE_LINKS[links]]
-        return replace(speeds, links=collective, host=host, has_nvlink=False)
-    if not speeds.has_nvlink:
-        raise ValueError(
-            f"links: NVLink between all GPUs of a node is not known for a {speeds.name}; give what nccl-tests "
-            "shows, such as 50GB/s"
-        )
-    return speeds
+            return f"{usual.network / 1e9:.3g} GB/s for each GPU, an assumption (--network)"
+        return f"{NETWORK_SHARE:.0%} of the {self.network / 1e9:.4g} GB/s told, an assumption"
