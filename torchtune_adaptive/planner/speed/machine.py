@@ -107,9 +107,9 @@ class Machine:
             return f"{usual.power:g} W (data sheet)"
         if self.power >= usual.power:
             return f"{self.power:g} W, as fast as with the {usual.power:g} W of the data sheet"
-        slower = sqrt(self.power / usual.power)
+        faster = sqrt(self.power / usual.power)
         return (
-            f"{self.power:g} W of {usual.power:g} W: computes {slower:.2f} times as fast (by the square root, "
+            f"{self.power:g} W of {usual.power:g} W: computes {faster:.2f} as fast (by the square root, "
             "an assumption), moves data as fast"
         )
 
