@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,12 +141,6 @@ def plan_command(arguments: argparse.Namespace) -> int:
         return _plan(arguments)
     except AdaptiveBatchingError as error:
         kind, reason = type(error).__name__, str(error)
-    except BrokenExecutor:
-        kind, reason = (
-            "NoPrediction",
-            "a process that traced was killed, perhaps because this machine has too little memory for it "
-            "(each takes half a GiB).",
-        )
     if arguments.json:
         print(json.dumps({"verdict": None, "error": {"type": kind, "message": reason}}, indent=1))
     print(f"tune-adaptive plan: error: {reason}", file=sys.stderr)
