@@ -197,7 +197,8 @@ def device_for(
     measured = _measured_here(cfg, settings, ranks)
     capacity = min(memory or measured.capacity, measured.capacity)
     ratio = measured.reserved_ratio
-    return gpu_limits(measured.device, kind, capacity, settings.headroom, measured.text(), ratio)
+    about, headroom = measured.text(), settings.headroom
+    return gpu_limits(measured.device, kind, ranks, capacity, headroom, about, ratio)
 
 
 def _simulated_device(settings: AdaptiveSettings, memory: int | None) -> DeviceLimits:
