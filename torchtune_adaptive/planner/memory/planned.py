@@ -12,7 +12,8 @@ ERROR_BAND = 0.03
 """The error of predictions for a real device, as a share of the peak; for what is allocated, an allowance."""
 FRAGMENTATION = 0.07
 """The share by which more may be reserved than predicted on several ranks, where streams and blocks of many
-sizes fragment the memory: two of three published peaks were 6.5 % above (``docs/results/planner.md``)."""
+sizes fragment the memory: two of three published peaks were predicted 6.5 % too low
+(``docs/results/planner.md``)."""
 
 
 def planned_gpu(
