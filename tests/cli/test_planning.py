@@ -162,7 +162,7 @@ def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
         (["tiny/full", "--batch_size", "4"], "--batch_size: '4' is not an option of plan. What a"),
         (["tiny/full", "--batch_size", "4"], "is written batch_size=4; --help lists"),
         (["tiny/full", "--batch-size=4"], "is written batch_size=4"),
-        (["llama3_1/8B_full", "--gpu", "2x4090", "--nproc", "4"], "contradicts --nproc 4"),
+        (["llama3_1/8B_full", "--gpu", "2x4090", "--nproc", "4"], "contradict the 2 of --gpu"),
         (["llama3_1/8B_full", "--compare", "h100,2x4090"], "'2x4090' is several GPUs"),
         (["--config", "tiny/full", "adaptive_batching.memory_limit=null"], "has no memory of its"),
         (["--config", "tiny/full", "batch_size=0"], "an integer >= 1"),

@@ -31,7 +31,10 @@ def test_a_machine_of_which_nothing_is_told_is_as_usual() -> None:
     assert in_machine() == H100 and not Machine().is_told
     assert Machine().speeds("GPU with 80 GB") is None
     assert lines(Machine(), 1) == "power: 700 W (data sheet)"
-    assert "links: 340 GB/s for each GPU (NVLink" in lines(Machine(), 8)
+    assert "links: 340 GB/s for each GPU (NVLink or its like, from nccl-tests" in lines(
+        Machine(), 8
+    )
+    assert "links: 24 GB/s for each GPU (PCIe, an assumption)" in lines(Machine(), 8, "h100 pcie")
     assert "nodes:" not in lines(Machine(), 8)
     said = lines(Machine(), 16)
     assert "nodes: 2 of 8 GPUs, an assumption (--nodes)" in said
@@ -76,7 +79,7 @@ def test_a_network_is_shared_by_the_gpus_of_a_node() -> None:
 @pytest.mark.parametrize(
     ("gpu", "told", "complaint"),
     [
-        ("a100-80", {"power": 100.0}, "power: '100W' is less than 30% of the 400 W of a a100-80gb"),
+        ("a100-80", {"power": 100.0}, "power: '100W' is less than 30% of the 400 W of a100-80gb"),
         ("4090", {"links": "nvlink"}, "links: 'nvlink' between all GPUs of a node is not known"),
     ],
 )

@@ -83,7 +83,7 @@ class Machine:
             return usual
         share = min(1.0, self.power / usual.power)
         if share < LEAST_POWER:
-            reason = f"is less than {LEAST_POWER:.0%} of the {usual.power:g} W of a {usual.name}"
+            reason = f"is less than {LEAST_POWER:.0%} of the {usual.power:g} W of {usual.name}"
             remedy = "How fast it computes with so little is not known; give more, or leave it out"
             raise ConfigError("power", f"{self.power:g}W", reason, remedy)
         return replace(with_power(usual, usual.name, share), power=self.power)
@@ -97,7 +97,7 @@ class Machine:
             links, host = PCIE[PCIE_LINKS[self.links]]
             return replace(speeds, links=links, host=host)
         if not speeds.has_nvlink:
-            reason = f"between all GPUs of a node is not known for a {speeds.name}"
+            reason = f"between all GPUs of a node is not known for {speeds.name}"
             remedy = "Give the bus bandwidth that nccl-tests shows, such as 50GB/s"
             raise ConfigError("links", NVLINK, reason, remedy)
         return speeds
@@ -115,8 +115,10 @@ class Machine:
 
     def _about_links(self, usual: Speeds) -> str:
         if self.links is None or self.links == NVLINK:
-            kind = "NVLink or its like" if usual.has_nvlink else "PCIe"
-            return f"{kind}; measured or assumed for such GPUs"
+            if not usual.has_nvlink:
+                return "PCIe, an assumption"
+            source = "an assumption" if usual.assumed else "from nccl-tests on 8 GPUs"
+            return f"NVLink or its like, {source}"
         if isinstance(self.links, str):
             generation = PCIE_LINKS[self.links]
             host = PCIE[generation][1] / 1e9
