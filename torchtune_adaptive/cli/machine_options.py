@@ -14,7 +14,6 @@ from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.planner import Machine
 
 _IN_FILE = ("gpu", "nodes", "power", "links", "network")
-_LINKS = ("nvlink", "pcie3", "pcie4", "pcie5")
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
@@ -31,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="power limit of each GPU, e.g. 500W (default: the data sheet's)",
     )
     links_help = (
-        f"links between the GPUs of a node: {', '.join(_LINKS)}, or the bus bandwidth of nccl-tests, e.g. "
-        "300GB/s (default: as is usual for the GPU)"
+        f"links between the GPUs of a node: {', '.join(Machine.LINKS)}, or the bus bandwidth of "
+        "nccl-tests, e.g. 300GB/s (default: as is usual for the GPU)"
     )
     add("--links", metavar="LINKS", help=links_help)
     network_help = (
@@ -107,9 +106,9 @@ def _power(value: object) -> float:
 
 
 def _links(value: object) -> float | str:
-    if (word := str(value).lower()) in _LINKS:
+    if (word := str(value).lower()) in Machine.LINKS:
         return word
-    return bandwidth("links", value, f"one of {', '.join(_LINKS)}, or ")
+    return bandwidth("links", value, f"one of {', '.join(Machine.LINKS)}, or ")
 
 
 def bandwidth(key: str, value: object, otherwise: str = "") -> float:

@@ -72,8 +72,9 @@ def _amd(page: str) -> str:
 # some and, with ECC, a sixteenth of GDDR is lost. They differ by up to 0.2 GiB with the driver and the form
 # factor of the card, so a smaller one may be found in other reports; --memory gives the exact amount. Each
 # linked report was looked up: it names the card and shows the number. Where the vendor's page is linked, no
-# such report was found. Of these, logs in public repositories show the numbers of L4, H200, B200 and MI300X;
-# the others are those of a card with the same chip or memory, or, for AMD's, all but a few MiB.
+# such report was found. Of these, logs in public repositories show the numbers of A10G, L4, H200, B200 and
+# MI300X; the others are those of a card with the same chip or memory, or less than that by as much as such
+# cards keep, or, for AMD's, all but a few MiB.
 _ALL = (
     Gpu("rtx2080ti-11gb", 10.76, _SMALL, _report("ispc-lab/TMA/issues/5")),
     Gpu("rtx3060-12gb", 11.76, _SMALL, _report("TencentARC/PhotoMaker/issues/47")),
@@ -107,7 +108,7 @@ _ALL = (
     Gpu("v100-32gb", 31.74, _SMALL, _report("liucongg/ChatGLM-Finetuning/issues/73")),
     Gpu("l4-24gb", 22.03, _SMALL, _nvidia("data-center/l4")),
     Gpu("a10-24gb", 21.99, _SMALL, _nvidia("data-center/products/a10-gpu")),
-    Gpu("a10g-24gb", 21.99, _SMALL, "https://aws.amazon.com/ec2/instance-types/g5/"),
+    Gpu("a10g-24gb", 22.06, _SMALL, "https://aws.amazon.com/ec2/instance-types/g5/"),
     Gpu("a30-24gb", 23.53, _SMALL, _report("google/RB-Modulation/issues/5")),
     Gpu("a40-48gb", 44.40, _SMALL, _nvidia("data-center/a40")),
     Gpu("l40-48gb", 44.40, _SMALL, _report("QwenLM/Qwen3-VL/issues/2097")),

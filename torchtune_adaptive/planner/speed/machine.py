@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, sqrt
+from typing import ClassVar
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.planner.speed.devices import PCIE, Speeds, with_power
@@ -22,10 +23,13 @@ NVLINK = "nvlink"
 class Machine:
     """What is told about a machine; None stands for what is usual with the GPU."""
 
+    LINKS: ClassVar = (NVLINK, *PCIE_LINKS)
+    """Links that have a name."""
+
     power: float | None = None
     """Watts of each GPU."""
     links: float | str | None = None
-    """The links between the GPUs of a node: ``nvlink``, ``pcie4``, or the bus bandwidth in bytes/s."""
+    """The links between the GPUs of a node: one of ``LINKS``, or the bus bandwidth in bytes/s."""
     network: float | None = None
     """Bytes/s that the network carries to or from a node, all of its cards together."""
     gpus_in_a_node: int | None = None

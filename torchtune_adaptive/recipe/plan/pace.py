@@ -13,8 +13,6 @@ from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.kind_table import is_packed, is_quantized
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
 _USUAL = Machine()
 
 
