@@ -90,7 +90,12 @@ def _small(model: DictConfig) -> dict[str, Any]:
         return {"_component_": "torchtune.models.llama2.llama2", **SMALL_MODEL}
     quantized = {"quantize_base": "qlora" in model._component_}
     lora = {key: value for key, value in model.items() if key.startswith(("lora", "apply"))}
-    return {**lora, "_component_": "torchtune.models.llama2.lora_llama2", **SMALL_MODEL, **quantized}
+    return {
+        **lora,
+        "_component_": "torchtune.models.llama2.lora_llama2",
+        **SMALL_MODEL,
+        **quantized,
+    }
 
 
 def build_step(cfg: DictConfig, ranks: int, memory: DeviceMemory) -> TrainStep:

@@ -8,6 +8,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import run_ranks
+from torchtune_adaptive.core.step.knobs import OFFLOADING
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, MemoryEvent
 from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, measured_peaks, traced_peaks
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
@@ -161,6 +162,20 @@ def test_a_compiled_step_is_traced_as_if_it_were_not(kind: str) -> None:
     compiled = OmegaConf.merge(eager, {"compile": True})
     [(one, other)] = run_ranks(events_of_second_step, 1, [eager, compiled], timeout=60, join=False)
     assert one == other and len(one) > 100
+
+
+def events_of_steps(cfg: DictConfig) -> list[int]:
+    """Their number in a step as configured, and in one that is the first to offload activations."""
+    tracer = Tracer(cfg, ranks=1)
+    steps = [tracer.take_step(2, 64, choice) for choice in ({}, {OFFLOADING: True})]
+    return [len(step.events) for step in steps]
+
+
+def test_a_step_can_be_the_first_that_offloads_activations() -> None:
+    """As where all choices are ranked for a GPU, of which this process sees none."""
+    cfg = OmegaConf.merge(a_config("full", False, 1, 512), {"device": "cuda"})
+    [(plain, offloading)] = run_ranks(events_of_steps, 1, cfg, timeout=60, join=False)
+    assert offloading != plain
 
 
 def backward_passes_of_log_softmax(cfg: DictConfig) -> int:

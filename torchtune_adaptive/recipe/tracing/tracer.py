@@ -115,7 +115,8 @@ class Tracer(StepTracer):
             choice: other values of knobs that are switches, for this step.
             micro_batches: their number; None is as configured, but no more than two.
         """
-        self.step.switch(self._own | (choice or {}))
+        with self._within():  # the choice may be the first that offloads
+            self.step.switch(self._own | (choice or {}))
         return self.trace(
             lambda: self._batch(rows, length),
             micro_batches or self._accumulation,
