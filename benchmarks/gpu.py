@@ -76,6 +76,7 @@ def all_pieces(device: str) -> list[Piece]:
         command = f"benchmarks/gpu_{file}.py {shlex.quote(of)} --device {device}{rest}"
         return Piece(f"{name}, {of}", command, limit)
 
+    budget = "--rounds 3 --steps 4" if device == "cuda" else "--rounds 1 --limit 256MiB"
     return [
         tests("test_gpu", "out of memory", 90),
         tests("test_two_ranks", "out of memory on one of two ranks", 120),
@@ -83,7 +84,7 @@ def all_pieces(device: str) -> list[Piece]:
         *(benchmark("plan", case.name, "Prediction", 90) for case in FIRST),
         *(benchmark("search", model, "Sizes found", 90) for model in ("1B", "3B", "8B")),
         *(benchmark("fastest", model, "Fastest configuration", 165) for model in FASTEST),
-        Piece("Token budget", f"benchmarks/token_budget.py --device {device} --rounds 3", 150),
+        Piece("Token budget", f"benchmarks/token_budget.py --device {device} {budget}", 150),
         # As on a smaller GPU, so that steps at the largest size take less time.
         *(benchmark("plan", case.name, "Prediction", 60, " --memory 64GiB") for case in OTHERS),
     ]

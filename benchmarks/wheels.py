@@ -10,6 +10,7 @@ own, where nothing else finds them.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import zipfile
@@ -68,20 +69,26 @@ def download(packages: Sequence[str], folder: Path, python: str) -> None:
         )
 
 
-def write_stand_ins(folder: Path) -> None:
-    """A wheel of modules that can only be imported."""
-    name = "stand_ins-0"
-    about = f"{name}.dist-info"
-    files = {f"{module.replace('.', '/')}/__init__.py": STAND_IN for module in STAND_INS}
+def write_wheel(folder: Path, name: str, version: str, modules: Sequence[str] = ()) -> None:
+    """A wheel of modules that can only be imported; it may have none."""
+    about = f"{name}-{version}.dist-info"
+    files = {f"{module.replace('.', '/')}/__init__.py": STAND_IN for module in modules}
     files |= {
-        f"{about}/METADATA": "Metadata-Version: 2.1\nName: stand-ins\nVersion: 0\n",
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
         f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = f"{about}/RECORD"
     files[record] = "".join(f"{path},,\n" for path in (*files, record))
-    with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         for path, text in files.items():
             wheel.writestr(path, text)
+
+
+def our_version() -> str:
+    text = (Path(__file__).parents[1] / "torchtune_adaptive" / "__init__.py").read_text()
+    found = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    assert found is not None
+    return found[1]
 
 
 def main() -> None:
@@ -95,7 +102,9 @@ def main() -> None:
     for old in asked.folder.glob("*.whl"):  # pip would refuse two versions of a package
         old.unlink()
     download(PACKAGES, asked.folder, asked.python)
-    write_stand_ins(asked.folder)
+    write_wheel(asked.folder, "stand_ins", "0", STAND_INS)
+    # This package's own sources are carried as they are. They ask for their version.
+    write_wheel(asked.folder, "torchtune_adaptive", our_version())
     size = sum(wheel.stat().st_size for wheel in asked.folder.glob("*.whl"))
     print(f"{asked.folder}: {size / 2**20:.1f} MiB for Python {asked.python}")
 
