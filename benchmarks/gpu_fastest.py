@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.core.device.memory import DeviceMemory, is_out_of_memory
 from torchtune_adaptive.core.device.select import device_memory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
-from torchtune_adaptive.core.step.knobs import MICRO_BATCH, Choice
+from torchtune_adaptive.core.step.knobs import MICRO_BATCH
 from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 
@@ -51,15 +51,16 @@ def measure(cfg: DictConfig, length: int, capacity: int, seconds: float) -> list
     on_cpu = cfg.device == "cpu"
     memory = device_memory(torch.device(cfg.device), capacity if on_cpu else None)
     step = build_step(cfg, 1, memory)
+    take(step, 1, length)  # the optimizer creates its state
     found = []
     for choice in choices(cfg, 1, "rounding", switches_only=True):
         step.switch(choice)
         try:
-            peak = peak_of(step, memory, choice, length)
+            peak = peak_of(step, memory, choice[MICRO_BATCH], length)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            step.forget()
+            step.abandon()
             continue
         found.append({"choice": choice, "peak": peak, "seconds": [[], []]})
     if isinstance(memory, SimulatedMemory):
@@ -69,30 +70,28 @@ def measure(cfg: DictConfig, length: int, capacity: int, seconds: float) -> list
         if number in range(2, ROUNDS, 2) and time.perf_counter() - began > seconds:
             break
         for one in found:
-            choice = one["choice"]
-            step.switch(choice)
-            take(step, choice, length)
+            size = one["choice"][MICRO_BATCH]
+            step.switch(one["choice"])
+            take(step, size, length)
             for _ in range(STEPS):
-                memory.synchronize()
-                started = time.perf_counter()
-                take(step, choice, length)
-                memory.synchronize()
-                one["seconds"][number % 2].append(time.perf_counter() - started)
+                started = memory.clock()
+                take(step, size, length)
+                one["seconds"][number % 2].append(memory.clock() - started)
         print(f"round {number + 1}, {time.perf_counter() - began:.0f} s", flush=True)
     return found
 
 
-def peak_of(step: TrainStep, memory: DeviceMemory, choice: Choice, length: int) -> int:
-    take(step, choice, length)  # the optimizer creates its state
+def peak_of(step: TrainStep, memory: DeviceMemory, size: int, length: int) -> int:
     memory.release()
     memory.watch()
-    take(step, choice, length)
+    take(step, size, length)
     return memory.usage().peak_bytes
 
 
-def take(step: TrainStep, choice: Choice, length: int) -> None:
-    for _ in range(ROWS // choice[MICRO_BATCH]):
-        step.forward_backward(random_batch(step, choice[MICRO_BATCH], length))
+def take(step: TrainStep, size: int, length: int) -> None:
+    """Take a step in micro-batches of a size."""
+    for _ in range(ROWS // size):
+        step.forward_backward(random_batch(step, size, length))
     step.apply()
 
 
