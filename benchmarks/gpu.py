@@ -76,7 +76,11 @@ def all_pieces(device: str) -> list[Piece]:
         command = f"benchmarks/gpu_{file}.py {shlex.quote(of)} --device {device}{rest}"
         return Piece(f"{name}, {of}", command, limit)
 
-    budget = "--rounds 3 --steps 4" if device == "cuda" else "--rounds 1 --limit 256MiB"
+    budget = (
+        "--rounds 3 --steps 4"
+        if device == "cuda"
+        else "--rounds 1 --limit 128MiB --ways fixed budget"
+    )
     return [
         tests("test_gpu", "out of memory", 90),
         tests("test_two_ranks", "out of memory on one of two ranks", 120),
@@ -165,7 +169,9 @@ def report(pieces: Sequence[Piece], progress: Progress) -> str:
     results = {piece.name: progress.result(piece) for piece in pieces}
     not_run = [name for name, result in results.items() if result is None]
     failed = [name for name, result in results.items() if result and result.exit_code != 0]
-    text = [f"# On a real GPU\n\n{progress.machine}. Made by `benchmarks/gpu.py`.\n"]
+    text = [
+        f"# Tests and benchmarks for a GPU\n\n{progress.machine}. Made by `benchmarks/gpu.py`.\n"
+    ]
     for what, names in (("Not reached", not_run), ("Failed", failed)):
         if names:
             text.append(f"\n{what}: {'; '.join(names)}.\n")
