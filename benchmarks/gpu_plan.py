@@ -196,14 +196,15 @@ def compare(case: Case, device: str, capacity: int, device_name: str) -> Iterato
         measuring = Measuring(case, device, capacity)
         prediction = asked.result()
     speed = prediction.speed if device == "cuda" else None  # simulated devices are slow
-    largest, found = prediction.largest, 0
+    largest = prediction.largest
+    found = f"{largest + 3} or more"
     peaks = {SMALL: prediction.configured, largest: prediction.at_largest}
     with measuring.memory.capped(plan.device.usable_bytes):
-        for rows in (SMALL, *range(max(largest, 1), largest + 4)):
+        for rows in sorted({SMALL, *range(max(largest, 1), largest + 4)}):
             usage = measuring.usage(rows)
             if usage is None:
+                found = "fewer" if rows <= largest else str(rows - 1)
                 break
-            found = rows
             if (peak := peaks.pop(rows, None)) is not None:
                 line = f"| {case.name} | {rows} "
                 for predicted, measured in (
@@ -220,9 +221,6 @@ def compare(case: Case, device: str, capacity: int, device_name: str) -> Iterato
                     f"| {case.name} | {SMALL} | tokens/s: {predicted:,.0f}, {measured:,.0f} "
                     f"| {predicted / measured - 1:+.1%} |"
                 )
-        else:
-            yield f"| {case.name} | largest: predicted {largest}, found {found} or more |"
-            return
     yield f"| {case.name} | largest: predicted {largest}, found {found} |"
 
 

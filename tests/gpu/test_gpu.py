@@ -31,6 +31,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
 ]
 LIMIT = 2 << 30
+ROWS = 7
+"""Of 512 tokens each: with up to 3,072 tokens, the gradient of an embedding is not the same each time."""
 
 
 @pytest.fixture
@@ -106,14 +108,14 @@ def test_a_search_leaves_no_trace(step: TrainStep) -> None:
 def test_a_lost_step_is_followed_by_the_step_that_would_have_been(step: TrainStep) -> None:
     with probe_of(step) as probe:
         probe.prime(batch)
-        step.forward_backward(batch(4))
+        step.forward_backward(batch(ROWS))
         step.apply()
         expected = [value.cpu() for value in local_values(step.model)]
     with probe_of(step) as probe:
         probe.prime(batch)
         step.forward_backward(batch(4096))
         assert step.apply().lost
-        step.forward_backward(batch(4))
+        step.forward_backward(batch(ROWS))
         assert not step.apply().lost
         assert same_bits(expected, [value.cpu() for value in local_values(step.model)])
 
