@@ -99,7 +99,7 @@ bench: $(READY)
 	$(RUN) $(BIN)/python benchmarks/token_budget.py
 
 gpu: $(READY)
-	$(RUN) $(BIN)/python benchmarks/gpu.py
+	$(RUN) $(BIN)/python benchmarks/gpu.py --out docs/results
 
 clean:
 	rm -rf .venv demo_output build dist .mypy_cache .ruff_cache .pytest_cache

@@ -33,7 +33,7 @@ from torchtune_adaptive.core.step.knobs import (
     RECOMPUTE_LOSS,
     Choice,
 )
-from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
+from torchtune_adaptive.recipe.plan import background
 from torchtune_adaptive.recipe.registry import load_config
 from torchtune_adaptive.recipe.search.timings import fastest
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
@@ -119,7 +119,8 @@ def predictions(
 ) -> dict[str, float]:
     """Predicted seconds by configuration, as a run asks for them."""
     settings = replace(AdaptiveSettings.from_config(cfg), use_fastest_configuration=True)
-    planner = BackgroundPlanner(cfg, settings, 1, device)
+    background.PATIENCE = 600  # the machine may have something to measure meanwhile
+    planner = background.BackgroundPlanner(cfg, settings, 1, device)
     try:
         found = planner.ranked(length, capacity)
     finally:

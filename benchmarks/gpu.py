@@ -1,41 +1,50 @@
 """All the evidence that takes a GPU, in pieces: run them, continue where the last call stopped, report.
 
-    make gpu                          # what is left to do; then docs/results/gpu.md is complete
-    python benchmarks/gpu.py --list   # the pieces, and which of them are done
-    python benchmarks/gpu.py --fresh  # forget what was done
+    python benchmarks/gpu.py                          # what is left to do; build/gpu.md has the results
+    python benchmarks/gpu.py --for 540 --out results  # in nine minutes, with the state in results
+    python benchmarks/gpu.py --only Tests "3B full"   # pieces by parts of their names
+    python benchmarks/gpu.py --list                   # the pieces, and which of them are done
+    python benchmarks/gpu.py --device cpu             # a rehearsal with small models, without a GPU
 
-A machine with a GPU may be lent for minutes. So no piece takes longer than ``LIMIT`` seconds, and each is on
-disk, and in the report, as soon as it has ended. A piece that failed is run again by the next call. What was
-measured on another device, torch or commit is not mixed in: then all pieces are run again.
+A machine with a GPU may be lent for minutes. So each piece has a limit, none is begun that might not end in
+time, and after each its result is on disk, and in the report. The pieces are in the order of what we most
+want to know; all of them fit into four calls of nine minutes. A piece that failed is run again when all have
+been run. What was measured on another device, torch or version of the sources is not mixed in: then all
+pieces are run again.
+
+It needs a Python with torch, torchtune and pytest; docs/gpu.md has a way for a machine without network.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import platform
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 
-from torchtune_adaptive.common.durable import atomically
+from gpu_cases import FASTEST, FIRST, OTHERS
 
-LIMIT = 520.0
 ROOT = Path(__file__).parent.parent
-STATE = ROOT / "build" / "gpu.json"
-REPORT = ROOT / "docs" / "results" / "gpu.md"
+SOURCES = ("torchtune_adaptive", "benchmarks", "configs", "tests/gpu", "tests/helpers")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One command, and what its output is called in the report."""
+    """One command, with what its output is called in the report."""
 
     name: str
     command: str
+    limit: float
+    """The seconds that it may take; then it is stopped."""
 
 
 @dataclass(frozen=True)
@@ -57,24 +66,32 @@ class Result:
         )
 
 
-PIECES = (
-    Piece("Tests", "-m pytest -m gpu -q tests/gpu"),
-    *(
-        Piece(f"Sizes found, Llama {model}", f"benchmarks/gpu_search.py --models {model}")
-        for model in ("1B", "3B", "8B")
-    ),
-    *(
-        Piece(f"Predictions, Llama {model}", f"benchmarks/gpu_plan.py --only {model}")
-        for model in ("1B", "3B", "8B")
-    ),
-    *(
-        Piece(
-            f"The fastest configuration, Llama {model}", f"benchmarks/gpu_fastest.py --only {model}"
-        )
-        for model in ("1B", "3B")
-    ),
-    Piece("Token budget", "benchmarks/token_budget.py --device cuda --steps 4"),
-)
+def all_pieces(device: str) -> list[Piece]:
+    """The pieces in the order of what we most want to know."""
+
+    def tests(file: str, name: str, limit: float) -> Piece:
+        return Piece(f"Tests: {name}", f"-m pytest -m gpu -q tests/gpu/{file}.py", limit)
+
+    def benchmark(file: str, of: str, name: str, limit: float, rest: str = "") -> Piece:
+        command = f"benchmarks/gpu_{file}.py {shlex.quote(of)} --device {device}{rest}"
+        return Piece(f"{name}, {of}", command, limit)
+
+    budget = (
+        "--rounds 3 --steps 4"
+        if device == "cuda"
+        else "--rounds 1 --limit 128MiB --ways fixed budget"
+    )
+    return [
+        tests("test_gpu", "out of memory", 90),
+        tests("test_two_ranks", "out of memory on one of two ranks", 120),
+        tests("test_nccl", "what NCCL counts", 40),
+        *(benchmark("plan", case.name, "Prediction", 90) for case in FIRST),
+        *(benchmark("search", model, "Sizes found", 90) for model in ("1B", "3B", "8B")),
+        *(benchmark("fastest", model, "Fastest configuration", 165) for model in FASTEST),
+        Piece("Token budget", f"benchmarks/token_budget.py --device {device} {budget}", 150),
+        # As on a smaller GPU, so that steps at the largest size take less time.
+        *(benchmark("plan", case.name, "Prediction", 60, " --memory 64GiB") for case in OTHERS),
+    ]
 
 
 class Progress:
@@ -91,25 +108,46 @@ class Progress:
         except (OSError, ValueError, KeyError, TypeError):
             pass  # nothing yet, or nothing of use
 
-    def is_done(self, piece: Piece) -> bool:
+    def result(self, piece: Piece) -> Result | None:
+        """The result of a piece, if it has been run as it is now."""
         result = self.results.get(piece.name)
-        return result is not None and result.exit_code == 0 and result.command == piece.command
+        return result if result is not None and result.command == piece.command else None
+
+    def is_done(self, piece: Piece) -> bool:
+        result = self.result(piece)
+        return result is not None and result.exit_code == 0
+
+    def left(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces that are not done: first those that have not been run, then those that failed."""
+        left = [piece for piece in pieces if not self.is_done(piece)]
+        return sorted(left, key=lambda piece: self.result(piece) is not None)
 
     def add(self, piece: Piece, result: Result) -> None:
         self.results[piece.name] = result
         results = {name: asdict(result) for name, result in self.results.items()}
-        with atomically(self._path) as temporary:
-            temporary.write_text(
-                json.dumps({"machine": self.machine, "results": results}, indent=1)
-            )
+        write(self._path, json.dumps({"machine": self.machine, "results": results}, indent=1))
 
 
-def run(piece: Piece, limit: float) -> Result:
+def write(path: Path, text: str) -> None:
+    """Write a file, which has its old or its new text whenever this is interrupted."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".new")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def run(piece: Piece) -> Result:
     """Run a piece, with its output on the screen as it comes."""
     started = time.monotonic()
     lines: list[str] = []
     with subprocess.Popen(
-        ["timeout", "--kill-after=10", str(limit), sys.executable, *shlex.split(piece.command)],
+        [
+            "timeout",
+            "--kill-after=5",
+            str(piece.limit),
+            sys.executable,
+            *shlex.split(piece.command),
+        ],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -127,65 +165,117 @@ def run(piece: Piece, limit: float) -> Result:
 
 
 def report(pieces: Sequence[Piece], progress: Progress) -> str:
-    """docs/results/gpu.md, as far as it can be written."""
-    text = [f"# On a real GPU\n\n{progress.machine}. Made by `make gpu`.\n"]
+    """The report, as far as it can be written."""
+    results = {piece.name: progress.result(piece) for piece in pieces}
+    not_run = [name for name, result in results.items() if result is None]
+    failed = [name for name, result in results.items() if result and result.exit_code != 0]
+    text = [
+        f"# Tests and benchmarks for a GPU\n\n{progress.machine}. Made by `benchmarks/gpu.py`.\n"
+    ]
+    for what, names in (("Not reached", not_run), ("Failed", failed)):
+        if names:
+            text.append(f"\n{what}: {'; '.join(names)}.\n")
     for piece in pieces:
-        result = progress.results.get(piece.name)
         text.append(f"\n## {piece.name}\n\n`python {piece.command}`: ")
-        if result is None:
+        if (result := results[piece.name]) is None:
             text.append("not run yet.\n")
         else:
             text.append(f"{result.ended}.\n\n```\n{result.output.strip()}\n```\n")
     return "".join(text)
 
 
-def run_all(pieces: Sequence[Piece], progress: Progress, report_path: Path, limit: float) -> bool:
-    """Run what is not done yet; whether all is done now."""
-    for piece in pieces:
-        if progress.is_done(piece):
+def run_all(
+    pieces: Sequence[Piece], progress: Progress, report_path: Path, ends: float, only: Sequence[str]
+) -> bool:
+    """Run what is not done yet and ends in time; whether all of it is done now.
+
+    Args:
+        pieces: all pieces, which the report tells of.
+        progress: what has been done.
+        report_path: the file for the report.
+        ends: the time, by ``time.monotonic``, at which the last piece must have ended.
+        only: parts of the names of the pieces that are asked for; none for all.
+    """
+    asked = [piece for piece in pieces if is_asked(piece, only)]
+    write(report_path, report(pieces, progress))
+    for piece in progress.left(asked):
+        if time.monotonic() + piece.limit > ends:
+            print(f"== {piece.name}: left, as it may take {piece.limit:g} s", flush=True)
             continue
         print(f"\n== {piece.name}: python {piece.command}", flush=True)
-        result = run(piece, limit)
+        result = run(piece)
         progress.add(piece, result)
-        report_path.parent.mkdir(parents=True, exist_ok=True)
-        report_path.write_text(report(pieces, progress))
+        write(report_path, report(pieces, progress))
         print(f"== {piece.name}: {result.ended}", flush=True)
-    return all(progress.is_done(piece) for piece in pieces)
+    return all(progress.is_done(piece) for piece in asked)
 
 
-def machine() -> str | None:
-    """The machine that the results belong to; None without a GPU."""
+def is_asked(piece: Piece, only: Sequence[str]) -> bool:
+    return not only or any(part.lower() in piece.name.lower() for part in only)
+
+
+def machine(device: str) -> str | None:
+    """The machine that the results belong to, and what was run on it; None if there is no such device."""
     import torch
 
-    if not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         return None
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    return (
-        f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, commit {commit or 'unknown'}"
-    )
+    name = torch.cuda.get_device_name(0) if device == "cuda" else "a simulated device"
+    python = platform.python_version()
+    return f"{name}, torch {torch.__version__}, Python {python}, sources {sources()}"
+
+
+def sources() -> str:
+    """A short name for all that may change the results; there may be no git to ask."""
+    found = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".yaml"):
+                found.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()[:10]
 
 
 def main() -> int:
+    started = time.monotonic()
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names")
+    arguments.add_argument(
+        "--for",
+        type=float,
+        default=inf,
+        metavar="SECONDS",
+        dest="seconds",
+        help="begin no piece that might not end within so many seconds",
+    )
+    arguments.add_argument(
+        "--out", type=Path, default=ROOT / "build", metavar="DIR", help="for gpu.json and gpu.md"
+    )
+    arguments.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments.add_argument("--list", action="store_true", help="list the pieces and exit")
     arguments.add_argument("--fresh", action="store_true", help="run all pieces again")
     asked = arguments.parse_args()
-    if asked.fresh:
-        STATE.unlink(missing_ok=True)
-    where = machine()
+    pieces = all_pieces(asked.device)
+    if not any(is_asked(piece, asked.only) for piece in pieces):
+        arguments.error(f"--only {' '.join(asked.only)}: no such piece; --list names them")
+    where = machine(asked.device)
     if where is None:
-        print("gpu.py: no CUDA device. Run it on a machine that has one.", file=sys.stderr)
+        print("gpu.py: no CUDA device. Run it where there is one, or with --device cpu.")
         return 1
-    progress = Progress(STATE, where)
+    state = asked.out / "gpu.json"
+    if asked.fresh:
+        state.unlink(missing_ok=True)
+    progress = Progress(state, where)
     if asked.list:
-        for piece in PIECES:
-            print(f"{'done' if progress.is_done(piece) else '    '}  {piece.name}")
+        for piece in pieces:
+            done = "done" if progress.is_done(piece) else ""
+            print(f"{done:4}  {piece.limit:4g} s  {piece.name}")
         return 0
     paths = [str(ROOT), str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    return 0 if run_all(PIECES, progress, REPORT, LIMIT) else 1
+    os.environ["PYTHONUNBUFFERED"] = "1"  # what a piece said is there even if it is stopped
+    ends = started + asked.seconds
+    done = run_all(pieces, progress, asked.out / "gpu.md", ends, asked.only)
+    return 0 if done else 1
 
 
 if __name__ == "__main__":

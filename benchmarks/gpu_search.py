@@ -1,10 +1,10 @@
 """Found sizes on a real device: measured, confirmed by training, and refuted one size further.
 
-    python benchmarks/gpu_search.py                      # Llama-3.2-1B and 3B full, Llama-3.1-8B LoRA
-    python benchmarks/gpu_search.py --models tiny --device cpu --memory_limit 40MiB
+    python benchmarks/gpu_search.py 1B                # Llama-3.2 1B or 3B full, or Llama-3.1 8B LoRA
+    python benchmarks/gpu_search.py 1B --device cpu   # a small model on the simulated device
 
-Models have their real shapes and random weights, so nothing is downloaded. For each model and strategy:
-the size found and the peaks of its trial against the capacity; then 20 training steps at that size, which
+Models have their real shapes and random weights, so nothing is downloaded. For each strategy: the size found,
+its number of trials, and the peaks of each against the capacity; then 20 training steps at that size, which
 must pass, and one at the next candidate, which must not.
 """
 
@@ -41,19 +41,32 @@ LORA: dict[str, Any] = {
     "lora_alpha": 16,
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "Llama-3.2-1B full": llama3_2.llama3_2_1b,
-    "Llama-3.2-3B full": llama3_2.llama3_2_3b,
-    "Llama-3.1-8B LoRA": lambda: llama3_1.lora_llama3_1_8b(**LORA),
-    "tiny full": lambda: llama2.llama2(512, 4, 4, 2, 64, 512, intermediate_dim=160),
+    "1B": llama3_2.llama3_2_1b,
+    "3B": llama3_2.llama3_2_3b,
+    "8B": lambda: llama3_1.lora_llama3_1_8b(**LORA),
+}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 64,
+    "max_seq_len": 512,
+    "intermediate_dim": 160,
+}
+SMALL_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "1B": lambda: llama2.llama2(**SHAPE),
+    "3B": lambda: llama2.llama2(**SHAPE),
+    "8B": lambda: llama2.lora_llama2(**LORA, **SHAPE),
 }
 TRAINING_STEPS = 20
 
 
 def build(name: str, device: torch.device, checkpointing: bool) -> tuple[nn.Module, Any]:
     with training.set_default_dtype(torch.bfloat16), device:
-        model = MODELS[name]()
-    if "LoRA" in name:
-        set_trainable_params(model, get_adapter_params(model))
+        model = (SMALL_MODELS if device.type == "cpu" else MODELS)[name]()
+    if adapters := get_adapter_params(model):
+        set_trainable_params(model, adapters)
     if checkpointing:
         training.set_activation_checkpointing(
             model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
@@ -86,7 +99,7 @@ def measure(name: str, asked: argparse.Namespace) -> None:
         return {"tokens": tokens, "labels": tokens}
 
     sizes = candidates(asked.rounding, asked.ceiling, 0)
-    print(f"\n## {name}, rows of {asked.length} tokens, {memory.name}\n", flush=True)
+    print(f"\nLlama {name}, rows of {asked.length} tokens, {memory.name}\n", flush=True)
     for strategy in STRATEGIES:
         started = time.perf_counter()
         probe = Probe(
@@ -154,8 +167,8 @@ def confirm(
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--models", nargs="+", default=["1B", "3B", "8B"], help="parts of names")
-    arguments.add_argument("--device", default="cuda")
+    arguments.add_argument("model", choices=MODELS)
+    arguments.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     arguments.add_argument("--length", type=int, default=2048)
     arguments.add_argument("--ceiling", type=int, default=4096)
     arguments.add_argument("--rounding", default="power_of_two", choices=["power_of_two", "none"])
@@ -163,13 +176,12 @@ def main() -> None:
     arguments.add_argument("--memory_limit", default=None)
     arguments.add_argument("--checkpointing", action="store_true")
     asked = arguments.parse_args()
-    if "tiny" in asked.models:
-        asked.length = min(asked.length, 128)
+    if asked.device == "cpu":
+        asked.length, asked.ceiling = 32, 64
+        asked.memory_limit = asked.memory_limit or "8MiB"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     print(f"torch {torch.__version__}, headroom {asked.headroom:.0%}, rounding {asked.rounding}")
-    for name in MODELS:
-        if any(part in name for part in asked.models):
-            measure(name, asked)
+    measure(asked.model, asked)
     dist.destroy_process_group()
 
 

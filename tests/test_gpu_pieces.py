@@ -1,25 +1,41 @@
-"""``make gpu``: pieces are run once, the failed ones again, and each is reported as soon as it has ended."""
+"""``make gpu``: pieces are run once in the time that there is, the failed ones again, and each is reported as
+soon as it has ended. What a machine without network needs for them is small."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+
+from torchtune_adaptive import __version__
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.step.knobs import MICRO_BATCH, OFFLOADING
+from torchtune_adaptive.recipe.settings.knob_table import choices
 
 ROOT = Path(__file__).parents[1]
+CALLS, SECONDS, START = 4, 540.0, 15.0
+"""Calls that all pieces should fit into, and the seconds that it may take until the first piece begins."""
+
+
+def benchmark(name: str, patch: pytest.MonkeyPatch) -> Any:
+    """A file of ``benchmarks`` as a module; they import each other by name."""
+    patch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_pieces", ROOT / "benchmarks" / "gpu.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def gpu() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield benchmark("gpu", patch)
 
 
 def count(path: Path, code: str = "0") -> str:
@@ -33,17 +49,27 @@ class TestPieces:
         flag = tmp_path / "memory is there"
         failing = f"0 if __import__('os').path.exists('{flag}') else 3"
         return [
-            gpu.Piece("good", count(tmp_path / "good")),
-            gpu.Piece("fails at first", count(tmp_path / "fails", failing)),
-            gpu.Piece("last", count(tmp_path / "last")),
+            gpu.Piece("good", count(tmp_path / "good"), 20),
+            gpu.Piece("fails at first", count(tmp_path / "fails", failing), 20),
+            gpu.Piece("last", count(tmp_path / "last"), 20),
         ]
 
-    def call(self, gpu: Any, pieces: list[Any], folder: Path, machine: str = "a GPU") -> bool:
+    def call(
+        self,
+        gpu: Any,
+        pieces: list[Any],
+        folder: Path,
+        machine: str = "a GPU",
+        seconds: float = inf,
+        only: tuple[str, ...] = (),
+    ) -> bool:
         progress = gpu.Progress(folder / "build" / "state.json", machine)
-        return gpu.run_all(pieces, progress, folder / "docs" / "gpu.md", 20.0)
+        ends = time.monotonic() + seconds
+        return gpu.run_all(pieces, progress, folder / "docs" / "gpu.md", ends, only)
 
     def runs(self, folder: Path) -> list[int]:
-        return [len((folder / name).read_text()) for name in ("good", "fails", "last")]
+        paths = [folder / name for name in ("good", "fails", "last")]
+        return [len(path.read_text()) if path.exists() else 0 for path in paths]
 
     def test_a_call_continues_where_the_last_one_stopped(
         self, gpu: Any, pieces: list[Any], tmp_path: Path
@@ -70,7 +96,7 @@ class TestPieces:
         self, gpu: Any, pieces: list[Any], tmp_path: Path
     ) -> None:
         self.call(gpu, pieces[:1], tmp_path)
-        changed = gpu.Piece("good", pieces[0].command + " --more")
+        changed = gpu.Piece("good", pieces[0].command + " --more", 20)
         assert self.call(gpu, [changed], tmp_path)
         assert len((tmp_path / "good").read_text()) == 2
 
@@ -83,15 +109,128 @@ class TestPieces:
         assert len((tmp_path / "good").read_text()) == 2
 
     def test_a_piece_has_its_time_and_no_more(self, gpu: Any) -> None:
-        slow = gpu.Piece("slow", "-c \"import time; print('begun', flush=True); time.sleep(60)\"")
-        result = gpu.run(slow, 1.0)
+        code = "import time; print('begun', flush=True); time.sleep(60)"
+        result = gpu.run(gpu.Piece("slow", f'-c "{code}"', 1))
         assert result.exit_code is None and result.seconds < 15
         assert result.output == "begun\n" and "stopped after" in result.ended
 
-    def test_every_piece_fits_in_the_time_that_a_machine_is_lent(self, gpu: Any) -> None:
-        assert gpu.LIMIT < 9 * 60
-        names = [piece.name for piece in gpu.PIECES]
-        assert len(set(names)) == len(names)
-        for piece in gpu.PIECES:
-            path = next(part for part in piece.command.split() if "/" in part)
-            assert (ROOT / path).exists(), piece
+    def test_a_piece_that_would_not_end_in_time_is_not_begun(
+        self, gpu: Any, pieces: list[Any], tmp_path: Path
+    ) -> None:
+        long = gpu.Piece("fails at first", pieces[1].command, 1000)
+        assert not self.call(gpu, [pieces[0], long, pieces[2]], tmp_path, seconds=500)
+        assert self.runs(tmp_path) == [1, 0, 1], "what comes after it may be shorter"
+        report = (tmp_path / "docs" / "gpu.md").read_text()
+        assert "\nNot reached: fails at first.\n" in report and "not run yet" in report
+
+    def test_what_failed_comes_after_what_was_not_reached(
+        self, gpu: Any, pieces: list[Any], tmp_path: Path
+    ) -> None:
+        self.call(gpu, pieces[:2], tmp_path)
+        progress = gpu.Progress(tmp_path / "build" / "state.json", "a GPU")
+        assert [piece.name for piece in progress.left(pieces)] == ["last", "fails at first"]
+        assert "\nFailed: fails at first.\n" in (tmp_path / "docs" / "gpu.md").read_text()
+
+    def test_only_what_is_asked_for_is_run(
+        self, gpu: Any, pieces: list[Any], tmp_path: Path
+    ) -> None:
+        assert self.call(gpu, pieces, tmp_path, only=("LAST", "goo"))
+        assert self.runs(tmp_path) == [1, 0, 1]
+
+
+def test_all_pieces_fit_into_four_calls_and_name_what_exists(gpu: Any) -> None:
+    pieces = gpu.all_pieces("cuda")
+    assert len({piece.name for piece in pieces}) == len(pieces)
+    for piece in pieces:
+        path = next(part for part in piece.command.split() if "/" in part)
+        assert (ROOT / path).exists(), piece
+    for _ in range(CALLS):
+        seconds = SECONDS - START
+        for piece in list(pieces):
+            if piece.limit <= seconds:
+                seconds -= piece.limit
+                pieces.remove(piece)
+    assert not pieces
+
+
+def test_pieces_come_in_the_order_of_what_we_most_want_to_know(gpu: Any) -> None:
+    names = [piece.name for piece in gpu.all_pieces("cuda")]
+    kinds = ["Tests", "Prediction", "Sizes found", "Fastest", "Token budget", "Prediction"]
+    for kind in kinds:
+        assert names and names[0].startswith(kind)
+        while names and names[0].startswith(kind):
+            del names[0]
+    assert not names
+
+
+def test_a_call_needs_no_more_than_torch(gpu: Any, tmp_path: Path) -> None:
+    """Neither this package nor git; what pieces need is their own affair."""
+    ended = subprocess.run(
+        [sys.executable, "-S", ROOT / "benchmarks" / "gpu.py", "--list", "--device", "cpu"],
+        env={"PATH": str(tmp_path), "PYTHONPATH": str(torch_alone(tmp_path / "site"))},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert len(ended.stdout.splitlines()) == len(gpu.all_pieces("cpu"))
+
+
+def torch_alone(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "torch.py").write_text('__version__ = "2.11.0"')
+    return folder
+
+
+def test_sources_have_one_name_until_they_change(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    file = tmp_path / "benchmarks" / "gpu.py"
+    file.write_text("1")
+    before = gpu.sources()
+    (tmp_path / "benchmarks" / "notes.txt").write_text("nothing that runs")
+    assert gpu.sources() == before
+    file.write_text("2")
+    assert gpu.sources() != before
+
+
+def test_every_choice_on_a_gpu_is_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or configurations would be measured as others than they are."""
+    fastest = benchmark("gpu_fastest", monkeypatch)
+    case = fastest.FASTEST["1B"]
+    possible = choices(fastest.config_for(case, "cuda"), 1, "rounding", switches_only=True)
+    varied = {key for key in possible[0] if len({str(choice[key]) for choice in possible}) > 1}
+    assert OFFLOADING in varied
+    step = fastest.build_step(fastest.config_for(case, "cpu"), 1, SimulatedMemory(None))
+    try:
+        assert varied - {MICRO_BATCH} <= set(step.options.switches.choice)
+        assert all(parameter.float().std() > 0.01 for parameter in step.model.parameters())
+        tokens = fastest.random_batch(step, 2, 64)["tokens"]
+        assert len(tokens.unique()) > 32
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_what_a_machine_without_network_needs_is_small(python: str, tmp_path: Path) -> None:
+    """It takes a registry, as making ``.venv`` does."""
+    program = ROOT / "benchmarks" / "wheels.py"
+    subprocess.run([sys.executable, program, tmp_path, "--python", python], check=True, timeout=300)
+    wheels = list(tmp_path.glob("*.whl"))
+    assert sum(wheel.stat().st_size for wheel in wheels) < 20 << 20
+    assert {"torchtune", "stand_ins", "torchtune_adaptive"} <= {
+        w.name.split("-")[0] for w in wheels
+    }
+
+
+def test_stand_ins_have_any_name_and_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheels = benchmark("wheels", monkeypatch)
+    wheels.write_wheel(tmp_path, "stand_ins", "0", ["no_data", "no_data.distributed"])
+    monkeypatch.syspath_prepend(str(next(tmp_path.glob("*.whl"))))
+    assert importlib.import_module("no_data.distributed").split_by_node is not None
+    assert version("stand_ins") == "0"
+    assert wheels.our_version() == __version__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -34,6 +35,10 @@ def threads_and_modules() -> tuple[int, set[str]]:
     return threading.active_count(), set(sys.modules)
 
 
+def kind_of_process() -> str:
+    return type(multiprocessing.current_process()).__name__
+
+
 def test_a_hang_fails_with_where_the_rank_was() -> None:
     with pytest.raises(AssertionError, match=r"(?s)ranks \[0\] .* within 2 s.*in hang"):
         run_ranks(hang, 1, timeout=2, join=False)
@@ -59,3 +64,8 @@ def test_ranks_start_with_one_thread_and_what_they_need_imported() -> None:
     [(threads, modules)] = run_ranks(threads_and_modules, 1, join=False)
     assert threads == 1
     assert modules >= set(preload.MODULES)
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_use_cuda_are_not_forked() -> None:
+    assert run_ranks(kind_of_process, 1, join=False, forked=False) == ["SpawnProcess"]

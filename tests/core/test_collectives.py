@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from tests.helpers.counting import counted_launches, fail_in_backward
 from tests.helpers.ranks import Alone
 from torchtune_adaptive import UsageError
 from torchtune_adaptive.core.ranks.collectives import Collectives, _Open
 from torchtune_adaptive.core.ranks.fsdp import Collective
+from torchtune_adaptive.core.step.gradients import drop_unfinished
 
 
 class Group:
@@ -125,3 +128,18 @@ def test_where_groups_do_not_count_nothing_is_refused() -> None:
     recorded = Recorded()
     recorded.collectives._unseen._groups = {Uncounted()}  # type: ignore[arg-type]
     assert recorded.run(before=1, after=1)
+
+
+def test_gloo_counts_each_collective_once() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert counted_launches("cpu") == {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 1}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_nothing_is_left_of_a_backward_pass_that_failed() -> None:
+    alive = fail_in_backward("cpu")
+    assert alive() > 0, "or there is nothing to show"
+    drop_unfinished(torch.device("cpu"))
+    assert alive() == 0

@@ -60,10 +60,16 @@ def train(fails: list[int]) -> tuple[list[bool], list[list[float]]]:
     return lost, [value.flatten().tolist() for value in local_values(model)]
 
 
+@pytest.fixture(scope="module")
+def healthy() -> list[tuple[list[bool], list[list[float]]]]:
+    return run_ranks(train, 2, [], timeout=60, join=False, forked=False)
+
+
 @pytest.mark.parametrize("fails", [[0], [1], [0, 1]], ids=["rank 0", "rank 1", "both"])
-def test_a_rank_without_memory_holds_nobody_up_and_leaves_no_trace(fails: list[int]) -> None:
-    healthy = run_ranks(train, 2, [], timeout=120, join=False)
-    disturbed = run_ranks(train, 2, fails, timeout=120, join=False)
+def test_a_rank_without_memory_holds_nobody_up_and_leaves_no_trace(
+    healthy: list[tuple[list[bool], list[list[float]]]], fails: list[int]
+) -> None:
+    disturbed = run_ranks(train, 2, fails, timeout=60, join=False, forked=False)
     for (lost, values), (_, expected) in zip(disturbed, healthy, strict=True):
         assert lost == [False, False, False, True, False]
         assert values == expected

@@ -1,8 +1,8 @@
 """What every rank starts with already imported; see ``ranks``.
 
-Ranks are forked from the process that imports these. Threads and CUDA do not survive a fork, so no module
-here may start one or initialise the other; and none may patch another (as ``loops`` does), or every rank
-would have the patch.
+Ranks are forked from the process that imports these. Threads and CUDA do not survive a fork. So no module
+here may start a thread; torchtune initializes CUDA where there is a GPU, so ranks that use it are not forked.
+And none may patch another (as ``loops`` does), or every rank would have the patch.
 """
 
 import importlib

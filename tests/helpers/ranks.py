@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ def run_ranks(
     *arguments: Any,
     timeout: float = 60.0,
     join: bool = True,
+    forked: bool = True,
 ) -> list[Any]:
     """Call ``function(*arguments)`` on every rank, and return what each call returned.
 
@@ -64,17 +65,20 @@ def run_ranks(
         ranks: number of ranks.
         timeout: seconds after which the test has failed.
         join: whether to create the process group; if not, the function does, as a launched process would.
+        forked: whether ranks may be forked. One that uses CUDA may not, because importing torchtune
+            initializes it where there is a GPU.
 
     Raises:
         AssertionError: a rank raised, died, or was not done in time.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context: Any = _context if forked else multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         for rank in range(ranks):
-            receiver, sender = _context.Pipe(duplex=False)
+            receiver, sender = context.Pipe(duplex=False)
             setting = _Setting(rank, ranks, store.port, folder, timeout, join)
-            process = _context.Process(
+            process = context.Process(
                 target=_rank_main, args=(function, arguments, setting, sender), daemon=True
             )
             process.start()
@@ -149,7 +153,7 @@ def watch_ranks(
 
 
 def _collect(
-    processes: list[ForkServerProcess], pipes: list[Connection], folder: Path, timeout: float
+    processes: list[BaseProcess], pipes: list[Connection], folder: Path, timeout: float
 ) -> list[Any]:
     end = time.monotonic() + timeout
     results: dict[int, Any] = {}
