@@ -10,6 +10,7 @@ import argparse
 import re
 import shlex
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,15 @@ def runs_here(command: str) -> bool:
     return plans or any(word.startswith("tiny/") for word in words)
 
 
+def documented_machine() -> str:
+    """The file that docs/planning.md shows for ``--machine``."""
+    page = (ROOT / "docs" / "planning.md").read_text()
+    (lines,) = re.findall(
+        r"^`box\.yaml` has .*?\n\n((?:    .*\n)+)", page, re.DOTALL | re.MULTILINE
+    )
+    return textwrap.dedent(lines)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.rotating
 @pytest.mark.parametrize("command", [command for command in COMMANDS if runs_here(command)])
@@ -144,6 +154,8 @@ def test_a_documented_command_runs(command: str, tmp_path: Path) -> None:
         folder = tmp_path / words[words.index("--hf") + 1]
         folder.mkdir()
         written(folder, PUBLISHED[folder.name][0])
+    if "--machine" in words:
+        (tmp_path / words[words.index("--machine") + 1]).write_text(documented_machine())
     done = subprocess.run(
         [BIN / words[0], *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=400
     )
