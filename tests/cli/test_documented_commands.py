@@ -137,9 +137,7 @@ def runs_here(command: str) -> bool:
 def documented_machine() -> str:
     """The file that docs/planning.md shows for ``--machine``."""
     page = (ROOT / "docs" / "planning.md").read_text()
-    (lines,) = re.findall(
-        r"^`box\.yaml` has .*?\n\n((?:    .*\n)+)", page, re.DOTALL | re.MULTILINE
-    )
+    (lines,) = re.findall(r"^`box\.yaml` has [^\n]*\n\n((?: {4}[^\n]*\n)+)", page, re.MULTILINE)
     return textwrap.dedent(lines)
 
 
