@@ -4,7 +4,7 @@
 #   make demo-oom  the same, with half of one rank's memory taken mid-run, compared with an undisturbed run
 #   make test      lint, types, and the quick tests, which sample the slow ones (SHARD=N takes another sample)
 #   make test-all  lint, types, and every test that needs no GPU
-#   make test-rest only what `make test` samples or leaves out, as test-all runs it
+#   make test-rest only what `make test` samples or leaves out, as test-all runs it (PART=K: one in K of it)
 #   make test-one  the tests in T, e.g. T=tests/core/test_search.py
 #   make test-torchtune-main PYTHON=...  what is special on torchtune's main branch, which that Python has
 #   make check     lint and types only
@@ -54,7 +54,8 @@ demo-oom: $(READY)
 	$(BIN)/python demos/compare_runs.py demo_output/undisturbed demo_output/disturbed
 
 SHARD ?= 0
-PYTEST := $(RUN) $(BIN)/python -m pytest --shard $(SHARD)
+PART ?= 1
+PYTEST := $(RUN) $(BIN)/python -m pytest --shard $(SHARD) --part $(PART)
 TIER :=
 AND :=
 

@@ -2,10 +2,10 @@
 
 The quick tier has every kind of run, and a sample of what each of them proves: memory runs out at every 29th
 allocation instead of at each one; settings are compared with torchtune's in combinations, not one by one.
-``--exhaustive`` runs all tests, and of those that take longest some cases. A test that does less
-without the flag asks for ``exhaustive`` or ``sample``; one that does not run at all without it is marked
-``exhaustive``. Of the cases of a test that is marked ``rotating``, the quick tier runs one, or as many as the
-mark says, and with another SHARD others; so does the exhaustive tier where the mark has ``exhaustive=N``.
+``--exhaustive`` runs all tests. A test that does less without the flag asks for ``exhaustive`` or ``sample``;
+one that does not run at all without it is marked ``exhaustive``. Of the cases of a test that is marked
+``rotating``, the quick tier runs one, or as many as the mark says, and with another SHARD others. Of what the
+quick tier leaves out, ``--exhaustive --part K`` runs one in K, and with another SHARD others.
 """
 
 from __future__ import annotations
@@ -36,6 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=0,
         metavar="N",
         help=f"which sample the quick tier takes; {STRIDE} successive numbers visit every operation",
+    )
+    group.addoption(
+        "--part",
+        type=int,
+        default=1,
+        metavar="K",
+        help="with --exhaustive: run one in K of the tests that the quick tier samples or leaves out",
     )
 
 
@@ -78,58 +85,50 @@ def sample(exhaustive: bool, shard: int) -> Sample:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
-    exhaustive = config.getoption("--exhaustive")
-    left_out = leave_to_other_shards(items, config.getoption("--shard"), exhaustive)
+    shard = config.getoption("--shard")
+    leave_to_other_shards(items, shard)
+    if config.getoption("--exhaustive"):
+        for item in items:
+            # So that `--exhaustive -m exhaustive` is all that the quick tier owes.
+            if is_sampled(item):
+                item.add_marker("exhaustive")
+        leave_out(config, items, other_parts(items, shard, config.getoption("--part")))
+        yield  # -k and -m select
+    else:
+        yield
+        leave_out(config, items, [item for item in items if item.get_closest_marker("exhaustive")])
+        config.stash[SAMPLED] = [item for item in items if is_sampled(item)]
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
     config.stash[LEFT_OUT] = left_out
-    for item in items:
-        # So that `--exhaustive -m exhaustive` is all that the quick tier owes.
-        if exhaustive and is_sampled(item):
-            item.add_marker("exhaustive")
-    yield  # -k and -m select
-    if exhaustive:
-        return
-    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=left_out)
-    config.stash[LEFT_OUT] = left_out
-    config.stash[SAMPLED] = [item for item in items if is_sampled(item)]
 
 
 def is_sampled(item: pytest.Item) -> bool:
     return isinstance(item, pytest.Function) and "exhaustive" in item.fixturenames
 
 
-def leave_to_other_shards(
-    items: Iterable[pytest.Item], shard: int, exhaustive: bool
-) -> list[pytest.Item]:
-    """Mark those cases of each rotating test that the quick tier leaves to another shard.
-
-    Returns:
-        Those that the exhaustive tier leaves to another one.
-    """
+def leave_to_other_shards(items: Iterable[pytest.Item], shard: int) -> None:
+    """Mark those cases of each rotating test that the quick tier leaves to another shard."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("rotating"):
+        if item.get_closest_marker("rotating") and not item.get_closest_marker("exhaustive"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out = []
     for of_one_test in cases.values():
         mark = of_one_test[0].get_closest_marker("rotating")
         assert mark is not None
-        in_quick = [one for one in of_one_test if not one.get_closest_marker("exhaustive")]
-        for item in _of_other_shards(in_quick, shard, *mark.args):
-            item.add_marker("exhaustive")
-        if exhaustive and "exhaustive" in mark.kwargs:
-            left_out += _of_other_shards(of_one_test, shard, mark.kwargs["exhaustive"])
-    return left_out
+        taken = mark.args[0] if mark.args else 1
+        for number, item in enumerate(of_one_test):
+            if (number - shard * taken) % len(of_one_test) >= taken:
+                item.add_marker("exhaustive")
 
 
-def _of_other_shards(cases: list[pytest.Item], shard: int, taken: int = 1) -> list[pytest.Item]:
-    """All cases but as many as a shard takes."""
-    return [
-        case for number, case in enumerate(cases) if (number - shard * taken) % len(cases) >= taken
-    ]
+def other_parts(items: Iterable[pytest.Item], shard: int, parts: int) -> list[pytest.Item]:
+    """The tests that the quick tier samples or leaves out, and that are in another part than the shard's."""
+    owed = [item for item in items if item.get_closest_marker("exhaustive")]
+    return [item for number, item in enumerate(owed) if (number - shard) % parts]
 
 
 @pytest.hookimpl(trylast=True)  # after the slowest tests

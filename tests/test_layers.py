@@ -46,6 +46,30 @@ def loaded_by(program: str) -> set[str]:
     return {*done.stdout.split()}
 
 
+ON_CUDA = """
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+def initialize():
+    raise AssertionError("CUDA is initialized by an import")
+torch.cuda._lazy_init = torch.cuda.init = initialize
+from torchtune.utils._import_guard import _SUPPORTS_FLEX_ATTENTION
+assert _SUPPORTS_FLEX_ATTENTION
+import importlib, tests.helpers.preload
+"""
+
+
+@pytest.mark.exhaustive
+def test_no_import_initializes_cuda() -> None:
+    """Loaders and traces are forked after imports, and CUDA does not survive a fork.
+
+    torchtune's own import asks the device what it can do, which this answers.
+    """
+    names = {name.removesuffix(".__init__") for name in MODULES} - {"torchtune_adaptive.__main__"}
+    program = f"{ON_CUDA}\nfor name in {sorted(names)}: importlib.import_module(name)"
+    assert names <= loaded_by(program)
+
+
 def test_packages_import_lower_ones_by_their_interface() -> None:
     assert {name.split(".")[1] for name in MODULES} == {*MAY_IMPORT, "__init__"}
     for name in MODULES:

@@ -1,4 +1,4 @@
-"""Which cases of a rotating test each tier runs."""
+"""Which tests and cases each tier runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import leave_to_other_shards
+from tests.conftest import leave_to_other_shards, other_parts
 
 
 class Case:
@@ -29,22 +29,21 @@ def test_successive_shards_run_all_cases(cases: int, at_once: int) -> None:
     visited: set[str] = set()
     for shard in range(10, 10 - (-cases // at_once)):
         items: list[Any] = [Case(number, mark) for number in range(cases)]
-        assert leave_to_other_shards(items, shard, exhaustive=True) == []
+        leave_to_other_shards(items, shard)
         run = {item.nodeid for item in items if "exhaustive" not in item.marks}
         assert len(run) == at_once
         visited |= run
     assert len(visited) == cases
 
 
-def test_so_do_successive_shards_of_the_exhaustive_tier_where_a_test_says_so() -> None:
-    mark = pytest.mark.rotating(exhaustive=2)
-    for exhaustive in (True, False):
-        visited: set[str] = set()
-        for shard in (7, 8, 9):
-            items: list[Any] = [Case(number, mark) for number in range(5)]
-            items[0].add_marker("exhaustive")
-            left_out = leave_to_other_shards(items, shard, exhaustive)
-            assert len(left_out) == (3 if exhaustive else 0)
-            assert sum("exhaustive" not in item.marks for item in items) == 1
-            visited |= {item.nodeid for item in items if item not in left_out}
-        assert len(visited) == 5
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_successive_shards_run_all_parts(parts: int) -> None:
+    items: list[Any] = [Case(number, pytest.mark.rotating) for number in range(7)]
+    for item in items[1:]:
+        item.add_marker("exhaustive")
+    visited: list[str] = []
+    for shard in range(10, 10 + parts):
+        left_out = other_parts(items, shard, parts)
+        assert items[0] not in left_out, "the quick tier runs it in any case"
+        visited += [item.nodeid for item in items[1:] if item not in left_out]
+    assert sorted(visited) == [item.nodeid for item in items[1:]]

@@ -21,17 +21,20 @@ pytestmark = pytest.mark.runs
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+def build(project: Path, folder: Path) -> Path:
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT],
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, project],
         check=True,
         timeout=120,
         stdout=subprocess.DEVNULL,
     )
     (path,) = folder.glob("*.whl")
     return path
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +86,63 @@ def test_it_runs_under_the_stock_command_line(site: Path, tmp_path: Path, exhaus
         PYTHONPATH=str(site),
     )
     assert len(losses(tmp_path / "out")) == 2
+
+
+def test_the_library_alone_is_the_same_modules(wheel: Path, tmp_path: Path) -> None:
+    library = zipfile.ZipFile(build(ROOT / "library", tmp_path))
+    everything = zipfile.ZipFile(wheel)
+    ours = [name for name in everything.namelist() if name.startswith("torchtune_adaptive/")]
+    parts = tuple(
+        f"torchtune_adaptive/{part}/" for part in ("common", "core", "library", "planner")
+    )
+    modules = {name for name in ours if name.startswith(parts) or name.count("/") == 1}
+    modules.remove("torchtune_adaptive/__main__.py")
+    for name in modules:
+        assert library.read(name) == everything.read(name)
+    others = {name for name in library.namelist() if ".dist-info/" not in name} - modules
+    assert others == {"torchtune_adaptive/LICENSE"}
+
+
+BESIDE_PEFT = """
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+from torchtune_adaptive import AdaptiveStep, find_batch_size
+from trl import SFTTrainer
+
+size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
+config = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, **size)
+model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+def forward(tokens):
+    loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=1).loss
+    return loss, tokens[:, 1:].numel()
+
+step = AdaptiveStep(model, optimizer, forward, memory_limit="16MiB")
+size = find_batch_size(step, lambda rows: torch.zeros(rows, 32, dtype=torch.long), ceiling=16)
+outcome = step(list(torch.randint(64, (32, 32))), torch.stack, size)
+print("found", int(size), "loss", outcome.loss)
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_library_beside_peft_and_trl(tmp_path: Path) -> None:
+    """As documented, in an environment of its own: what PEFT needs is not what torchtune needs."""
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True, timeout=60)
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    install = [*pip, "install", "--quiet", "--no-compile", "--constraint", ROOT / "constraints.txt"]
+    subprocess.run([*install, "torch"], check=True, timeout=300)
+    subprocess.run(
+        [*install, "./library", "transformers", "peft", "trl"], cwd=ROOT, check=True, timeout=300
+    )
+    subprocess.run([*pip, "check"], check=True, timeout=60)
+    done = subprocess.run(
+        [python, "-c", BESIDE_PEFT],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and "found" in done.stdout, done.stderr[-3000:]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         AdaptiveBatchingError,
         NoPrediction,
         NothingFits,
+        RankLost,
         TrainingOutOfMemory,
         UsageError,
     )

@@ -134,7 +134,7 @@ def runs_here(command: str) -> bool:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.rotating(exhaustive=7)
+@pytest.mark.rotating
 @pytest.mark.parametrize("command", [command for command in COMMANDS if runs_here(command)])
 def test_a_documented_command_runs(command: str, tmp_path: Path) -> None:
     words = words_of(command)

@@ -122,3 +122,32 @@ def test_rank_0_speaks_for_all_unless_it_is_slow(
         ending.explain(REASON, known_to_all=True)
         assert (time.monotonic() - began >= 0.3) is (rank == "1")
         assert capsys.readouterr().err == f"\nrank {rank}: {REASON}\n\n"
+
+
+LEAVING = """
+import atexit, logging, logging.handlers, sys, time
+from torchtune_adaptive.common import ending
+class Group:
+    def __del__(self):  # as NCCL does at the end of a process
+        print("waits for all ranks", flush=True)
+        time.sleep(60)
+group = Group()
+atexit.register(lambda: print("the last metrics"))
+logging.getLogger().addHandler(
+    logging.handlers.MemoryHandler(9, target=logging.StreamHandler(sys.stderr)))
+logging.warning("the last message")
+print("buffered")
+try:
+    ending.leave(3)
+finally:
+    print("the report is written")
+"""
+
+
+def test_who_leaves_the_others_says_everything_and_waits_for_nobody() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 3
+    assert done.stdout.split("\n") == ["buffered", "the report is written", "the last metrics", ""]
+    assert done.stderr == "the last message\n"

@@ -165,7 +165,7 @@ def assert_survived(counts: list[Counter[str]], at_least: int) -> None:
         assert count["disagreed"] == count["wrong"] == 0
 
 
-@pytest.mark.rotating(2, exhaustive=4)
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -222,7 +222,7 @@ SAMPLES: dict[str, tuple[int, bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.rotating(2, exhaustive=7)
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(("ranks", "everyone", "settings"), SAMPLES.values(), ids=SAMPLES)
 def test_other_kinds_of_run_at_a_sample_of_operations(
     ranks: int, everyone: bool, settings: dict[str, Any], sample: Sample

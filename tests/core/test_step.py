@@ -23,6 +23,7 @@ from tests.helpers.models import (
     train_step,
 )
 from torchtune_adaptive.common.errors import TrainingOutOfMemory
+from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import StepLost
 from torchtune_adaptive.core.step.failures import StepHalfApplied
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
@@ -224,6 +225,23 @@ def test_clipping_is_torchs(clip: float) -> None:
         torch.testing.assert_close(seen, gradient)
 
 
+def test_gradients_on_the_host_are_scaled_by_the_factor_itself() -> None:
+    """With CPU offload they are there, whatever device the run is on."""
+    gradient = torch.arange(1, 200, dtype=torch.bfloat16)
+    factor = 1 / 3331
+    expected = gradient * factor
+    gradients.scale([gradient], factor, run=lambda kernel, *arguments: kernel(*arguments))
+    assert torch.equal(gradient, expected)
+
+
+def test_gradients_on_an_accelerator_are_scaled_by_one_kernel() -> None:
+    pieces = [torch.ones(2, device="meta"), torch.ones(2), torch.ones(3, device="meta")]
+    kernels: list[Any] = []
+    gradients.scale(pieces, 0.5, run=lambda kernel, *arguments: kernels.append(arguments))
+    assert [len(arguments[0]) for arguments in kernels if len(arguments) == 2] == [2]
+    assert len(kernels) == 2
+
+
 def test_a_batch_with_nothing_to_learn_spoils_nothing() -> None:
     # Its mean loss is 0 / 0. In torchtune one such micro-batch makes the whole step NaN.
     model = tiny_llama(sharded=False)
@@ -280,6 +298,21 @@ def test_half_an_optimizer_step_cannot_be_discarded() -> None:
     step.forward_backward(batch())
     with memory.fail_at(20), pytest.raises(StepHalfApplied, match="optimizer step"):
         step.apply()
+
+
+def test_that_it_is_half_done_is_not_known_to_the_other_ranks() -> None:
+    model = tiny_llama(sharded=False)
+    memory = FailingMemory()
+    runner = StepRunner(step_of(model, adamw(model), memory=memory), advice=lambda: "Resume.")
+    runner.begin(2, None)
+
+    def micro_batches(size: int) -> Any:
+        yield batch(rows=size)
+        memory.arm(20)  # in the optimizer
+
+    with pytest.raises(TrainingOutOfMemory, match="in the optimizer step of step 7") as raised:
+        runner.run(micro_batches, 7)
+    assert not raised.value.everywhere
 
 
 def test_anything_else_is_raised_as_it_is_at_once() -> None:

@@ -11,14 +11,18 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtune_adaptive.core.device.accelerator import AcceleratorMemory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.planner import fake_device
 from torchtune_adaptive.planner.memory.allocator import Allocator, MemoryBlock, OutOfMemory
+from torchtune_adaptive.recipe import private
 
 SCALE = 4096  # a tiny model's tensors, as large as blocks that an allocator notices
 
@@ -155,7 +159,7 @@ class Card(SimulatedMemory):
         self.fraction = fraction
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Answer for ``torch.accelerator`` from now on."""
+        """Answer for ``torch.accelerator`` from now on, and take part in activation offloading."""
         for name in (
             "current_device_index",
             "empty_cache",
@@ -170,17 +174,49 @@ class Card(SimulatedMemory):
             "synchronize",
         ):
             patch.setattr(torch.accelerator, name, getattr(self, name), raising=False)
+        patch.setattr(private.offloading_module(), "torch", _TorchOfCard())
+        patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.setattr(torch, "get_device_module", lambda device: self)
 
     def memory(self, limit: int | None = None) -> AcceleratorMemory:
         """What the product makes of this card, which must have been installed."""
-        return _OnCard(self, limit)
+        return CardMemory(self, limit)
 
 
-class _OnCard(AcceleratorMemory):
+class _OnHost:
+    """A copy that takes none of the card's memory."""
+
+    def copy_(self, tensor: torch.Tensor, non_blocking: bool) -> None:
+        with _disable_current_modes():
+            self._kept = tensor.detach().clone()
+
+    def to(self, device: str, non_blocking: bool) -> torch.Tensor:
+        assert device == "cuda"
+        return self._kept.clone()
+
+
+class _TorchOfCard:
+    """``torch`` for torchtune's activation offloading, which uses ``torch.cuda`` by name."""
+
+    cuda = SimpleNamespace(
+        default_stream=fake_device.default_stream,
+        Stream=fake_device.FakeStream,
+        stream=fake_device.in_stream,
+    )
+
+    @staticmethod
+    def empty_like(tensor: torch.Tensor, *, device: str, pin_memory: bool) -> Any:
+        assert device == "cpu" and pin_memory
+        return _OnHost()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class CardMemory(AcceleratorMemory):
     """Lets the card see the operations. Nothing else differs from the product's."""
 
-    def __init__(self, card: Card, limit: int | None) -> None:
+    def __init__(self, card: Card, limit: int | None = None) -> None:
         super().__init__(torch.device("cuda"), limit)
         self._card = card
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,13 +22,18 @@ Row = tuple[torch.Tensor, torch.Tensor]
 
 
 def tiny_model(
-    way: str, layers: int = 2, width: int = WIDTH, compute_in: torch.dtype | None = None
+    way: str,
+    layers: int = 2,
+    width: int = WIDTH,
+    compute_in: torch.dtype | None = None,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> nn.Module:
     """The same on every rank, then spread in a way: ``alone``, ``fsdp``, ``hsdp`` or ``ddp``."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(
         *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))
     )
+    model = wrap(model)
     if way == "ddp":
         return DistributedDataParallel(model)
     if way in ("fsdp", "hsdp"):
@@ -62,9 +68,11 @@ class Trained:
         width: int = WIDTH,
         compiled: str | None = None,
         compute_in: torch.dtype | None = None,
+        wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+        model: nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        self.model = tiny_model(way, layers, width, compute_in)
+        self.model = model or tiny_model(way, layers, width, compute_in, wrap)
         if compiled:
             self.model.compile(backend=compiled)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -75,11 +83,13 @@ class Trained:
         return F.mse_loss(self.model(inputs).float(), targets, reduction="sum"), targets.numel()
 
 
-def failing(way: str, **settings: Any) -> tuple[Trained, FailingMemory]:
+def failing(
+    way: str, kind: type[Trained] = Trained, **settings: Any
+) -> tuple[Trained, FailingMemory]:
     """One whose device runs out of memory where it is told to."""
     memory = FailingMemory()
     real, step_module.device_memory = step_module.device_memory, lambda *_: memory
     try:
-        return Trained(way, **settings), memory
+        return kind(way, **settings), memory
     finally:
         step_module.device_memory = real

@@ -35,6 +35,9 @@ class Alone(Ranks):
     def any(self, flag: bool) -> bool:
         return flag
 
+    def spread(self, number: int) -> tuple[int, int]:
+        return number, number
+
     def gather(self, value: Any) -> list[Any]:
         return [value] * self.size
 

@@ -138,6 +138,7 @@ def assert_torchtunes(
     ranks: int = 2,
     *,
     run_theirs: Callable[..., Records] = run_torchtunes,
+    run_ours: Callable[..., Records] = run_ours,
     assert_same: Callable[[Record, Record], None] = assert_equal,
     rtol: float | None = 0.0,
     atol: float | None = 0.0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,28 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.ranks import watch_ranks
-
 pytestmark = pytest.mark.runs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NEEDED = {"transformers_loop": "transformers", "transformers_trainer": "accelerate"}
-NEEDED |= {"fabric": "lightning_fabric"}
+NEEDED = {"transformers_loop": "transformers", "fabric": "lightning_fabric"}
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "common")
 OUT_OF_MEMORY = r"out of memory in \w+ on rank 0"
-
-
-def run_example(name: str) -> None:
-    sys.path.insert(0, str(EXAMPLES))
-    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-
-
-def test_fsdp2_recovers_and_learns_the_same() -> None:
-    """In ranks that have everything imported; the exhaustive tests start all examples as documented."""
-    ranks = watch_ranks(run_example, 2, "fsdp2", until_exit_of=[0, 1], timeout=120, join=False)
-    assert [rank.exit_code for rank in ranks] == [0, 0], ranks[0].said
-    said = "".join(rank.said for rank in ranks)
-    assert re.search(OUT_OF_MEMORY, said) and "with a failure: " in said
 
 
 @pytest.mark.exhaustive

@@ -23,8 +23,9 @@ from torchtune_adaptive.core.step import retry
 from torchtune_adaptive.core.step.loss_scale import LossScale
 
 SIGNATURES = {
-    "AdaptiveStep": "(model, optimizer, forward, *, max_grad_norm=None, scaler=None, memory_limit=None, "
-    "grow_back_after=100, measure_noise=False, frozen=(), compiled=None, wait_for_memory=0.0, timeout=45.0)",
+    "AdaptiveStep": "(model, optimizer, forward, *, optimizer_steps=True, max_grad_norm=None, scaler=None, "
+    "memory_limit=None, grow_back_after=100, measure_noise=False, relief=None, restore=None, frozen=(), "
+    "compiled=None, wait_for_memory=0.0, timeout=None)",
     "AdaptiveStep.__call__": "(self, rows, collate, size)",
     "AdaptiveStep.state_dict": "(self)",
     "AdaptiveStep.load_state_dict": "(self, state)",
@@ -44,7 +45,7 @@ SIGNATURES = {
 
 def test_names_and_signatures_are_what_was_promised() -> None:
     classes = {"AdaptiveBatchingError", "BatchSize", "NoPrediction", "NothingFits", "Schedule"}
-    classes |= {"TrainingOutOfMemory", "UsageError"}
+    classes |= {"RankLost", "TrainingOutOfMemory", "UsageError"}
     assert set(torchtune_adaptive.__all__) == classes | {
         name for name in SIGNATURES if "." not in name
     }
@@ -98,7 +99,7 @@ class TestMisuse:
     @pytest.mark.parametrize(
         ("returned", "why"),
         [
-            (lambda loss: loss.sum(), r"returned a tensor of shape \(\) .*, but must return two"),
+            (lambda loss: loss, r"the loss is a tensor of shape \(4, 4\)"),
             (lambda loss: None, "returned None, but must return two"),
             (lambda loss: [loss.sum(), 4], "returned a list, but must return two"),
             (lambda loss: (loss, 4), "the loss is a tensor of shape"),

@@ -159,6 +159,7 @@ import torchtune
 """
 
 
+@pytest.mark.exhaustive
 def test_the_library_needs_neither_torchtune_nor_torchao(tmp_path: Path) -> None:
     """Not in the process that traces, either, which inherits where modules are looked for."""
     for name in ("torchtune", "torchao"):

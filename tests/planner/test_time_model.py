@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from statistics import quantiles
 
 import pytest
 
 from torchtune_adaptive.planner.memory.gpus import GPUS
 from torchtune_adaptive.planner.speed import devices
-from torchtune_adaptive.planner.speed.devices import SPEEDS, Speeds, with_power
+from torchtune_adaptive.planner.speed.devices import SPEEDS, with_power
 from torchtune_adaptive.planner.speed.operations import (
     ATTENTION,
     COLLECTIVE,
@@ -29,7 +32,7 @@ from torchtune_adaptive.planner.speed.operations import (
 )
 from torchtune_adaptive.planner.speed.replay import LAUNCHES, step_time
 from torchtune_adaptive.planner.speed.roofline import seconds
-from torchtune_adaptive.planner.speed.speed import Pace
+from torchtune_adaptive.planner.speed.speed import EAGER_BAND, Pace
 
 A100 = SPEEDS["a100-80gb"]
 FAST_HOST = replace(A100, launch=0.0, kernel=0.0)
@@ -67,27 +70,6 @@ def test_every_gpu_has_a_speed() -> None:
     assert SPEEDS.keys() == GPUS.keys()
     for one in SPEEDS.values():
         assert 0.3 < one.gemm < 1 and all(0.1 < share < 1 for share in one.attention)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
-        ("NVIDIA H200", "h200-141gb"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
-        ("NVIDIA L4", "l4-24gb"),
-        ("NVIDIA L40S", "l40s-48gb"),
-        ("Tesla T4", "t4-16gb"),
-        ("AMD Instinct MI300X", "mi300x-192gb"),
-        ("NVIDIA GH200 480GB", "gh200-96gb"),
-        ("Ascend 910B", None),
-    ],
-)
-def test_a_gpu_is_known_by_the_name_that_torch_gives_it(name: str, expected: str | None) -> None:
-    found = Speeds.of(name)
-    assert (found.name if found else None) == expected
 
 
 def test_an_operation_takes_what_it_computes_or_what_it_moves() -> None:
@@ -198,8 +180,25 @@ def test_a_measurement_corrects_and_narrows_the_band() -> None:
     pace = Pace(A100, 1, compiled=True, quantized=False, dtype="bfloat16")
     plain, corrected = (p.speed(step, 2, 64, 1) for p in (pace, replace(pace, correction=1.25)))
     assert corrected.seconds == pytest.approx(1.25 * plain.seconds)
-    assert corrected.band < plain.band < replace(pace, quantized=True).band
+    bands = [one.band for one in (corrected, plain, replace(pace, quantized=True))]
+    assert bands == sorted(bands, key=lambda band: band[1] - band[0])
     assert plain.hours(plain.tokens_per_second_per_gpu * 7200, 2) == pytest.approx(1.0)
+
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "speed_anchors.md"
+
+
+def test_the_band_is_that_of_rows_that_nobody_had_seen() -> None:
+    blind = RESULTS.read_text().partition("## Blind rows")[2]
+    rows = re.findall(r"\| ([\d,]+) \| ([\d,]+) \| [+-]\d+ % \|", blind)
+    shares = [
+        float(real.replace(",", "")) / float(predicted.replace(",", "")) - 1
+        for real, predicted in rows
+    ]
+    assert len(shares) == 26
+    low, high = EAGER_BAND
+    assert low == pytest.approx(quantiles(shares, n=20, method="inclusive")[0], abs=0.01)
+    assert max(shares) < high
 
 
 def test_steps_between_two_traces() -> None:

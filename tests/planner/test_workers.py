@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -137,3 +138,71 @@ def test_tracing_processes_keep_the_environment(monkeypatch: pytest.MonkeyPatch)
     assert seen["XDG_CACHE_HOME"] == "/somewhere" and seen["CUDA_VISIBLE_DEVICES"] == ""
     assert "LOCAL_RANK" not in seen
     assert dict(os.environ) == before
+
+
+HIDING = ("queue", "types", "random", "signal", "selectors", "logging")
+BESIDE = """
+import os, signal
+def looked_up(*_):
+    import logging, queue, random, selectors, types
+    return [one.__file__ for one in (logging, queue, random, selectors, types)]
+def answers():
+    return looked_up
+def exits(status):
+    os._exit(status)
+def is_killed(number):
+    os.kill(os.getpid(), number)
+"""
+ASKING = """
+import os, queue, random, selectors, signal, sys, types  # before those in the working directory are found
+from torchtune_adaptive.planner.workers import NoPrediction, Worker, call_alone, processes
+sys.path.insert(0, os.getcwd())  # as ``python -m`` has it
+import beside
+
+def reason(ask):
+    try:
+        ask()
+    except NoPrediction as error:
+        print(error)
+
+if __name__ == "__main__":
+    before = sys.path[:]
+    with processes("json") as run:
+        found = [run(beside.looked_up).result()]
+        reason(run(beside.is_killed, signal.SIGKILL).result)
+        reason(run(beside.is_killed, signal.SIGSEGV).result)
+        reason(run(beside.exits, 3).result)
+    found.append(call_alone(beside.looked_up, timeout=60))
+    reason(lambda: call_alone(beside.exits, 1, timeout=60))
+    reason(lambda: call_alone(beside.is_killed, signal.SIGTERM, timeout=60))
+    worker = Worker(beside.answers)
+    found.append(worker.ask("question", 60))
+    worker.close()
+    assert sys.path == before
+    print(all(path.startswith(os.path.dirname(os.__file__)) for paths in found for path in paths))
+"""
+
+
+def test_files_in_the_working_directory_hide_nothing_and_each_end_is_said(tmp_path: Path) -> None:
+    program, here = tmp_path / "program.py", tmp_path / "here"
+    here.mkdir()
+    program.write_text(ASKING)
+    (here / "beside.py").write_text(BESIDE)
+    for name in HIDING:
+        (here / f"{name}.py").write_text(f"raise SystemExit('the user\\'s {name}')\n")
+    done = subprocess.run(
+        [sys.executable, str(program)], cwd=here, capture_output=True, text=True, timeout=120
+    )
+    memory = ", perhaps because this machine has too little memory for it (each takes half a GiB)"
+    script = 'Call plan_batch_size under if __name__ == "__main__": where the program is a script.'
+    assert (done.stdout.splitlines(), done.returncode) == (
+        [
+            f"a process that traced was killed by SIGKILL{memory}.",
+            "a process that traced was killed by SIGSEGV.",
+            "a process that traced exited with status 3.",
+            f"The process that traces exited with status 1. {script}",
+            "The process that traces was killed by SIGTERM.",
+            "True",
+        ],
+        0,
+    ), done.stderr

@@ -12,6 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 
+from tests.helpers.accelerator import Card
 from tests.helpers.faults import fail_at_each
 from tests.helpers.models import adamw, batch, local_values, same_bits
 from tests.helpers.ranks import run_ranks
@@ -79,6 +80,7 @@ class Training:
             memory=memory or SimulatedMemory(None),
             ranks=self.ranks,
             options=StepOptions(
+                activations=model.offloading,
                 clip_grad_norm=1.0,
                 switches=build_switches(
                     cfg, environment, model.module, objective, model.offloading
@@ -112,6 +114,8 @@ def different_choices(
 ) -> tuple[int, list[str]]:
     """How many choices were trained with, and those that did not give the bits of the config's own values."""
     different, tried = [], 0
+    if keys.get("device") == "cuda":
+        Card(1 << 40).install(pytest.MonkeyPatch())  # which activations can be offloaded from
     for kind, dtype, dropout in models:
         cfg = config_of(kind, dtype, dropout, **keys)
         trained = Training(cfg)
@@ -126,13 +130,16 @@ def different_choices(
     return tried, different
 
 
-@pytest.mark.rotating(exhaustive=2)
+@pytest.mark.rotating
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_no_bit_depends_on_an_exact_knob(kind: str, ranks: int, exhaustive: bool) -> None:
+def test_no_bit_depends_on_an_exact_knob(
+    kind: str, device: str, ranks: int, exhaustive: bool
+) -> None:
     sample = 1 if exhaustive else 5
     models = [(kind, dtype, dropout) for dtype in ("fp32", "bf16") for dropout in (0.0, 0.5)]
-    found = run_ranks(different_choices, ranks, models, {}, sample, timeout=240)
+    found = run_ranks(different_choices, ranks, models, {"device": device}, sample, timeout=240)
     assert all(tried >= 8 for tried, _ in found)
     assert [different for _, different in found] == [[]] * ranks
 
@@ -244,7 +251,37 @@ def fail_at_allocations(choices: list[Choice], sample: Sample) -> tuple[int, lis
     return lost, wrong[:9]
 
 
-@pytest.mark.rotating(exhaustive=1)
+def steps_after_switching_back() -> tuple[list[int], bool, bool]:
+    """How often ranks agree in the step after each switch to a choice that steps were taken with; whether one
+    in which rank 0 runs out of memory is lost, and whether the next one is not."""
+    run = FailingStep()
+    ranks, asked = run.trained.ranks, []
+    agree = ranks.spread
+    ranks.spread = lambda value: [asked.append(value), agree(value)][1]  # type: ignore[method-assign]
+    kept, freed = (EXACT_CHOICES[0] | {RESHARD: reshard} for reshard in (False, True))
+    for choice in (kept, freed):
+        run.trained.step.switch(choice)
+        run.take()
+        run.take()
+    agreements = []
+    for choice in (kept, freed):
+        run.trained.step.switch(choice)
+        asked.clear()
+        run.take()
+        agreements.append(len(asked))
+    run.trained.step.switch(kept)
+    with run.memory.fail_at(40 if ranks.rank == 0 else None):
+        lost, _ = run.take()
+    again, _ = run.take()
+    return agreements, lost, again
+
+
+def test_a_sequence_of_collectives_is_kept_for_each_choice() -> None:
+    """Or steps that are timed after a switch would be those in which ranks agree before each collective."""
+    assert run_ranks(steps_after_switching_back, 2) == [([0, 0], True, False)] * 2
+
+
+@pytest.mark.rotating
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_stays_of_a_step_that_runs_out_of_memory(ranks: int, sample: Sample) -> None:
     """With each exact choice, at a sample of allocations: of operations, and of what FSDP resizes."""

@@ -15,7 +15,7 @@ from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, f
 from torchtune_adaptive.cli.speed_report import Job, job
 from torchtune_adaptive.common.document import as_text
 from torchtune_adaptive.common.errors import ConfigError
-from torchtune_adaptive.core.step.knobs import CHECKPOINT, CHUNKED, LOSS, MICRO_BATCH
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, CHUNKED, LOSS, MICRO_BATCH, OFFLOADING
 from torchtune_adaptive.planner.workers import processes
 from torchtune_adaptive.recipe.plan.predict import Query, predict
 from torchtune_adaptive.recipe.plan.ranking import (
@@ -32,19 +32,22 @@ from torchtune_adaptive.recipe.registry import load_config, with_overrides
 from torchtune_adaptive.recipe.settings.knob_table import WHOLE, choices
 
 LIMITS = 48
-MAY_CHANGE = ("adaptive_batching.checkpoint", "batch_size")
+MAY_CHANGE = {"cpu": (CHECKPOINT, MICRO_BATCH), "cuda": (CHECKPOINT, MICRO_BATCH, OFFLOADING)}
 
 
-def tiny_plan(*overrides: str, name: str = "tiny/full", memory: int = 64 << 20) -> PlanRequest:
+def tiny_plan(*overrides: str, name: str = "tiny/full", device: str = "cpu") -> PlanRequest:
     shape = ("use_maximum_batch_size=False", "batch_size=4", "tokenizer.max_seq_len=64")
-    cfg = with_overrides(load_config(name), [*shape, "adaptive_batching.cache=False", *overrides])
-    return plan_request(cfg, 1, memory=memory)
+    overrides = (*shape, "adaptive_batching.cache=False", f"device={device}", *overrides)
+    cfg = with_overrides(load_config(name), overrides)
+    if device == "cuda":
+        return plan_request(cfg, 1, "h100-80")
+    return plan_request(cfg, 1, memory=64 << 20)
 
 
 def choices_at_many_limits(query: Query) -> tuple[list[tuple[float, int]], list[Any]]:
     """Seconds and peak of every candidate, each traced; and what is chosen at each limit."""
     cfg = OmegaConf.create(query.cfg)
-    candidates = choices(cfg, 1, MAY_CHANGE, switches_only=True)  # type: ignore[arg-type]
+    candidates = choices(cfg, 1, MAY_CHANGE[cfg.device], switches_only=True)  # type: ignore[arg-type]
     steps = steps_with(query, candidates, query.traces())
     ranked, estimated = steps.ranked(candidates)
     every = [steps.traced(one) for one in candidates]
@@ -59,15 +62,18 @@ def choices_at_many_limits(query: Query) -> tuple[list[tuple[float, int]], list[
 
 
 @pytest.mark.exhaustive
-def test_the_choice_equals_brute_force_at_every_limit() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_choice_equals_brute_force_at_every_limit(device: str) -> None:
+    plan = tiny_plan(device=device)
     with processes("torchtune_adaptive.recipe.plan.preload") as run:
-        every, found = run(choices_at_many_limits, tiny_plan().query()).result(timeout=200)
+        every, found = run(choices_at_many_limits, plan.query()).result(timeout=200)
     assert len(every) > 15 and len(found) >= 40
     for limit, best, _ in found:
         fitting = [one for one in every if one[1] <= limit]
         assert (best is None) == (not fitting)
         assert best is None or best[0] == min(fitting)[0]
-    assert len({best for _, best, _ in found}) > 6  # limits matter
+    # Limits matter; on CUDA fewer of them, because an allocator takes 2 MiB at once.
+    assert len({best for _, best, _ in found}) > (2 if device == "cuda" else 6)
     assert sum(traced for *_, traced in found) < len(found) * len(every) / 2  # and pruning helps
 
 

@@ -1,4 +1,8 @@
-"""The fastest configuration on the simulated device, whose time is modelled: it is that of brute force."""
+"""The fastest configuration on devices whose time is modelled: it is that of brute force.
+
+``cpu`` is the simulated device. ``cuda`` is what a config says whose card is a stand-in: it has the choices
+of CUDA, and the memory of a caching allocator.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +12,42 @@ from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from omegaconf import DictConfig
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtune.data import padded_collate_sft
 
+from tests.helpers.accelerator import Card, CardMemory
 from tests.helpers.ranks import run_ranks
 from tests.recipe.test_exact_knobs import Training, config_of, differs
-from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.common.errors import ConfigError, NothingFits
+from torchtune_adaptive.core.device.memory import Usage
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
 from torchtune_adaptive.core.sizes.loader import SampleOrder
 from torchtune_adaptive.core.sizes.split import Split
-from torchtune_adaptive.core.step.knobs import CHECKPOINT, MICRO_BATCH, Choice
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, MICRO_BATCH, OFFLOADING, Choice
 from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport
-from torchtune_adaptive.recipe.search.fastest_search import _Trials, find_fastest, possible_choices
+from torchtune_adaptive.recipe.search.fastest_search import (
+    _Trials,
+    find_fastest,
+    possible_choices,
+    to_begin_with,
+)
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.knob_table import changes
+from torchtune_adaptive.recipe.setup import host_memory
 
 pytestmark = pytest.mark.ranks
 
+PLENTY = 1 << 40
 ROWS = 4
 LENGTH = 24
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
@@ -43,7 +56,7 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 class Modelled(TorchDispatchMode):
     """Adds up the seconds that operations would take: by their FLOPs, their bytes, and their number."""
 
-    def __init__(self, memory: TimedMemory) -> None:
+    def __init__(self, memory: Timed) -> None:
         super().__init__()
         self._memory = memory
 
@@ -61,33 +74,64 @@ class Modelled(TorchDispatchMode):
         return result
 
 
-class TimedMemory(SimulatedMemory):
-    """A simulated device with a clock of its own."""
+class Timed:
+    """Memory of a device with a clock of its own."""
 
     modelled = 0.0
     runs = True
     """Whether the clock runs, which takes time in each operation."""
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        with super().running(), Modelled(self) if self.runs else nullcontext():
+    def running(self: Any) -> Iterator[None]:
+        with super().running(), Modelled(self) if self.runs else nullcontext():  # type: ignore[misc]
             yield
 
     def clock(self) -> float:
         return self.modelled
 
 
+class TimedMemory(Timed, SimulatedMemory):
+    """That of the simulated device."""
+
+
+class TimedCard(Timed, CardMemory):
+    """That of a card, of which another process has what is not to be had."""
+
+    @property
+    def limit(self) -> int:
+        return self._card.total - self._card.neighbour
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._card.neighbour = self._card.total - limit
+
+
+Memory = TimedMemory | TimedCard
+
+
+def memory_of(device: str) -> Memory:
+    if device == "cpu":
+        return TimedMemory(PLENTY)
+    card = Card(PLENTY)
+    card.install(pytest.MonkeyPatch())  # the rank ends with it
+    return TimedCard(card)
+
+
 Run = tuple[Prober, RowsToTry]
 
 
-def run_of(cfg: DictConfig, memory: SimulatedMemory, **settings: Any) -> tuple[Run, Any]:
-    trained = Training(cfg, memory)
+def run_of(
+    device: str, kind: str = "full", memory: Memory | None = None, **settings: Any
+) -> tuple[Run, Any]:
+    batch = {"batch_size": ROWS, "gradient_accumulation_steps": 1}
+    cfg = config_of(kind, "fp32", 0.0, device=device, **batch)
+    trained = Training(cfg, memory or memory_of(device))
     numbers = random.Random(0)
     rows = [[numbers.randrange(16) for _ in range(numbers.randrange(8, LENGTH))] for _ in range(64)]
     dataset = [{"tokens": row, "labels": row} for row in rows]
     ranks = trained.ranks
     adaptive = AdaptiveSettings(
-        use_fastest_configuration=True, probe_length=LENGTH, headroom=0.0, **settings
+        **{"use_fastest_configuration": True, "probe_length": LENGTH, "headroom": 0.0, **settings}
     )
     prober = Prober(trained.step, ranks, Watchdog(ranks, 20.0, on_duty=False), cfg, adaptive)
     rows_to_try = RowsToTry(
@@ -105,8 +149,8 @@ def step_of(run: Run) -> TrainStep:
 
 def every_choice(
     run: Run, timed: bool = True, of_size: int | None = None
-) -> dict[Choice, tuple[int, float]]:
-    """Peak and, if they are timed, seconds: of all choices, or of those with this micro-batch."""
+) -> dict[Choice, tuple[Usage, float]]:
+    """Memory and, if they are timed, seconds: of all choices, or of those with this micro-batch."""
     found = {}
     prober, rows = run
     worst = prober.worst_case(rows.data, rows.lengths, LENGTH)
@@ -118,83 +162,90 @@ def every_choice(
         for choice in choices:
             clock.runs = False
             assert trials.fits(choice)
-            peak = trials.last.usage.peak_bytes
+            usage = trials.last.usage
             clock.runs = timed
             (seconds,) = trials.time(choice, 1) or () if timed else (0.0,)
-            found[choice] = (peak, seconds)
+            found[choice] = (usage, seconds)
     clock.runs = True
     return found
 
 
 def compared_with_brute_force(
-    kind: str, may_change: str, limits: int, sample: int, offset: int
+    device: str, kind: str, may_change: str, limits: int, sample: int, offset: int
 ) -> tuple[int, list[str]]:
-    """How many limits were tried, and the choices that were not the fastest that fits."""
-    cfg = config_of(kind, "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
-    memory = TimedMemory(1 << 40)
-    run, _ = run_of(cfg, memory, may_change=may_change)
+    """How many limits were tried, and the choices that were not the fastest that fits.
+
+    What an allocator has cut for the trial before changes a peak on a card by a few segments.
+    """
+    differ = 0.03 if device == "cuda" else 0.0
+    run, _ = run_of(device, kind, may_change=may_change)
+    memory: Any = step_of(run).memory
     own = step_of(run).options.switches.choice
     table = every_choice(run)
     ranked = sorted(
         ((choice, seconds) for choice, (_, seconds) in table.items()), key=lambda one: one[1]
     )
-    peaks = sorted(peak for peak, _ in table.values())
+    peaks = sorted(usage.peak_bytes for usage, _ in table.values())
     wrong, tried = [], 0
     for number in range(offset % sample, limits, sample):
         memory.limit = int(peaks[0] + (peaks[-1] * 1.05 - peaks[0]) * number / (limits - 1))
         step_of(run).switch(own)
         chosen = find_fastest(*run, rank=lambda length, capacity: ranked).chosen
         tried += 1
-        best = min(seconds for peak, seconds in table.values() if peak <= memory.limit)
-        peak, seconds = table[chosen]
-        if peak > memory.limit or seconds > best * (1 + 1e-9):
+        certain = memory.limit * (1 - differ)
+        fitting = [s for usage, s in table.values() if usage.peak_bytes <= certain]
+        best = min(fitting, default=float("inf"))
+        usage, seconds = table[chosen]
+        if usage.peak_bytes > memory.limit * (1 + differ) or seconds > best * (1 + 1e-9):
             wrong.append(f"{memory.limit}: {chosen} takes {seconds}, not {best}")
     return tried, wrong
 
 
-@pytest.mark.rotating(exhaustive=2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("kind", "may_change", "ranks"),
+    ("device", "kind", "may_change", "ranks"),
     [
-        ("full", "exact", 1),
-        pytest.param("full", "rounding", 1, marks=pytest.mark.exhaustive),
-        pytest.param("lora", "rounding", 1, marks=pytest.mark.exhaustive),
-        pytest.param("full", "exact", 2, marks=pytest.mark.exhaustive),
+        ("cpu", "full", "exact", 1),
+        ("cuda", "full", "exact", 1),
+        ("cpu", "full", "rounding", 1),
+        ("cpu", "lora", "rounding", 1),
+        ("cpu", "full", "exact", 2),
     ],
 )
 def test_the_choice_is_that_of_brute_force_at_each_limit(
-    kind: str, may_change: str, ranks: int, exhaustive: bool, shard: int
+    device: str, kind: str, may_change: str, ranks: int, exhaustive: bool, shard: int
 ) -> None:
-    limits, sample = 48, (2 if may_change == "exact" and ranks == 1 else 8) if exhaustive else 24
-    arguments = (kind, may_change, limits, sample, shard)
+    often = device == "cpu" and may_change == "exact" and ranks == 1
+    limits, sample = 48, (2 if often else 8) if exhaustive else 24
+    arguments = (device, kind, may_change, limits, sample, shard)
     for tried, wrong in run_ranks(compared_with_brute_force, ranks, *arguments, timeout=600):
         assert wrong == [] and tried == limits // sample
 
 
-def without_prediction(limit_share: float | None) -> tuple[FastestReport, bool]:
+def without_prediction(device: str, limit_share: float | None) -> tuple[FastestReport, bool]:
     """What is chosen where memory is limited to a share of what the choices need at most."""
-    cfg = config_of("full", "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
-    memory = TimedMemory(1 << 40)
-    run, trained = run_of(cfg, memory)
+    run, trained = run_of(device)
+    memory: Any = step_of(run).memory
     own = step_of(run).options.switches.choice
     if limit_share is not None:
-        peaks = [peak for peak, _ in every_choice(run, timed=False).values()]
+        peaks = [usage.peak_bytes for usage, _ in every_choice(run, timed=False).values()]
         step_of(run).switch(own)
     expected = trained.train()
     if limit_share is not None:
         memory.limit = int(max(peaks) * limit_share)
     report = find_fastest(*run)
-    memory.limit = 1 << 40
+    memory.limit = PLENTY
     return report, not differs(expected, trained.train())
 
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("limit_share", [None, 0.8])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_what_is_chosen_is_exact_was_tried_and_is_not_slower(
-    ranks: int, limit_share: float | None
+    device: str, ranks: int, limit_share: float | None
 ) -> None:
-    results = run_ranks(without_prediction, ranks, limit_share, timeout=120)
+    results = run_ranks(without_prediction, ranks, device, limit_share, timeout=300)
     report, _ = results[0]
     assert [each.chosen for each, _ in results] == [report.chosen] * ranks
     assert all(bits for _, bits in results), "training after the choice has the config's bits"
@@ -212,12 +263,11 @@ def test_what_is_chosen_is_exact_was_tried_and_is_not_slower(
     assert report.overrides().endswith("use_fastest_configuration=False")
 
 
-def in_too_little_memory(may_change: str) -> str:
-    cfg = config_of("full", "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
-    memory = TimedMemory(1 << 40)
-    run, _ = run_of(cfg, memory, may_change=may_change)
+def in_too_little_memory(device: str, may_change: str) -> str:
+    run, _ = run_of(device, may_change=may_change)
+    memory: Any = step_of(run).memory
     whole = every_choice(run, timed=False, of_size=ROWS)
-    memory.limit = min(peak for peak, _ in whole.values()) - 1
+    memory.limit = min(usage.peak_allocated_bytes for usage, _ in whole.values()) - 1
     try:
         return str(find_fastest(*run).chosen[MICRO_BATCH])
     except ConfigError as error:
@@ -225,22 +275,49 @@ def in_too_little_memory(may_change: str) -> str:
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("may_change", ["exact", "rounding"])
-def test_what_does_not_fit_says_what_would(may_change: str) -> None:
-    (said,) = run_ranks(in_too_little_memory, 1, may_change, timeout=120)
+@pytest.mark.parametrize(
+    ("device", "may_change"), [("cpu", "exact"), ("cuda", "exact"), ("cpu", "rounding")]
+)
+def test_what_does_not_fit_says_what_would(device: str, may_change: str) -> None:
+    (said,) = run_ranks(in_too_little_memory, 1, device, may_change, timeout=120)
     if may_change == "exact":
         assert "batch_size" in said and "may_change=rounding" in said
     else:
         assert int(said) < ROWS
 
 
-def resumed() -> tuple[int, int, str]:
-    cfg = config_of("full", "fp32", 0.0, batch_size=ROWS, gradient_accumulation_steps=1)
-    run, _ = run_of(cfg, TimedMemory(1 << 40))
+def resumed(device: str) -> tuple[int, int, str]:
+    run, _ = run_of(device)
     known = next(one for one in possible_choices(run[0]) if one[CHECKPOINT] == "every_2")
     report = find_fastest(*run, known=dict(known))  # as a checkpoint has it
     return len(report.tried), len(report.timed), step_of(run).options.switches.choice[CHECKPOINT]
 
 
-def test_a_resumed_run_keeps_its_choice_after_one_trial() -> None:
-    assert run_ranks(resumed, 1) == [(1, 1, "every_2")]
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_resumed_run_keeps_its_choice_after_one_trial(device: str) -> None:
+    assert run_ranks(resumed, 1, device) == [(1, 1, "every_2")]
+
+
+def without_host_memory() -> tuple[bool, int, bool]:
+    """Whether the leanest choice can offload; how many are tried where the config's own values are known to
+    fit, and whether training offloads then."""
+    run, _ = run_of("cuda", may_change=(OFFLOADING, CHECKPOINT))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(host_memory, "_NOTICED", 1)
+    patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0, total=PLENTY))
+    prober, rows = run
+    worst = prober.worst_case(rows.data, rows.lengths, LENGTH)
+    own, *_ = allowed = possible_choices(prober)
+    leanest = to_begin_with(allowed)[-1:]
+    assert leanest[0][OFFLOADING]
+    try:
+        with _Trials(prober, rows, worst, own, leanest):
+            offloads = True
+    except NothingFits:
+        offloads = False
+    report = find_fastest(*run, known=dict(own))
+    return offloads, len(report.tried), report.chosen[OFFLOADING]
+
+
+def test_a_host_without_memory_keeps_nothing_from_fitting_but_offloading() -> None:
+    assert run_ranks(without_host_memory, 1) == [(False, 1, False)]

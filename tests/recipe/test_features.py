@@ -27,6 +27,7 @@ from tests.helpers.runs import (
 pytestmark = pytest.mark.runs
 
 
+@pytest.mark.exhaustive
 @pytest.mark.rotating
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_asynchronous_checkpoints(in_backward: bool, tmp_path: Path) -> None:

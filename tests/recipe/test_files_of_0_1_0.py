@@ -53,6 +53,7 @@ def test_a_checkpoint_is_resumed_by_a_recipe_that_was_copied(old: Path) -> None:
         )
 
 
+@pytest.mark.exhaustive
 def test_what_a_search_remembered_is_used(old: Path) -> None:
     (kept,) = (old / "cache" / "batch_sizes").glob("*.json")
     if json.loads(kept.read_text())["facts"]["libraries"] != libraries():

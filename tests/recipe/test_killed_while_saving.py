@@ -89,7 +89,7 @@ def number_of(state: str) -> int:
     return int(state.partition(",")[0])
 
 
-@pytest.mark.rotating(exhaustive=6)
+@pytest.mark.rotating
 @pytest.mark.parametrize(("kind", "ranks", "changes"), CASES.values(), ids=CASES)
 def test_wherever_a_run_is_killed_it_resumes_exactly(
     kind: str, ranks: int, changes: dict[str, Any], tmp_path: Path, exhaustive: bool, shard: int
@@ -228,7 +228,7 @@ def run_and_die(cfg: DictConfig, delay: float) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.rotating(exhaustive=3)
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", range(5))
 def test_a_run_that_is_killed_at_random_moments(seed: int, tmp_path: Path) -> None:
     """Within an operation as well. It saves after every step, and is resumed until it is done."""

@@ -18,6 +18,7 @@ from torchtune_adaptive.core.step.knobs import (
     Choice,
 )
 from torchtune_adaptive.recipe.registry import find_config
+from torchtune_adaptive.recipe.search.fastest_search import to_begin_with
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of
@@ -45,10 +46,15 @@ def config(name: str = "tiny/full", **changed: Any) -> DictConfig:
 CONFIGS = ["tiny/full", "tiny/lora", "llama3_1/8B_full", "llama3_2/1B_lora_single_device"]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [*((name, "cuda") for name in CONFIGS), *((name, "cpu") for name in CONFIGS if "tiny" in name)],
+)
 @pytest.mark.parametrize("may_change", ["exact", "rounding", ("compile", "batch_size")])
-def test_every_choice_becomes_the_config_that_it_is_read_from(name: str, may_change: Any) -> None:
-    cfg = config(name)
+def test_every_choice_becomes_the_config_that_it_is_read_from(
+    name: str, device: str, may_change: Any
+) -> None:
+    cfg = config(name, device=device)
     found = choices(cfg, 2, may_change)
     assert found[0] == configured_choice(cfg, 2)
     for choice in [*found[:: len(found) // 8 + 1], found[-1]]:
@@ -71,6 +77,20 @@ def test_only_what_is_allowed_changes() -> None:
     switches = choices(cfg, 8, "rounding", switches_only=True)
     fixed = {knob.key for knob in KNOBS if not knob.switch}
     assert not {change.key for one in switches for change in changes(own, one)} & fixed
+
+
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_activations_are_offloaded_from_cuda_where_there_are_no_images(
+    device: str, images: bool
+) -> None:
+    cfg = config("tiny/full_vision" if images else "tiny/full", device=device)
+    offloads = [one.get(OFFLOADING) for one in choices(cfg, 1, "exact")]
+    assert any(offloads) is (device == "cuda" and not images)
+    if images:
+        assert offloads == [None] * len(offloads), (
+            "no knob, so nothing that another run could say of it"
+        )
 
 
 @pytest.mark.parametrize(
@@ -117,6 +137,17 @@ def test_overrides_can_be_typed() -> None:
             {"adaptive_batching.recompute_loss": True, LOSS: WHOLE},
             "adaptive_batching.recompute_loss",
         ),
+        ({OFFLOADING: True, "enable_activation_checkpointing": True}, "device is cpu"),
+        ({OFFLOADING: True, "device": "cuda"}, "checkpointing of whole layers"),
+        (
+            {
+                OFFLOADING: True,
+                "enable_activation_checkpointing": True,
+                "device": "cuda",
+                "collate_fn": "torchtune.data.padded_collate_tiled_images_and_mask",
+            },
+            f"{OFFLOADING}: True .* images",
+        ),
         ({"adaptive_batching.may_change": ["lr"]}, "adaptive_batching.may_change"),
         ({"adaptive_batching.may_change": []}, "adaptive_batching.may_change"),
         (
@@ -159,7 +190,11 @@ def test_what_is_certainly_leaner() -> None:
     assert not choice("every_2").leaner_than(choice("operations"))
     assert lean.needs_as_much_as(lean) and not lean.leaner_than(lean)
     assert moved.leaner_than(lean) and not again.leaner_than(lean) and not lean.leaner_than(again)
-    assert Choice.leanest([choice("none"), lean, again, moved]) == [again, moved]
+    allowed = [choice("none"), lean, again, moved]
+    assert Choice.leanest(allowed) == [again, moved]
+    # The first steps of a search do not offload, unless nothing else fits.
+    assert to_begin_with(allowed) == [lean, again, moved]
+    assert to_begin_with([moved]) == [moved] and to_begin_with(allowed[:2]) == [lean]
 
 
 def test_a_list_of_keys_is_read() -> None:

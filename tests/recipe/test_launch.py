@@ -20,7 +20,12 @@ from tests.helpers.ranks import watch_ranks
 from torchtune_adaptive.cli import command_line as cli
 from torchtune_adaptive.cli.command_line import _run
 from torchtune_adaptive.cli.recipe_argument import require_recipe
-from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.common.errors import (
+    ConfigError,
+    OutOfMemoryElsewhere,
+    RankLost,
+    TrainingOutOfMemory,
+)
 from torchtune_adaptive.recipe import launch
 from torchtune_adaptive.recipe.registry import find_config
 
@@ -236,6 +241,48 @@ def test_a_launched_run_that_fails_ends_with_its_reason_or_with_torchruns_report
         assert f"traceback : {traceback}" in said
     else:
         assert said.strip() == "tune-adaptive: rank 1: ConfigError: oh"
+
+
+@pytest.mark.parametrize(
+    ("error", "ranks", "leaves"),
+    [
+        (TrainingOutOfMemory("on this rank", everywhere=False), 2, True),
+        (OutOfMemoryElsewhere("while saving"), 2, True),
+        (RankLost("rank 1"), 2, True),
+        (IndexError("a bug, of which nobody else knows"), 2, True),
+        (TrainingOutOfMemory("on all ranks"), 2, False),
+        (RankLost("none"), 1, False),
+    ],
+    ids=str,
+)
+def test_who_has_an_error_alone_does_not_end_with_the_others(
+    error: Exception,
+    ranks: int,
+    leaves: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said_when_left: list[str] = []
+
+    def fail(cfg: DictConfig) -> None:
+        raise error
+
+    def leave(status: int) -> None:
+        said_when_left.append(capsys.readouterr().err)
+        sys.exit(status)
+
+    together: list[str] = []
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setattr(launch.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(launch.dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(launch.Ranks, "leave_all_groups", lambda: together.append("left"))
+    monkeypatch.setattr(launch.ending, "leave", leave)
+    monkeypatch.setattr(sys, "argv", ["recipe", "--config", "tiny/full"])
+    with pytest.raises(SystemExit) as ended:
+        launch.recipe(fail)()
+    assert ended.value.code == 1
+    assert together == ([] if leaves else ["left"])
+    assert len(said_when_left) == leaves and all(str(error) in said for said in said_when_left)
 
 
 def start(cwd: Path, *arguments: str, pythonpath: str = "") -> subprocess.CompletedProcess[str]:

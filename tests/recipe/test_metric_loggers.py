@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -55,7 +56,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "batch_size_search.json").read_text())
     (size,) = seen["search/batch_size"]
     assert size.step == 0 and size.tensor_proto.float_val[0] == found["batch_size"] == 4
-    assert seen["search/tokens_per_second_per_gpu"][0].tensor_proto.float_val[0] > 0
+    assert seen["search/peak_memory_gib"][0].tensor_proto.float_val[0] > 0
     assert [event.step for event in seen["loss"]] == [1, 2]
     saved = OmegaConf.load(tmp_path / "torchtune_config.yaml")
     assert saved.batch_size == saved.search_result.batch_size == found["batch_size"]
@@ -109,6 +110,20 @@ def level_db_log(data: bytes, header: int) -> Iterator[bytes]:
         if kind in (1, 4):  # a whole record, or its last part
             yield parts
             parts = b""
+
+
+def test_what_a_logger_holds_back_is_written_however_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+    disk = "torchtune.training.metric_logging.DiskLogger"
+    kept = {"_component_": disk, "log_dir": str(tmp_path), "filename": "kept"}
+    logger = MetricLogger(OmegaConf.create({"metric_logger": kept}))
+    assert at_exit == [logger.close]
+    logger.close()
+    assert at_exit == []
 
 
 def test_a_full_disk_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

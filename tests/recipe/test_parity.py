@@ -6,12 +6,19 @@ torchtune's recipes run beside ours, in the same kind of process, on the same da
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.compiler.config
+from omegaconf import DictConfig
+from torch._dynamo.utils import counters
 
+from tests.helpers.packed import flex_attention
 from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
 from tests.helpers.runs import (
     ALL_KEPT,
@@ -100,6 +107,7 @@ def test_every_two_settings_are_in_a_combination() -> None:
         assert not go_together(one, other) or any({one, other} <= {*run} for run in COMBINED)
 
 
+@pytest.mark.exhaustive
 def test_lora_with_everything_is_torchtunes(tmp_path: Path) -> None:
     changes = {key: value for settings in LORA.values() for key, value in settings.items()}
     assert_torchtunes("lora", tmp_path, changes)
@@ -115,6 +123,28 @@ def test_full_finetuning_is_torchtunes(changes: dict[str, Any], tmp_path: Path) 
 @pytest.mark.parametrize("changes", LORA.values(), ids=LORA)
 def test_lora_finetuning_is_torchtunes(changes: dict[str, Any], tmp_path: Path) -> None:
     assert_torchtunes("lora", tmp_path, {**changes, "epochs": 2})
+
+
+def with_flex_attention(run: Callable[..., Any], kind: str, cfg: DictConfig) -> Any:
+    with flex_attention():
+        counters.clear()
+        records = run(kind, cfg)
+        assert len(counters["frames"]) == 2 and len({*counters["frames"].values()}) == 1
+        if run is run_ours:
+            assert torch.compiler.config.recompile_limit == 256
+    return records
+
+
+@pytest.mark.exhaustive
+def test_packed_rows_in_flex_attention_are_torchtunes(tmp_path: Path) -> None:
+    changes = {**FULL["packed"], **FULL["checkpointing"], "gradient_accumulation_steps": 2}
+    assert_torchtunes(
+        "lora",
+        tmp_path,
+        {**changes, "max_steps_per_epoch": 2},
+        run_theirs=partial(with_flex_attention, run_torchtunes),
+        run_ours=partial(with_flex_attention, run_ours),
+    )
 
 
 @pytest.mark.rotating

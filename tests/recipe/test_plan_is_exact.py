@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.core.step.knobs import OFFLOADING
+from torchtune_adaptive.core.step.knobs import OFFLOADING, Choice
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, MemoryEvent
+from torchtune_adaptive.recipe.data.packed import collate_packed
 from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, measured_peaks, traced_peaks
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
@@ -117,6 +120,31 @@ def test_predicted_peaks_are_measured_peaks(ranks: int, exhaustive: bool, shard:
             assert prediction == measurement, cfg  # to the byte
 
 
+def batch_of_packs(documents: int, rows: int, length: int) -> dict[str, Any]:
+    """Packed rows of so many documents, of one length each."""
+    tokens, positions = torch.randint(0, 512, (length,)), torch.arange(length)
+    lengths = torch.tensor([length // documents] * documents)
+    row = {"tokens": tokens, "labels": tokens, "input_pos": positions, "seq_lens": lengths}
+    return collate_packed([row] * rows)
+
+
+def measured_of_packs(cfg: DictConfig) -> list[dict[tuple[int, int], int]]:
+    makers = [partial(batch_of_packs, documents) for documents in (1, 4)]
+    return [measured_peaks(cfg, FEW_SIZES, maker) for maker in makers]
+
+
+def predicted_of_packs(cfg: DictConfig) -> dict[tuple[int, int], int]:
+    return traced_peaks(Tracer(cfg, ranks=1), FEW_SIZES)
+
+
+@pytest.mark.exhaustive
+def test_packed_rows_are_predicted_with_their_mask() -> None:
+    cfg = OmegaConf.merge(a_config("full", True, 1, 512), {"dataset": {"packed": True}})
+    [measurements] = run_ranks(measured_of_packs, 1, cfg)
+    [prediction] = run_ranks(predicted_of_packs, 1, cfg, join=False)
+    assert measurements == [prediction] * 2
+
+
 @pytest.mark.exhaustive
 def test_ranks_with_other_shares_have_other_peaks() -> None:
     config = a_config("full", False, 1, 515)
@@ -164,18 +192,20 @@ def test_a_compiled_step_is_traced_as_if_it_were_not(kind: str) -> None:
     assert one == other and len(one) > 100
 
 
-def events_of_steps(cfg: DictConfig) -> list[int]:
-    """Their number in a step as configured, and in one that is the first to offload activations."""
-    tracer = Tracer(cfg, ranks=1)
-    steps = [tracer.take_step(2, 64, choice) for choice in ({}, {OFFLOADING: True})]
-    return [len(step.events) for step in steps]
+def steps_that_offload(configured: DictConfig) -> list[list[tuple[int, int]]]:
+    """Blocks and bytes of a step where the config asks for offloading, and of one where it is switched on."""
+    choice = Choice({OFFLOADING: True})
+    tracers = [Tracer(cfg, 1) for cfg in (OmegaConf.merge(configured, dict(choice)), configured)]
+    steps = [[t.take_step(2, 64, choice) for _ in range(2)][1].renumbered() for t in tracers]
+    return [[(event.block, event.nbytes) for event in step.events] for step in steps]
 
 
-def test_a_step_can_be_the_first_that_offloads_activations() -> None:
-    """As where all choices are ranked for a GPU, of which this process sees none."""
-    cfg = OmegaConf.merge(a_config("full", False, 1, 512), {"device": "cuda"})
-    [(plain, offloading)] = run_ranks(events_of_steps, 1, cfg, timeout=60, join=False)
-    assert offloading != plain
+def test_offloading_that_is_switched_on_is_traced_as_if_it_were_configured() -> None:
+    """In fp32 the norm of a layer keeps the very tensor that was offloaded."""
+    changes = {"device": "cuda", "dtype": "fp32", "enable_activation_checkpointing": True}
+    cfg = OmegaConf.merge(a_config("full", True, 1, 512), changes)
+    [(one, other)] = run_ranks(steps_that_offload, 1, cfg, timeout=60, join=False)
+    assert one == other and len(one) > 100
 
 
 def backward_passes_of_log_softmax(cfg: DictConfig) -> int:

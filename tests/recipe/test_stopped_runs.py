@@ -139,6 +139,7 @@ SINGLE = ("tune", "run", "adaptive_full_finetune_distributed", "--config", "tiny
 FIXED = ("use_maximum_batch_size=False", "output_dir=out", "adaptive_batching.cache=False")
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_in_a_single_process_with_workers(tmp_path: Path) -> None:
     """It reaches the whole group, as from a terminal: the processes that fetch rows as well."""
     status, said = signalled(

@@ -106,6 +106,7 @@ def test_a_slower_budget_is_used_where_the_batch_does_not_fit_without(tmp_path: 
     assert "The token budget is used: without it, micro-batches of 16 rows would run out" in page
 
 
+@pytest.mark.exhaustive
 def test_all_ranks_measure_the_same(tmp_path: Path) -> None:
     """Or they would divide the first step differently, and wait for each other."""
     changes = {**BUDGET, "max_steps_per_epoch": 1}

@@ -87,7 +87,7 @@ RELIEVED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.rotating(exhaustive=3)
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", RELIEVED)
 def test_with_more_checkpointing_a_disturbed_run_keeps_its_bits(kind: str, sample: Sample) -> None:
     ranks, settings = RELIEVED[kind]
@@ -179,6 +179,7 @@ def soak(steps: int, faults: float) -> dict[str, Any]:
     }
 
 
+@pytest.mark.exhaustive
 def test_a_thousand_steps_in_which_anything_may_fail(exhaustive: bool) -> None:
     steps, faults = (1000, 0.1) if exhaustive else (24, 0.5)
     started = time.monotonic()

@@ -15,16 +15,25 @@ from torchtune import config
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.helpers import runs
+from tests.helpers.accelerator import Card
 from tests.helpers.ranks import Alone, run_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
 from tests.helpers.torchvision import use_torchvision
+from tests.recipe.test_exact_knobs import Training
 from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.core.ranks.watchdog import Watchdog
+from torchtune_adaptive.core.sizes.loader import SampleOrder
+from torchtune_adaptive.core.step.knobs import OFFLOADING
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.recipe.data.dataset import Data, data_of, load_rows
 from torchtune_adaptive.recipe.data.images import RowSize, images_of
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.data.rows import TOKEN_ROWS
+from torchtune_adaptive.recipe.search.fastest_search import find_fastest, possible_choices
+from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.setup.model import parameters_by_name
 from torchtune_adaptive.recipe.tracing.self_check import measured_peaks, traced_peaks
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
@@ -95,6 +104,30 @@ def test_another_length_keeps_the_images(data: Data) -> None:
     batch = worst.of_length(90).batch(3)
     assert batch["tokens"].shape == (3, 90) and (batch["labels"] == 0).all()
     assert batch["encoder_mask"].shape == (3, 90, 2 * 4 * 5) and batch["encoder_mask"].all()
+
+
+def fastest_on_a_card() -> tuple[set[Any], int]:
+    """The values of the knob that torchtune refuses, and the choices that were tried."""
+    changes = {"device": "cuda", "use_fastest_configuration": True, "max_steps_per_epoch": None}
+    cfg = tiny_config("full_vision", "unused", **changes)
+    card = Card(1 << 40)
+    card.install(pytest.MonkeyPatch())
+    trained = Training(cfg, card.memory())
+    settings = AdaptiveSettings.from_config(cfg)
+    watchdog = Watchdog(trained.ranks, 20.0, on_duty=False)
+    prober = Prober(trained.step, trained.ranks, watchdog, cfg, settings)
+    data = vision_data(cfg)
+    order = SampleOrder(len(data.dataset), 1, shuffle=True)
+    lengths = RowLengths(data.dataset, cfg, trained.ranks, False, data.rows.length)
+    rows = RowsToTry(data, order, configured_batch(cfg, 1), lengths)
+    allowed = possible_choices(prober)
+    report = find_fastest(prober, rows, known=dict(allowed[0]))
+    return {one.get(OFFLOADING) for one in allowed}, len(report.tried)
+
+
+@pytest.mark.exhaustive
+def test_the_fastest_configuration_on_cuda_does_not_offload() -> None:
+    assert run_ranks(with_torchvision, 1, fastest_on_a_card) == [({None}, 1)]
 
 
 def losses(run: Any, kind: str, folder: Path, **changes: Any) -> list[float]:

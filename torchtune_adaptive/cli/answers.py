@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -57,7 +57,7 @@ class Answers:
         def take(done: Future[Any]) -> None:
             if done.cancelled():
                 answer.cancel()
-            elif isinstance(error := done.exception(), NotRemembered):
+            elif isinstance(error := done.exception(), (NotRemembered, BrokenExecutor)):
                 self._start_tracing()(work, query, *arguments).add_done_callback(take)
             elif error is not None:
                 answer.set_exception(error)
@@ -65,7 +65,10 @@ class Answers:
                 answer.set_result(done.result())
 
         remembered = replace(query, may_trace=False)
-        self._quick.submit(traced, work, remembered, *arguments).add_done_callback(take)
+        try:
+            self._quick.submit(traced, work, remembered, *arguments).add_done_callback(take)
+        except BrokenExecutor:  # one of its processes was killed
+            return self._start_tracing()(work, query, *arguments)
         return answer
 
     def checked(self) -> None:

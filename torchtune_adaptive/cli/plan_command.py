@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from omegaconf import DictConfig
 from torchtune_adaptive.cli.answers import Answers
 from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.hugging_face import METHODS, config_for, download_advice
+from torchtune_adaptive.cli.machine_options import MachineOptions
+from torchtune_adaptive.cli.machine_options import add_arguments as add_machine_options
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import TraceProgress
 from torchtune_adaptive.cli.plan_report import PlanReport, WhatIfResult, as_dict, details, headline
@@ -79,13 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device = parser.add_mutually_exclusive_group()
     device.add_argument(
         "--gpu",
-        help="GPU to plan for (see --list-gpus; the beginning of a name is enough; 2xNAME is two of them), "
+        help="GPU to plan for (see --list-gpus; torch's names are known as well; 2xNAME is two of them), "
         f"or `{HERE}` for this machine's GPU as measured by an earlier search (default: {gpus.DEFAULT})",
     )
     device.add_argument(
         "--memory",
         help="capacity of one process, e.g. 76GiB (instead of --gpu); not what a card is sold as",
     )
+    add_machine_options(parser)
     length_help = "tokens in a row: the length of the longest sample"
     add("--seq-len", type=int, metavar="N", help=length_help)
     add("--tokens", metavar="N", help="tokens to train on, e.g. 52M, for hours and cost")
@@ -138,12 +141,6 @@ def plan_command(arguments: argparse.Namespace) -> int:
         return _plan(arguments)
     except AdaptiveBatchingError as error:
         kind, reason = type(error).__name__, str(error)
-    except BrokenExecutor:
-        kind, reason = (
-            "NoPrediction",
-            "a process that traced was killed, perhaps because this machine has too little memory for it "
-            "(each takes half a GiB).",
-        )
     if arguments.json:
         print(json.dumps({"verdict": None, "error": {"type": kind, "message": reason}}, indent=1))
     print(f"tune-adaptive plan: error: {reason}", file=sys.stderr)
@@ -163,11 +160,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.unknown:
         raise _no_option(*arguments.unknown[:2])
     memory = amount_of_memory("--memory", arguments.memory) if arguments.memory else None
-    ranks, gpu = _gpus(arguments.nproc, arguments.gpu)
+    told = MachineOptions.of(arguments)
+    ranks, gpu = _gpus(arguments.nproc, told.gpu, told.nodes)
     if arguments.seq_len is not None and arguments.seq_len < 2:
         raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
     name, cfg = _config(arguments)
-    plan = plan_request(cfg, ranks, gpu, memory, arguments.seq_len, name)
+    plan = plan_request(cfg, ranks, gpu, memory, arguments.seq_len, name, told.machine)
     warn_of_unused_keys(cfg, kind_of(cfg))
     report = _predict(plan, job(arguments.tokens, arguments.price), arguments)
     if arguments.json:
@@ -188,16 +186,24 @@ def _no_option(option: str, following: str = "VALUE") -> ConfigError:
     return ConfigError(option, value, "is not an option of plan", remedy)
 
 
-def _gpus(nproc: int | None, gpu: str | None) -> tuple[int, str | None]:
+def _gpus(
+    nproc: int | None, gpu: str | None, nodes: tuple[int, int] | None = None
+) -> tuple[int, str | None]:
     """The number of GPUs and the name of one, which may be given together: ``2x4090``."""
     if nproc is not None and nproc < 1:
         raise ConfigError("--nproc", nproc, "is not a number of GPUs", "Use 1 or more")
+    numbers = {"--nproc": nproc} if nproc is not None else {}
+    if nodes is not None:
+        numbers["--nodes"] = nodes[0] * nodes[1]
     if together := re.fullmatch(r"([1-9]\d*) *x *(.+)", gpu or ""):
-        number = int(together[1])
-        if nproc not in (None, number):
-            raise ConfigError("--gpu", gpu, f"contradicts --nproc {nproc}", "Give one of the two")
-        return number, together[2]
-    return nproc or 1, gpu
+        gpu, numbers["--gpu"] = together[2], int(together[1])
+    if len({*numbers.values()}) > 1:
+        (one, first), (other, second), *_ = numbers.items()
+        reason = f"GPUs contradict the {second} of {other}"
+        raise ConfigError(
+            one, first, reason, "Give all GPUs, of all nodes, or leave one of the two out"
+        )
+    return next(iter(numbers.values()), 1), gpu
 
 
 def _rendered(blocks: Sequence[Block], arguments: argparse.Namespace) -> str:

@@ -7,7 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
-from torchtune_adaptive.cli.speed_report import Job, compare_table, speed_as_dict, speed_blocks
+from torchtune_adaptive.cli.speed_report import (
+    Job,
+    compare_table,
+    machine_as_dict,
+    speed_as_dict,
+    speed_blocks,
+)
 from torchtune_adaptive.common import Block, Listing, Paragraph, Table, bytes_of, human_bytes
 from torchtune_adaptive.planner import DOES_NOT_FIT, Peak
 from torchtune_adaptive.recipe import (
@@ -109,9 +115,11 @@ def _cautions(plan: PlanRequest, found: Prediction) -> list[str]:
     if not uncertain:
         return []
     sizes = " and ".join(map(str, sorted(uncertain)))
+    below, above = plan.device.band, plan.device.band_above
+    error = f"-{below:.1%} to +{above:.1%}" if above > below else f"{below:.1%}"
     return [
         f"Caution: at batch_size {sizes} the usable memory is within the prediction's error "
-        f"({plan.device.band:.1%}); only a trial on the device can tell."
+        f"({error}); only a trial on the device can tell."
     ]
 
 
@@ -265,6 +273,7 @@ def as_dict(report: PlanReport) -> dict[str, Any]:
         "config": report.plan.name,
         "device": asdict(report.plan.device),
         "assumptions": list(report.plan.assumptions),
+        "machine": machine_as_dict(report.plan),
         "row_length_source": report.plan.length_source,
         **asdict(report.found),
         **speed_as_dict(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtune_adaptive.common import Block, ConfigError, Paragraph, Table, counted, human_bytes
 from torchtune_adaptive.planner import Speed
-from torchtune_adaptive.recipe import OnDevice
+from torchtune_adaptive.recipe import OnDevice, PlanRequest
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _SMALL = 0.005
@@ -62,7 +62,7 @@ def speed_blocks(speed: Speed, rows: int, ranks: int, job: Job, fits: bool = Tru
     in_all = f", {each * ranks:,.0f} in all" if ranks > 1 else ""
     condition = "" if fits else ", if it fitted"
     lines = [
-        f"Speed at batch_size {rows}{condition}: {each:,.0f} tokens/s per GPU (+- {speed.band:.0%}){in_all}, "
+        f"Speed at batch_size {rows}{condition}: {each:,.0f} tokens/s per GPU ({_band(speed)}){in_all}, "
         f"MFU {speed.mfu:.0%}; a step takes {human_seconds(speed.seconds)}.",
     ]
     if fits:
@@ -80,16 +80,25 @@ def speed_blocks(speed: Speed, rows: int, ranks: int, job: Job, fits: bool = Tru
     return [Paragraph(lines, important=True), times]
 
 
+def _band(speed: Speed) -> str:
+    """``-30% to +5%``."""
+    low, high = speed.band
+    return f"{low:+.0%} to {high:+.0%}"
+
+
 def _cost_lines(speed: Speed, ranks: int, job: Job) -> list[str]:
     hours, cost = job.cost(speed, ranks)
     if hours is None:
         return []
+    low, high = (1 / (1 + share) for share in reversed(speed.band))
     text = f"{human_tokens(job.tokens or 0)} tokens take {hours:.3g} hours"
     if ranks > 1:
         text += f", {hours * ranks:.3g} GPU hours"
     if cost is not None:
         text += f", and cost {cost:,.2f} (at {job.price():.2f} for a GPU hour)"
-    return [f"{text}; padding counts."]
+    return [
+        f"{text}; {low:.2f} to {high:.2f} times as much, as the speed may be off. Padding counts."
+    ]
 
 
 def compare_table(devices: Sequence[OnDevice], ranks: int, job: Job) -> Table:
@@ -105,7 +114,7 @@ def compare_table(devices: Sequence[OnDevice], ranks: int, job: Job) -> Table:
         if not one.fits or one.speed is None:
             row += ["unknown" if one.fits else "", *[""] * (len(header) - 5)]
         else:
-            band = f"{one.speed.tokens_per_second_per_gpu:,.0f} +- {one.speed.band:.0%}"
+            band = f"{one.speed.tokens_per_second_per_gpu:,.0f} ({_band(one.speed)})"
             costs = (each for each in job.cost(one.speed, ranks, number) if each is not None)
             row += [band, f"{one.speed.mfu:.0%}", *(f"{each:,.3g}" for each in costs)]
         lines.append(row)
@@ -123,6 +132,22 @@ def speed_as_dict(speed: Speed | None, ranks: int, job: Job, fits: bool = True) 
         "mfu": speed.mfu,
         "hours": hours,
         "cost": cost,
+    }
+
+
+def machine_as_dict(plan: PlanRequest) -> dict[str, Any] | None:
+    """The machine that speeds are predicted for, as told and as assumed; None without speeds."""
+    if plan.pace is None:
+        return None
+    speeds = plan.pace.speeds
+    return {
+        "gpu": speeds.name,
+        "gpus_in_a_node": speeds.gpus_in_a_node,
+        "power_watts": speeds.power,
+        "links_bytes_per_second": speeds.links,
+        "network_bytes_per_second_per_gpu": speeds.network,
+        "host_bytes_per_second": speeds.host,
+        "told": {key: value for key, value in asdict(plan.machine).items() if value is not None},
     }
 
 

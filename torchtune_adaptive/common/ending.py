@@ -7,11 +7,14 @@ the root cause. The format of the file is that of ``torch.distributed.elastic.mu
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
 import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +23,8 @@ from torchtune_adaptive.common import launcher
 MOMENT = 5.0
 """Seconds in which a launcher ends a rank after another one has failed; torchrun looks every 0.1 s."""
 _CLAIM = "reason"
+_status: int | None = None
+"""The status with which this process leaves the other ranks, once it does."""
 
 
 def explain(reason: str, *, known_to_all: bool = False) -> None:
@@ -52,6 +57,27 @@ def end(reason: str) -> NoReturn:
     """End this process for a reason that holds on every rank."""
     explain(reason, known_to_all=True)
     sys.exit(1)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process without a word to the other ranks, which may be gone, or wait for this one.
+
+    What is registered to run at exit does run, as where a metric logger sends its last records. But process
+    groups are not destroyed, as they would be after that: NCCL may wait there for all ranks.
+    """
+    global _status
+    _status = status
+    sys.exit(status)
+
+
+@atexit.register  # early, so that it is the last
+def _leave() -> None:
+    if _status is not None:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(_status)
 
 
 def another_rank_has_failed() -> bool:

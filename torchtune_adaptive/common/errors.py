@@ -71,7 +71,7 @@ class NoPrediction(AdaptiveBatchingError):
     """A run whose memory cannot be predicted, and why."""
 
 
-class RankLost(AdaptiveBatchingError):
+class RankLost(AdaptiveBatchingError, RuntimeError):
     """Another rank died, hung, or stopped answering."""
 
     everywhere = False

@@ -120,13 +120,23 @@ def free_gathered(root: FSDPModule) -> None:
 def reduction_changes(module: FSDPModule) -> list[str]:
     """The methods of FSDP2 that have changed how gradients are reduced (checked on torch 2.13)."""
     changes = {
-        "set_gradient_divide_factor": lambda group: group.gradient_divide_factor is not None,
         "set_requires_gradient_sync(False)": lambda group: not group.reduce_grads,
         "set_requires_all_reduce(False)": lambda group: not group.all_reduce_grads,
         "set_all_reduce_hook": lambda group: group._all_reduce_hook is not None,
     }
     groups = _parameter_groups(module._get_fsdp_state())
     return [name for name, is_so in changes.items() if any(map(is_so, groups))]
+
+
+def divide_factors(module: FSDPModule) -> list[float | None]:
+    """The numbers that ``set_gradient_divide_factor`` has set (checked on torch 2.13)."""
+    return [g.gradient_divide_factor for g in _parameter_groups(module._get_fsdp_state())]
+
+
+def communications(module: FSDPModule) -> list[tuple[Any, Any]]:
+    """What launches the all-gathers and the reduce-scatters of a module, for each group of its parameters."""
+    groups = _parameter_groups(module._get_fsdp_state())
+    return [(group._all_gather_comm, group._reduce_scatter_comm) for group in groups]
 
 
 def _parameter_groups(state: Any) -> list[Any]:

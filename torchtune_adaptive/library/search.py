@@ -10,7 +10,7 @@ from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import Probe, Rounding, SizeTrial, StepDone, candidates, strategies
 from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
-from torchtune_adaptive.library.step import AdaptiveStep
+from torchtune_adaptive.library.step import AdaptiveStep, SummedLoss
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,8 @@ def find_batch_size(
             "AdaptiveStep(..., memory_limit='1GiB'), say."
         )
     worst = CheckedBatch(batch)
+    objective = step.objective
+    objective.begins = True
     probe = Probe(
         step=train_step,
         accumulation=lambda size: accumulation,
@@ -84,7 +86,7 @@ def find_batch_size(
         ranks=step.ranks,
         entering=log.debug,
         compiled=step.compiled,
-        observe=_NotAMean(),
+        observe=_NotAMean(objective),
     )
 
     def trial(size: int) -> SizeTrial:
@@ -92,11 +94,14 @@ def find_batch_size(
         log.info(tried.line())
         return tried
 
-    with probe:
-        first = probe.prime(worst)
-        if not first.fits:
-            raise first.nothing_fits("row", _REMEDY)
-        found = strategies.find_largest(search, candidates(rounding, ceiling, ceiling), trial)
+    try:
+        with probe:
+            first = probe.prime(worst)
+            if not first.fits:
+                raise first.nothing_fits("row", _REMEDY)
+            found = strategies.find_largest(search, candidates(rounding, ceiling, ceiling), trial)
+    finally:
+        step.restore()
     if found.size is None:
         raise found.trials[-1].nothing_fits("row", _REMEDY)
     size = BatchSize(found.size)
@@ -107,38 +112,52 @@ def find_batch_size(
 
 
 class CheckedBatch:
-    """The user's function, checked: a micro-batch of twice the rows is twice as large."""
+    """The user's function, checked: a micro-batch of twice the rows is twice as large.
+
+    Or one of its tensors is: where rows are strung together, their ends are one number more than rows.
+    """
 
     def __init__(self, batch: Callable[[int], Any]) -> None:
         self._batch = batch
-        self._one: int | None = None
+        self._one: list[int] = []
 
     def __call__(self, rows: int) -> Any:
         made = self._batch(rows)
         found = checks.elements(made)
-        if self._one is None:
-            self._one = found if rows == 1 else checks.elements(self._batch(1))
         if not self._one:
+            self._one = found if rows == 1 else checks.elements(self._batch(1))
+        if not sum(self._one):
             raise UsageError(f"batch: batch({rows}) has no tensors, so its rows cannot be counted.")
-        if found < rows * self._one:
+        each = zip(found, self._one, strict=False)
+        grows = len(found) == len(self._one) and any(n >= rows * one > 0 for n, one in each)
+        if not grows and sum(found) < rows * sum(self._one):
             raise UsageError(
-                f"batch: batch({rows}) has {found} numbers in its tensors and batch(1) has {self._one}, so "
-                f"it has too few rows. Repeat or generate rows, so that there are {rows}, all of full length."
+                f"batch: batch({rows}) has {sum(found)} numbers in its tensors and batch(1) has "
+                f"{sum(self._one)}, so it has too few rows. Repeat or generate rows, so that there are "
+                f"{rows}, all of full length."
             )
         return made
 
 
 class _NotAMean:
-    """Checks that the loss of many rows is larger than that of one, as a sum is and a mean is not."""
+    """Checks that the loss of many rows is larger than that of one, as a sum is and a mean is not.
 
-    def __init__(self) -> None:
-        self._one: float | None = None
+    A loss that may be negative, such as that of a policy, is not judged: its terms cancel.
+    """
+
+    def __init__(self, objective: SummedLoss) -> None:
+        self._objective = objective
+        self._one = 0.0
 
     def __call__(self, rows: int, outcome: StepDone) -> None:
+        if self._objective.shares:
+            return
         if rows == 1:
             self._one = outcome.loss
         # Divided by its weight, a sum gives the same mean for any number of rows, and a mean a fraction.
-        elif self._one and rows >= _JUDGED_FROM and outcome.loss * rows < 1.5 * self._one:
+        elif (
+            self._one > 0 and rows >= _JUDGED_FROM and 2 / 3 < outcome.loss * rows / self._one < 1.5
+        ):
             raise UsageError(
                 f"forward: the loss of {rows} rows is as large as that of one, so it is a mean. Return the "
                 "sum over all terms, for example with reduction='sum', and the number of terms."

@@ -23,9 +23,11 @@ from torchtune_adaptive.core import (
     StepOptions,
     StepRunner,
     Summed,
+    Switches,
     TrainStep,
     candidates,
     device_memory,
+    knobs,
 )
 from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
@@ -41,7 +43,7 @@ class Outcome:
     loss: float
     """The mean loss of the step over all ranks, before the optimizer changed the weights."""
     weight: int
-    """The number of terms in the loss, over all ranks."""
+    """The number of terms in the loss, over all ranks; where ``forward`` returns a share, that of ranks."""
     gradient_norm: float | None
     """The norm of the whole gradient before clipping, with ``max_grad_norm``."""
     micro_batch: int
@@ -75,17 +77,26 @@ class AdaptiveStep:
         optimizer: the optimizer of the model's parameters, created after ``fully_shard``.
         forward: function called with a micro-batch on the device. Returns the loss, summed over its terms
             (tokens, rows, ...), and their number; if that is a tensor on the device, the host waits for it.
+            Or one tensor, its share of the loss: shares are added up over micro-batches and averaged over
+            ranks.
+        optimizer_steps: whether a step ends with that of the optimizer. If not, it ends with the gradient of
+            the step in ``.grad``, on all ranks or on none, and the caller clips it and steps the optimizer.
         max_grad_norm: the norm above which gradients are scaled down.
         scaler: the scaler of losses against underflow in float16; it is kept up to date.
         memory_limit: the most capacity that this process may have, such as ``"24GiB"``. On a CPU, the tensors
             of a step are counted against it.
         grow_back_after: steps without trouble after which a size that failed is tried again; None: never.
         measure_noise: whether to measure gradient noise, by one more norm of each micro-batch's gradient.
+        relief: two functions that turn activation checkpointing on and off. When memory runs out, a step is
+            done again with it, which changes no bit, before micro-batches get smaller.
+        restore: function called before a step is done again and after a search: it sets back what ``forward``
+            has changed on the host, such as sums of metrics.
         frozen: sharded models that ``forward`` runs besides, such as a teacher.
         compiled: whether ``forward`` runs compiled code; by default, whether the model is compiled.
         wait_for_memory: seconds to wait, in all, where not even one row fits: another process may be the
             cause.
-        timeout: seconds that a rank may take to answer the others.
+        timeout: seconds that a rank may take to answer the others; by default, the timeout of the process
+            group or, where ``forward`` is compiled, an hour if that is longer.
 
     Raises:
         UsageError: these do not work together; nothing has run.
@@ -95,17 +106,20 @@ class AdaptiveStep:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        forward: Callable[[Any], tuple[torch.Tensor, int]],
+        forward: Callable[[Any], tuple[torch.Tensor, int] | torch.Tensor],
         *,
+        optimizer_steps: bool = True,
         max_grad_norm: float | None = None,
         scaler: GradScaler | None = None,
         memory_limit: int | str | None = None,
         grow_back_after: int | None = 100,
         measure_noise: bool = False,
+        relief: tuple[Callable[[], Any], Callable[[], Any]] | None = None,
+        restore: Callable[[], Any] | None = None,
         frozen: Sequence[nn.Module] = (),
         compiled: bool | None = None,
         wait_for_memory: float = 0.0,
-        timeout: float = 45.0,
+        timeout: float | None = None,
     ) -> None:
         optimizer = checks.plain_optimizer(optimizer)
         checks.require_trainable(model, optimizer)
@@ -116,24 +130,34 @@ class AdaptiveStep:
             grow_back_after = arguments.whole("grow_back_after", grow_back_after)
         if not isinstance(scaler, GradScaler | None):
             raise UsageError(f"scaler: {scaler!r} is not a torch.amp.GradScaler.")
-        if arguments.seconds("timeout", timeout) == 0:
+        if timeout is not None and arguments.seconds("timeout", timeout) == 0:
             raise UsageError("timeout: no rank can answer in 0 seconds.")
         limit = arguments.memory("memory_limit", memory_limit)
         if scaler is not None and measure_noise:
             raise UsageError(
                 "measure_noise: not with a scaler, whose scale changes from step to step."
             )
-        self.ranks = Ranks(timeout)
+        if not optimizer_steps and (max_grad_norm is not None or scaler is not None):
+            raise UsageError(
+                "optimizer_steps: False leaves clipping and scaling to the caller. Do not pass "
+                "max_grad_norm or scaler."
+            )
+        self.restore = (lambda: None) if restore is None else arguments.function("restore", restore)
         self.compiled = is_compiled(model) if compiled is None else compiled
+        self.ranks = Ranks(timeout, self.compiled)
         device = checks.device_of(model)
+        frozen = arguments.modules("frozen", frozen)
+        self.objective = SummedLoss(forward, frozen, measure_noise)
         self.train_step = TrainStep(
             model=model,
-            objective=SummedLoss(forward, arguments.modules("frozen", frozen)),
+            objective=self.objective,
             optimizers=[optimizer],
             device=device,
             memory=device_memory(device, limit),
             ranks=self.ranks,
             options=StepOptions(
+                optimizer_steps=optimizer_steps,
+                switches=_relieving(relief),
                 clip_grad_norm=max_grad_norm,
                 measure_noise=measure_noise,
                 scaler=scaler,
@@ -168,18 +192,24 @@ class AdaptiveStep:
                 on the rank where it did.
             UsageError: the ranks have different numbers of rows or sizes, or ``forward`` returns something
                 else than a sum and its weight.
+            RankLost: another rank has not answered in time, or has ended; the ranks cannot go on.
 
-        After any exception nothing is left of the step, so another can be taken, on all ranks.
+        After any other exception nothing is left of the step, so another can be taken, on all ranks.
         """
         size = self._agreed_size(rows, collate, size)
         if size != self._size:
             self._begin(size)
         self.steps += 1
         sizes: list[int] = []  # one for each attempt
+        if not self.train_step.options.optimizer_steps:
+            self.train_step.drop_gradients()  # of the step before, which were the caller's
 
         def micro_batches(size: int) -> Iterator[Any]:
+            if sizes:
+                self.restore()
             sizes.append(size)
             for start in range(0, len(rows), size):
+                self.objective.begins = start == 0
                 yield collate(list(rows[start : start + size]))
 
         outcome = self._runner.run(micro_batches, self.steps, self._adjusted)
@@ -226,14 +256,17 @@ class AdaptiveStep:
         """Use micro-batches of this size from the next step on."""
         self._size = size
         smaller = candidates("power_of_two", size, size)
-        self._runner.begin(size, Recovery(size, smaller, self._grow_back_after))
+        reliefs = len(self._runner.reliefs) - 1
+        self._runner.begin(size, Recovery(size, smaller, self._grow_back_after, reliefs))
 
     def _adjusted(self, adjustment: Adjustment) -> None:
         """Log what is done about memory, on rank 0."""
         reason, (before, after) = adjustment.reason, adjustment.size
         what = f"{reason} (step {adjustment.step})"
-        if before != after:
-            what = f"micro-batch {before} -> {after} ({reason}, step {adjustment.step})"
+        changes = [f"micro-batch {before} -> {after}"] if before != after else []
+        changes += [f"{knob} {old} -> {new}" for knob, (old, new) in adjustment.knobs.items()]
+        if changes:
+            what = f"{', '.join(changes)} ({reason}, step {adjustment.step})"
         log.log(logging.WARNING if self.ranks.is_zero else logging.DEBUG, what)
 
     def state_dict(self) -> dict[str, Any]:
@@ -253,16 +286,54 @@ class AdaptiveStep:
         self._runner.load_state_dict(state)
 
 
+def _relieving(relief: Any) -> Switches:
+    """The switch of activation checkpointing that the caller's two functions make."""
+    if relief is None:
+        return Switches()
+    if not isinstance(relief, tuple) or len(relief) != 2 or not all(map(callable, relief)):
+        raise UsageError(
+            f"relief: {relief!r} is not two functions, one that turns activation checkpointing on, and one "
+            "that turns it off."
+        )
+    on, off = relief
+    setter = lambda value: on() if value == "all" else off()  # noqa: E731
+    return _Relief({knobs.CHECKPOINT: setter}, {knobs.CHECKPOINT: "none"})
+
+
+class _Relief(Switches):
+    """Checkpointing as the caller has it: nobody knows whether it gathers parameters again."""
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        return (self.choice[knobs.CHECKPOINT],)
+
+
 class SummedLoss:
-    """The objective of a step: the loss that the user's function returns."""
+    """The objective of a step: the loss that the user's function returns.
+
+    Args:
+        forward: the function.
+        frozen: models that it runs besides the trained one.
+        measures_noise: whether gradient noise is measured, which a share says nothing about.
+    """
 
     ignored = -100
     unit = "terms"
     metrics: Sequence[str] = ()
 
-    def __init__(self, forward: Callable[[Any], Any], frozen: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        forward: Callable[[Any], Any],
+        frozen: Sequence[nn.Module],
+        measures_noise: bool = False,
+    ) -> None:
         self._forward = forward
+        self._measures_noise = measures_noise
         self._checked = False
+        self.shares: bool | None = None
+        """Whether the function returns shares, which have no number of terms; None before the first."""
+        self.begins = True
+        """Whether the next micro-batch is the first of an attempt."""
         self.frozen: Sequence[nn.Module] = tuple(frozen)
 
     def rows(self, batch: Batch) -> int:
@@ -272,8 +343,28 @@ class SummedLoss:
         return 0
 
     def summed_loss(self, forward: Forward, batch: Batch, weight: int) -> Summed:
-        loss, weight = checks.weighted(self._forward(batch))
+        result = self._forward(batch)
+        shares = isinstance(result, torch.Tensor)
+        if self.shares is None:
+            self.shares = shares
+        if shares != self.shares:
+            before = "a tensor" if self.shares else "two values"
+            raise UsageError(
+                f"forward: returned {checks.kind(result)}, and {before} before. Return the same each time."
+            )
+        if shares:
+            return self._share(result)
+        loss, weight = checks.weighted(result)
         if not self._checked and weight > 1:
             checks.require_sum(loss, weight)
             self._checked = True
         return Summed(loss, weight)
+
+    def _share(self, result: torch.Tensor) -> Summed:
+        if self._measures_noise:
+            raise UsageError(
+                "measure_noise: not where forward returns a share of the loss, whose number of terms is not "
+                "known. Return the sum over all terms, and their number."
+            )
+        # One for each rank: a step divides by the sum of the weights, so this makes the mean over ranks.
+        return Summed(checks.differentiable(result), int(self.begins))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,13 +61,26 @@ def weighted(result: object) -> tuple[torch.Tensor, int]:
     """The summed loss and its weight, if they are what ``forward`` returned."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise UsageError(
-            f"forward: returned {_kind(result)}, but must return two values: the loss, summed over its "
-            "terms, and their number."
+            f"forward: returned {kind(result)}, but must return two values, the loss, summed over its terms, "
+            "and their number; or one tensor, a share of the loss."
         )
     loss, weight = result
+    loss = differentiable(loss)
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        weight = weight.item()
+    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if not is_number or not 0 <= weight < math.inf or int(weight) != weight:
+        raise UsageError(
+            f"forward: the weight is {kind(weight)}, but must be the number of terms in the loss, 0 or more."
+        )
+    return loss, int(weight)
+
+
+def differentiable(loss: object) -> torch.Tensor:
+    """A loss that has a gradient, if it is one."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise UsageError(
-            f"forward: the loss is {_kind(loss)}, but must be a tensor of one real number: the sum over all "
+            f"forward: the loss is {kind(loss)}, but must be a tensor of one real number: the sum over all "
             "terms."
         )
     if not loss.requires_grad:
@@ -77,14 +90,7 @@ def weighted(result: object) -> tuple[torch.Tensor, int]:
             else "Do not take a step inside torch.no_grad() or torch.inference_mode()"
         )
         raise UsageError(f"forward: the loss requires no gradient. {reason}.")
-    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
-        weight = weight.item()
-    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if not is_number or not 0 <= weight < math.inf or int(weight) != weight:
-        raise UsageError(
-            f"forward: the weight is {_kind(weight)}, but must be the number of terms in the loss, 0 or more."
-        )
-    return loss.reshape(()), int(weight)
+    return loss.reshape(())
 
 
 def require_sum(loss: torch.Tensor, weight: int) -> None:
@@ -110,7 +116,8 @@ _SAME_NUMBER = {"ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "Sq
 _SAME_NUMBER |= {"AliasBackward0", "CloneBackward0", "UnsafeViewBackward0"}
 
 
-def _kind(value: object) -> str:
+def kind(value: object) -> str:
+    """A value in the words of an error."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
     if value is None or isinstance(value, (int, float)):
@@ -134,12 +141,20 @@ def number_of_rows(rows: Any) -> int:
     return len(rows)
 
 
-def elements(batch: Any) -> int:
-    """The numbers in a batch."""
-    return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+def elements(batch: Any) -> list[int]:
+    """The numbers in each tensor of a batch."""
+    return [tensor.numel() for tensor in _tensors_in(batch)]
 
 
 def rows_in(batch: Any) -> int:
     """The rows of a batch: the length of its first tensor."""
-    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-    return next((len(tensor) for tensor in tensors if tensor.ndim), 1)
+    return next((len(tensor) for tensor in _tensors_in(batch) if tensor.ndim), 1)
+
+
+def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a batch; torch does not know mappings such as transformers' ``BatchEncoding``."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from _tensors_in(list(leaf.values()))

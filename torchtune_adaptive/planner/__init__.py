@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.planner.memory.planned import gpu_limits, planned_gpu
     from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
-    from torchtune_adaptive.planner.speed.devices import Speeds
+    from torchtune_adaptive.planner.speed.machine import Machine
     from torchtune_adaptive.planner.speed.speed import Pace, Speed
     from torchtune_adaptive.planner.steps_by_choice import StepsByChoice, TracedStep
     from torchtune_adaptive.planner.trace import fake_device

@@ -6,6 +6,9 @@ process that answers questions until the run ends. It shares nothing with the ru
 would also serve the run's own processes (data loaders), which would then see no GPU either. ``call_alone`` is
 for functions of a user's own program.
 
+None of them looks for modules of the standard library in the working directory, where a user's ``queue.py``
+may be; the user's own modules are still found there.
+
 No torch in here, so that either can be started before the imports.
 """
 
@@ -14,15 +17,18 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, TypeVar
 
 from torchtune_adaptive.common import AdaptiveBatchingError, NoPrediction
@@ -31,23 +37,54 @@ _AT_ONCE = 4
 """The number of processes; each takes up to half a gigabyte."""
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 """Beginnings of the variables that a launcher sets for a rank."""
+_PLATFORM = sysconfig.get_path("platstdlib")
+_STANDARD_LIBRARY = {
+    sysconfig.get_path("stdlib"),
+    _PLATFORM,
+    os.path.join(_PLATFORM, "lib-dynload"),
+}
 T = TypeVar("T")
 
 
+def _standard_library_first(path: list[str]) -> list[str]:
+    """The same folders, those of the standard library first. Others keep their order, so that modules of a
+    user's program still come before installed ones of the same name."""
+    return sorted(path, key=lambda folder: folder not in _STANDARD_LIBRARY)
+
+
 def _environment() -> dict[str, str]:
-    """This process's variables, without what would make a worker a rank or let it see a GPU."""
+    """This process's variables, without what would make a worker a rank or let it see a GPU, and with its
+    folders of modules, but not the working directory before all others."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_RANK)}
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {
+        **kept,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": os.pathsep.join(_standard_library_first(sys.path)),
+    }
+
+
+@contextmanager
+def _path_for_workers() -> Iterator[None]:
+    """A context in which ``sys.path``, which ``multiprocessing`` gives to what it starts, is a worker's."""
+    before = sys.path[:]
+    sys.path[:] = _standard_library_first(before)
+    try:
+        yield
+    finally:
+        sys.path[:] = before + [folder for folder in sys.path if folder not in before]
 
 
 @contextmanager
 def _as_worker() -> Iterator[None]:
-    """A context in which processes are started with the variables of a worker."""
+    """A context in which processes are started with the variables and the path of a worker."""
     before, theirs = dict(os.environ), _environment()
     try:
         os.environ.clear()
         os.environ.update(theirs)
-        yield
+        with _path_for_workers():
+            yield
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -66,12 +103,19 @@ def processes(preload: str) -> Iterator[Callable[..., Future[Any]]]:
     """A context with a function that calls others, each in its own process."""
     start_server(preload)
     context = multiprocessing.get_context("forkserver")
-    at_once = min(os.cpu_count() or 1, _AT_ONCE)
-    pool = ProcessPoolExecutor(at_once, context, max_tasks_per_child=1)
+    pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _AT_ONCE))
+    with _path_for_workers():
+        try:
+            yield lambda work, *arguments: pool.submit(_forked, context, work, *arguments)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _forked(context: ForkServerContext, work: Callable[..., T], *arguments: Any) -> T:
     try:
-        yield lambda work, *arguments: pool.submit(traced, work, *arguments)
-    finally:
-        pool.shutdown(cancel_futures=True)
+        return _called(context, None, traced, work, *arguments)
+    except _Ended as end:
+        raise NoPrediction(f"a process that traced {end}.") from None
 
 
 class Worker:
@@ -89,8 +133,8 @@ class Worker:
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
-                env={**_environment(), "PYTHONPATH": os.pathsep.join(sys.path)},
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                env=_environment(),
                 stdin=subprocess.PIPE,  # closes when this process ends
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -115,11 +159,18 @@ class Worker:
             answer = self._connection.recv()
         except (EOFError, OSError):
             raise NoPrediction(
-                "the planner process ended without an answer (`tune-adaptive plan` may show why)"
+                f"the planner process ended without an answer: it {self._end()} "
+                "(`tune-adaptive plan` may show more)"
             ) from None
         if isinstance(answer, NoPrediction):
             raise answer
         return answer
+
+    def _end(self) -> str:
+        try:
+            return _how(self._process.wait(_TO_END))
+        except subprocess.TimeoutExpired:
+            return _how(None)
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
@@ -138,20 +189,69 @@ def call_alone(work: Callable[..., T], *arguments: Any, timeout: float) -> T:
         NoPrediction: there is no result within ``timeout`` seconds.
     """
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve_once, args=(theirs,), daemon=True)
     try:
-        with theirs, _as_worker():
+        return _called(context, timeout, work, *arguments, started=_as_worker)
+    except _Ended as end:
+        script = (
+            'Call plan_batch_size under if __name__ == "__main__": where the program is a script.'
+        )
+        advice = f" {script}" if end.status == 1 else ""
+        raise NoPrediction(f"The process that traces {end}.{advice}") from None
+
+
+class _Ended(Exception):
+    """A process that was to answer has ended, or could not be started; the message says how."""
+
+    def __init__(self, how: str, status: int | None = None) -> None:
+        self.status = status
+        super().__init__(how)
+
+
+_TO_END = 5.0
+"""Seconds that a process may take to end after it has closed its pipe."""
+
+
+def _how(status: int | None) -> str:
+    """How a process ended, by its exit status: negative where a signal killed it."""
+    if status is None:
+        return "ended without an answer"
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    memory = ", perhaps because this machine has too little memory for it (each takes half a GiB)"
+    return f"was killed by {name}{memory if -status == signal.SIGKILL else ''}"
+
+
+def _called(
+    context: ForkServerContext | SpawnContext,
+    timeout: float | None,
+    work: Callable[..., T],
+    *arguments: Any,
+    started: Callable[[], Any] = nullcontext,
+) -> T:
+    """The result of a function in a process of its own, which is ``started`` in that context.
+
+    Raises:
+        NoPrediction: there is none within ``timeout`` seconds, or the function raised it.
+        _Ended: the process ended, or could not be started.
+    """
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve_once, args=(theirs,))
+    try:
+        with theirs, started():
             process.start()
         ours.send((work, arguments))
         if not ours.poll(timeout):
             raise NoPrediction(f"Tracing took more than {timeout:g} s. Allow more (timeout).")
         answer = ours.recv()
-    except (EOFError, OSError):
-        raise NoPrediction(
-            "The process that traces ended without an answer. Call plan_batch_size under "
-            'if __name__ == "__main__": where the program is a script.'
-        ) from None
+    except (EOFError, OSError) as error:
+        if process.pid is None:
+            raise _Ended(f"could not be started ({_one_line(error)})") from None
+        process.join(_TO_END)
+        raise _Ended(_how(process.exitcode), process.exitcode) from None
     finally:
         if process.pid is not None:
             process.kill()

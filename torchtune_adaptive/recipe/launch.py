@@ -20,7 +20,6 @@ from torchtune import config
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
     ConfigError,
-    RankLost,
     Stopped,
     ending,
     launcher,
@@ -54,16 +53,24 @@ def recipe(run: Callable[[DictConfig], None], description: str | None = None) ->
             parse_and_run()
         except AdaptiveBatchingError as error:
             ending.explain(f"{type(error).__name__}: {error}", known_to_all=error.everywhere)
-            if dist.is_initialized() and not isinstance(error, RankLost):
+            _leave_others(error.everywhere)
+            if dist.is_initialized():
                 Ranks.leave_all_groups()
             sys.exit(1)
         except KeyboardInterrupt as interrupt:
             _end_interrupted(interrupt)
         except Exception as error:
             ending.explain_bug(error)
+            _leave_others(known_to_all=False)
             sys.exit(1)
 
     return main
+
+
+def _leave_others(known_to_all: bool) -> None:
+    """End here, where there are other ranks and not all of them end for the same reason."""
+    if not known_to_all and dist.is_initialized() and dist.get_world_size() > 1:
+        ending.leave(1)
 
 
 def _arguments(given: list[str]) -> list[str]:

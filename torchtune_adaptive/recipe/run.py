@@ -57,6 +57,10 @@ from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.setup.components import check_components
 from torchtune_adaptive.recipe.setup.environment import start_environment
+from torchtune_adaptive.recipe.setup.flex_attention import (
+    compile_attention_for_every_size,
+    compiles,
+)
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers, build_lr_scheduler
@@ -97,7 +101,8 @@ class Run:
         warn_of_unused_keys(cfg, KINDS[kind])
         check_components(cfg, KINDS[kind])
         self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here
-        patience = self.settings.agreement_timeout(cfg.get("compile", False))
+        compile_attention_for_every_size(cfg)
+        patience = self.settings.agreement_timeout(compiles(cfg))
         self.environment = start_environment(cfg, patience, watched=self.settings.survives)
         self._no_retry = no_retry(cfg)
         self._say_whether_steps_are_retried()

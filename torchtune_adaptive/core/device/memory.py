@@ -26,11 +26,20 @@ _OUT_OF_MEMORY_TEXTS = (
     "CUDA driver error: out of memory",  # expandable segments
     "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    # On a full device. Or on one that a kernel has left broken: then the next call says so, and is a bug.
+    "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",
     "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",  # from cuDNN 9 on
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
     "HIP out of memory",
     "HIP error: out of memory",
     "Triton Error [HIP]: out of memory",
     "HIPBLAS_STATUS_ALLOC_FAILED",
+    "HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate",
+    "HIPDNN_STATUS_ALLOC_FAILED",
+    "HIPDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "HIPDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "miopenStatusAllocFailed",
     "HIP failure: 'out of memory'",  # RCCL
     "XPU out of memory",
     "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",  # XPU's driver

@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from torchtune_adaptive.common import RankLost
+
 T = TypeVar("T")
 _SETTLING = 0.1  # seconds; what it waits for takes microseconds on a machine that is not loaded
+_COMPILING = timedelta(hours=1)  # a rank may have cached what another one compiles
+
+_TOO_LATE = "Timed out waiting"
+# What collectives say when a peer is gone. Anything else is this rank's own error.
+_LOST_PEER_TEXTS = (
+    _TOO_LATE,
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+)
 
 
 class Ranks:
     """The ranks of a run, and which of them this is.
 
-    They agree through a gloo group, on the CPU and never on the device. Every wait is bounded: if a rank does
-    not answer within ``timeout`` seconds, the others fail. Without a process group there is one rank.
+    They agree through a gloo group, on the CPU and never on the device. Without a process group there is one
+    rank.
+
+    Args:
+        timeout: seconds after which a rank that does not answer is lost; by default, as long as the process
+            group waits.
+        compiled: whether ranks compile; then they wait an hour by default, if that is longer.
     """
 
-    def __init__(self, timeout: float = 45.0) -> None:
+    def __init__(self, timeout: float | None = None, compiled: bool = False) -> None:
         self.rank, self.size = 0, 1
         if dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = None
         if self.size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            patience = _patience(compiled) if timeout is None else timedelta(seconds=timeout)
+            self._group, self._patience = dist.new_group(backend="gloo", timeout=patience), patience
         self._ends = torch.zeros(2, dtype=torch.int64)
         self._ends_value = self._ends.numpy()  # the same memory
 
@@ -48,7 +68,7 @@ class Ranks:
         if self._group is None:
             return number, number
         self._ends_value[:] = -number, number
-        dist.all_reduce(self._ends, op=dist.ReduceOp.MAX, group=self._group)
+        self._exchange(dist.all_reduce, self._ends, op=dist.ReduceOp.MAX)
         return -int(self._ends_value[0]), int(self._ends_value[1])
 
     def gather(self, value: T) -> list[T]:
@@ -56,7 +76,7 @@ class Ranks:
         if self._group is None:
             return [value] * self.size
         values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        self._exchange(dist.all_gather_object, values, value)
         return values  # type: ignore[return-value]
 
     def from_rank_zero(self, value: T) -> T:
@@ -64,8 +84,23 @@ class Ranks:
         if self._group is None:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
+        self._exchange(dist.broadcast_object_list, values, src=0)
         return values[0]
+
+    def _exchange(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        try:
+            collective(*arguments, group=self._group, **options)
+        except RuntimeError as error:
+            if not is_lost_peer(error):
+                raise
+            why = "another rank has ended, or this one came later than its timeout; it says which"
+            if _TOO_LATE in str(error):
+                why = (
+                    f"timeout: another rank has not answered for {self._patience.total_seconds():g} s. If it "
+                    "is only late, because it saves, evaluates or compiles alone, pass a larger timeout; if "
+                    "not, it hangs, or its machine is gone"
+                )
+            raise RankLost(f"{why}.") from error
 
     def close(self) -> None:
         """Leave the group, at the end of the run and before the default group is destroyed.
@@ -85,3 +120,18 @@ class Ranks:
         """Destroy every process group, and let their threads end; see ``close``."""
         dist.destroy_process_group()
         time.sleep(_SETTLING)
+
+
+def _patience(compiled: bool) -> timedelta:
+    """The time that ranks wait for each other where nobody says how long."""
+    world = dist.group.WORLD
+    assert world is not None
+    # As ``init_process_group`` has set it; torch has no other public way to ask a group.
+    own: timedelta = world.get_group_store().timeout  # type: ignore[attr-defined]
+    return max(own, _COMPILING) if compiled else own
+
+
+def is_lost_peer(error: BaseException | None) -> bool:
+    """Whether a collective has failed because of another rank."""
+    texts = (text in str(error) for text in _LOST_PEER_TEXTS)
+    return isinstance(error, RankLost) or (isinstance(error, RuntimeError) and any(texts))

@@ -3,7 +3,8 @@
 This is the first part of Note [Failure before a collective] in ``step.failures``:
 
 - Once (twice, to check that it repeats) the sequence is *recorded*, and while it is, all ranks agree
-  before each collective, so that nobody enters one that another rank will miss.
+  before each collective, so that nobody enters one that another rank will miss. Collectives that are not
+  FSDP's cannot be recorded; they are noticed, and refused.
 - From then on, a rank that runs out of memory drops its graph and launches *the rest of the recorded
   sequence* with scratch buffers. Nobody waits, nobody asks, and a healthy step pays nothing. The others
   learn that the step is lost from the all-reduce that ends it anyway.
@@ -11,7 +12,7 @@ This is the first part of Note [Failure before a collective] in ``step.failures`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core.private import launches_of
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.unseen import Unseen
 
 _ALIGNMENT = 512  # bytes; allocators align the start of a buffer like this
+_FAILED, _UNSEEN = 1, 2  # what ranks tell each other while recording; the largest counts
 
 
 class AnotherRankFailed(Exception):
@@ -42,7 +46,7 @@ class Collectives:
     """The collectives of a pass, e.g. one forward and backward: recorded, then completed where a rank fails.
 
     A pass is a sequence of named *phases*; between them the ranks may do something else together. Passes of
-    different kinds have different sequences, each recorded by itself.
+    different kinds, and of each ``variant`` of the models, have different sequences, each recorded by itself.
 
     Args:
         models: the models that run in a pass.
@@ -55,7 +59,7 @@ class Collectives:
 
     def __init__(
         self,
-        models: Iterable[nn.Module],
+        models: Sequence[nn.Module],
         ranks: Ranks,
         device: torch.device,
         launched: Callable[[], None] = lambda: None,
@@ -66,13 +70,16 @@ class Collectives:
         self._survive = survive
         self._device = device
         self._launched = launched
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[tuple[Hashable, str], _Sequence] = {}
         self._sequence = _Sequence()
         self._pass: dict[str, list[fsdp.Collective]] = {}
         self._count: dict[str, int] = {}
         self._phase = ""
         self._open = _Open()
+        self._unseen = Unseen(models if survive else ())
         self._in_step = False
+        self.variant: Hashable = None
+        """What decides which collectives the models launch from the next pass on, where that can change."""
         self.disturbed = False
         """Whether the models have run between steps since the last reset; see ``step.train_step``."""
         if survive or reducing is not None:
@@ -84,28 +91,31 @@ class Collectives:
         """Whether the sequence is not certain yet: a failure must be announced before the next collective."""
         return self._survive and self._ranks.size > 1 and self._sequence.equal_passes < 2
 
-    def record_again(self) -> None:
-        """Forget the sequences: from the next pass on, they are others."""
-        self._sequences.clear()
-
     def end_step(self) -> None:
         """End a step: what is launched from now on, as when the caller evaluates the model, is in no pass."""
         self._in_step = False
 
     def begin_pass(self, kind: str = "training") -> None:
         self._in_step = True
-        self._sequence = self._sequences.setdefault(kind, _Sequence())
+        self._sequence = self._sequences.setdefault((self.variant, kind), _Sequence())
         self._pass, self._count = {}, {}
         self._open = _Open()
+        self._unseen.count = 0
 
     def begin_phase(self, phase: str) -> None:
-        self._close()
         self._phase = phase
         self._pass[phase], self._count[phase] = [], 0
+        if self.recording:
+            self._unseen.announce()
+
+    def end_phase(self) -> None:
+        """End a phase without failure on this rank."""
+        self._close()
+        if self.recording:
+            self._unseen.look()
 
     def end_pass(self) -> bool:
         """End a pass without failure on this rank; whether the other ranks completed it, too."""
-        self._close()
         if self.failed_elsewhere():
             return False
         sequence = self._sequence
@@ -122,7 +132,24 @@ class Collectives:
 
     def failed_elsewhere(self) -> bool:
         """While recording: whether another rank has announced a failure, so that continuing would hang."""
-        return self.recording and self._ranks.any(False)
+        return self.recording and self._agree()
+
+    def _agree(self, failed: bool = False) -> bool:
+        """Tell the others, while recording, whether this rank has failed; whether any rank has.
+
+        Raises:
+            UsageError: on every rank, if one has noticed a collective of the model's own.
+        """
+        worst = self._ranks.spread(_UNSEEN if self._unseen.count else _FAILED * failed)[1]
+        if worst == _UNSEEN:
+            raise UsageError(
+                "model: it launches collectives of its own in a step, as with context parallelism, "
+                "SyncBatchNorm, or an all_reduce in forward. A rank that runs out of memory cannot complete "
+                "them, and the others would wait for it. Spread the model by fully_shard or "
+                "DistributedDataParallel alone, and communicate between steps; or, in a recipe, choose "
+                "batch_size yourself and set adaptive_batching.on_out_of_memory=raise."
+            )
+        return worst == _FAILED
 
     def finish(self, phase: str) -> bool:
         """Launch what the others wait for, after a failure on this rank; whether they know of it then.
@@ -140,7 +167,7 @@ class Collectives:
         self._count[phase] = launched + len(rest)
         self._launch_on_scratch(rest)
         if self.recording:
-            self._ranks.any(True)
+            self._agree(failed=True)
         return self.recording
 
     def _launch_on_scratch(self, rest: Sequence[fsdp.Collective]) -> None:
@@ -160,9 +187,10 @@ class Collectives:
             self.disturbed = self._survive
             return launch()
         self._close()
-        known = self._sequence.recorded
-        if self.recording:
-            if self.failed_elsewhere():
+        known, recording = self._sequence.recorded, self.recording
+        if recording:
+            self._unseen.look()
+            if self._agree():
                 raise AnotherRankFailed
             self._pass[self._phase] += collectives
             known = self._pass
@@ -172,6 +200,8 @@ class Collectives:
         self._launched()
         result = launch()
         self._open.returned = True
+        if recording:
+            self._unseen.announce(*(collective.group for collective in collectives[1:]))
         return result
 
     def _close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import private
+from torchtune_adaptive.core.ranks.placements import HYBRID, held
 
 # torch 2.13 renamed both; the old names warn from there on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -56,19 +58,23 @@ def watch_collectives(model: nn.Module, watcher: Watcher, reducing: Reducing | N
     ``reducing`` sees what is about to be reduced, on the stream that will do it. On one rank there is
     nothing to reduce, so FSDP launches no collective, and ``reducing`` is not called.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            reduce_scatter = _ReduceScatter(watcher, reducing, _replicas(module))
-            module.set_custom_all_gather(_AllGather(watcher))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
+    for module in _sharded(model):
+        reduce_scatter = _ReduceScatter(watcher, reducing, _replicas(module))  # type: ignore[arg-type]
+        module.set_custom_all_gather(_AllGather(watcher))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
 
 
 def _replicas(module: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that hold the same shard, with HSDP: FSDP all-reduces over them what it reduce-scattered."""
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 2:
+        if isinstance(parameter, DTensor) and held(parameter) == HYBRID:
             return parameter.device_mesh.get_group(0)
     return None
+
+
+def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    """The modules that ``fully_shard`` was applied to."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 def roots(model: nn.Module) -> list[FSDPModule]:
@@ -179,7 +185,56 @@ def _check_sharded(model: nn.Module) -> None:
         )
 
 
+def divisor(model: nn.Module) -> float | None:
+    """The number that gradients are divided by instead of the number of ranks, if it has been set.
+
+    Raises:
+        UsageError: it is not the same in all modules, so there is no one gradient to scale.
+    """
+    found = {factor for module in _sharded(model) for factor in private.divide_factors(module)}
+    if len(found) > 1:
+        raise UsageError(
+            f"model: set_gradient_divide_factor has set {' and '.join(map(str, found))} in modules. "
+            "Set the same value in every module that fully_shard was applied to, or on none."
+        )
+    return found.pop() if found else None
+
+
 def changed_reduction(model: nn.Module) -> str | None:
     """A method of FSDP2 that has changed how gradients are reduced, if any has."""
-    modules = (module for module in model.modules() if isinstance(module, FSDPModule))
-    return next((name for module in modules for name in private.reduction_changes(module)), None)
+    return next(
+        (name for module in _sharded(model) for name in private.reduction_changes(module)), None
+    )
+
+
+def changed_communication(model: nn.Module) -> str | None:
+    """A method of FSDP2 that has changed what launches collectives or allocates for them, if any has."""
+    for module in _sharded(model):
+        for all_gather, reduce_scatter in private.communications(module):
+            gathers = _set_by(all_gather, "set_custom_all_gather")
+            if called := gathers or _set_by(reduce_scatter, "set_custom_reduce_scatter"):
+                return called
+    return None
+
+
+def _set_by(communication: object, custom: str) -> str | None:
+    """The method that has set what launches a collective; None if it is FSDP's own or that of a step."""
+    kind = type(communication)
+    if isinstance(communication, _Watched):
+        return None
+    if not kind.__module__.startswith("torch.distributed."):
+        return custom
+    by = (method for name, method in _ALLOCATING.items() if kind.__name__.startswith(name))
+    return next(by, None)
+
+
+_ALLOCATING = {
+    "ProcessGroupAlloc": "set_allocate_memory_from_process_group_for_comm",
+    "SymmMem": "set_symm_mem_for_comm",
+}
+"""The classes of torch that allocate in other ways, by the start of their names, and what sets them."""
+
+
+def groups_of_parameters(module: FSDPModule) -> int:
+    """The number of groups in which FSDP gathers a module's parameters: one for each of their meshes."""
+    return len(private.communications(module))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.supported import wrapped_in
 
@@ -19,14 +20,14 @@ class Reduction:
     """FSDP reduces the gradients of each micro-batch in its backward, to their mean over the ranks.
 
     Args:
-        averaged_over: the number of ranks if gradients are averaged over them; 1 if they are summed, or those
-            of the only rank.
+        averaged_over: the number that their sum over the ranks is divided by: the number of ranks, unless the
+            caller has set another; 1 if they are summed.
     """
 
     after_backward = False
     """Whether gradients are reduced in ``finish``, and not in the backward pass of each micro-batch."""
 
-    def __init__(self, averaged_over: int) -> None:
+    def __init__(self, averaged_over: float) -> None:
         self.averaged_over = averaged_over
 
     def apart(self) -> AbstractContextManager[None]:
@@ -93,4 +94,4 @@ class Replicas(Reduction):
 
 def reduction_of(model: nn.Module, ranks: Ranks) -> Reduction:
     wrapped = wrapped_in(model)
-    return Reduction(ranks.size) if wrapped is None else Replicas(wrapped, ranks)
+    return Replicas(wrapped, ranks) if wrapped else Reduction(fsdp.divisor(model) or ranks.size)

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import private
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.placements import HYBRID, SHARDED, held
 
 
 def wrapped_in(model: nn.Module) -> DistributedDataParallel | None:
     """The wrapper in a model, which may be wrapped again, as by Lightning Fabric or ``torch.compile``."""
     return next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+
+
+def require_watchable(models: Sequence[nn.Module]) -> None:
+    """Check that what FSDP launches for these models can be watched, and completed by any rank.
+
+    Raises:
+        UsageError: it cannot; the message says what not to call.
+    """
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule) and (groups := fsdp.groups_of_parameters(module)) > 1:
+                raise UsageError(
+                    f"model: fully_shard spreads the parameters of {name or 'the whole'} over {groups} "
+                    "meshes (shard_placement_fn), and can be watched on one only. Use one mesh for all."
+                )
+        if called := fsdp.changed_communication(model):
+            raise UsageError(
+                f"model: {called} was called. A rank that runs out of memory completes what the others have "
+                "launched by plain collectives on plain buffers, which may not be mixed with that. Do not "
+                "call it."
+            )
 
 
 def require_supported(model: nn.Module, ranks: Ranks) -> None:
@@ -84,16 +108,16 @@ def _require_whole_mesh(model: nn.Module, roots: list[FSDPModule], ranks: Ranks)
                 f"model: {name} is not sharded, so nothing reduces its gradient. Apply fully_shard to the "
                 "whole model, without ignored_params."
             )
-        mesh, placements = parameter.device_mesh, parameter.placements
-        one = mesh.ndim == 1 and isinstance(placements[0], Shard)
-        two = mesh.ndim == 2 and isinstance(placements[0], Replicate)
-        if not one and not (two and isinstance(placements[1], Shard)):
-            raise UsageError(f"model: {name} is placed as {placements}: {_TENSOR_PARALLEL}")
+        mesh, ways = parameter.device_mesh, held(parameter)
+        if ways not in (SHARDED, HYBRID):
+            raise UsageError(
+                f"model: {name} is placed as {parameter.placements}: {_TENSOR_PARALLEL}"
+            )
         if mesh.size() != ranks.size:
             raise UsageError(
                 f"model: {name} is spread over {mesh.size()} of {ranks.size} ranks: {_TENSOR_PARALLEL}"
             )
-        if two and mesh.size(1) == 1 and ranks.size > 1:
+        if ways == HYBRID and mesh.size(1) == 1 and ranks.size > 1:
             raise UsageError(
                 "model: the shard dimension of its mesh has one rank, so nothing is sharded. Use "
                 "DistributedDataParallel, or a mesh of one dimension."

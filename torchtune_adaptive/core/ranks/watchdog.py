@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch.distributed as dist
 
 from torchtune_adaptive.common import RankLost, explain
-from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.agreement import Ranks, is_lost_peer
 from torchtune_adaptive.core.ranks.signs import (
     DONE,
     LONGEST_SILENCE,
@@ -42,15 +42,6 @@ EXIT_CODE = 70
 _BEATS_PER_LIMIT = 20
 _SLOWEST_BEAT = 2.0  # seconds between two signs of life, whatever the limit
 _SILENT_BEATS = 3  # after a collective broke, a rank that misses this many is the one that broke it
-
-# What collectives say when a peer is gone. Anything else is this rank's own error.
-_LOST_PEER_TEXTS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "remote process exited",
-)
 
 
 class Watchdog:
@@ -112,7 +103,7 @@ class Watchdog:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if self._thread is None:
-            if self._ranks.size > 1 and _is_lost_peer(error):
+            if self._ranks.size > 1 and is_lost_peer(error):
                 raise RankLost(
                     f"another rank ended while this rank was in the phase '{self._phase}'. What that rank "
                     "says is the reason"
@@ -124,7 +115,7 @@ class Watchdog:
                 self._ranks.any(False)  # nobody stops watching while another rank still works
             except RuntimeError as last:
                 error = broken = last
-        lost = RankLost(self._who_is_missing()) if _is_lost_peer(error) else None
+        lost = RankLost(self._who_is_missing()) if is_lost_peer(error) else None
         ending = lost or error
         self._stopped = DONE if ending is None else f"{type(ending).__name__}: {ending}"
         self._close(self._thread)
@@ -237,10 +228,6 @@ class Watchdog:
         )
         # The main thread may be waiting inside a collective, where no exception can reach it.
         os._exit(EXIT_CODE)
-
-
-def _is_lost_peer(error: BaseException | None) -> bool:
-    return isinstance(error, RuntimeError) and any(t in str(error) for t in _LOST_PEER_TEXTS)
 
 
 def _sign(rank: int) -> str:

@@ -8,7 +8,7 @@ Everything that it changes is restored, and everything that it allocates is free
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,20 +77,23 @@ class Probe:
         return self._trial(size, [batch], self._evaluate)
 
     def timed(
-        self, what: str, micro_batches: Sequence[dict[str, Any]], steps: int = 1, warm_up: int = 0
+        self, what: str, micro_batches: Sequence[dict[str, Any]], steps: int = 1
     ) -> list[float] | None:
-        """Seconds of each of some steps on the slowest rank; None if memory runs out on one."""
+        """Seconds of each of some steps on the slowest rank; None if memory runs out on one.
+
+        They follow one that is not counted, in which the device gets its memory and loads its kernels.
+        """
         self.entering(f"a step {what}")
         self.step.memory.release()
         seconds: list[float] = []
         failed_in = None
         with self.step.memory.capped(self._usable()):
-            for _ in range(warm_up + steps):
+            for _ in range(1 + steps):
                 started = self.step.memory.clock()
                 failed_in = self._take_step(micro_batches) or failed_in
                 seconds.append(self.step.memory.clock() - started)
-                self._snapshot.restore()
-        seen = self.ranks.gather((failed_in, seconds[warm_up:]))
+        self._snapshot.restore()  # only now: how long a step takes does not depend on values
+        seen = self.ranks.gather((failed_in, seconds[1:]))
         if any(failed for failed, _ in seen):
             return None
         return [max(each) for each in zip(*(seconds for _, seconds in seen), strict=True)]
@@ -120,10 +123,8 @@ class Probe:
     ) -> SizeTrial:
         started = time.perf_counter()
         self.step.memory.watch()
-        began = time.perf_counter()
         failed_in = attempt(micro_batches)
         self.step.memory.synchronize()
-        step_seconds = time.perf_counter() - began
         usage = self.step.memory.usage()  # before restoring, which takes memory, too
         self._snapshot.restore()
         report = RankReport(
@@ -132,19 +133,16 @@ class Probe:
             peak_allocated_bytes=usage.peak_allocated_bytes,
             retries=usage.retries,
             usable_bytes=usable,
-            step_seconds=step_seconds,
         )
         reports = tuple(self.ranks.gather(report))
-        # A compiled model spends most of a trial on compiling.
-        tokens = 0 if self.compiled else sum(map(_tokens, micro_batches))
-        return SizeTrial(size, time.perf_counter() - started, reports, tokens)
+        return SizeTrial(size, time.perf_counter() - started, reports)
 
     def _take_step(self, micro_batches: Sequence[dict[str, Any]]) -> str | None:
         """The phase in which this rank ran out of memory, if it did."""
         try:
             for batch in micro_batches:
                 self.step.forward_backward(batch)
-            outcome = self.step.apply(even_if_overflow=True)
+            outcome = self.step.apply(trial=True)
         except StepHalfApplied as half_applied:
             self.step.forget()
             return half_applied.phase if half_applied.here else None
@@ -164,9 +162,3 @@ class Probe:
         [batch] = micro_batches
         outcome = self.step.evaluate(batch)
         return outcome.failures[self.ranks.rank] if outcome.lost else None
-
-
-def _tokens(batch: Any) -> int:
-    """The tokens in a batch; 0 in one that is made of something else, as other programs' may be."""
-    tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
-    return tokens.numel() if isinstance(tokens, torch.Tensor) else 0

@@ -20,8 +20,6 @@ class RankReport:
     retries: int
     usable_bytes: int
     """Usable memory: the capacity of this rank, less the headroom; in the first steps, the whole capacity."""
-    step_seconds: float = 0.0
-    """The time that the step took, without what is around it."""
 
     @property
     def free_bytes(self) -> int:
@@ -48,7 +46,6 @@ class SizeTrial:
             "peak",
             "usable",
             "tightest rank",
-            "tokens/s per rank",
             "seconds",
         ]
     )
@@ -57,14 +54,6 @@ class SizeTrial:
     size: int
     seconds: float
     reports: tuple[RankReport, ...]
-    tokens: int = 0
-    """Tokens in the step of each rank, in rows of one length; 0 where speed is not measured."""
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """The speed of each rank; None if the size does not fit, or speed was not measured."""
-        seconds = max(report.step_seconds for report in self.reports)
-        return self.tokens / seconds if self.fits and self.tokens and seconds else None
 
     @property
     def fits(self) -> bool:
@@ -110,23 +99,22 @@ class SizeTrial:
 
     def line(self) -> str:
         """One line for the log, as soon as the trial is over."""
-        decided, speed = self.deciding, self.tokens_per_second
+        decided = self.deciding
         return (
             f"micro-batch {self.size}: {decided.trouble or 'fits'}, peak "
             f"{bytes_of(decided.peak_bytes, decided.usable_bytes)} (rank {self.deciding_rank}), "
-            f"{self.seconds:.1f} s" + (f", {speed:,.0f} tokens/s per rank" if speed else "")
+            f"{self.seconds:.1f} s"
         )
 
     def cells(self) -> tuple[str, ...]:
         """The trial as a row of a table."""
-        decided, speed = self.deciding, self.tokens_per_second
+        decided = self.deciding
         return (
             str(self.size),
             decided.trouble or "fits",
             human_bytes(decided.peak_bytes),
             human_bytes(decided.usable_bytes),
             str(self.deciding_rank),
-            f"{speed:,.0f}" if speed else "",
             f"{self.seconds:.1f}",
         )
 
@@ -135,5 +123,4 @@ class SizeTrial:
             **asdict(self),
             "fits": self.fits,
             "deciding_rank": self.deciding_rank,
-            "tokens_per_second": self.tokens_per_second,
         }

@@ -39,12 +39,13 @@ from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collect
 class StepHalfApplied(Exception):
     """Memory ran out where parameters may have changed already.
 
-    ``phase`` says where, and ``here`` whether it was on this rank.
+    ``phase`` says where, ``here`` whether it was on this rank, and ``everywhere`` whether all ranks know.
     """
 
-    def __init__(self, phase: str, here: bool = True) -> None:
+    def __init__(self, phase: str, here: bool = True, everywhere: bool = False) -> None:
         self.phase = phase
         self.here = here
+        self.everywhere = everywhere
         super().__init__(f"out of memory in the {phase}{'' if here else ' of another rank'}")
 
 
@@ -82,6 +83,8 @@ class Failures:
         if self.none:
             self.collectives.begin_phase(phase)
             self.attempt(phase, work, *arguments)
+        if self.none:
+            self.collectives.end_phase()
         if self.here is not None and self._finish(phase):
             self.known = True
 

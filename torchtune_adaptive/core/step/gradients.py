@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.core.private import foreach_mul_, foreach_norm
+from torchtune_adaptive.core.ranks.placements import parts
 from torchtune_adaptive.core.step.loss_scale import LossScale
 
 
@@ -21,12 +22,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def share(gradient: torch.Tensor, ranks: int) -> float:
     """The weight of a rank's piece in a sum over all ranks: less than 1 where several hold the same."""
-    pieces = 1
-    if isinstance(gradient, DTensor):
-        for dim, placement in enumerate(gradient.placements):
-            if isinstance(placement, Shard):
-                pieces *= gradient.device_mesh.size(dim)
-    return pieces / ranks
+    return parts(gradient) / ranks
 
 
 @torch.no_grad()
@@ -45,16 +41,16 @@ def squared_norm(
 
 
 @torch.no_grad()
-def scale(
-    gradients: Iterable[torch.Tensor], factor: float, device: torch.device, run: Callable[..., Any]
-) -> None:
+def scale(gradients: Iterable[torch.Tensor], factor: float, run: Callable[..., Any]) -> None:
     """Multiply gradients in place; ``run`` is given each kernel with its arguments, to call it."""
-    pieces = [local(gradient) for gradient in gradients]
-    if device.type != "cpu" and pieces:
-        run(foreach_mul_, pieces, factor)
-    else:  # where foreach would round the factor to the gradients' dtype first
-        for piece in pieces:
+    together = []
+    for piece in map(local, gradients):
+        if piece.device.type == "cpu":  # where foreach would round the factor to the piece's dtype
             run(piece.mul_, factor)
+        else:
+            together.append(piece)
+    if together:
+        run(foreach_mul_, together, factor)
 
 
 def divide(number: float, tokens: float) -> float:
@@ -66,7 +62,7 @@ def divide(number: float, tokens: float) -> float:
 class Scaling:
     """The factors that turn reduced gradients of summed losses into those of the mean loss, clipped."""
 
-    averaged_over: int
+    averaged_over: float
     clip_norm: float | None
     loss_scale: LossScale | None
 

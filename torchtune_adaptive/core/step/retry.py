@@ -131,7 +131,8 @@ class StepRunner:
         except StepHalfApplied as half_applied:
             raise TrainingOutOfMemory(
                 f"Out of memory in the {half_applied.phase} of step {number}: some parameters may have "
-                f"changed and others not, so the step cannot be retried. {self.advice()}"
+                f"changed and others not, so the step cannot be retried. {self.advice()}",
+                half_applied.everywhere,
             ) from None
         except BaseException as error:  # of the caller's own functions, or from the keyboard
             if not self.step.options.survive and is_out_of_memory(error):

@@ -30,16 +30,18 @@ class Switches:
     def __contains__(self, key: str) -> bool:
         return key in self._setters
 
-    def set(self, choice: Choice) -> bool:
-        """Use these values; return whether FSDP's collectives are other ones from now on."""
-        changed = {
-            key: value
-            for key, value in choice.items()
-            if key in self._setters and value != self.choice.get(key)
-        }
-        for key, value in changed.items():
-            self._setters[key](value)
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """What the knobs say about FSDP's collectives: they are the same where this is.
+
+        Parameters that are kept are not gathered again. A last projection that is sharded by itself is
+        gathered for each chunk. What is computed again is computed with what backward gathers anyway.
+        """
+        return tuple(self.choice.get(key) for key in (RESHARD, LOSS))
+
+    def set(self, choice: Choice) -> None:
+        """Use these values."""
+        for key, value in choice.items():
+            if key in self._setters and value != self.choice.get(key):
+                self._setters[key](value)
         self.choice |= choice
-        # Parameters that are kept are not gathered again. A last projection that is sharded by itself is
-        # gathered for each chunk. What is computed again is computed with what backward gathers anyway.
-        return bool(changed.keys() & {RESHARD, LOSS})

@@ -22,12 +22,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from torchtune_adaptive.core.device.memory import DeviceMemory
-from torchtune_adaptive.core.private import tree_leaves, tree_map
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.collectives import Collectives
 from torchtune_adaptive.core.ranks.reduction import reduction_of
-from torchtune_adaptive.core.ranks.supported import require_supported
+from torchtune_adaptive.core.ranks.supported import require_supported, require_watchable
 from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import Exchange, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import Failures, StepHalfApplied
@@ -36,6 +35,7 @@ from torchtune_adaptive.core.step.loss_scale import LossScale
 from torchtune_adaptive.core.step.objective import Batch, Objective, Summed
 from torchtune_adaptive.core.step.small_batches import SmallBatches
 from torchtune_adaptive.core.step.switches import Switches
+from torchtune_adaptive.core.step.trees import mapped, tensors_in
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,9 @@ class StepOptions:
     """The memory knobs that can be changed between steps."""
     clip_grad_norm: float | None = None
     """The norm above which gradients are scaled down."""
+    optimizer_steps: bool = True
+    """Whether a step ends with that of the optimizer; otherwise with the gradient of the mean loss in
+    ``.grad``, which is then the caller's. Trials always include the optimizer."""
     optimizer_in_backward: bool = False
     """Whether the optimizers step in backward, by hooks that they come with."""
     launched: Callable[[], None] = lambda: None
@@ -91,6 +94,7 @@ class TrainStep:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._activations = options.activations()
         if options.survive:
+            require_watchable(self._models)
             require_supported(model, ranks)
         self._reduction = reduction_of(model, ranks)
         measures_noise = options.measure_noise and not options.optimizer_in_backward
@@ -102,6 +106,7 @@ class TrainStep:
         self._collectives = Collectives(
             self._models, ranks, device, options.launched, self._noise.observer, options.survive
         )
+        self._collectives.variant = options.switches.variant
         self._failures = Failures(self._collectives, memory, options.survive, self.forget)
         self._exchange = Exchange(
             ranks=ranks,
@@ -114,7 +119,7 @@ class TrainStep:
         )
         for each in self._models:
             memory.adopt([*each.parameters(), *each.buffers()])
-        memory.adopt(_tensors_in([[*optimizer.state.values()] for optimizer in self.optimizers]))
+        memory.adopt(tensors_in([[*optimizer.state.values()] for optimizer in self.optimizers]))
         self._begin()
 
     def _begin(self) -> None:
@@ -132,8 +137,8 @@ class TrainStep:
 
     def switch(self, choice: Choice) -> None:
         """Use these values of the memory knobs from the next step on; on all ranks alike."""
-        if self.options.switches.set(choice):
-            self._collectives.record_again()
+        self.options.switches.set(choice)
+        self._collectives.variant = self.options.switches.variant
         self._activations = self.options.activations()
 
     def abandon(self) -> None:
@@ -143,6 +148,11 @@ class TrainStep:
         """
         self.forget()
         self._begin()
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of the trained parameters."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def forget(self) -> None:
         """Drop everything that the step has made on this rank."""
@@ -189,11 +199,11 @@ class TrainStep:
         self._graph = summed.loss
 
     def _to_device(self, batch: Batch) -> Batch:
-        def copied(value: Any) -> Any:  # tensors, and the block masks of packed rows
+        def copied(value: Any) -> Any:  # tensors, and the masks of packed rows, which it makes
             return value.to(self.device) if hasattr(value, "to") else value
 
-        moved = tree_map(copied, batch)
-        self.memory.adopt(_tensors_in(moved))
+        moved = mapped(copied, batch)
+        self.memory.adopt(tensors_in(moved))
         return moved
 
     def _run_model(self, *arguments: Any, **named: Any) -> Any:
@@ -241,12 +251,12 @@ class TrainStep:
 
     # --- what follows all micro-batches -----------------------------------------------------------
 
-    def apply(self, even_if_overflow: bool = False) -> StepOutcome:
+    def apply(self, trial: bool = False) -> StepOutcome:
         """End the step: apply it, or, if memory ran out on any rank, leave no trace of it.
 
         Args:
-            even_if_overflow: whether, with loss scaling, the optimizer steps whatever its gradients are and
-                the scale is kept, as in a trial.
+            trial: whether the optimizer steps in any case, whatever the gradients are, and a loss scale stays
+                as it is.
 
         Raises:
             StepHalfApplied: memory ran out after parameters may have changed on some rank.
@@ -254,31 +264,33 @@ class TrainStep:
         try:
             if self.options.optimizer_in_backward:
                 return self._applied_in_backward()
-            return self._apply(even_if_overflow)
+            return self._apply(trial)
         finally:
             self._begin()
 
     def _applied_in_backward(self) -> StepOutcome:
         assert self._agreed is not None
         if not self._agreed.lost and not self._failures.none:
-            raise StepHalfApplied("backward", here=self._failures.here is not None)
+            here, known = self._failures.here is not None, self._failures.known
+            raise StepHalfApplied("backward", here, everywhere=known)
         return self._agreed
 
-    def _apply(self, even_if_overflow: bool) -> StepOutcome:
+    def _apply(self, trial: bool) -> StepOutcome:
         outcome = self._agree(self._reduced())
         if outcome.lost:
             return outcome
         scale = self._loss_scale
         factor = self._scaling.factor(outcome.weight, outcome.gradient_norm)  # before it changes
-        if scale is not None and not even_if_overflow:
+        if scale is not None and not trial:
             scale.update(outcome.overflow)
             if outcome.overflow:
-                for parameter in self._parameters:
-                    parameter.grad = None
+                self.drop_gradients()
                 return outcome
         try:
             with self.memory.running():
                 self._scale_gradients(factor)
+                if not self.options.optimizer_steps and not trial:
+                    return outcome
                 self._failures.phase = "optimizer step"
                 for optimizer in self.optimizers:
                     optimizer.step()
@@ -321,7 +333,7 @@ class TrainStep:
 
     def _scale_gradients(self, factor: float) -> None:
         self._failures.phase = "gradient scaling"
-        gradients.scale(self._gradients(), factor, self.device, self._failures.insist)
+        gradients.scale(self._gradients(), factor, self._failures.insist)
 
 
 @contextmanager
@@ -335,7 +347,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

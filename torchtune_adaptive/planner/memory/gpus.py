@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.planner.gpu_names import read, respelled
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -72,21 +72,35 @@ def _amd(page: str) -> str:
 # some and, with ECC, a sixteenth of GDDR is lost. They differ by up to 0.2 GiB with the driver and the form
 # factor of the card, so a smaller one may be found in other reports; --memory gives the exact amount. Each
 # linked report was looked up: it names the card and shows the number. Where the vendor's page is linked, no
-# such report was found. Of these, logs in public repositories show the numbers of L4, H200, B200 and MI300X;
-# the others are those of a card with the same chip or memory, or, for AMD's, all but a few MiB.
+# such report was found. Of these, logs in public repositories show the numbers of A10G, L4, H200, B200 and
+# MI300X; the others are those of a card with the same chip or memory, or less than that by as much as such
+# cards keep, or, for AMD's, all but a few MiB.
 _ALL = (
     Gpu("rtx2080ti-11gb", 10.76, _SMALL, _report("ispc-lab/TMA/issues/5")),
     Gpu("rtx3060-12gb", 11.76, _SMALL, _report("TencentARC/PhotoMaker/issues/47")),
     Gpu("rtx3070-8gb", 7.78, _SMALL, _report("akshitac8/OW-DETR/issues/46")),
     Gpu("rtx3080-10gb", 9.78, _SMALL, _report("zai-org/CogVideo/issues/34")),
     Gpu("rtx3090-24gb", 23.70, _SMALL, _report("GaoLii/DSP/issues/10")),
+    Gpu(
+        "rtx3090ti-24gb", 23.68, _SMALL, _nvidia("geforce/graphics-cards/30-series/rtx-3090-3090ti")
+    ),
+    Gpu("rtx4070-12gb", 11.72, _SMALL, _nvidia("geforce/graphics-cards/40-series/rtx-4070-family")),
     Gpu("rtx4080-16gb", 15.70, _SMALL, _nvidia("geforce/graphics-cards/40-series/rtx-4080-family")),
     Gpu("rtx4090-24gb", 23.52, _SMALL, _report("sgl-project/sglang/issues/12496")),
+    Gpu(
+        "rtx5060ti-16gb", 15.48, _LARGE, _nvidia("geforce/graphics-cards/50-series/rtx-5060-family")
+    ),
+    Gpu("rtx5070-12gb", 11.50, _LARGE, _nvidia("geforce/graphics-cards/50-series/rtx-5070-family")),
+    Gpu(
+        "rtx5070ti-16gb", 15.46, _LARGE, _nvidia("geforce/graphics-cards/50-series/rtx-5070-family")
+    ),
+    Gpu("rtx5080-16gb", 15.46, _LARGE, _nvidia("geforce/graphics-cards/50-series/rtx-5080")),
     Gpu("rtx5090-32gb", 31.36, _LARGE, _report("TrajectoryCrafter/TrajectoryCrafter/issues/20")),
     Gpu("rtx8000-48gb", 47.46, _SMALL, _report("Victarry/stable-dreambooth/issues/8")),
     Gpu("a4000-16gb", 15.61, _SMALL, _report("DengKaiCQ/VGGT-Long/issues/6")),
     Gpu("a5000-24gb", 23.67, _SMALL, _report("Magicboomliu/Accelerator-Simple-Template/issues/7")),
     Gpu("a6000-48gb", 47.46, _SMALL, _nvidia("design-visualization/rtx-a6000")),
+    Gpu("rtx5000ada-32gb", 31.45, _SMALL, _nvidia("products/workstations/rtx-5000")),
     Gpu("rtx6000ada-48gb", 44.43, _SMALL, _report("DINGYANB/MTVCrafter/issues/21")),
     Gpu("rtxpro6000-96gb", 94.97, _LARGE, _report("antirez/ds4/issues/431")),
     Gpu("t4-16gb", 14.56, _SMALL, _report("Zheng-Chong/CatVTON/issues/133")),
@@ -94,16 +108,28 @@ _ALL = (
     Gpu("v100-32gb", 31.74, _SMALL, _report("liucongg/ChatGLM-Finetuning/issues/73")),
     Gpu("l4-24gb", 22.03, _SMALL, _nvidia("data-center/l4")),
     Gpu("a10-24gb", 21.99, _SMALL, _nvidia("data-center/products/a10-gpu")),
+    Gpu("a10g-24gb", 22.06, _SMALL, "https://aws.amazon.com/ec2/instance-types/g5/"),
     Gpu("a30-24gb", 23.53, _SMALL, _report("google/RB-Modulation/issues/5")),
     Gpu("a40-48gb", 44.40, _SMALL, _nvidia("data-center/a40")),
+    Gpu("l40-48gb", 44.40, _SMALL, _report("QwenLM/Qwen3-VL/issues/2097")),
     Gpu("l40s-48gb", 44.40, _SMALL, _report("vllm-project/vllm/issues/23230")),
     Gpu("a100-40gb", 39.50, _SMALL, _report("TianheWu/CoSeR/issues/10")),
     Gpu("a100-80gb", 79.14, _SMALL, _report("lianqi1008/Control-GIC/issues/6")),
+    Gpu("a100pcie-40gb", 39.39, _SMALL, _nvidia("data-center/a100")),
+    Gpu("a100pcie-80gb", 79.14, _SMALL, _nvidia("data-center/a100")),
+    Gpu("a800-80gb", 79.33, _SMALL, _report("hahnyuan/PB-LLM/issues/3")),
     Gpu("h100-80gb", 79.11, _LARGE, _report("vllm-project/vllm/issues/27508")),
+    Gpu("h100pcie-80gb", 79.11, _LARGE, _nvidia("data-center/h100")),
     Gpu("h100nvl-94gb", 93.00, _LARGE, _report("ali-vilab/VACE/issues/56")),
+    Gpu("h800-80gb", 79.11, _LARGE, _nvidia("data-center/h100")),
+    Gpu("h20-96gb", 95.00, _LARGE, "https://willitrunai.com/es/gpus/h20-96gb"),
     Gpu("gh200-96gb", 94.50, _LARGE, _nvidia("data-center/grace-hopper-superchip")),
+    Gpu("gh200-144gb", 142.50, _LARGE, _nvidia("data-center/grace-hopper-superchip")),
     Gpu("h200-141gb", 139.80, _LARGE, _nvidia("data-center/h200")),
+    Gpu("h200nvl-141gb", 139.80, _LARGE, _nvidia("data-center/h200")),
     Gpu("b200-192gb", 178.35, _LARGE, _nvidia("data-center/dgx-b200")),
+    Gpu("gb200-186gb", 184.00, _LARGE, _nvidia("data-center/gb200-nvl72")),
+    Gpu("b300-288gb", 267.50, _LARGE, _nvidia("data-center/hgx")),
     Gpu(
         "rx7900xtx-24gb",
         23.98,
@@ -113,44 +139,43 @@ _ALL = (
     Gpu("mi210-64gb", 63.98, _LARGE, _amd("accelerators/instinct/mi200/mi210")),
     # Two devices to torch, each with half of the card's memory.
     Gpu("mi250x-64gb", 63.98, _LARGE, _amd("accelerators/instinct/mi200/mi250x")),
+    Gpu("mi250-64gb", 63.98, _LARGE, _amd("accelerators/instinct/mi200/mi250")),
     Gpu("mi300x-192gb", 191.69, _LARGE, _amd("accelerators/instinct/mi300/mi300x")),
     Gpu("mi325x-256gb", 255.69, _LARGE, _amd("accelerators/instinct/mi300/mi325x")),
+    Gpu("mi350x-288gb", 287.69, _LARGE, _amd("accelerators/instinct/mi350/mi350x")),
+    Gpu("mi355x-288gb", 287.69, _LARGE, _amd("accelerators/instinct/mi350/mi355x")),
 )
 GPUS = {gpu.name: gpu for gpu in _ALL}
 DEFAULT = "h100-80gb"
 
 
 def gpu(name: str, option: str = "--gpu", memory: str = "--memory") -> Gpu:
-    """The GPU of a name, or of the beginning of a name that no other has.
+    """The GPU of a name: ours, torch's, or the model alone where that is sold with one amount of memory.
 
     Args:
-        name: the name or its beginning.
+        name: the name.
         option: the name's name in messages.
         memory: the name in messages of the argument that gives an amount of memory instead.
 
     Raises:
         ConfigError: it is not known, or several are meant.
     """
-    wanted = _letters(name)
-    alike = [one for one in GPUS if wanted in (_letters(one), _letters(one.partition("-")[0]))]
-    if not alike and wanted:
-        prefixes = {wanted, f"rtx{wanted}"}  # 4090
-        alike = [one for one in GPUS if any(_letters(one).startswith(p) for p in prefixes)]
-    if len(alike) == 1:
-        return GPUS[alike[0]]
-    if alike:
-        raise ConfigError(option, name, "is ambiguous", f"Use one of {', '.join(alike)}")
+    meant = read(name, GPUS)
+    if len(meant.names) == 1:
+        return GPUS[meant.names[0]]
+    if meant.names:
+        raise ConfigError(option, name, "is ambiguous", f"Use one of {', '.join(meant.names)}")
     if re.match(r"\d+ *x", name):
         raise ConfigError(option, name, "is several GPUs", "Name one, and give their number apart")
-    close = get_close_matches(name.lower(), GPUS, n=1, cutoff=0.3)
-    remedy = f"Use one of {', '.join(GPUS)}, or give the capacity of one process with {memory}"
-    meant = f"Did you mean {close[0]}? " if close else ""
-    raise ConfigError(option, name, "is not a known GPU", meant + remedy)
-
-
-def _letters(name: str) -> str:
-    """A name without case, hyphens and spaces."""
-    return "".join(filter(str.isalnum, name.lower()))
+    otherwise = f"give the capacity of one process with {memory}"
+    if meant.same_model:
+        forms = [meant.same_model[0].partition("-")[0] + form for form in ("", "pcie", "nvl")]
+        sold = [one for one in GPUS if one.partition("-")[0] in forms]
+        reason = f"gives {meant.size} GB, with which that model is not sold"
+        raise ConfigError(option, name, reason, f"Use {' or '.join(sold)}, or {otherwise}")
+    close = f"Did you mean {' or '.join(found)}? " if (found := respelled(name, GPUS)) else ""
+    remedy = f"{close}`tune-adaptive plan --list-gpus` shows those that are; or {otherwise}"
+    raise ConfigError(option, name, "is not a known GPU", remedy)
 
 
 def sold_as(memory: int) -> Gpu | None:

@@ -29,8 +29,15 @@ class DeviceLimits:
     """Bytes that libraries allocate once and keep."""
     band: float = 0.0
     """The error that a prediction may have, as a share of the peak."""
+    fragmentation: float = 0.0
+    """The share by which more may be reserved than predicted, where that is more than ``band``."""
     correction: float = 1.0
     """Measured / predicted peak, where an earlier search measured it."""
+
+    @property
+    def band_above(self) -> float:
+        """The share by which more may be reserved than predicted."""
+        return max(self.band, self.fragmentation)
 
     @classmethod
     def simulated(cls, memory: int, headroom: float) -> DeviceLimits:
@@ -60,7 +67,7 @@ class Peak:
 
     def verdict(self, device: DeviceLimits) -> str:
         """Whether the peak is within the usable memory; uncertain if the difference is within the error."""
-        if self.reserved * (1 + device.band) <= device.usable_bytes:
+        if self.reserved * (1 + device.band_above) <= device.usable_bytes:
             return "FITS"
         if self.reserved * (1 - device.band) > device.usable_bytes:
             return DOES_NOT_FIT

@@ -7,10 +7,10 @@ throughput of a training run.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
 from math import sqrt
-from typing import ClassVar
+
+from torchtune_adaptive.planner.gpu_names import read
 
 STREAMING = 0.85
 """Share of the memory bandwidth that kernels reach which only move data; 0.80 to 0.90 is common for large
@@ -45,8 +45,6 @@ COPY_LATENCY = 10e-6
 class Speeds:
     """The speeds of a device."""
 
-    GPUS_IN_A_NODE: ClassVar = 8
-
     name: str
     """Name as in ``memory.gpus``."""
     half: float | None
@@ -67,6 +65,11 @@ class Speeds:
     """Bytes/s that a GPU's share of the network carries between nodes."""
     host: float
     """Bytes/s of pinned copies to or from the host."""
+    power: float = 0.0
+    """Watts that the data sheet gives it; 0 if unknown."""
+    has_nvlink: bool = False
+    """Whether ``links`` are NVLink or Infinity Fabric; if not, PCIe."""
+    gpus_in_a_node: int = 8
     launch: float = LAUNCH
     kernel: float = KERNEL
     assumed: str = ""
@@ -79,9 +82,9 @@ class Speeds:
 
     def collective_bandwidth(self, ranks: int) -> float:
         """Bytes/s on the wire of each rank. Between nodes, the rings of a collective share the network."""
-        if ranks <= self.GPUS_IN_A_NODE:
+        if ranks <= self.gpus_in_a_node:
             return self.links
-        return min(self.links, self.GPUS_IN_A_NODE * self.network)
+        return min(self.links, self.gpus_in_a_node * self.network)
 
     @staticmethod
     def simulated() -> Speeds:
@@ -91,17 +94,9 @@ class Speeds:
     @staticmethod
     def of(device: str) -> Speeds | None:
         """The speeds of a device by our name for it, or by torch's, like
-        ``NVIDIA H100 80GB HBM3``; None if unknown."""
-        if device in SPEEDS:
-            return SPEEDS[device]
-        name = "".join(filter(str.isalnum, device.lower()))
-        sizes = [int(word) for word in re.findall(r"(\d+)GB", device)]
-        models = [one for one in SPEEDS if one.partition("-")[0] in name]
-        if not models:
-            return None
-        longest = max(len(one.partition("-")[0]) for one in models)  # an L40S is no L4
-        best = [one for one in models if len(one.partition("-")[0]) == longest]
-        return SPEEDS[min(best, key=lambda one: abs(_gigabytes(one) - sizes[0]) if sizes else 0)]
+        ``NVIDIA H100 80GB HBM3``; None if it is not known, or several are meant."""
+        names = read(device, SPEEDS).names
+        return SPEEDS[names[0]] if len(names) == 1 else None
 
 
 def with_power(speeds: Speeds, name: str, share: float) -> Speeds:
@@ -126,16 +121,23 @@ class _Family:
     links: float
     network: float
     host: float
+    has_nvlink: bool = True
     assumed: str = ""
 
 
-_PCIE = (12e9, 6e9, 22e9)
+PCIE = {3: (6e9, 11e9), 4: (12e9, 22e9), 5: (24e9, 44e9)}
+"""Bytes/s by generation of PCIe: of a rank in a collective, and of a copy to or from the host. Those of
+PCIe 4 are assumptions; each generation doubles what the one before it moves."""
+_PCIE4, _PCIE5 = ((links, 6e9, host, False) for links, host in (PCIE[4], PCIE[5]))
 _SHARES = "its shares of the peaks are assumptions"
+_UNCERTAIN = f"{_SHARES}, and sources differ on its data sheet"
 
 # Matrix products. A100: 0.82; the best shape reaches 0.869 (ml-engineering, "Maximum Achievable Matmul
 # FLOPS", torch 2.6), and large shapes about 5 % less. H100: 0.73, which is 720 of 989 TFLOP/s (SemiAnalysis,
 # "MI300X vs H100 vs H200", December 2024). RTX 4090: 0.90, about 150 of 165 TFLOP/s (assumption). MI300X and
 # MI250X: 0.95 of what ml-engineering gives for the best shape.
+# H100 PCIe: 0.62; the best shape reaches 496 of 756 TFLOP/s (zzc0721/torch-performance-test-data, issue 95),
+# and large shapes about 5 % less; H100 NVL is taken to reach as much, H200 NVL (600 W) as much as SXM.
 # Attention. FlashAttention-2, head dimension 128, causal, rows of 2k to 8k: on H100 298 to 333 TFLOP/s
 # forward (figures of the FlashAttention-3 paper, arXiv 2407.08608), backward a tenth less; on A100 0.50 to
 # 0.73 of the peak, backward lower (arXiv 2307.08691). RTX 4090: 0.80 and 0.65 (assumption).
@@ -143,60 +145,96 @@ _SHARES = "its shares of the peaks are assumptions"
 # on H100; 12 GB/s over PCIe 4 (assumption). Networks: one NIC of 200 Gb/s (A100) or 400 Gb/s (H100) for each
 # GPU, 0.9 of it.
 _A100 = _Family(0.82, (0.60, 0.50), 230e9, 22.5e9, 22e9)
+_A100_CARD = _Family(0.72, (0.53, 0.44), *_PCIE4, _SHARES)
+_A800 = replace(_A100, links=230e9 * 400 / 600)  # NVLink of 400 GB/s instead of 600
 _HOPPER = _Family(0.73, (0.32, 0.29), 340e9, 45e9, 50e9)
-_BLACKWELL = _Family(0.70, (0.25, 0.22), 680e9, 45e9, 50e9, _SHARES)
-_GEFORCE = _Family(0.90, (0.80, 0.65), *_PCIE)
-_OLD = _Family(0.70, (0.50, 0.40), *_PCIE, _SHARES)
+_H800 = replace(_HOPPER, links=340e9 * 400 / 900)  # NVLink of 400 GB/s instead of 900
+_H20 = replace(
+    _HOPPER, gemm=0.90, attention=(0.70, 0.60), assumed=_SHARES
+)  # little to compute with
+_HOPPER_CARD = _Family(0.62, (0.27, 0.25), *_PCIE5, _SHARES)
+_H200_CARD = replace(_HOPPER_CARD, gemm=0.73, attention=(0.32, 0.29))
+_BLACKWELL = _Family(0.70, (0.25, 0.22), 680e9, 45e9, 50e9, assumed=_SHARES)
+_NEWER_BLACKWELL = replace(_BLACKWELL, assumed=_UNCERTAIN)
+_GEFORCE = _Family(0.90, (0.80, 0.65), *_PCIE4)
+_OLD = _Family(0.70, (0.50, 0.40), *_PCIE4, _SHARES)
 # Cards with less power for what they could compute.
-_SERVER_CARD = _Family(0.60, (0.45, 0.38), *_PCIE, _SHARES)
-_MI200 = _Family(0.73, (0.35, 0.25), 100e9, 22.5e9, 22e9, _SHARES)
-_MI300 = _Family(0.49, (0.25, 0.18), 310e9, 45e9, 50e9, _SHARES)
+_SERVER_CARD = _Family(0.60, (0.45, 0.38), *_PCIE4, _SHARES)
+_A10G = replace(
+    _SERVER_CARD, gemm=0.85, attention=(0.70, 0.60)
+)  # twice the A10's power for half its peak
+_MI200 = _Family(0.73, (0.35, 0.25), 100e9, 22.5e9, 22e9, assumed=_SHARES)
+_MI300 = _Family(0.49, (0.25, 0.18), 310e9, 45e9, 50e9, assumed=_SHARES)
 
 _T = 1e12
-_DATA_SHEETS: dict[str, tuple[float | None, float, float, int, _Family]] = {
-    # TFLOP/s in bf16 and fp32, TB/s, multiprocessors
-    "rtx2080ti-11gb": (None, 13.4, 0.616, 68, _OLD),
-    "rtx3060-12gb": (25.5, 12.7, 0.360, 28, _GEFORCE),
-    "rtx3070-8gb": (40.6, 20.3, 0.448, 46, _GEFORCE),
-    "rtx3080-10gb": (59.5, 29.8, 0.760, 68, _GEFORCE),
-    "rtx3090-24gb": (71.0, 35.6, 0.936, 82, _GEFORCE),
-    "rtx4080-16gb": (97.5, 48.7, 0.717, 76, _GEFORCE),
-    "rtx4090-24gb": (165.2, 82.6, 1.008, 128, _GEFORCE),
-    "rtx5090-32gb": (209.5, 104.8, 1.792, 170, _GEFORCE),
-    "rtx8000-48gb": (None, 16.3, 0.672, 72, _OLD),
-    "a4000-16gb": (76.7, 19.2, 0.448, 48, _SERVER_CARD),
-    "a5000-24gb": (111.1, 27.8, 0.768, 64, _SERVER_CARD),
-    "a6000-48gb": (154.8, 38.7, 0.768, 84, _SERVER_CARD),
-    "rtx6000ada-48gb": (364.2, 91.1, 0.960, 142, _SERVER_CARD),
-    "rtxpro6000-96gb": (503.8, 125.0, 1.792, 188, _SERVER_CARD),
-    "t4-16gb": (None, 8.1, 0.320, 40, _OLD),
-    "v100-16gb": (None, 15.7, 0.900, 80, _OLD),
-    "v100-32gb": (None, 15.7, 0.900, 80, _OLD),
-    "l4-24gb": (121.0, 30.3, 0.300, 58, _SERVER_CARD),
-    "a10-24gb": (125.0, 31.2, 0.600, 72, _SERVER_CARD),
-    "a30-24gb": (165.0, 10.3, 0.933, 56, _SERVER_CARD),
-    "a40-48gb": (149.7, 37.4, 0.696, 84, _SERVER_CARD),
-    "l40s-48gb": (362.0, 91.6, 0.864, 142, _SERVER_CARD),
-    "a100-40gb": (312.0, 19.5, 1.555, 108, _A100),
-    "a100-80gb": (312.0, 19.5, 2.039, 108, _A100),
-    "h100-80gb": (989.0, 67.0, 3.35, 132, _HOPPER),
-    "h100nvl-94gb": (835.0, 60.0, 3.9, 132, _HOPPER),
-    "gh200-96gb": (989.0, 67.0, 4.0, 132, _HOPPER),
-    "h200-141gb": (989.0, 67.0, 4.8, 132, _HOPPER),
-    "b200-192gb": (2250.0, 75.0, 7.7, 148, _BLACKWELL),
-    "rx7900xtx-24gb": (122.8, 61.4, 0.960, 96, _SERVER_CARD),
-    "mi210-64gb": (181.0, 22.6, 1.6, 104, _MI200),
-    "mi250x-64gb": (191.5, 23.9, 1.6, 110, _MI200),
-    "mi300x-192gb": (1307.0, 163.4, 5.3, 304, _MI300),
-    "mi325x-256gb": (1307.0, 163.4, 6.0, 304, _MI300),
+_DATA_SHEETS: dict[str, tuple[float | None, float, float, int, float, _Family]] = {
+    # TFLOP/s in bf16 and fp32, TB/s, multiprocessors, watts. MI250 and MI250X: one of
+    # the two devices that are on a card.
+    "rtx2080ti-11gb": (None, 13.4, 0.616, 68, 250, _OLD),
+    "rtx3060-12gb": (25.5, 12.7, 0.360, 28, 170, _GEFORCE),
+    "rtx3070-8gb": (40.6, 20.3, 0.448, 46, 220, _GEFORCE),
+    "rtx3080-10gb": (59.5, 29.8, 0.760, 68, 320, _GEFORCE),
+    "rtx3090-24gb": (71.0, 35.6, 0.936, 82, 350, _GEFORCE),
+    "rtx3090ti-24gb": (80.0, 40.0, 1.008, 84, 450, _GEFORCE),
+    "rtx4070-12gb": (58.3, 29.1, 0.504, 46, 200, _GEFORCE),
+    "rtx4080-16gb": (97.5, 48.7, 0.717, 76, 320, _GEFORCE),
+    "rtx4090-24gb": (165.2, 82.6, 1.008, 128, 450, _GEFORCE),
+    "rtx5060ti-16gb": (47.4, 23.7, 0.448, 36, 180, _GEFORCE),
+    "rtx5070-12gb": (61.7, 30.9, 0.672, 48, 250, _GEFORCE),
+    "rtx5070ti-16gb": (87.9, 43.9, 0.896, 70, 300, _GEFORCE),
+    "rtx5080-16gb": (112.6, 56.3, 0.960, 84, 360, _GEFORCE),
+    "rtx5090-32gb": (209.5, 104.8, 1.792, 170, 575, _GEFORCE),
+    "rtx8000-48gb": (None, 16.3, 0.672, 72, 295, _OLD),
+    "a4000-16gb": (76.7, 19.2, 0.448, 48, 140, _SERVER_CARD),
+    "a5000-24gb": (111.1, 27.8, 0.768, 64, 230, _SERVER_CARD),
+    "a6000-48gb": (154.8, 38.7, 0.768, 84, 300, _SERVER_CARD),
+    "rtx5000ada-32gb": (261.1, 65.3, 0.576, 100, 250, _SERVER_CARD),
+    "rtx6000ada-48gb": (364.2, 91.1, 0.960, 142, 300, _SERVER_CARD),
+    "rtxpro6000-96gb": (503.8, 125.0, 1.792, 188, 600, _SERVER_CARD),
+    "t4-16gb": (None, 8.1, 0.320, 40, 70, _OLD),
+    "v100-16gb": (None, 15.7, 0.900, 80, 300, _OLD),
+    "v100-32gb": (None, 15.7, 0.900, 80, 300, _OLD),
+    "l4-24gb": (121.0, 30.3, 0.300, 58, 72, _SERVER_CARD),
+    "a10-24gb": (125.0, 31.2, 0.600, 72, 150, _SERVER_CARD),
+    "a10g-24gb": (70.0, 35.0, 0.600, 80, 300, _A10G),
+    "a30-24gb": (165.0, 10.3, 0.933, 56, 165, _SERVER_CARD),
+    "a40-48gb": (149.7, 37.4, 0.696, 84, 300, _SERVER_CARD),
+    "l40-48gb": (181.0, 90.5, 0.864, 142, 300, _SERVER_CARD),
+    "l40s-48gb": (362.0, 91.6, 0.864, 142, 350, _SERVER_CARD),
+    "a100-40gb": (312.0, 19.5, 1.555, 108, 400, _A100),
+    "a100-80gb": (312.0, 19.5, 2.039, 108, 400, _A100),
+    "a100pcie-40gb": (312.0, 19.5, 1.555, 108, 250, _A100_CARD),
+    "a100pcie-80gb": (312.0, 19.5, 1.935, 108, 300, _A100_CARD),
+    "a800-80gb": (312.0, 19.5, 2.039, 108, 400, _A800),
+    "h100-80gb": (989.0, 67.0, 3.35, 132, 700, _HOPPER),
+    "h100pcie-80gb": (756.0, 51.0, 2.0, 114, 350, _HOPPER_CARD),
+    "h100nvl-94gb": (835.0, 60.0, 3.9, 132, 400, _HOPPER_CARD),
+    "h800-80gb": (989.0, 67.0, 3.35, 132, 700, _H800),
+    "h20-96gb": (148.0, 44.0, 4.0, 78, 400, _H20),
+    "gh200-96gb": (989.0, 67.0, 4.0, 132, 700, _HOPPER),
+    "gh200-144gb": (989.0, 67.0, 4.9, 132, 700, _HOPPER),
+    "h200-141gb": (989.0, 67.0, 4.8, 132, 700, _HOPPER),
+    "h200nvl-141gb": (835.0, 60.0, 4.8, 132, 600, _H200_CARD),
+    "b200-192gb": (2250.0, 75.0, 7.7, 148, 1000, _BLACKWELL),
+    "gb200-186gb": (2500.0, 80.0, 8.0, 148, 1200, _NEWER_BLACKWELL),
+    "b300-288gb": (2250.0, 75.0, 8.0, 148, 1100, _NEWER_BLACKWELL),
+    "rx7900xtx-24gb": (122.8, 61.4, 0.960, 96, 355, _SERVER_CARD),
+    "mi210-64gb": (181.0, 22.6, 1.6, 104, 300, _MI200),
+    "mi250x-64gb": (191.5, 23.9, 1.6, 110, 280, _MI200),
+    "mi250-64gb": (181.0, 22.6, 1.6, 104, 280, _MI200),
+    "mi300x-192gb": (1307.0, 163.4, 5.3, 304, 750, _MI300),
+    "mi325x-256gb": (1307.0, 163.4, 6.0, 304, 1000, _MI300),
+    "mi350x-288gb": (2307.0, 144.2, 8.0, 256, 1000, _MI300),
+    "mi355x-288gb": (2517.0, 157.3, 8.0, 256, 1400, _MI300),
 }
 
 SPEEDS = {
     name: Speeds(
         *(name, half and half * _T, single * _T, bandwidth * _T, processors),
+        power=power,
         **{field.name: getattr(family, field.name) for field in fields(family)},
     )
-    for name, (half, single, bandwidth, processors, family) in _DATA_SHEETS.items()
+    for name, (half, single, bandwidth, processors, power, family) in _DATA_SHEETS.items()
 }
 
 SIMULATED = Speeds(
@@ -209,7 +247,3 @@ SIMULATED = Speeds(
     is_host=True,
     assumed="the speed is that of one nominal CPU core (100 GFLOP/s, 20 GB/s)",
 )
-
-
-def _gigabytes(name: str) -> int:
-    return int(name.rpartition("-")[2].removesuffix("gb"))

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
-from torchtune.data import padded_collate_packed
 
 from torchtune_adaptive.recipe.data.images import RowSize, images_of
+from torchtune_adaptive.recipe.data.packed import ImaginedMask, collate_packed
 from torchtune_adaptive.recipe.registry import component
 
 Row = dict[str, Any]
@@ -52,7 +52,7 @@ class Rows(ABC):
         """How rows become a batch for an objective."""
 
     @abstractmethod
-    def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, torch.Tensor]:
+    def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, Any]:
         """A batch on the host like those of the collate function, without values.
 
         Args:
@@ -95,7 +95,7 @@ class TokenRows(Rows):
 
     def collate(self, cfg: DictConfig, tokenizer: Any, objective: Any) -> Collate:
         if self.packed:
-            return padded_collate_packed
+            return collate_packed
         collate = partial(
             component(cfg.get("collate_fn", "torchtune.data.padded_collate_sft")),
             padding_idx=tokenizer.pad_id,
@@ -106,12 +106,14 @@ class TokenRows(Rows):
             return partial(_collate_in_chunks, collate, chunks, tokenizer.pad_id, objective.ignored)
         return collate
 
-    def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, torch.Tensor]:
-        """A batch; torchtune's mask of packed rows is dense on a CPU, and a few kilobytes on a GPU."""
+    def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, Any]:
+        """A batch; the mask of packed rows is dense on a CPU, and a few kilobytes on a GPU."""
         names = ("tokens", "labels", "input_pos") if self.packed else ("tokens", "labels")
-        batch = {name: torch.empty((rows, length), dtype=torch.int64) for name in names}
+        batch: dict[str, Any] = {
+            name: torch.empty((rows, length), dtype=torch.int64) for name in names
+        }
         if self.packed and simulated:
-            batch["mask"] = torch.empty((rows, length, length), dtype=torch.bool)
+            batch["mask"] = ImaginedMask(rows, length)
         return batch
 
 

@@ -6,22 +6,35 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.planner import Pace, Speeds
+from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.planner import Machine, Pace
 from torchtune_adaptive.recipe.plan.calibration import Calibrations, SpeedCalibration
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.kind_table import is_packed, is_quantized
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_USUAL = Machine()
 
 
 def pace_for(
-    cfg: DictConfig, settings: AdaptiveSettings, ranks: int, device: str
+    cfg: DictConfig,
+    settings: AdaptiveSettings,
+    ranks: int,
+    device: str,
+    machine: Machine = _USUAL,
 ) -> tuple[Pace | None, tuple[str, ...]]:
     """The pace of a run on a device, which has our name or torch's, and the assumptions; without a pace, the
-    reason."""
+    reason.
+
+    Raises:
+        ConfigError: what is told of the machine cannot be with this device.
+    """
+    if cfg.device == "cpu" and machine.is_told:
+        remedy = "Set device=cuda, or leave out power, links, network and nodes"
+        raise ConfigError("device", "cpu", "is simulated, and a machine of GPUs is told", remedy)
     if cfg.get("fsdp_cpu_offload", False):
         return None, ("no speed: with CPU offload the host's speed decides, and that is not known",)
-    speeds = Speeds.simulated() if cfg.device == "cpu" else Speeds.of(device)
+    speeds = machine.simulated() if cfg.device == "cpu" else machine.speeds(device)
     if speeds is None:
         return None, (
             f"no speed: nothing is known about the speed of a {device}; name one with --gpu",
@@ -29,11 +42,13 @@ def pace_for(
     dtype = _DTYPES.get(str(cfg.dtype), "bfloat16")
     if speeds.peak(dtype) is None:
         return None, (f"no speed: {speeds.name} has no {cfg.dtype}",)
+    # What was measured is right for the machine as it is.
     measured = Calibrations(SpeedCalibration, settings.cache, cfg, ranks).of(device)
-    correction = measured.seconds_ratio if measured else None
+    correction = measured.seconds_ratio if measured and not machine.is_told else None
     compiled = bool(cfg.get("compile", False))
     pace = Pace(speeds, ranks, compiled, is_quantized(cfg), dtype, correction)
-    return pace, tuple(_assumptions(cfg, pace))
+    around = () if speeds.is_host else machine.lines(device, ranks)
+    return pace, (*_assumptions(cfg, pace), *around)
 
 
 def _assumptions(cfg: DictConfig, pace: Pace) -> Iterator[str]:
@@ -43,8 +58,3 @@ def _assumptions(cfg: DictConfig, pace: Pace) -> Iterator[str]:
         yield f"speed: corrected by a factor of {1 / pace.correction:.2f}, measured on this machine"
     if is_packed(cfg):
         yield "speed: flex attention is counted as flash attention over whole rows (either direction)"
-    if pace.ranks > pace.speeds.GPUS_IN_A_NODE:
-        yield (
-            f"speed: nodes of {pace.speeds.GPUS_IN_A_NODE} GPUs, joined by "
-            f"{pace.speeds.network / 1e9:.3g} GB/s for each GPU"
-        )

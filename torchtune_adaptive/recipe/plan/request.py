@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.common import ConfigError, NoPrediction
-from torchtune_adaptive.planner import DeviceLimits, Pace, gpu_limits, gpus, planned_gpu
+from torchtune_adaptive.planner import DeviceLimits, Machine, Pace, gpu_limits, gpus, planned_gpu
 from torchtune_adaptive.recipe.data.row_lengths import longest_known
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.recipe.plan.pace import pace_for
@@ -43,6 +43,8 @@ class PlanRequest:
     assumptions: tuple[str, ...] = field(default=())
     pace: Pace | None = None
     """Pace that its speed follows from; None if that is not known."""
+    machine: Machine = field(default_factory=Machine)
+    """What is told about the machine."""
 
     def query(self, **changes: Any) -> Query:
         plain: Any = OmegaConf.to_container(self.cfg, resolve=True)
@@ -66,7 +68,9 @@ def on_devices(plan: PlanRequest, names: str) -> list[tuple[DeviceLimits, Pace |
     found = []
     for name in names.split(","):
         device, _ = device_for(plan.cfg, plan.settings, plan.ranks, name.strip())
-        pace, _ = pace_for(plan.cfg, plan.settings, plan.ranks, device.name)
+        same = device.name == plan.device.name
+        machine = plan.machine if same else plan.machine.for_other_gpus
+        pace, _ = pace_for(plan.cfg, plan.settings, plan.ranks, device.name, machine)
         found.append((device, pace))
     return found
 
@@ -78,6 +82,7 @@ def plan_request(
     memory: int | None = None,
     length: int | None = None,
     name: str = "config",
+    machine: Machine | None = None,
 ) -> PlanRequest:
     """Settle what the prediction is for.
 
@@ -88,6 +93,7 @@ def plan_request(
         memory: the capacity of one process, if known.
         length: the tokens in a row, as many as the longest sample has, if known.
         name: the name of the config, for the report.
+        machine: what is told about the machine, if anything is.
 
     Raises:
         ConfigError: the config cannot work.
@@ -108,9 +114,10 @@ def plan_request(
     device, assumed = device_for(cfg, settings, ranks, gpu_name, memory)
     # Not the name of the device, which says how much memory it has, where that is limited.
     named = device.name if gpu_name in (None, HERE) else gpus.gpu(gpu_name).name
-    pace, about_speed = pace_for(cfg, settings, ranks, named)
-    assumptions = (*assumed, *stand_in, *_caveats(cfg), *about_speed)
-    return PlanRequest(name, cfg, ranks, device, length, source, settings, assumptions, pace)
+    machine = machine or Machine()
+    pace, about_speed = pace_for(cfg, settings, ranks, named, machine)
+    about = (*assumed, *stand_in, *_caveats(cfg), *about_speed)
+    return PlanRequest(name, cfg, ranks, device, length, source, settings, about, pace, machine)
 
 
 _OF_ADAM = ("_component_", "lr", "betas", "eps", "weight_decay")
@@ -190,7 +197,8 @@ def device_for(
     measured = _measured_here(cfg, settings, ranks)
     capacity = min(memory or measured.capacity, measured.capacity)
     ratio = measured.reserved_ratio
-    return gpu_limits(measured.device, kind, capacity, settings.headroom, measured.text(), ratio)
+    about, headroom = measured.text(), settings.headroom
+    return gpu_limits(measured.device, kind, ranks, capacity, headroom, about, ratio)
 
 
 def _simulated_device(settings: AdaptiveSettings, memory: int | None) -> DeviceLimits:
@@ -229,6 +237,9 @@ def _caveats(cfg: DictConfig) -> Iterator[str]:
             "images, overestimates if they are small)"
         )
     if is_packed(cfg):
-        yield "packed rows: flex attention is counted as flash attention (overestimates)"
+        yield (
+            "packed rows: flex attention is counted as flash attention (overestimates), but not what making "
+            "its mask takes for a moment, 2 bytes x rows x length^2 (underestimates for very long rows)"
+        )
     if cfg.device != "cpu":
         yield "attention: flash; if torch selects cuDNN, its workspace is not included (underestimates)"

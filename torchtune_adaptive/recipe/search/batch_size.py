@@ -78,7 +78,7 @@ def _search(
         first = probe.prime(worst.batch)
         if not first.fits:
             raise worst.nothing_fits(first)
-        capacity = min(report.usable_bytes for report in first.reports)
+        capacity = prober.capacity()
         if planner is not None and worst.size.images > 1:
             log.info("No prediction: it would be for rows with one image. Searching without it.")
             planner = None

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import torch
-
 from torchtune_adaptive.common import ConfigError, counted
 from torchtune_adaptive.core import ByRows, Choice, Probe, SizeTrial, Split, knobs, recompute
 from torchtune_adaptive.recipe.search import timings
@@ -54,7 +52,7 @@ def find_fastest(
         f"{worst.length} tokens ({worst.source})."
     )
     confirmed = next((one for one in allowed if one == known), None)
-    with _Trials(prober, rows, worst, own, Choice.leanest(allowed)) as trials:
+    with _Trials(prober, rows, worst, own, to_begin_with(allowed)) as trials:
         if confirmed is not None and trials.fits(confirmed):
             log.info("The configuration that this run had chosen still fits.")
             timed, chosen = [timings.Timing(confirmed)], confirmed
@@ -90,7 +88,7 @@ def _predicted_ranking(
 ) -> Ranked | None:
     """The same prediction on all ranks, or ranks would try different choices."""
     prober.enter("predicting the fastest configuration")
-    capacity = min(prober.ranks.gather(prober.step.memory.capacity()))
+    capacity = prober.capacity()
     if rank is not None:
         log.info("Predicting how fast they are, to try the best first.")
     predicted = rank(row_length, capacity) if rank else None
@@ -115,6 +113,15 @@ def possible_choices(prober: Prober) -> list[Choice]:
         if all(key in switches or key == knobs.MICRO_BATCH for key in changed):
             found.setdefault(meaning(choice), choice)
     return list(found.values())
+
+
+def to_begin_with(allowed: Sequence[Choice]) -> list[Choice]:
+    """Choices that may need the least memory; first those that need none of the host's.
+
+    Where there is little of that, nothing that offloads fits, and anything else may.
+    """
+    without = [one for one in allowed if not one.get(knobs.OFFLOADING)]
+    return Choice.leanest(without) + [one for one in Choice.leanest(allowed) if one not in without]
 
 
 def _choose(
@@ -163,8 +170,8 @@ class _Trials:
     worst: WorstCase
     own: Choice
     """The config's own values, which others are named after."""
-    leanest: Sequence[Choice]
-    """Choices that may need the least memory."""
+    first: Sequence[Choice]
+    """Choices to take the first steps with, in this order, until one fits."""
     tried: dict[Choice, SizeTrial] = field(default_factory=dict)
     tokens: int = 0
     """Tokens in a step that is timed, over all ranks and without padding."""
@@ -178,7 +185,7 @@ class _Trials:
                     lambda size: self._split(step.options.switches.choice).accumulation
                 )
             )
-            for choice in self.leanest:
+            for choice in self.first:
                 step.switch(choice)
                 first = self._probe.prime(self.worst.batch)
                 if first.fits:
@@ -206,32 +213,15 @@ class _Trials:
         return self.tried[choice].fits
 
     def time(self, choice: Choice, steps: int) -> Sequence[float] | None:
-        """Seconds of some steps of the run's first samples, after one that is not counted."""
+        """Seconds of some steps of the run's first samples."""
         self.prober.step.switch(choice)
         size, ranks, data = self._split(choice).micro_batch, self.prober.ranks, self.rows.data
         if not self.tokens:
             samples = self.rows.first_samples[ranks.rank :: ranks.size]
             mine = sum(data.rows.length(data.dataset[sample]) for sample in samples)
             self.tokens = sum(ranks.gather(mine))
-        batches = _Fresh([*self.rows.first_step(ranks, ByRows("divisor"), size)])
-        seconds = self._probe.timed("to time it", batches, steps, warm_up=1)
+        batches = self.rows.first_step(ranks, ByRows("divisor"), size)
+        seconds = self._probe.timed("to time it", batches, steps)
         took = f"{1e3 * median(seconds):,.0f} ms a step" if seconds else "out of memory"
         log.info(f"{name_of(choice, self.own)}: {took}, in {counted(steps, 'timed step')}")
         return seconds
-
-
-class _Fresh(Sequence[dict[str, Any]]):
-    """Batches that are copied when they are used: on the simulated device, those of a whole step would count
-    as in use at once."""
-
-    def __init__(self, batches: list[dict[str, Any]]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, index: Any) -> Any:
-        return {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in self._batches[index].items()
-        }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from omegaconf import DictConfig
 
 from torchtune_adaptive.core import (
@@ -24,6 +26,7 @@ from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.setup.flex_attention import compiles
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +57,28 @@ class RowsToTry:
         """The samples of the first step; rank ``r`` of ``n`` has those at ``r``, ``r + n``, ..."""
         return self.order.epoch(0)[: self.configured.global_batch]
 
-    def first_step(self, ranks: Ranks, micro_batches: MicroBatches, size: int) -> Iterator[Batch]:
+    def first_step(self, ranks: Ranks, micro_batches: MicroBatches, size: int) -> Sequence[Batch]:
         """A rank's rows of the first step, in micro-batches of a size."""
         data, order = self.data, self.order
         loader = Loader(data.dataset, data.collate, order, ranks.rank, ranks.size, micro_batches)
-        return loader.epoch(0).step(self.configured.rows, size)
+        return _Fresh([*loader.epoch(0).step(self.configured.rows, size)])
+
+
+class _Fresh(Sequence[Batch]):
+    """Batches that are copied when they are used: on the simulated device, those of a whole step would count
+    as in use at once."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        return {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in self._batches[index].items()
+        }
 
 
 @dataclass(frozen=True)
@@ -75,11 +95,17 @@ class Prober:
 
     @property
     def compiled(self) -> bool:
+        """Whether the model is compiled."""
         return bool(self.cfg.get("compile", False))
 
     def enter(self, phase: str) -> None:
         """Tell the watchdog of a phase that may take any time."""
         self.watchdog.enter(phase, patience=None)
+
+    def capacity(self) -> int:
+        """The bytes that any rank can get. After the first steps of a probe, they no longer include what
+        communication and kernels keep outside of the allocator."""
+        return min(self.ranks.gather(self.step.memory.capacity()))
 
     def probe(self, accumulation: Callable[[int], int]) -> Probe:
         """A probe, which is a context.
@@ -92,7 +118,7 @@ class Prober:
                 "The simulated device sees single operations, so compiled regions run eager in trials."
             )
         # How long a rank compiles cannot be bounded.
-        patience = None if self.compiled else self.settings.rank_timeout
+        patience = None if compiles(self.cfg) else self.settings.rank_timeout
         return Probe(
             step=self.step,
             accumulation=accumulation,

@@ -74,9 +74,10 @@ def numbers_of(
     trial: SizeTrial,
     trials: int,
     seconds: float,
-    speed: float | None,
+    speed: float | None = None,
 ) -> dict[str, float]:
-    """What a search came to: the batch, the trial of what was chosen, and its tokens per second and rank."""
+    """What a search came to: the batch, the trial of what was chosen and, if that was timed, its tokens per
+    second and rank."""
     found: dict[str, float] = {
         **batch_numbers(split),
         "row_length": row_length,

@@ -141,8 +141,7 @@ class SearchReport(Report):
     def numbers(self) -> dict[str, float]:
         trials = self.result.trials
         best = next(trial for trial in trials if trial.size == self.largest)
-        result = self.after, self.row.tokens, best, len(trials), self.seconds
-        found = numbers_of(*result, best.tokens_per_second)
+        found = numbers_of(self.after, self.row.tokens, best, len(trials), self.seconds)
         return {"largest_batch_size": self.largest, **found}
 
     def blocks(self) -> list[Block]:

@@ -43,7 +43,7 @@ vary by less."""
 _ROUNDS = 4
 """Times that a step is measured with and without a budget before the budget is given up."""
 _FIRST_ROUNDS = 2
-"""The same before it is used: the very first step may be slow for reasons of its own."""
+"""The same before it is used: one step may be slow by chance."""
 
 
 def find_budget(
@@ -257,7 +257,7 @@ def _speeds(
 
     def measured(what: str, micro_batches: MicroBatches) -> float | None:
         step = rows.first_step(prober.ranks, micro_batches, micro_batches.full_size(split))
-        seconds = probe.timed(what, [*step])
+        seconds = probe.timed(what, step)
         return tokens / seconds[0] if seconds else None
 
     return best_throughputs(

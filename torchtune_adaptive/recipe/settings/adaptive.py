@@ -107,9 +107,9 @@ class AdaptiveSettings:
     them. Losses and weights do not depend on it."""
 
     may_change: Literal["exact", "rounding"] | Annotated[tuple[str, ...], KEYS] = "exact"
-    """The knobs that use_fastest_configuration may change: those that change no bit of the training
-    (``exact``), also those that change the order of sums (``rounding``), or a list of keys
-    (docs/fastest.md)."""
+    """The knobs that use_fastest_configuration may change: those that change no bit of the training where
+    kernels are deterministic (``exact``; docs/determinism.md), also those that change the order of sums
+    (``rounding``), or a list of keys (docs/fastest.md)."""
 
     speed_trials: Annotated[int, at_least(1, 64)] = 3
     """Number of configurations that use_fastest_configuration times, besides the config's own."""
@@ -213,7 +213,7 @@ class AdaptiveSettings:
 
     def agreement_timeout(self, compiled: bool) -> float:
         """Seconds that ranks wait for each other to agree: long enough for the watchdog to report first
-        and, where models are compiled, for a rank that compiles while another has it cached."""
+        and, where anything is compiled, for a rank that compiles while another has it cached."""
         return 3600.0 if compiled else 2 * max(self.rank_timeout, self.step_timeout)
 
     @classmethod

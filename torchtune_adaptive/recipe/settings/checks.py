@@ -136,6 +136,12 @@ def _conflicts_of_memory(cfg: DictConfig) -> Iterator[Conflict]:
         "Set enable_activation_offloading=False",
     )
     yield (
+        offloads and has_images(cfg),
+        knobs.OFFLOADING,
+        "does not work with images in torchtune",
+        "Set enable_activation_offloading=False",
+    )
+    yield (
         offloads and Choice({knobs.CHECKPOINT: checkpoint}).checkpoints_every is None,
         knobs.OFFLOADING,
         "works only together with the checkpointing of whole layers",

@@ -274,9 +274,9 @@ def _for_another(cfg: DictConfig, key: str, theirs: str, recipe: str) -> ConfigE
     )
 
 
-def is_packed(cfg: DictConfig) -> bool:
+def is_packed(cfg: DictConfig, block: str = "dataset") -> bool:
     """Whether samples are packed; a list of datasets is if all of them are (torchtune has no mixture)."""
-    datasets = cfg.get("dataset") or {}
+    datasets = cfg.get(block) or {}
     if not isinstance(datasets, ListConfig):
         return bool(datasets.get("packed", False))
     return bool(datasets) and all(one.get("packed", False) for one in datasets)

@@ -1,8 +1,8 @@
 """The memory knobs: settings that trade memory for speed and leave the training as it is.
 
 One table, which everything reads that changes a config on the user's behalf. An ``exact`` knob changes no bit
-of losses and weights. A ``rounding`` knob does the same arithmetic in another order. A ``named`` one is
-changed only where the user names it.
+of losses and weights where kernels are deterministic (docs/determinism.md). A ``rounding`` knob does the same
+arithmetic in another order. A ``named`` one is changed only where the user names it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.core import Choice, Split, knobs
-from torchtune_adaptive.recipe.settings.kind_table import kind_of
+from torchtune_adaptive.recipe.settings.kind_table import has_images, kind_of
 
 Effect = Literal["exact", "rounding", "named"]
 Config = DictConfig | Mapping[str, Any]
@@ -97,6 +97,11 @@ def _sharded_layers(cfg: DictConfig) -> tuple[str, ...] | None:
     return tuple(cfg.get(SHARDED_LAYERS) or ()) or None
 
 
+def _offloading_values(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
+    # torchtune refuses to offload for a model of images.
+    return (False, True) if cfg.device == "cuda" and not has_images(cfg) else ()
+
+
 def _micro_batches(cfg: DictConfig, ranks: int) -> tuple[int, ...]:
     """All that make up the configured rows of a step."""
     if cfg.get("optimizer_in_bwd", False):
@@ -129,7 +134,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         knobs.OFFLOADING,
         "exact",
-        lambda cfg, ranks: (False, True) if cfg.device == "cuda" else (),
+        _offloading_values,
         lambda cfg: cfg.get(knobs.OFFLOADING, False),
     ),
     Knob(

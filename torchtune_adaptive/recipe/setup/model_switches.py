@@ -52,7 +52,8 @@ def build_switches(
     setters: dict[str, Any] = {knobs.CHECKPOINT: checkpoint}
     if isinstance(model, FSDPModule):
         setters[knobs.RESHARD] = model.set_reshard_after_forward
-    if offloading is not None:
+    # torchtune refuses to offload where a decoder stands beside an encoder.
+    if offloading is not None and not hasattr(model, "decoder"):
         setters[knobs.OFFLOADING] = lambda value: setattr(offloading, "enabled", value)
     if type(objective) is NextTokenPrediction:
         setters |= _of_the_loss(cfg, environment, model, objective)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from torch import nn
@@ -33,4 +33,23 @@ class Offloading:
         fresh: OffloadActivations = bound_by_host_memory(OffloadActivations())
         if self._first.use_streams:
             fresh.s1 = self._first.s1  # another stream would be another pool of cached memory
-        return fresh
+        return _ErrorsOfTheModel(fresh)
+
+
+class _ErrorsOfTheModel(AbstractContextManager[Any]):
+    """``offloading``, out of which the model's errors come as they are.
+
+    torchtune's hooks suspend offloading before the last projection and resume it after. If that layer is
+    sharded by itself (``custom_sharded_layers``), gathering it may fail before the first of them. Then the
+    second ends offloading, and ending it once more raises an assertion of torch.
+    """
+
+    def __init__(self, offloading: OffloadActivations) -> None:
+        self._offloading = offloading
+
+    def __enter__(self) -> None:
+        self._offloading.__enter__()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        with suppress(RuntimeError) if error is not None else nullcontext():
+            self._offloading.__exit__(kind, error, traceback)

@@ -52,9 +52,12 @@ class _Torch:
 @contextmanager
 def for_offloading() -> Iterator[None]:
     """Let torchtune's activation offloading work with the fake device."""
-    module = offloading_module()
+    module, record = offloading_module(), torch.Tensor.record_stream
     module.torch = _Torch()
+    # Of what it has brought back, where that itself is needed for longer; torch refuses a fake stream.
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
     try:
         yield
     finally:
         module.torch = torch
+        torch.Tensor.record_stream = record  # type: ignore[method-assign]

@@ -115,7 +115,7 @@ class Tracer(StepTracer):
             choice: other values of knobs that are switches, for this step.
             micro_batches: their number; None is as configured, but no more than two.
         """
-        with self._within():  # the choice may be the first that offloads
+        with self.tracing():  # torchtune asks the device for streams when offloading begins
             self.step.switch(self._own | (choice or {}))
         return self.trace(
             lambda: self._batch(rows, length),

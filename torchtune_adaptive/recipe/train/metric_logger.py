@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
@@ -30,6 +31,7 @@ class MetricLogger:
         said = nullcontext() if log.isEnabledFor(logging.INFO) else redirect_stdout(StringIO())
         with said:
             self._logger: Any = config.instantiate(cfg.metric_logger)
+        atexit.register(self.close)  # what it holds back is written, however the run ends
 
     def log_config(self, cfg: DictConfig) -> None:
         self._write(self._logger.log_config, cfg)
@@ -38,6 +40,7 @@ class MetricLogger:
         self._write(self._logger.log_dict, payload, step=step)
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._write(self._logger.close)
 
     def _write(self, write: Callable[..., None], *content: Any, **where: Any) -> None:

@@ -1,0 +1,256 @@
+"""Steps inside a loop that clips, steps the optimizer and logs by itself, as trainers do."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.library import WIDTH, Trained, collate, failing, rows_of
+from tests.helpers.models import local_values, same_bits
+from tests.helpers.ranks import run_ranks
+from torchtune_adaptive import UsageError, find_batch_size
+
+ROWS = 4
+
+
+class Shares(Trained):
+    """A loop whose loss is a mean over the rows of a step, as transformers' trainer has it."""
+
+    def forward(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
+        inputs, targets = batch
+        return F.mse_loss(self.model(inputs), targets) * len(inputs) / ROWS
+
+    def take(self, rows: list[Any], size: int) -> Any:
+        outcome = self.step(rows, collate, size)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()  # gradients stay, as where a trainer zeroes them before it begins
+        return outcome, float(getattr(norm, "full_tensor", lambda: norm)())
+
+
+class Sums(Shares):
+    forward = Trained.forward  # type: ignore[assignment]
+
+
+def plain_step(run: Trained, rows: list[Any]) -> float:
+    """The same step by hand, on one rank."""
+    run.optimizer.zero_grad()
+    inputs, targets = collate(rows)
+    F.mse_loss(run.model(inputs), targets).backward()
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+    run.optimizer.step()
+    return float(norm)
+
+
+@pytest.mark.parametrize("kind", [Shares, Sums])
+def test_the_caller_clips_and_steps(kind: type[Shares]) -> None:
+    run, plain = kind("alone", optimizer_steps=False), Trained("alone")
+    for seed in range(3):
+        outcome, norm = run.take(rows_of(ROWS, seed), 1)
+        inputs, targets = collate(rows_of(ROWS, seed))
+        expected = F.mse_loss(plain.model(inputs), targets).item()
+        assert outcome.loss == pytest.approx(expected, rel=1e-6)
+        assert norm == pytest.approx(plain_step(plain, rows_of(ROWS, seed)), rel=1e-5)
+        assert outcome.gradient_norm is None
+    for ours, theirs in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def steps_on_ranks(way: str, divisor: float | None, fails_on: int | None) -> list[Any]:
+    """Losses, norms and weights of three steps; in the second, memory runs out on a rank."""
+    run, memory = _failing(way)
+    if divisor is not None:
+        for module in (run.model, *run.model.children()):
+            module.set_gradient_divide_factor(divisor)  # type: ignore[operator]
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has no other
+        run, memory = _failing(way, run.model)
+    rank, seen = run.step.ranks.rank, []
+    for number in range(3):
+        with memory.fail_at(9 if number == 1 and rank == fails_on else None):
+            outcome, norm = run.take(rows_of(ROWS, 10 * number + rank), 2)
+        assert outcome.retried == (number == 1 and fails_on is not None)
+        seen.append((outcome.loss, norm))
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in run.model.parameters()]
+    return [seen, [tensor.tolist() for tensor in whole]]
+
+
+def _failing(way: str, model: nn.Module | None = None) -> tuple[Shares, Any]:
+    return failing(way, kind=Shares, model=model, optimizer_steps=False)  # type: ignore[return-value]
+
+
+WAYS = [("fsdp", None), ("fsdp", 1.0), ("fsdp", 4.0), ("ddp", None)]
+
+
+@pytest.mark.ranks
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize("fails_on", [None, 1])
+@pytest.mark.parametrize(("way", "divisor"), WAYS)
+def test_shares_are_averaged_over_ranks(
+    way: str, divisor: float | None, fails_on: int | None
+) -> None:
+    """However gradients are reduced, and whoever runs out of memory."""
+    found = run_ranks(steps_on_ranks, 2, way, divisor, fails_on)
+    assert found[0] == found[1]
+    (seen, weights), plain = found[0], Trained("alone")
+    for number, (loss, norm) in enumerate(seen):
+        rows = [row for rank in range(2) for row in rows_of(ROWS, 10 * number + rank)]
+        inputs, targets = collate(rows)
+        expected = F.mse_loss(plain.model(inputs), targets).item()
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert norm == pytest.approx(plain_step(plain, rows), rel=1e-5)
+    for ours, theirs in zip(weights, plain.model.parameters(), strict=True):
+        torch.testing.assert_close(torch.tensor(ours), theirs.detach())
+
+
+@pytest.mark.parametrize("kind", [Shares, Sums])
+def test_a_search_leaves_the_optimizer_and_what_was_counted(kind: type[Shares]) -> None:
+    counts = {"passes": 0}
+
+    class Counting(kind):  # type: ignore[misc, valid-type]
+        def forward(self, batch: Any) -> Any:
+            counts["passes"] += 1
+            return super().forward(batch)
+
+    restored: list[int] = []
+    run = Counting(
+        "alone",
+        optimizer_steps=False,
+        memory_limit="1MiB",
+        restore=lambda: restored.append(counts["passes"]),
+    )
+    before = local_values(run.model)
+    find_batch_size(run.step, lambda rows: collate(rows_of(rows)), ceiling=8)
+    assert same_bits(local_values(run.model), before) and not run.optimizer.state
+    assert restored == [counts["passes"]]
+
+
+def test_what_was_counted_is_set_back_before_each_attempt() -> None:
+    counted: list[int] = []
+
+    class Counting(Shares):
+        def forward(self, batch: Any) -> Any:
+            counted.append(len(batch[0]))
+            return super().forward(batch)
+
+    run, memory = failing("alone", kind=Counting, optimizer_steps=False, restore=counted.clear)
+    with memory.fail_at(12):
+        outcome = run.step(rows_of(ROWS), collate, 2)
+    assert outcome.retried == 1 and counted == [1, 1, 1, 1]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.on = inner, False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.on:
+            return checkpoint(self.inner, inputs, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.inner(inputs)  # type: ignore[no-any-return]
+
+
+def relieved(way: str) -> list[Any]:
+    """The micro-batches and checkpointing of steps of one row, in the second of which memory runs out."""
+    layers: list[Checkpointed] = []
+
+    def switch(on: bool) -> Callable[[], None]:
+        return lambda: [setattr(layer, "on", on) for layer in layers] and None
+
+    def wrapped(model: nn.Module) -> nn.Module:
+        for layer in model.children():
+            layers.append(Checkpointed(layer[0]))  # type: ignore[index]
+            layer[0] = layers[-1]  # type: ignore[index]
+        return model
+
+    relief = (switch(True), switch(False))
+    run, memory = failing(way, wrap=wrapped, relief=relief, grow_back_after=2)
+    seen: list[Any] = []
+    for number in range(5):
+        with memory.fail_at(9 if number == 1 and run.step.ranks.is_zero else None):
+            outcome = run.step(rows_of(1, number), collate, 1)
+        seen.append((outcome.loss, outcome.retried, all(layer.on for layer in layers)))
+    return seen
+
+
+def test_checkpointing_comes_before_smaller_micro_batches() -> None:
+    seen = relieved("alone")
+    assert [retried for _, retried, _ in seen] == [0, 1, 0, 0, 0]
+    assert [on for _, _, on in seen] == [False, True, False, False, False]
+    plain = Trained("alone")
+    losses = [plain.step(rows_of(1, number), collate, 1).loss for number in range(5)]
+    assert [loss for loss, _, _ in seen] == losses
+
+
+@pytest.mark.ranks
+def test_all_ranks_checkpoint_alike() -> None:
+    one, other = run_ranks(relieved, 2, "fsdp")
+    assert one == other
+    assert [on for _, _, on in one] == [False, True, False, False, False]
+
+
+class TestMisuse:
+    @pytest.mark.parametrize("relief", [3, (print,), (print, 3), print, [print, print]])
+    def test_relief(self, relief: Any) -> None:
+        with pytest.raises(UsageError, match=r"^relief: .* is not two functions"):
+            Trained("alone", relief=relief)
+
+    def test_restore(self) -> None:
+        with pytest.raises(UsageError, match=r"^restore: 3 is not a function"):
+            Trained("alone", restore=3)
+
+    @pytest.mark.parametrize(
+        "theirs", [{"max_grad_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}]
+    )
+    def test_what_the_caller_does(self, theirs: dict[str, Any]) -> None:
+        with pytest.raises(UsageError, match=r"^optimizer_steps: False leaves clipping"):
+            Trained("alone", optimizer_steps=False, **theirs)
+
+    def test_noise_of_shares(self) -> None:
+        with pytest.raises(UsageError, match=r"^measure_noise: not where forward returns a share"):
+            Shares("alone", measure_noise=True).step(rows_of(2), collate, 1)
+
+    def test_a_share_and_then_a_sum(self) -> None:
+        run = Shares("alone")
+        run.step(rows_of(2), collate, 1)
+        run.forward = lambda batch: (run.model(batch[0]).sum(), 4)  # type: ignore[assignment, method-assign]
+        run.step.objective._forward = run.forward
+        with pytest.raises(UsageError, match="returned 2 values, and a tensor before"):
+            run.step(rows_of(2), collate, 1)
+
+
+class TestSearch:
+    """Functions that are right, and that a search took for wrong."""
+
+    def find(self, forward: Any, batch: Any, width: int = WIDTH) -> int:
+        run = Trained("alone", width=width, memory_limit="1MiB")
+        run.step.objective._forward = lambda inputs: forward(run.model, inputs)
+        return int(find_batch_size(run.step, batch, ceiling=8))
+
+    def test_a_negative_loss(self) -> None:
+        forward = lambda model, batch: (-model(batch[0]).square().sum(), batch[0].numel())  # noqa: E731
+        assert self.find(forward, lambda rows: collate(rows_of(rows))) == 8
+
+    def test_a_mapping_that_torch_does_not_know(self) -> None:
+        """As transformers' tokenizers return, whose ``to`` changes them in place."""
+        made = []
+
+        def batch(rows: int) -> UserDict[str, torch.Tensor]:
+            made.append(UserDict(inputs=collate(rows_of(rows))[0]))
+            return made[-1]
+
+        forward = lambda model, batch: (model(batch["inputs"]).square().sum(), 1)  # noqa: E731
+        assert self.find(forward, batch) == 8
+
+    def test_rows_that_are_strung_together(self) -> None:
+        def batch(rows: int) -> dict[str, torch.Tensor]:
+            ends = torch.arange(rows + 1) * 3  # one more than rows
+            return {"inputs": torch.zeros(3 * rows, WIDTH), "ends": ends}
+
+        forward = lambda model, batch: (model(batch["inputs"]).square().sum(), 1)  # noqa: E731
+        assert self.find(forward, batch) == 8

@@ -1,0 +1,41 @@
+"""Flex attention, which torchtune has for packed rows on a GPU, and always compiles.
+
+That is apart from ``compile: True``, and without dynamic shapes: once for each number of rows, and again
+where other inputs have gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.compiler.config as limits
+from omegaconf import DictConfig
+from torchtune.modules import attention_utils
+
+from torchtune_adaptive.recipe.settings.kind_table import is_packed
+
+
+def has_flex_attention(device: torch.device) -> bool:
+    """Whether packed rows go through flex attention on this device; through a dense mask otherwise."""
+    return device.type == "cuda" and hasattr(attention_utils, "flex_attention_compiled")
+
+
+def compiles(cfg: DictConfig) -> bool:
+    """Whether a run compiles anything: a rank may then take long where another one has it in its cache."""
+    return bool(cfg.get("compile", False)) or compiles_attention(cfg)
+
+
+def compiles_attention(cfg: DictConfig) -> bool:
+    """Whether a run compiles attention, on which ``compile`` has no influence."""
+    packed = is_packed(cfg) or is_packed(cfg, "dataset_val")
+    return packed and has_flex_attention(torch.device(cfg.device))
+
+
+def compile_attention_for_every_size(cfg: DictConfig) -> None:
+    """Allow as many compilations of a function as all of its variants together may have (256).
+
+    By default there are eight, and then torch runs the function as it is, with one warning in all. Flex
+    attention keeps all scores then, and a search, validation, growth and recovery meet more than eight sizes.
+    The limit holds for the thread that sets it; backward's threads only need what forward has compiled.
+    """
+    if compiles_attention(cfg):
+        limits.recompile_limit = max(limits.recompile_limit, limits.accumulated_recompile_limit)
