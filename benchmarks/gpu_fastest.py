@@ -11,13 +11,15 @@ fastest.py, which does the same with small models on a CPU.
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
-from fastest import LIMITS, predictions, report
+from fastest import LIMITS, name_of, predictions, report
 from gpu_cases import FASTEST, Case
 from gpu_plan import GIB, SHORTER, build_step, config_of, random_batch
 from omegaconf import DictConfig
@@ -33,6 +35,8 @@ ROWS = 4
 """Rows of a step."""
 ROUNDS, STEPS = 4, 2
 """Rounds of measurements at most, and steps in each; every second round is one half of them."""
+SHOWN = 5
+"""The fastest configurations that are printed."""
 
 
 def config_for(case: Case, device: str) -> DictConfig:
@@ -95,6 +99,11 @@ def take(step: TrainStep, size: int, length: int) -> None:
     step.apply()
 
 
+def seconds_of(one: dict[str, Any]) -> float:
+    first, second = one["seconds"]
+    return median([*first, *second])
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("case", choices=FASTEST, metavar="MODEL")
@@ -103,6 +112,7 @@ def main() -> None:
         "--seconds", type=float, default=60, help="after these, two rounds are enough (default: 60)"
     )
     asked = arguments.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # why there is no prediction
     case, on_gpu = FASTEST[asked.case], asked.device == "cuda"
     if on_gpu:
         name, capacity = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
@@ -114,6 +124,9 @@ def main() -> None:
     with ThreadPoolExecutor(1) as waiting:  # for another process, which predicts meanwhile
         predicted = waiting.submit(predictions, cfg, case.length, name, capacity)
         table = measure(cfg, case.length, capacity, asked.seconds)
+        for one in sorted(table, key=seconds_of)[:SHOWN]:
+            peak = one["peak"] / GIB
+            print(f"{seconds_of(one):.3f} s, {peak:.2f} GiB: {name_of(one['choice'])}", flush=True)
         label = f"{case.name}, {ROWS} rows of {case.length} tokens"
         report([(label, table, configured_choice(cfg, 1), predicted.result())])
 
