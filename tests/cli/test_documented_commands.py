@@ -124,6 +124,9 @@ def test_a_documented_command_is_understood(command: str) -> None:
             assert words[words.index("--config") + 1] in configs
         case ["python", "-m"]:
             assert (ROOT / Path(*words[2].split("."))).with_suffix(".py").exists()
+        case ["python", script]:
+            text = (ROOT / script).read_text()
+            assert all(f'"{word}"' in text for word in words if word.startswith("--"))
         case _:
             pytest.fail(f"{command!r}: say how it is tested")
 
