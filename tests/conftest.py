@@ -4,9 +4,9 @@ The quick tier has every kind of run, and a sample of what each of them proves: 
 allocation instead of at each one; settings are compared with torchtune's in combinations, not one by one.
 ``--exhaustive`` runs all tests. A test that does less without the flag asks for ``exhaustive`` or ``sample``;
 one that does not run at all without it is marked ``exhaustive``. Of the cases of a test that is marked
-``rotating``, the quick tier runs one, or as many as the mark says, and with another SHARD others. Of the tests
-of a file that are marked ``alternating``, it runs every second one, and with the next SHARD the others. Of what
-the quick tier leaves out, ``--exhaustive --part K`` runs one in K, and with another SHARD others.
+``rotating``, the quick tier runs one, or as many as the mark says, and with another SHARD others. Of the
+tests of a file that are marked ``alternating``, it runs every second one, and with the next SHARD the others.
+Of what the quick tier leaves out, ``--exhaustive --part K`` runs one in K, and with another SHARD others.
 """
 
 from __future__ import annotations
@@ -112,17 +112,18 @@ def is_sampled(item: pytest.Item) -> bool:
 
 
 def leave_to_other_shards(items: Iterable[pytest.Item], shard: int) -> None:
-    """Mark the alternating tests, and the cases of rotating ones, that the quick tier leaves to another shard."""
+    """Mark the alternating tests and the cases of rotating ones that are left to another shard."""
     tests: dict[str, dict[str, list[pytest.Item]]] = {}
     for item in items:
         if not item.get_closest_marker("exhaustive"):
             name = item.nodeid.partition("[")[0]
             tests.setdefault(name.partition("::")[0], {}).setdefault(name, []).append(item)
-    for of_one_file in tests.values():
+    for file, of_one_file in enumerate(tests.values()):
         alternating = [
             cases for cases in of_one_file.values() if cases[0].get_closest_marker("alternating")
         ]
-        for cases in alternating[(shard + 1) % 2 :: 2]:
+        # The first tests of files are often the longest: not those of all files at once.
+        for cases in alternating[(file + shard + 1) % 2 :: 2]:
             for item in cases:
                 item.add_marker("exhaustive")
         for cases in of_one_file.values():
