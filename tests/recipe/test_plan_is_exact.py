@@ -23,6 +23,7 @@ QUANTIZER = {
     "_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
     "groupsize": 32,
 }
+ONE_BY_ONE = (("foreach", False), ("fused", True))
 KL = {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"}
 
 
@@ -161,6 +162,26 @@ def test_a_compiled_step_is_traced_as_if_it_were_not(kind: str) -> None:
     compiled = OmegaConf.merge(eager, {"compile": True})
     [(one, other)] = run_ranks(events_of_second_step, 1, [eager, compiled], timeout=60, join=False)
     assert one == other and len(one) > 100
+
+
+def bytes_of_roots(configs: list[DictConfig]) -> tuple[int, list[int]]:
+    """The bytes of all parameters, and those of roots that each optimizer takes of all tensors at once."""
+    found = []
+    for cfg in configs:
+        tracer = Tracer(cfg, ranks=1)
+        step = [tracer.take_step(2, 64) for _ in range(2)][1]
+        operations = {block: label.operation for block, label in step.labels.items()}
+        at_once = (e for e in step.events if "_foreach_sqrt" in operations.get(e.block, ""))
+        found.append(sum(max(0, event.nbytes) for event in at_once))
+    return sum(p.nbytes for p in tracer.step.model.parameters()), found
+
+
+def test_on_one_gpu_adamw_takes_temporaries_of_the_size_of_all_parameters() -> None:
+    """torch updates all of them at once there, though fake tensors would have it update one by one."""
+    cfg = OmegaConf.merge(a_config("full", True, 1, 512), {"device": "cuda"})
+    others = [OmegaConf.merge(cfg, {"optimizer": {key: value}}) for key, value in ONE_BY_ONE]
+    [(parameters, found)] = run_ranks(bytes_of_roots, 1, [cfg, *others], timeout=60, join=False)
+    assert found == [parameters, 0, 0]
 
 
 def backward_passes_of_log_softmax(cfg: DictConfig) -> int:

@@ -124,12 +124,25 @@ class StepTracer:
     def begin(self, step: TrainStep, models: Sequence[nn.Module]) -> None:
         """Trace this step of these models from now on. Its tensors are fake, on the tracer's device."""
         self.step, self._models = step, tuple(models)
+        for optimizer in step.optimizers:
+            if not self.recorder.simulated:
+                self._update_at_once(optimizer)
         parameters = [p for model in models for p in model.parameters()]
         sharded = [p for p in parameters if isinstance(p, DTensor)]
         self.uneven = any(p.ndim and p.shape[0] % self.ranks.size for p in sharded)
         """Whether ranks hold different shares of the parameters."""
         self.recorder.phase = lambda: self.step.phase
         self.set_up = self.recorder.take_events()
+
+    def _update_at_once(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer update all tensors at once where it would do so by itself on a GPU. That takes
+        temporaries of the size of all of them. torch decides by their types, which fake tensors change."""
+        for group in optimizer.param_groups:
+            decided = group.get("foreach", False) is not None
+            if decided or group.get("fused") or group.get("differentiable"):
+                continue
+            if all(p.device == self.device and _is_plain(p) for p in group["params"]):
+                group["foreach"] = True
 
     def trace(
         self,
@@ -235,6 +248,8 @@ class StepTracer:
             (torch, "compile", compiled),
             (torch.UntypedStorage, "resize_", seen_resize),
             *private.of_sharding(unseen=watch.paused),
+            # Offloading calls it, with a fake stream. It would delay the release until that is done.
+            (torch.Tensor, "record_stream", lambda *_: None),
         ]
         if not recorder.simulated:
             replacements += [
@@ -258,6 +273,10 @@ class StepTracer:
                 if isinstance(stream := getattr(streams, name, None), fake_device.FakeStream):
                     found[stream.number] = category
         return found
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return not private.is_traceable_wrapper_subclass(tensor)
 
 
 def _state(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
