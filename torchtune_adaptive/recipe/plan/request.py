@@ -20,7 +20,7 @@ from torchtune_adaptive.recipe.plan.predict import Query
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
 from torchtune_adaptive.recipe.settings.kind_table import has_images, is_packed, kind_of
-from torchtune_adaptive.recipe.settings.knob_table import configured_batch
+from torchtune_adaptive.recipe.settings.knob_table import compiles_for_gpu, configured_batch
 
 ASSUMED_LENGTH = 2048
 
@@ -217,10 +217,10 @@ def _measured_here(cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> C
 def _caveats(cfg: DictConfig) -> Iterator[str]:
     """The differences of the prediction from the run, and the direction of the error."""
     if cfg.get("compile", False):
-        yield (
-            "compile: predicted as if not compiled; compiled steps usually take less (overestimates), "
-            "but compiling itself may take more for a moment"
-        )
+        if compiles_for_gpu(cfg):
+            yield "compile: compiling itself may take more for a moment (underestimates)"
+        else:
+            yield "compile: the simulated device runs everything as it is written"
     if cfg.get("fsdp_cpu_offload", False):
         yield "CPU offload: host memory is not predicted"
     if has_images(cfg):
