@@ -19,7 +19,12 @@ from torchtune_adaptive.recipe.plan.pace import pace_for
 from torchtune_adaptive.recipe.plan.predict import Query
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
-from torchtune_adaptive.recipe.settings.kind_table import has_images, is_packed, kind_of
+from torchtune_adaptive.recipe.settings.kind_table import (
+    has_images,
+    is_packed,
+    is_quantized,
+    kind_of,
+)
 from torchtune_adaptive.recipe.settings.knob_table import compiles_for_gpu, configured_batch
 
 ASSUMED_LENGTH = 2048
@@ -56,9 +61,17 @@ class PlanRequest:
             cache=self.settings.cache,
             rounding="divisor" if self.settings.keep_global_batch else self.settings.rounding,
             ceiling=self.settings.ceiling,
-            pace=self.pace,
+            pace=self._pace(),
         )
         return replace(query, **changes)
+
+    def _pace(self) -> Pace | None:
+        """The pace of this config, which may be another than the one that was asked for."""
+        if self.pace is None:
+            return None
+        compiled, quantized = bool(self.cfg.get("compile", False)), is_quantized(self.cfg)
+        measured = self.pace.correction if compiled == self.pace.compiled else None
+        return replace(self.pace, compiled=compiled, quantized=quantized, correction=measured)
 
 
 def on_devices(plan: PlanRequest, names: str) -> list[tuple[DeviceLimits, Pace | None]]:
