@@ -191,7 +191,13 @@ def compiled_for(
         for owner, name, replacement in _of_inductor(load):
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, replacement)
-        undo.enter_context(inductor_config.patch(fx_graph_cache=False, compile_threads=1))
+        undo.enter_context(
+            inductor_config.patch(
+                fx_graph_cache=False,
+                compile_threads=1,
+                joint_graph_constant_folding=False,  # it computes constants on the device
+            )
+        )
         undo.enter_context(
             aot_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
         )
@@ -229,21 +235,6 @@ def _of_inductor(load: Callable[[str], Any]) -> Iterator[tuple[Any, str, Any]]:
     for module in (joint_graph, post_grad):  # patterns are traced on a real device
         made = module.lazy_init
         yield module, "lazy_init", lambda *_, made=made, **__: made(torch.device("cpu"))
-
-    folder = joint_graph.UniformValueConstantFolder
-    deduce = folder._deduce_value
-
-    def on_host(self: Any, node: Any) -> Any:
-        """The value of a constant, which is computed with one element on the device."""
-        if "device" not in node.kwargs:
-            return deduce(self, node)
-        given, node.kwargs = node.kwargs, {**node.kwargs, "device": torch.device("cpu")}
-        try:
-            return deduce(self, node)
-        finally:
-            node.kwargs = given
-
-    yield folder, "_deduce_value", on_host
 
 
 _LIKE_AN_A100 = {

@@ -241,7 +241,7 @@ def _caveats(cfg: DictConfig) -> Iterator[str]:
             "images: one for each row, of as many tiles as the model takes (underestimates if rows have more "
             "images, overestimates if they are small)"
         )
-    if is_packed(cfg):
+    if is_packed(cfg) and not compiles_for_gpu(cfg):
         yield "packed rows: flex attention is counted as flash attention (overestimates)"
     if cfg.device != "cpu":
         yield "attention: flash; if torch selects cuDNN, its workspace is not included (underestimates)"
