@@ -1,23 +1,18 @@
-"""Plans of compiled runs: for every config of torchtune's, in a search, and without a trace in the run."""
+"""Plans of compiled runs: one for every config of torchtune's, and the compiler as it was."""
 
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
 
 import pytest
-import torch
-from omegaconf import OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.recipes import tiny_config
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.planner import fake_device
 from torchtune_adaptive.planner.trace.compiled_regions import check_compiler
-from torchtune_adaptive.planner.workers import Worker, processes
-from torchtune_adaptive.recipe.plan import background
+from torchtune_adaptive.planner.workers import processes
 from torchtune_adaptive.recipe.plan.predict import predict
 from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import load_config, with_overrides
@@ -67,32 +62,6 @@ def test_every_config_has_a_plan_compiled_and_eager(name: str) -> None:
         if compiled and not quantized_and_kept:
             eager = found[False, ranks].configured
             assert prediction.configured.allocated < 1.01 * eager.allocated
-
-
-def largest_of(cfg: Any) -> int:
-    plain = OmegaConf.to_container(cfg, resolve=True)
-    worker = Worker(background._Planner, plain, 1)
-    try:
-        question = background.PeakQuestion(row_length=64, capacity=64 << 20)
-        largest: int = worker.ask(question, 100).rows
-        return largest
-    finally:
-        worker.close()
-
-
-def as_in_a_run(folder: str) -> tuple[list[int], bool]:
-    """The sizes that a search of an eager and of a compiled run would confirm, and whether anything of the
-    compiler has changed in the process that asks."""
-    changes = {"device": "cuda", "tokenizer.max_seq_len": 64}
-    sizes = [largest_of(tiny_config("full", folder, **changes, compile=on)) for on in (False, True)]
-    return sizes, hasattr(torch, fake_device.NAME) or "torch._inductor.graph" in sys.modules
-
-
-@pytest.mark.exhaustive
-def test_a_search_predicts_compiled_steps_and_leaves_the_compiler_alone(tmp_path: Any) -> None:
-    [(sizes, changed)] = run_ranks(as_in_a_run, 1, str(tmp_path), timeout=200, join=False)
-    assert 0 < sizes[0] < sizes[1]
-    assert not changed
 
 
 def what_stays() -> list[bool]:
