@@ -197,6 +197,8 @@ def _answer(question: _StepQuestion) -> Plan:
 class _Steps:
     """The steps of one question, each traced once."""
 
+    compiled = False
+
     def __init__(self, question: _StepQuestion) -> None:
         self._tracer = _ModelTracer(question)
         self._first = self._tracer.take_step(TracedRun.ROWS[0])
@@ -209,6 +211,8 @@ class _Steps:
         if rows not in self._known:
             self._known[rows] = self._tracer.take_step(rows)
         return self._known[rows]
+
+    noted = step
 
 
 class _ModelTracer(StepTracer):
