@@ -37,6 +37,17 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 
+def probe_of(step: TrainStep) -> Probe:
+    """One micro-batch in a step, all of the card."""
+    return Probe(
+        step=step,
+        accumulation=lambda size: 1,
+        headroom=0.0,
+        ranks=Alone(),
+        entering=lambda phase: None,
+    )
+
+
 class TestMemory:
     def card(self, patch: pytest.MonkeyPatch, **settings: Any) -> Card:
         card = Card(100 * MIB, **{"scale": 1, **settings})
@@ -233,13 +244,7 @@ class TestStep:
         self, start: Any, monkeypatch: pytest.MonkeyPatch, retries: list[int], fits: bool
     ) -> None:
         _, step = start()
-        probe = Probe(
-            step=step,
-            accumulation=lambda size: 1,
-            headroom=0.0,
-            ranks=Alone(),
-            entering=lambda phase: None,
-        )
+        probe = probe_of(step)
         with probe:
             usage, left = step.memory.usage, list(retries)
             monkeypatch.setattr(step.memory, "usage", lambda: replace(usage(), retries=left.pop(0)))
@@ -255,13 +260,7 @@ class TestStep:
         restore = Snapshot.restore
         monkeypatch.setattr(Snapshot, "restore", lambda one: (restored.append(one), restore(one)))
         monkeypatch.setattr(step.memory, "clock", lambda: card.memory_reserved() / MIB)
-        probe = Probe(
-            step=step,
-            accumulation=lambda size: 1,
-            headroom=0.0,
-            ranks=Alone(),
-            entering=lambda phase: None,
-        )
+        probe = probe_of(step)
         with probe:
             # The first step takes memory from the device, which takes time. The others find it cached.
             assert probe.timed("", [batch(rows=self.LARGE)], steps=3) == [0.0] * 3

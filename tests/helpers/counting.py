@@ -14,7 +14,8 @@ from torchtune_adaptive.core.private import launches_of
 
 def counted_launches(device: str) -> dict[str, int]:
     """By how much each kind of collective raises the count of the default group, which has one rank."""
-    group = dist.distributed_c10d._get_default_group()
+    group = dist.group.WORLD
+    assert group is not None
     mine, other = torch.ones(4, device=device), torch.zeros(4, device=device)
     # Their names since torch 2.13, or before.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -190,8 +190,8 @@ class AdaptiveStep:
         Raises:
             TrainingOutOfMemory: not even one row fits, on every rank; or memory ran out in the optimizer,
                 on the rank where it did.
-            UsageError: the ranks have different numbers of rows or sizes, or ``forward`` returns something
-                else than a sum and its weight.
+            UsageError: the ranks have different numbers of rows or sizes, or ``forward`` returns neither a
+                sum and its weight nor a share.
             RankLost: another rank has not answered in time, or has ended; the ranks cannot go on.
 
         After any other exception nothing is left of the step, so another can be taken, on all ranks.
