@@ -268,8 +268,6 @@ class StepTracer:
             (torch, "compile", compiled),
             (torch.UntypedStorage, "resize_", seen_resize),
             *private.of_sharding(unseen=watch.paused),
-            # Offloading calls it, with a fake stream. It would delay the release until that is done.
-            (torch.Tensor, "record_stream", lambda *_: None),
         ]
         if not recorder.simulated:
             replacements += [
