@@ -196,6 +196,7 @@ def compiled_for(
                 fx_graph_cache=False,
                 compile_threads=1,
                 joint_graph_constant_folding=False,  # it computes constants on the device
+                max_autotune_gemm_backends="ATEN",  # as chosen by default, without asking for others
             )
         )
         undo.enter_context(
