@@ -46,7 +46,9 @@ def build(sharded: bool, width: int = WIDTH) -> nn.Module:
 
 
 def build_for_gpu() -> nn.Module:
-    return fully_shard(build(False))
+    model = build(False)
+    model[0].compile(dynamic=False)
+    return fully_shard(model)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -185,6 +187,7 @@ def test_a_plan_for_a_gpu(
     assert found.largest == found.rows == 500
     assert 0 < found.peak <= found.usable_bytes
     assert any("h100-80gb" in line for line in found.assumptions)
+    assert any("as if nothing were compiled" in line for line in found.assumptions)
     assert not torch.distributed.is_initialized() and not hasattr(torch, "fakegpu")
     assert caplog.messages == ["Tracing a step in a process of its own, for at most 100 s."]
 

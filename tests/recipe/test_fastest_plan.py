@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +107,37 @@ def test_of_what_is_as_fast_the_smallest_change_is_chosen() -> None:
     unknown, large = candidate(0.5, None), candidate(0.4, 101)
     assert chosen([slow, fast, same, unknown, large]) == same
     assert chosen([unknown, large]) is None
+
+
+def test_a_compiled_choice_says_that_it_keeps_dequantized_weights() -> None:
+    names = ("llama3_2/1B_qlora_single_device", "llama3_2/1B_lora_single_device")
+    for name, quantized in zip(names, (True, False), strict=True):
+        plan = plan_request(load_config(name), 1)
+        [build] = [one for one in other_builds(plan.cfg, 1, ("compile",)) if one.compile]
+        cfg: Any = OmegaConf.to_container(build)
+        found = Candidate(cfg, (), 1.0, 1.0, 1 << 30, True)
+        own = Candidate(plan.query().cfg, (), 2.0, 0.5, 1 << 30, True)
+        everything = merged(plan.cfg, [[found, own]], SimpleNamespace(ranks=1, speed=None), 1 << 40)  # type: ignore[arg-type]
+        text = as_text(fastest_blocks(Fastest(plan, everything, ("compile",))))
+        assert ("weights that it has dequantized" in " ".join(text.split())) == quantized
+
+
+def ranked_with(queries: list[Query], names: tuple[str, ...]) -> list[Candidate]:
+    return [one for query in queries for one in rank_candidates(query, names)]
+
+
+@pytest.mark.exhaustive
+def test_compiling_is_considered_with_its_real_memory_where_it_is_named() -> None:
+    shape = ("batch_size=4", "tokenizer.max_seq_len=64", "adaptive_batching.cache=False")
+    changes = ("device=cuda", "use_maximum_batch_size=False", "adaptive_batching.memory_limit=null")
+    cfg = with_overrides(load_config("tiny/full"), [*shape, *changes])
+    plan = plan_request(cfg, 1, "a100-80gb")
+    builds = [plan, *(replace(plan, cfg=one) for one in other_builds(cfg, 1, ("compile",)))]
+    queries = [build.query() for build in builds]
+    with processes("torchtune_adaptive.recipe.plan.preload") as run:
+        own, compiled = run(ranked_with, queries, ("compile",)).result(timeout=200)
+    assert not own.cfg.get("compile") and compiled.cfg["compile"]
+    assert compiled.reserved < own.reserved and compiled.seconds < own.seconds
 
 
 def test_other_models_are_built_where_it_is_allowed() -> None:

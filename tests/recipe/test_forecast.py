@@ -116,6 +116,7 @@ class FakeTracer:
     set_up = NOTHING
     uneven = False
     max_seq_len: int | None = None
+    as_written = ""
 
     def __init__(self, formula: Any) -> None:
         self.formula = formula

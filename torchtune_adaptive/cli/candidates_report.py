@@ -40,6 +40,8 @@ def fastest_blocks(fastest: Fastest) -> list[Block]:
     if choice is not None and choice.changes:
         blocks.append(Listing("Changes", [str(change) for change in choice.changes]))
         blocks.append(Listing("To use it, add", fastest.overrides()))
+    if choice is not None and choice.remark:
+        blocks.append(Paragraph([f"{choice.remark}."]))
     blocks.append(_table(fastest))
     return blocks
 

@@ -30,6 +30,10 @@ _NOT_SCALED = (
     "Memory did not scale as expected for this config, so every size was traced separately (slower, equally "
     "reliable)."
 )
+_AS_WRITTEN = (
+    "What is compiled is predicted as if it were not, which takes more memory: this is an upper bound. It "
+    "cannot be followed here: {}."
+)
 _NO_JOB = Job()
 _SAME = 0.01
 """Share of the peak that a what-if must save to gain something, where it gains no row."""
@@ -88,6 +92,8 @@ def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[B
         blocks += speed_blocks(found.speed, found.rows, found.ranks, job, fits)
     if found.traced_directly:
         blocks.append(Paragraph([_NOT_SCALED]))
+    if found.as_written:
+        blocks.append(Paragraph([_AS_WRITTEN.format(found.as_written)], important=True))
     if plan.assumptions:
         blocks.append(Listing("Assumptions", plan.assumptions))
     return blocks

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -43,6 +44,7 @@ from torchtune_adaptive.planner import (
 
 log = logging.getLogger(__name__)
 
+_AS_WRITTEN = "compile: predicted as if nothing were compiled, which takes more (overestimates)"
 _ANY_LENGTH = 1
 """Length that stands for rows as long as ``batch`` makes them."""
 
@@ -62,7 +64,7 @@ class Plan:
     usable_bytes: int
     """Usable memory, in bytes: what the peak must stay within."""
     assumptions: tuple[str, ...]
-    """Assumptions about the device."""
+    """Assumptions about the device and the step."""
 
 
 @dataclass(frozen=True)
@@ -185,17 +187,19 @@ def _answer(question: _StepQuestion) -> Plan:
     """Trace and predict, in a process that does nothing else."""
     if question.device.caching:
         check_sums()
-    run, device = TracedRun(_Steps(question), _ANY_LENGTH), question.device
+    steps, device = _Steps(question), question.device
+    run = TracedRun(steps, _ANY_LENGTH)
     largest = run.confirmed_largest(_ANY_LENGTH, device, question.ceiling)
     rows = question.rows or largest or 1
     found = run.peak(rows, _ANY_LENGTH, device)
-    return Plan(
-        largest, rows, found.reserved, found.parts, device.usable_bytes, question.assumptions
-    )
+    assumptions = (*question.assumptions, *((_AS_WRITTEN,) if steps.as_written else ()))
+    return Plan(largest, rows, found.reserved, found.parts, device.usable_bytes, assumptions)
 
 
 class _Steps:
     """The steps of one question, each traced once."""
+
+    compiled = False
 
     def __init__(self, question: _StepQuestion) -> None:
         self._tracer = _ModelTracer(question)
@@ -210,12 +214,20 @@ class _Steps:
             self._known[rows] = self._tracer.take_step(rows)
         return self._known[rows]
 
+    noted = step
+
+    @property
+    def as_written(self) -> bool:
+        """Whether something is compiled, and was traced as it is written."""
+        return self._tracer.compiles
+
 
 class _ModelTracer(StepTracer):
     """One rank of a run with a model that the user builds."""
 
     def __init__(self, question: _StepQuestion) -> None:
         super().__init__(not question.device.caching, 0, question.ranks)
+        self.compiles = False
         self._batch = CheckedBatch(question.batch)
         self._accumulation = question.accumulation
         model = self._built(question.build)
@@ -242,7 +254,11 @@ class _ModelTracer(StepTracer):
 
     def _built(self, build: Callable[[], nn.Module]) -> nn.Module:
         try:
-            with _FakeOnDevice(self._fake, self.device), torch.device("meta"):
+            with (
+                _FakeOnDevice(self._fake, self.device),
+                torch.device("meta"),
+                mock.patch.object(torch, "compile", self.as_compiled),
+            ):
                 model = build()
         except AdaptiveBatchingError:
             raise
@@ -271,6 +287,11 @@ class _ModelTracer(StepTracer):
                     + (" For gpu='cpu', make it for 'cpu'." if self.recorder.simulated else "")
                 )
         return model
+
+    def as_compiled(self, function: Any = None, **_: Any) -> Any:
+        """The same, as it is written: regions may have hooks in them, at which compiled code is split."""
+        self.compiles = True
+        return self.as_compiled if function is None else function
 
     def _forward(self, forward: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
         self.recorder.category = StepTracer.ACTIVATIONS

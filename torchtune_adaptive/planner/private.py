@@ -7,8 +7,11 @@ the installed version is checked as well, before one is used (see ``recipe.traci
 # ruff: noqa: F401 - what is imported here is for the other modules of the package
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,8 +25,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 # A context in which no dispatch mode or subclass sees an operation.
@@ -110,3 +118,208 @@ def _once_for_each_schema() -> Callable[..., None]:
             without[0] = schema  # for which it does nothing
 
     return propagate
+
+
+# --- the compiler: AOTAutograd, the min-cut partitioner, inductor ---------------------------------
+
+# A context without the dispatch modes that are active.
+without_modes = _disable_current_modes
+# A context in which a module has other parameters and buffers, by their names.
+with_tensors = _reparametrize_module
+
+
+def compiled_for(
+    device: torch.device,
+    mode: FakeTensorMode,
+    function: Callable[..., tuple[Any, ...]],
+    examples: list[torch.Tensor],
+    load: Callable[[str], Callable[[list[Any]], Any]],
+) -> Callable[..., list[Any]]:
+    """A function of tensors as ``torch.compile`` compiles it for a GPU, without kernels.
+
+    Inductor is changed meanwhile, for the whole process: never call it in one that trains.
+
+    Args:
+        device: the fake device.
+        mode: the mode of all fake tensors.
+        function: the function, which gives a tuple.
+        examples: tensors like those that it will be called with.
+        load: makes a function of inductor's wrapper code. That is a text, whose function ``call`` allocates,
+            releases and reuses buffers, and calls kernels.
+    """
+    from torch._functorch import config as aot_config
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx_inner, partition_fn
+    from torch._inductor.decomposition import select_decomp_table
+
+    outputs = 0
+
+    class Wrapped(nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+            nonlocal outputs
+            result = function(*tensors)
+            outputs = len(result)
+            return result
+
+    def compiler(backward: bool) -> Callable[..., Any]:
+        def lower(graph: torch.fx.GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+            output = next(node for node in graph.graph.nodes if node.op == "output")
+            # Their strides stay as they are, as ``compile_fx`` has it.
+            visible = output.args[0] if backward else output.args[0][:outputs]
+            output.meta["user_visible_output_idxs"] = [
+                at for at, node in enumerate(visible) if isinstance(node, torch.fx.Node)
+            ]
+            of_inputs = range(len(inputs))  # aligned, so they are not checked
+            with without_modes(), mode:
+                lowered: Any = compile_fx_inner(
+                    graph, inputs, static_input_idxs=of_inputs, is_backward=backward
+                )
+
+            def call(arguments: list[Any]) -> Any:
+                return lowered.current_callable(arguments)
+
+            call._boxed_call = True  # type: ignore[attr-defined]
+            return call
+
+        return lower
+
+    made: Any = Wrapped()
+    _let_inductor_know(device.type)
+    with ExitStack() as undo:
+        for owner, name, replacement in _of_inductor(load):
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, replacement)
+        undo.enter_context(
+            inductor_config.patch(
+                fx_graph_cache=False,
+                compile_threads=1,
+                joint_graph_constant_folding=False,  # it computes constants on the device
+                max_autotune_gemm_backends="ATEN",  # as chosen by default, without asking for others
+            )
+        )
+        undo.enter_context(
+            aot_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
+        )
+        undo.enter_context(without_modes())
+        undo.enter_context(mode)
+        undo.enter_context(
+            tracing(TracingContext(mode))
+        )  # inductor learns from it what it may reuse
+        return aot_module_simplified(
+            made,
+            examples,
+            fw_compiler=compiler(backward=False),
+            bw_compiler=compiler(backward=True),
+            inference_compiler=compiler(backward=False),
+            partition_fn=partition_fn,
+            decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,
+        )
+
+
+def _of_inductor(load: Callable[[str], Any]) -> Iterator[tuple[Any, str, Any]]:
+    """Replacements in inductor while it compiles for a device that is not there: owner, name, replacement."""
+    from torch._inductor import scheduler
+    from torch._inductor.fx_passes import joint_graph, post_grad
+    from torch._inductor.graph import GraphLowering
+
+    def not_written(graph: Any) -> Any:
+        """The code as a function, where it would be written to a file and compiled."""
+        call = load(graph.codegen()[0].value)
+        return SimpleNamespace(call=call, __file__="<inductor>", runner=None)
+
+    yield GraphLowering, "_compile_to_module", not_written
+    yield scheduler, "has_triton", lambda *_: True
+
+    for module in (joint_graph, post_grad):  # patterns are traced on a real device
+        made = module.lazy_init
+        yield module, "lazy_init", lambda *_, made=made, **__: made(torch.device("cpu"))
+
+
+_LIKE_AN_A100 = {
+    "name": "A100",
+    "multi_processor_count": 108,
+    "major": 8,
+    "minor": 0,
+    "regs_per_multiprocessor": 65536,
+    "max_threads_per_multi_processor": 2048,
+    "max_threads_per_block": 1024,
+    "warp_size": 32,
+    "total_memory": 80 << 30,
+    "shared_memory_per_block": 49152,
+    "shared_memory_per_block_optin": 166912,
+    "shared_memory_per_multiprocessor": 167936,
+    "L2_cache_size": 40 << 20,
+    "gcnArchName": "",
+}
+"""Properties that inductor reads to split large sums. Partial sums take some hundred KiB."""
+
+
+@functools.cache
+def _let_inductor_know(name: str) -> None:
+    """Register a device with inductor, as one whose kernels triton writes."""
+    from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
+    from torch._inductor import utils
+    from torch._inductor.codegen import common
+    from torch._inductor.codegen.triton import TritonKernel, TritonScheduling
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    def gives(value: Any) -> Any:
+        return staticmethod(lambda *_, **__: value)
+
+    properties = SimpleNamespace(**_LIKE_AN_A100)
+    worker = {
+        "set_device": gives(None),
+        "current_device": gives(0),
+        "get_device_properties": gives(properties),
+    }
+    interface = {
+        "Worker": type("Worker", (), worker),
+        "current_device": gives(0),
+        "set_device": gives(None),
+        "maybe_exchange_device": gives(0),
+        "exchange_device": gives(0),
+        "device_count": gives(1),
+        "is_available": gives(True),
+        "get_raw_stream": gives(0),
+        "synchronize": gives(None),
+        "get_compute_capability": gives(80),
+        "is_bf16_supported": gives(True),
+        "is_triton_capable": gives(True),
+        "raise_if_triton_unavailable": gives(None),
+        "get_device_properties": gives(properties),
+    }
+    overrides = {
+        "import_get_raw_stream_as": lambda _, called: f"{called} = lambda device: 0",
+        "set_device": lambda *_: "pass",
+        "synchronize": lambda *_: "pass",
+        "device_guard": lambda *_: "nullcontext()",
+        "current_stream": lambda *_: "None",
+    }
+    kernels = itertools.count()
+
+    class Kernel(TritonKernel):
+        """Its loads and stores decide which buffers there are. Its text is not needed."""
+
+        def codegen_kernel(self, name: str | None = None) -> str:
+            self.codegen_body()
+            self.inductor_meta, self.triton_meta = {}, {}
+            return f"# {next(kernels)}"
+
+    class Scheduling(TritonScheduling):
+        """Decides as for triton, and writes no kernel."""
+
+        kernel_type = Kernel
+
+        def define_kernel(self, *_: Any, **__: Any) -> str:
+            return f"kernel_{next(kernels)}"
+
+    utils.GPU_TYPES.append(name)
+    known: Any = type("Interface", (DeviceInterface,), interface)
+    register_interface_for_device(name, known)
+    register_interface_for_device(f"{name}:0", known)
+    made: Any = type("Overrides", (common.DeviceOpOverrides,), overrides)
+    common.register_device_op_overrides(name, made())
+    common.register_backend_for_device(name, Scheduling, PythonWrapperCodegen)

@@ -40,6 +40,10 @@ class StepsOfAnyChoice(Protocol):
         self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
     ) -> RecordedStep: ...
 
+    def noted(
+        self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
+    ) -> RecordedStep: ...
+
 
 @dataclass(frozen=True)
 class TracedStep:
@@ -91,10 +95,12 @@ class StepsByChoice:
         if choice not in self._exact:
             size, length = self._size(choice), self._length
             micro_batches = self._rows_per_step // size
-            step = self._traces.step(size, length, choice, min(2, micro_batches))
+            which = (size, length, choice, min(2, micro_batches))
+            step = self._traces.step(*which)
             reserved = peak(self._beginning, step, size, length, self._device).reserved
-            assert step.operations is not None
-            seconds = self._replayed(step.operations, micro_batches)
+            operations = self._traces.noted(*which).operations
+            assert operations is not None
+            seconds = self._replayed(operations, micro_batches)
             self._exact[choice] = TracedStep(choice, seconds, reserved)
         return self._exact[choice]
 
@@ -143,7 +149,7 @@ class StepsByChoice:
     def _operations(self, choice: Choice, size: int) -> StepOperations:
         def noted(rows: int) -> StepOperations:
             count = 2 if self.many_sizes else min(2, self._rows_per_step // size)
-            found = self._traces.step(rows, self._length, choice, count).operations
+            found = self._traces.noted(rows, self._length, choice, count).operations
             assert found is not None
             return found
 

@@ -19,13 +19,25 @@ from torchtune_adaptive.planner.memory.peak import (
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, NotRegular, RecordedStep
 from torchtune_adaptive.planner.speed.operations import DifferentOperations, StepOperations, at_rows
 
+_CLOSE = 0.002
+"""Share of its peak by which a compiled step may differ from what is computed of others."""
+
 
 class StepsOfAnySize(Protocol):
     """The steps of one run on one rank."""
 
     def start_up(self, length: int) -> StartUp: ...
 
+    @property
+    def compiled(self) -> bool:
+        """Whether steps are as a compiler makes them. Then they are nearly bilinear, and no more."""
+        ...
+
     def step(self, rows: int, length: int) -> RecordedStep: ...
+
+    def noted(self, rows: int, length: int) -> RecordedStep:
+        """Such a step with its operations, as it is written."""
+        ...
 
 
 class TracedRun:
@@ -39,9 +51,13 @@ class TracedRun:
 
     ROWS: ClassVar = (2, 3)
     """Rows of the steps that are traced. Not 1: with one row torch takes different code paths."""
+    COMPILED_ROWS: ClassVar = (11, 13)
+    """The same of compiled steps. There a buffer is used again for another one of its size, so there must not
+    be as many tokens as a layer is wide."""
 
     def __init__(self, traces: StepsOfAnySize, length: int, any_length: bool = False) -> None:
         self._traces = traces
+        self._rows = self.COMPILED_ROWS if traces.compiled else self.ROWS
         self._beginning = traces.start_up(length)
         self._structures: dict[int, Bilinear] = {}
         self._every: Bilinear | None = None
@@ -84,8 +100,14 @@ class TracedRun:
         if found < self.ROWS[0] or self.direct:
             return found
         traced = self._traces.step(found, length).renumbered()
-        self.direct = traced.events != self._structure(length).step(found, length).events
+        self.direct = not self._agree(traced, self._structure(length).step(found, length))
         return self.largest(length, device, ceiling) if self.direct else found
+
+    def _agree(self, traced: RecordedStep, computed: RecordedStep) -> bool:
+        if not self._traces.compiled:
+            return traced.events == computed.events
+        most, expected = traced.most_in_use(), computed.most_in_use()
+        return abs(most - expected) <= _CLOSE * most
 
     def peak(self, rows: int, length: int, device: DeviceLimits) -> Peak:
         known = self._held(rows, length, device)
@@ -100,15 +122,16 @@ class TracedRun:
 
     def operations(self, rows: int, length: int) -> StepOperations:
         """The operations of a step, with what they compute and move."""
-        if not self.direct and rows >= self.ROWS[0]:
-            few, many = (self._noted(traced, length) for traced in self.ROWS)
+        apart = self.direct or self._traces.compiled  # from the steps whose memory is known
+        if not apart and rows >= self.ROWS[0]:
+            few, many = (self._operations(traced, length) for traced in self.ROWS)
             share = (rows - self.ROWS[0]) / (self.ROWS[1] - self.ROWS[0])
             with suppress(DifferentOperations):
                 return at_rows(few, many, share)
-        return self._noted(rows, length)
+        return self._operations(rows, length)
 
-    def _noted(self, rows: int, length: int) -> StepOperations:
-        operations = self._traces.step(rows, length).operations
+    def _operations(self, rows: int, length: int) -> StepOperations:
+        operations = self._traces.noted(rows, length).operations
         assert operations is not None  # all but first steps have them
         return operations
 
@@ -128,7 +151,7 @@ class TracedRun:
         return self._structures[length]
 
     def _of_lengths(self, *lengths: int) -> Bilinear:
-        return Bilinear({(r, n): self._traces.step(r, n) for r in self.ROWS for n in lengths})
+        return Bilinear({(r, n): self._traces.step(r, n) for r in self._rows for n in lengths})
 
     def _of_every_length(self, length: int) -> Bilinear | None:
         """Steps of any length, if a third length matches the prediction from two; else None, and each length
@@ -136,6 +159,6 @@ class TracedRun:
         if length < 8:
             return None
         every = self._of_lengths(length // 2, length)
-        few, third = self.ROWS[0], length // 4
+        few, third = self._rows[0], length // 4
         traced = self._traces.step(few, third).renumbered()
-        return every if every.step(few, third).events == traced.events else None
+        return every if self._agree(traced, every.step(few, third)) else None

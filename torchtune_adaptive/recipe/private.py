@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -100,3 +101,14 @@ def llama3_vision_tune_to_hf(*weights: Any, **sizes: Any) -> dict[str, Any]:
     from torchtune.models.llama3_2_vision import _convert_weights
 
     return _convert_weights.llama3_vision_tune_to_hf(*weights, **sizes)
+
+
+@contextmanager
+def attending_with(module: Any, attention: Callable[..., Any]) -> Iterator[None]:
+    """A context in which a module of torchtune attends with another function of queries, keys and values."""
+    usual = module._attention_call
+    module._attention_call = attention
+    try:
+        yield
+    finally:
+        module._attention_call = usual

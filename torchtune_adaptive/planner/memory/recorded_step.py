@@ -58,6 +58,19 @@ class RecordedStep(NamedTuple):
             raise NotRegular(f"a step leaves {left} blocks behind")
         return RecordedStep(events, {number[block]: label for block, label in self.labels.items()})
 
+    def most_in_use(self) -> int:
+        """The most bytes that were allocated in it at once."""
+        sizes: dict[int, int] = {}
+        now = most = 0
+        for block, nbytes, _ in self.events:
+            if nbytes < 0:
+                now -= sizes.pop(block, 0)
+            else:
+                sizes[block] = nbytes
+                now += nbytes
+                most = max(most, now)
+        return most
+
     def packed(self) -> dict[str, Any]:
         """The step for JSON. Few labels differ, so each is stored once."""
         kinds = {label: number for number, label in enumerate(dict.fromkeys(self.labels.values()))}

@@ -23,6 +23,7 @@ from torchtune_adaptive.core import Batch, DeviceMemory, Ranks, TrainStep, Usage
 from torchtune_adaptive.planner import private
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.trace import fake_device
+from torchtune_adaptive.planner.trace.compiled_regions import CompiledRegions, check_compiler
 from torchtune_adaptive.planner.trace.kernels import attention
 from torchtune_adaptive.planner.trace.operation_log import OperationLog
 from torchtune_adaptive.planner.trace.recorder import (
@@ -120,16 +121,47 @@ class StepTracer:
         self._within: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Context in which to trace as well."""
         self._optimizer_state_is_there = False
+        self.regions: CompiledRegions | None = None
+        """Regions that are compiled; None if everything runs as it is written."""
+        self._not_followed = ""
+
+    def follow_compiler(self, backend: str) -> None:
+        """Take what is compiled with a backend as compiled from now on, where that is known to be right."""
+        self._not_followed = check_compiler(self.device, backend)
+        if not self._not_followed:
+            self.regions = CompiledRegions(self.device, self._fake)
+
+    @property
+    def as_written(self) -> str:
+        """The reason why something that is compiled runs as it is written; empty if nothing does."""
+        return self._not_followed if self.regions is None else self.regions.failed
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """A context in which everything runs as it is written."""
+        return nullcontext() if self.regions is None else self.regions.as_written()
 
     def begin(self, step: TrainStep, models: Sequence[nn.Module]) -> None:
         """Trace this step of these models from now on. Its tensors are fake, on the tracer's device."""
         self.step, self._models = step, tuple(models)
+        for optimizer in step.optimizers:
+            if not self.recorder.simulated:
+                self._update_at_once(optimizer)
         parameters = [p for model in models for p in model.parameters()]
         sharded = [p for p in parameters if isinstance(p, DTensor)]
         self.uneven = any(p.ndim and p.shape[0] % self.ranks.size for p in sharded)
         """Whether ranks hold different shares of the parameters."""
         self.recorder.phase = lambda: self.step.phase
         self.set_up = self.recorder.take_events()
+
+    def _update_at_once(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer update all tensors at once where it would do so by itself on a GPU. That takes
+        temporaries of the size of all of them. torch decides by their types, which fake tensors change."""
+        for group in optimizer.param_groups:
+            decided = group.get("foreach", False) is not None
+            if decided or group.get("fused") or group.get("differentiable"):
+                continue
+            if all(p.device == self.device and _is_plain(p) for p in group["params"]):
+                group["foreach"] = True
 
     def trace(
         self,
@@ -218,11 +250,12 @@ class StepTracer:
             return run
 
         def compiled(function: Any = None, **_: Any) -> Any:
-            """What ``torch.compile`` gives, but for optimizers as it was: an upper bound of the memory."""
+            """What ``torch.compile`` gives."""
             if function is None:  # a decorator with options
                 return compiled
-            of_optimizer = getattr(function, "__module__", "").startswith("torchao.optim")
-            return as_one_kernel(function) if of_optimizer else function
+            if getattr(function, "__module__", "").startswith("torchao.optim"):
+                return as_one_kernel(function)
+            return self.as_compiled(function)
 
         tensor = torch.tensor
 
@@ -243,6 +276,15 @@ class StepTracer:
             ]
         return replacements
 
+    def as_compiled(self, function: Any, **_: Any) -> Any:
+        """What ``torch.compile`` gives for a function or a module of the step."""
+        if self.regions is None:
+            return function
+        if isinstance(function, nn.Module):
+            function.forward = self.regions.region(function.forward)
+            return function
+        return self.regions.region(function)
+
     def _label_streams(self, step: RecordedStep) -> None:
         """Label what FSDP allocates on its own streams by the stream."""
         on_streams = self.stream_categories()
@@ -258,6 +300,10 @@ class StepTracer:
                 if isinstance(stream := getattr(streams, name, None), fake_device.FakeStream):
                     found[stream.number] = category
         return found
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return not private.is_traceable_wrapper_subclass(tensor)
 
 
 def _state(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:

@@ -55,6 +55,8 @@ class PredictedPeak:
     rows: int
     reserved: int
     allocated: int
+    as_written: str = ""
+    """The reason why something that is compiled was predicted as it is written; empty if nothing was."""
 
 
 class BackgroundPlanner:
@@ -112,6 +114,8 @@ class BackgroundPlanner:
             return None
         if found.rows != self._logged:
             log.info(f"Predicted largest micro-batch: {found.rows}.")
+            if found.as_written:
+                log.info(f"It is predicted as if nothing were compiled: {found.as_written}.")
         self._logged = found.rows
         return int(found.rows)
 
@@ -187,7 +191,7 @@ class _Planner:
             rows = self._run.confirmed_largest(length, corrected)
         peak = self._run.peak(max(rows, 1), length, device)
         self._traces.remember()
-        return PredictedPeak(rows, peak.reserved, peak.allocated)
+        return PredictedPeak(rows, peak.reserved, peak.allocated, self._traces.as_written)
 
 
 class _Ranker:

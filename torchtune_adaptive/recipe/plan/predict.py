@@ -89,6 +89,8 @@ class Prediction:
     """Peak memory of the process that made the prediction."""
     speed: Speed | None = None
     """Speed at the configured batch size."""
+    as_written: str = ""
+    """The reason why something that is compiled was predicted as it is written; empty if nothing was."""
 
 
 def predict(query: Query, traces: Traces | None = None) -> Prediction:
@@ -115,6 +117,7 @@ def predict(query: Query, traces: Traces | None = None) -> Prediction:
         traced_directly=run.direct,
         uneven=bool(traces.uneven),
         seconds=time.perf_counter() - started,
+        as_written=traces.as_written,
         tool_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
     traces.remember()

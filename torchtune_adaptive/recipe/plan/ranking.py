@@ -16,6 +16,7 @@ from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.planner import StepsByChoice, TracedStep
 from torchtune_adaptive.recipe.plan.predict import Prediction, Query
+from torchtune_adaptive.recipe.settings.kind_table import has_quantized_weights
 from torchtune_adaptive.recipe.settings.knob_table import (
     KNOBS,
     KNOBS_BY_KEY,
@@ -27,6 +28,10 @@ from torchtune_adaptive.recipe.settings.knob_table import (
 )
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
+KEEPS_WEIGHTS = (
+    "compile: a layer that is not checkpointed keeps the weights that it has dequantized for backward, which "
+    "is counted"
+)
 _MOST_TRACED = 10
 """Number of candidates that are traced at most, for each model that has to be built."""
 _CLOSE = 0.005
@@ -52,6 +57,8 @@ class Candidate:
     """Peak in bytes, if it was traced."""
     fits: bool | None
     """Whether it fits; None if nothing was traced that tells."""
+    remark: str = ""
+    """What to know about its changes, if anything."""
 
 
 def rank_candidates(
@@ -180,8 +187,13 @@ def merged(
             per_second, reserved = speed.tokens_per_second_per_gpu, prediction.configured.reserved
             fits = reserved <= usable_bytes
             one = Candidate(one.cfg, (), speed.seconds, per_second, reserved, fits)
-        everything.append(replace(one, changes=changed))
+        everything.append(replace(one, changes=changed, remark=_remark(one, changed)))
     return sorted(everything, key=lambda one: one.seconds)
+
+
+def _remark(one: Candidate, changed: Iterable[Change]) -> str:
+    compiles = any(change.key == knobs.COMPILE and change.new for change in changed)
+    return KEEPS_WEIGHTS if compiles and has_quantized_weights(OmegaConf.create(one.cfg)) else ""
 
 
 def _changes(cfg: DictConfig, changed: Any, ranks: int) -> tuple[Change, ...]:

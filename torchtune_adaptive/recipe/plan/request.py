@@ -19,8 +19,13 @@ from torchtune_adaptive.recipe.plan.pace import pace_for
 from torchtune_adaptive.recipe.plan.predict import Query
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
-from torchtune_adaptive.recipe.settings.kind_table import has_images, is_packed, kind_of
-from torchtune_adaptive.recipe.settings.knob_table import configured_batch
+from torchtune_adaptive.recipe.settings.kind_table import (
+    has_images,
+    is_packed,
+    is_quantized,
+    kind_of,
+)
+from torchtune_adaptive.recipe.settings.knob_table import compiles_for_gpu, configured_batch
 
 ASSUMED_LENGTH = 2048
 
@@ -58,9 +63,17 @@ class PlanRequest:
             cache=self.settings.cache,
             rounding="divisor" if self.settings.keep_global_batch else self.settings.rounding,
             ceiling=self.settings.ceiling,
-            pace=self.pace,
+            pace=self._pace(),
         )
         return replace(query, **changes)
+
+    def _pace(self) -> Pace | None:
+        """The pace of this config, which may be another than the one that was asked for."""
+        if self.pace is None:
+            return None
+        compiled, quantized = bool(self.cfg.get("compile", False)), is_quantized(self.cfg)
+        measured = self.pace.correction if compiled == self.pace.compiled else None
+        return replace(self.pace, compiled=compiled, quantized=quantized, correction=measured)
 
 
 def on_devices(plan: PlanRequest, names: str) -> list[tuple[DeviceLimits, Pace | None]]:
@@ -225,10 +238,10 @@ def _measured_here(cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> C
 def _caveats(cfg: DictConfig) -> Iterator[str]:
     """The differences of the prediction from the run, and the direction of the error."""
     if cfg.get("compile", False):
-        yield (
-            "compile: predicted as if not compiled; compiled steps usually take less (overestimates), "
-            "but compiling itself may take more for a moment"
-        )
+        if compiles_for_gpu(cfg):
+            yield "compile: compiling itself may take more for a moment (underestimates)"
+        else:
+            yield "compile: the simulated device runs everything as it is written"
     if cfg.get("fsdp_cpu_offload", False):
         yield "CPU offload: host memory is not predicted"
     if has_images(cfg):
@@ -237,9 +250,12 @@ def _caveats(cfg: DictConfig) -> Iterator[str]:
             "images, overestimates if they are small)"
         )
     if is_packed(cfg):
+        counted = "as flash attention (overestimates)"
+        if compiles_for_gpu(cfg):
+            counted = "as it is compiled"
         yield (
-            "packed rows: flex attention is counted as flash attention (overestimates), but not what making "
-            "its mask takes for a moment, 2 bytes x rows x length^2 (underestimates for very long rows)"
+            f"packed rows: flex attention is counted {counted}, but not what making its mask takes for a "
+            "moment, 2 bytes x rows x length^2 (underestimates for very long rows)"
         )
     if cfg.device != "cpu":
         yield "attention: flash; if torch selects cuDNN, its workspace is not included (underestimates)"

@@ -289,10 +289,14 @@ def has_images(cfg: DictConfig) -> bool:
 
 def is_quantized(cfg: DictConfig) -> bool:
     """Whether weights or the optimizer's state are kept in fewer bits than they are used in."""
-    model, optimizer = (
-        str(OmegaConf.select(cfg, f"{part}._component_")) for part in ("model", "optimizer")
-    )
-    return "qlora" in model or bool(cfg.model.get("quantize_base")) or "bit" in optimizer.lower()
+    optimizer = str(OmegaConf.select(cfg, "optimizer._component_"))
+    return has_quantized_weights(cfg) or "bit" in optimizer.lower()
+
+
+def has_quantized_weights(cfg: DictConfig) -> bool:
+    """Whether frozen weights are kept in fewer bits than they are used in."""
+    model = str(OmegaConf.select(cfg, "model._component_"))
+    return "qlora" in model or bool(cfg.model.get("quantize_base"))
 
 
 def unused_keys(cfg: DictConfig, kind: Kind) -> list[str]:

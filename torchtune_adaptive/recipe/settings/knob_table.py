@@ -159,6 +159,11 @@ KNOBS: tuple[Knob, ...] = (
 KNOBS_BY_KEY = {knob.key: knob for knob in KNOBS}
 
 
+def compiles_for_gpu(cfg: Config) -> bool:
+    """Whether a config's steps are compiled; on the simulated device, which sees operations, nothing is."""
+    return bool(cfg.get(knobs.COMPILE, False)) and cfg.get("device") != "cpu"
+
+
 def may_be_changed(knob: Knob, may_change: str | Iterable[str]) -> bool:
     """Whether the setting ``adaptive_batching.may_change`` allows it."""
     if may_change == "exact":

@@ -176,12 +176,17 @@ def _compile_if_asked(model: nn.Module, cfg: DictConfig) -> None:
     switches checkpointing is then outside (see ``core.step.recompute``), as torchtune's wrapper is."""
     if not cfg.get("compile", False):
         return
-    backend = os.environ.get("TORCH_COMPILE_BACKEND", "inductor")  # as in torchtune
+    backend = compile_backend()
     decoder = model.decoder if isinstance(model, DeepFusionModel) else model
     layers = (modules.TransformerSelfAttentionLayer, modules.TransformerCrossAttentionLayer)
     for layer in decoder.modules():
         if isinstance(layer, layers):
             layer.forward = torch.compile(layer.forward, backend=backend)
+
+
+def compile_backend() -> str:
+    """The backend for ``torch.compile``, as torchtune chooses it."""
+    return os.environ.get("TORCH_COMPILE_BACKEND", "inductor")
 
 
 def _shard(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from omegaconf import DictConfig
@@ -15,14 +16,22 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune_adaptive.core import Batch, Choice, Objective, StepOptions, TrainStep
 from torchtune_adaptive.planner import RecordedStep, StepTracer, fill
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
-from torchtune_adaptive.recipe.settings.kind_table import kind_of
-from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
+from torchtune_adaptive.recipe.settings.kind_table import is_packed, kind_of
+from torchtune_adaptive.recipe.settings.knob_table import (
+    compiles_for_gpu,
+    configured_accumulation,
+)
 from torchtune_adaptive.recipe.setup.environment import Environment
-from torchtune_adaptive.recipe.setup.model import initialize_ropes, parameters_by_name
+from torchtune_adaptive.recipe.setup.model import (
+    compile_backend,
+    initialize_ropes,
+    parameters_by_name,
+)
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
 from torchtune_adaptive.recipe.tracing.fake_offloading import for_offloading
 from torchtune_adaptive.recipe.tracing.image_rows import Images
+from torchtune_adaptive.recipe.tracing.packed_layer import in_four_regions, is_split
 
 
 class _Offloading:
@@ -58,10 +67,15 @@ class Tracer(StepTracer):
         self._accumulation = min(configured_accumulation(cfg), 2)  # as in a trial
         self._layer_running = 0
 
+        if compiles_for_gpu(cfg):
+            self.follow_compiler(compile_backend())
+
+        self._packed = is_packed(cfg)
         kind = recipe_kind(kind_of(cfg), cfg, environment)
         self._rows = kind.rows()
-        model = kind.model_without_weights(self.unrecorded())
-        frozen = kind.frozen_without_weights(self.unrecorded())
+        with mock.patch.object(torch, "compile", self.as_compiled):
+            model = kind.model_without_weights(self.unrecorded())
+            frozen = kind.frozen_without_weights(self.unrecorded())
         models = (model, *frozen)
         # With CPU offload, parameters wait on the host, and the optimizer works there.
         offloaded = cfg.get("fsdp_cpu_offload", False)
@@ -80,6 +94,16 @@ class Tracer(StepTracer):
         self.begin(step, models)
         for each in models:
             self._follow_categories(each)
+
+    def as_compiled(self, function: Any, **options: Any) -> Any:
+        """The same; but a layer of packed rows is several regions."""
+        layer = getattr(function, "__self__", None)
+        if self.regions is None or not (self._packed and is_split(layer)):
+            return super().as_compiled(function, **options)
+        split = in_four_regions(layer, self.regions.region)
+        return lambda *arguments, **named: (split if self.regions.following else function)(
+            *arguments, **named
+        )
 
     def _new_step(
         self, cfg: DictConfig, environment: Environment, model: nn.Module, objective: Objective
@@ -115,12 +139,24 @@ class Tracer(StepTracer):
             choice: other values of knobs that are switches, for this step.
             micro_batches: their number; None is as configured, but no more than two.
         """
+        return self._take(rows, length, choice, micro_batches, noting=self.regions is None)
+
+    def step_as_written(
+        self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
+    ) -> RecordedStep:
+        """The same if nothing is compiled, with its operations."""
+        with self.uncompiled():
+            return self._take(rows, length, choice, micro_batches, noting=True)
+
+    def _take(
+        self, rows: int, length: int, choice: Choice | None, count: int | None, noting: bool
+    ) -> RecordedStep:
         with self.tracing():  # torchtune asks the device for streams when offloading begins
             self.step.switch(self._own | (choice or {}))
         return self.trace(
             lambda: self._batch(rows, length),
-            micro_batches or self._accumulation,
-            lambda: self._layer_running,
+            count or self._accumulation,
+            (lambda: self._layer_running) if noting else None,
         )
 
     def _batch(self, rows: int, length: int) -> Batch:

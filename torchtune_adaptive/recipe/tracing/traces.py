@@ -23,6 +23,7 @@ from torchtune_adaptive.recipe.settings.fingerprint import step_facts
 from torchtune_adaptive.recipe.settings.kind_table import FROZEN_MODELS, MORE_BLOCKS, is_packed
 from torchtune_adaptive.recipe.settings.knob_table import (
     ACCUMULATION,
+    compiles_for_gpu,
     configured_accumulation,
     configured_choice,
 )
@@ -90,8 +91,11 @@ class Traces:
             "code": package_fingerprint(),
         }
         self._tracer: Any = None
+        self.compiled = compiles_for_gpu(cfg)
         kept = self._kept.get(self._facts) or {}
         self.uneven: bool | None = kept.get("uneven")
+        self.as_written: str = kept.get("as_written", "")
+        """The reason why something that is compiled was traced as it is written; empty if nothing was."""
         self.max_seq_len: int | None = kept.get("max_seq_len")
         """Longest rows that the model takes, if it bounds them; known once something is traced."""
         self._steps = {
@@ -111,7 +115,19 @@ class Traces:
         self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
     ) -> RecordedStep:
         """A later step of a size: see ``Tracer.take_step``."""
-        name = f"{(rows, length)}"
+        return self._traced("", rows, length, choice, micro_batches)
+
+    def noted(
+        self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
+    ) -> RecordedStep:
+        """Such a step with its operations: as it is written, since compiled kernels say nothing of them."""
+        how = "as written " if self.compiled else ""
+        return self._traced(how, rows, length, choice, micro_batches)
+
+    def _traced(
+        self, how: str, rows: int, length: int, choice: Choice | None, micro_batches: int | None
+    ) -> RecordedStep:
+        name = f"{how}{(rows, length)}"
         if choice is not None:
             changed = {k: v for k, v in sorted(choice.items()) if v != self._own.get(k)}
             name += f" {changed}" if changed else ""
@@ -120,14 +136,19 @@ class Traces:
         if name not in self._steps:
             if self._tracer is None:
                 self._begin((TracedRun.ROWS[0], max(1, length // TracedRun.ROWS[0])))
-            self._note(name, self._tracer.take_step(rows, length, choice, micro_batches))
+            take = self._tracer.step_as_written if how else self._tracer.take_step
+            self._note(name, take(rows, length, choice, micro_batches))
         return self._steps[name]
 
     def remember(self) -> None:
         """Keep new traces in the cache."""
         if self._grown:
             steps = {name: step.packed() for name, step in self._steps.items()}
-            about = {"uneven": self.uneven, "max_seq_len": self.max_seq_len}
+            about = {
+                "uneven": self.uneven,
+                "max_seq_len": self.max_seq_len,
+                "as_written": self.as_written,
+            }
             self._kept.put(self._facts, {**about, "steps": steps})
             self._grown = False
 
@@ -144,6 +165,7 @@ class Traces:
 
     def _note(self, name: str, step: RecordedStep) -> None:
         self._steps[name] = step
+        self.as_written = self._tracer.as_written
         self._grown = True
 
 
