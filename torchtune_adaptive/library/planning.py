@@ -237,7 +237,9 @@ class _ModelTracer(StepTracer):
     def take_step(self, rows: int) -> RecordedStep:
         made = self._batch(rows)
         return self.trace(
-            lambda: tree_map_only(torch.Tensor, self._fake.from_tensor, made), self._accumulation
+            lambda: tree_map_only(torch.Tensor, self._fake.from_tensor, made),
+            self._accumulation,
+            lambda: 0,  # what is repeated is seen anyway, and which layer it is does not matter
         )
 
     def _built(self, build: Callable[[], nn.Module]) -> nn.Module:

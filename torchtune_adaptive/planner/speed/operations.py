@@ -42,7 +42,9 @@ class Operation(NamedTuple):
     joins: bool = False
     """Whether a compiler would make it part of the same kernel as the operation before it."""
     shape: tuple[float, ...] = ()
-    """Dimensions of a matrix product: batch, m, n, k."""
+    """Dimensions. Of a matrix product: batch, m, n, k; of attention: heads in all rows, queries, keys,
+    dimension of a head; of a norm's backward pass, a softmax, or a sum down the columns: rows, columns; of a
+    collective: ranks, and the distance between them."""
     repeats: int = 0
     """Layer, from 1, whose forward pass it repeats in the backward pass; ``ELSEWHERE`` if it repeats
     something outside of layers, 0 if it repeats nothing."""
