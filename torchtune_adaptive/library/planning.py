@@ -6,14 +6,13 @@ import logging
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchtune_adaptive.common import (
@@ -25,12 +24,21 @@ from torchtune_adaptive.common import (
 from torchtune_adaptive.core import StepOptions, TrainStep
 from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
-from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
+from torchtune_adaptive.library.private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    is_compiled,
+    tree_map_only,
+)
+from torchtune_adaptive.library.replicas import buckets, only_wrap
 from torchtune_adaptive.library.search import CheckedBatch
 from torchtune_adaptive.library.step import SummedLoss
 from torchtune_adaptive.planner import (
     DeviceLimits,
+    Machine,
+    Pace,
     RecordedStep,
+    Speed,
     StartUp,
     StepTracer,
     TracedRun,
@@ -49,7 +57,7 @@ _ANY_LENGTH = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory that a training step will take."""
+    """The memory and the time that a training step will take."""
 
     largest: int
     """The largest micro-batch that fits, in rows, up to the ceiling; 0 if not even one row does."""
@@ -63,6 +71,9 @@ class Plan:
     """Usable memory, in bytes: what the peak must stay within."""
     assumptions: tuple[str, ...]
     """Assumptions about the device."""
+    speed: Speed | None = None
+    """The speed at ``rows``: tokens or rows per second, utilization, where the time goes, and how far off it
+    may be; None if nothing is known about the device's."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,8 @@ class _StepQuestion:
     rows: int | None
     ceiling: int
     assumptions: tuple[str, ...]
+    pace: Pace | None
+    length: int
 
 
 def plan_batch_size(
@@ -96,9 +109,10 @@ def plan_batch_size(
     accumulation: int = 1,
     max_grad_norm: float | None = None,
     headroom: float = 0.05,
+    length: int = 1,
     timeout: float = 600.0,
 ) -> Plan:
-    """Predict the peak memory of a training step and the largest micro-batch that fits.
+    """Predict the peak memory of a training step, the largest micro-batch that fits, and the speed.
 
     The step that trains is traced on fake tensors, in a process of its own: tracing registers a device and
     fake ranks with torch and replaces some of its functions, which cannot be undone. So functions must be
@@ -121,6 +135,7 @@ def plan_batch_size(
         accumulation: micro-batches in a step.
         max_grad_norm: the norm above which gradients are scaled down.
         headroom: the share of the capacity that must stay free.
+        length: the tokens in a row, so that the speed is in tokens; by default, it is in rows.
         timeout: seconds that tracing may take.
 
     Raises:
@@ -134,6 +149,7 @@ def plan_batch_size(
     accumulation = arguments.whole("accumulation", accumulation)
     if rows is not None:
         rows = arguments.whole("rows", rows)
+    length = arguments.whole("length", length)
     arguments.norm("max_grad_norm", max_grad_norm)
     headroom = arguments.share("headroom", headroom)
     arguments.seconds("timeout", timeout)
@@ -144,8 +160,12 @@ def plan_batch_size(
         except ConfigError as error:  # which is for configs
             raise UsageError(str(error)) from None
         device, assumptions = planned_gpu(kind, ranks, headroom, bytes_given)
+        machine = Machine()
+        speeds = machine.speeds(kind.name)
+        assumptions = (*assumptions, *machine.lines(kind.name, ranks))
     elif bytes_given is not None:
         device, assumptions = DeviceLimits.simulated(bytes_given, headroom), ()
+        speeds = Machine.simulated()
     else:
         raise UsageError("memory: a CPU has none of its own to plan for. Pass memory='1GiB', say.")
     question = _StepQuestion(
@@ -154,12 +174,14 @@ def plan_batch_size(
         forward=forward,
         batch=batch,
         ranks=ranks,
-        accumulation=min(accumulation, 2),  # later micro-batches are like the second
+        accumulation=accumulation,
         max_grad_norm=max_grad_norm,
         device=device,
         rows=rows,
         ceiling=ceiling,
         assumptions=assumptions,
+        pace=Pace(speeds, ranks, compiled=False, quantized=False, dtype="") if speeds else None,
+        length=length,
     )
     log.info(f"Tracing a step in a process of its own, for at most {timeout:g} s.")
     return call_alone(_answer, question, timeout=timeout)
@@ -185,13 +207,30 @@ def _answer(question: _StepQuestion) -> Plan:
     """Trace and predict, in a process that does nothing else."""
     if question.device.caching:
         check_sums()
-    run, device = TracedRun(_Steps(question), _ANY_LENGTH), question.device
+    steps, device = _Steps(question), question.device
+    run = TracedRun(steps, _ANY_LENGTH)
     largest = run.confirmed_largest(_ANY_LENGTH, device, question.ceiling)
     rows = question.rows or largest or 1
     found = run.peak(rows, _ANY_LENGTH, device)
     return Plan(
-        largest, rows, found.reserved, found.parts, device.usable_bytes, question.assumptions
+        largest,
+        rows,
+        found.reserved,
+        found.parts,
+        device.usable_bytes,
+        question.assumptions,
+        _speed(question, run, rows, steps.compiled),
     )
+
+
+def _speed(question: _StepQuestion, run: TracedRun, rows: int, compiled: bool) -> Speed | None:
+    if question.pace is None:
+        return None
+    step = run.operations(rows, _ANY_LENGTH)
+    pace = replace(question.pace, compiled=compiled, dtype=step.dtype)
+    if pace.speeds.peak(pace.dtype) is None:
+        return None
+    return pace.speed(step, rows, question.length, question.accumulation)
 
 
 class _Steps:
@@ -201,6 +240,7 @@ class _Steps:
         self._tracer = _ModelTracer(question)
         self._first = self._tracer.take_step(TracedRun.ROWS[0])
         self._known: dict[int, RecordedStep] = {}
+        self.compiled = is_compiled(self._tracer.step.model)
 
     def start_up(self, length: int) -> StartUp:
         return StartUp(self._tracer.set_up, self._first)
@@ -216,11 +256,17 @@ class _ModelTracer(StepTracer):
 
     def __init__(self, question: _StepQuestion) -> None:
         super().__init__(not question.device.caching, 0, question.ranks)
+        only_wrap()
+        if not self.recorder.simulated:
+            _refuse_autocast()
         self._batch = CheckedBatch(question.batch)
-        self._accumulation = question.accumulation
+        self._accumulation = min(question.accumulation, 2)  # later ones are like the second
         model = self._built(question.build)
         with self.tracing():
             fill(model, self.device)
+            if not self.recorder.simulated:  # which counts no memory that a constructor takes
+                self.recorder.category = StepTracer.GRADIENTS
+                self._buckets = buckets(model)
             optimizer = checks.plain_optimizer(question.optimizer(model.parameters()))
             checks.require_trainable(model, optimizer)
             step = TrainStep(
@@ -258,11 +304,6 @@ class _ModelTracer(StepTracer):
             raise UsageError(
                 f"build: returned a {type(model).__name__}, but must return the model."
             )
-        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-            raise UsageError(
-                "build: DistributedDataParallel cannot be traced. Use fully_shard, or plan for ranks=1 and "
-                "add the gradients once more, for its buckets."
-            )
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor) and (
                 (kind := parameter.device_mesh.device_type) != self.device.type
@@ -293,3 +334,20 @@ class _FakeOnDevice(TorchDispatchMode):
             return func(*args, **kwargs)
         with self._fake:
             return func(*args, **kwargs)
+
+
+def _refuse_autocast() -> None:
+    """Make ``torch.autocast`` fail in this process: its rules are CUDA's, and the fake device has none."""
+    init = torch.autocast.__init__
+
+    def begun(
+        autocast: torch.autocast, device_type: str, dtype: Any = None, enabled: bool = True, *more: Any
+    ) -> None:
+        if enabled and device_type != "cpu":
+            raise NoPrediction(
+                "forward: torch.autocast cannot be traced. Use fully_shard with "
+                "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or a model in bf16."
+            )
+        init(autocast, device_type, dtype, enabled, *more)
+
+    torch.autocast.__init__ = begun  # type: ignore[method-assign]

@@ -63,6 +63,14 @@ class StepOperations(NamedTuple):
     def parts(self) -> list[list[Operation]]:
         return [*self.micro_batches, self.update]
 
+    @property
+    def dtype(self) -> str:
+        """The type of the numbers that most is computed with."""
+        flops: dict[str, float] = {}
+        for one in self.all():
+            flops[one.dtype] = flops.get(one.dtype, 0.0) + one.flops
+        return max(flops, key=lambda dtype: flops[dtype])
+
     def all(self) -> Iterator[Operation]:
         for part in self.parts():
             yield from part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torchtune_adaptive.planner.speed.devices import Speeds
 from torchtune_adaptive.planner.speed.operations import StepOperations
@@ -66,6 +67,11 @@ class Pace:
 @dataclass(frozen=True)
 class Speed:
     """The speed of a run."""
+
+    CLOSE: ClassVar = 0.08
+    """Share by which one speed must be above another, with other micro-batches, to be so for sure: of pairs of
+    published rows with the same model and GPU, nine in ten have errors that differ by less
+    (``docs/results/speed_anchors.md``)."""
 
     seconds: float
     """Seconds of one step."""
