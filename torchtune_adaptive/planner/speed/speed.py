@@ -52,15 +52,16 @@ class Pace:
         """
         time = step_time(step, self.speeds, self.ranks, micro_batches, self.compiled)
         seconds = time.seconds * (self.correction or 1.0)
-        tokens_per_second = rows * length * micro_batches / seconds
+        rows_per_second = rows * micro_batches / seconds
         peak = self.speeds.peak(self.dtype)
         return Speed(
             seconds=seconds,
-            tokens_per_second_per_gpu=tokens_per_second,
+            tokens_per_second_per_gpu=rows_per_second * length,
             mfu=time.model_flops / (seconds * peak) if peak else 0.0,
             parts={kind: spent / time.seconds for kind, spent in time.parts.items()},
             recomputing=time.recomputing / time.seconds,
             band=self.band,
+            rows_per_second_per_gpu=rows_per_second,
         )
 
 
@@ -85,6 +86,7 @@ class Speed:
     """Share of the time in which the backward pass repeats the forward pass."""
     band: tuple[float, float]
     """How far below and above it the real speed may be, as shares of it."""
+    rows_per_second_per_gpu: float = 0.0
 
     def named_parts(self) -> dict[str, float]:
         """The same shares with names for people."""
