@@ -9,7 +9,7 @@ in fp32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,23 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from torchtune_adaptive.library.planning import StepQuestion, StepsOfModel
+from torchtune_adaptive.planner.memory.peak import DeviceLimits
+from torchtune_adaptive.planner.speed.devices import SPEEDS, Speeds
+from torchtune_adaptive.planner.speed.operations import (
+    StepOperations,
+    at_rows,
+    packed_up,
+    unpacked,
+)
+from torchtune_adaptive.planner.speed.speed import Pace, Speed
+
+SOURCE = "MosaicML llm-foundry, scripts/train/benchmarking/README.md"
+TRITON_ATTENTION = 1.8
+"""Factor by which attention in Triton, as it was in 2022 and 2023, is slower than FlashAttention-2: the middle
+(geometric) of the 1.3 to 2.5 that the paper of the latter gives (arXiv 2307.08691)."""
+FEW, MANY = 2, 3
+"""Rows of the steps that are traced."""
 VOCABULARY = 50_368
 SHAPES = {  # width, heads, layers
     "125m": (768, 12, 12),
@@ -48,6 +65,11 @@ class Row:
     def name(self) -> str:
         ac = " ac" if self.checkpointed else ""
         return f"{self.model} s{self.length} x{self.rows} a{self.accumulation} n{RANKS}{ac}"
+
+    @property
+    def step(self) -> tuple[str, int, bool, int]:
+        """What its trace depends on."""
+        return self.model, self.length, self.checkpointed, min(2, self.accumulation)
 
 
 A100, H100 = "a100-80gb", "h100-80gb"
@@ -150,16 +172,38 @@ def batch(length: int, rows: int) -> torch.Tensor:
     return torch.zeros(rows, length, dtype=torch.long)
 
 
-def arguments(row: Row) -> dict[str, Any]:
-    """What ``plan_batch_size`` is called with."""
-    return {
-        "build": partial(build, row.model, row.length, row.checkpointed),
-        "optimizer": optimizer,
-        "forward": forward,
-        "batch": partial(batch, row.length),
-        "gpu": row.device,
-        "ranks": RANKS,
-        "rows": row.rows,
-        "accumulation": row.accumulation,
-        "max_grad_norm": 1.0,
-    }
+def traced(name: str, length: int, checkpointed: bool, accumulation: int) -> list[dict[str, Any]]:
+    """The operations of a step with few rows, and with more; in a process of its own."""
+    question = StepQuestion(
+        build=partial(build, name, length, checkpointed),
+        optimizer=optimizer,
+        forward=forward,
+        batch=partial(batch, length),
+        ranks=RANKS,
+        accumulation=accumulation,
+        max_grad_norm=1.0,
+        device=DeviceLimits("any", 1 << 40),
+        rows=None,
+        ceiling=1,
+        assumptions=(),
+        pace=None,
+        length=length,
+    )
+    steps = StepsOfModel(question)
+    found = [steps.step(rows, 1).operations for rows in (FEW, MANY)]
+    return [packed_up(step) for step in found if step is not None]
+
+
+def step_of(row: Row, traces: list[dict[str, Any]]) -> StepOperations:
+    few, many = map(unpacked, traces)
+    return at_rows(few, many, (row.rows - FEW) / (MANY - FEW))
+
+
+def predicted(row: Row, step: StepOperations, attention_of_then: bool) -> Speed:
+    """The speed with the kernels of today, or with the attention of the table's time."""
+    speeds: Speeds = SPEEDS[row.device]
+    if attention_of_then:
+        forward, backward = (share / TRITON_ATTENTION for share in speeds.attention)
+        speeds = replace(speeds, attention=(forward, backward))
+    pace = Pace(speeds, RANKS, compiled=False, quantized=False, dtype="bfloat16")
+    return pace.speed(step, row.rows, row.length, row.accumulation)

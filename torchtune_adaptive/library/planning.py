@@ -77,7 +77,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _StepQuestion:
+class StepQuestion:
     """A question for ``_answer``, in the process that traces."""
 
     build: Callable[[], nn.Module]
@@ -168,7 +168,7 @@ def plan_batch_size(
         speeds = Machine.simulated()
     else:
         raise UsageError("memory: a CPU has none of its own to plan for. Pass memory='1GiB', say.")
-    question = _StepQuestion(
+    question = StepQuestion(
         build=build,
         optimizer=optimizer,
         forward=forward,
@@ -203,11 +203,11 @@ def _require_importable(name: str, function: object) -> None:
         )
 
 
-def _answer(question: _StepQuestion) -> Plan:
+def _answer(question: StepQuestion) -> Plan:
     """Trace and predict, in a process that does nothing else."""
     if question.device.caching:
         check_sums()
-    steps, device = _Steps(question), question.device
+    steps, device = StepsOfModel(question), question.device
     run = TracedRun(steps, _ANY_LENGTH)
     largest = run.confirmed_largest(_ANY_LENGTH, device, question.ceiling)
     rows = question.rows or largest or 1
@@ -223,7 +223,7 @@ def _answer(question: _StepQuestion) -> Plan:
     )
 
 
-def _speed(question: _StepQuestion, run: TracedRun, rows: int, compiled: bool) -> Speed | None:
+def _speed(question: StepQuestion, run: TracedRun, rows: int, compiled: bool) -> Speed | None:
     if question.pace is None:
         return None
     step = run.operations(rows, _ANY_LENGTH)
@@ -233,10 +233,10 @@ def _speed(question: _StepQuestion, run: TracedRun, rows: int, compiled: bool) -
     return pace.speed(step, rows, question.length, question.accumulation)
 
 
-class _Steps:
+class StepsOfModel:
     """The steps of one question, each traced once."""
 
-    def __init__(self, question: _StepQuestion) -> None:
+    def __init__(self, question: StepQuestion) -> None:
         self._tracer = _ModelTracer(question)
         self._first = self._tracer.take_step(TracedRun.ROWS[0])
         self._known: dict[int, RecordedStep] = {}
@@ -254,7 +254,7 @@ class _Steps:
 class _ModelTracer(StepTracer):
     """One rank of a run with a model that the user builds."""
 
-    def __init__(self, question: _StepQuestion) -> None:
+    def __init__(self, question: StepQuestion) -> None:
         super().__init__(not question.device.caching, 0, question.ranks)
         only_wrap()
         if not self.recorder.simulated:

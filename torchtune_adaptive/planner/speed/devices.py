@@ -54,9 +54,6 @@ SOFTMAX = 16.0
 """Head dimensions' worth of time for the exponentials: a head dimension of 64 reaches 0.9 of what 128 does in
 the same figures."""
 
-TRITON_ATTENTION = 1.8
-"""Factor by which attention in Triton, as it was in 2022 and 2023, is slower than FlashAttention-2: the
-middle (geometric) of the 1.3 to 2.5 that the paper of the latter gives."""
 
 COPY_LATENCY = 10e-6
 """Seconds that a copy to or from the host takes before it moves anything."""
