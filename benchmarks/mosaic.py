@@ -2,8 +2,8 @@
 
 Assumed about the models, where the table does not say: layer norms and linear layers with biases, GELU (erf)
 with four times the width, learned positions, one matrix for embedding and head, no dropout, a vocabulary of
-50,368. Theirs is sharded with FSDP1, here with FSDP2 in the same units: parameters in fp32, gathered in bf16 and reduced
-in fp32.
+50,368. Theirs is sharded with FSDP1, here with FSDP2 in the same units: parameters in fp32, gathered in bf16
+and reduced in fp32.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torchtune_adaptive.planner.speed.speed import Pace, Speed
 
 SOURCE = "MosaicML llm-foundry, scripts/train/benchmarking/README.md"
 TRITON_ATTENTION = 1.8
-"""Factor by which attention in Triton, as it was in 2022 and 2023, is slower than FlashAttention-2: the middle
-(geometric) of the 1.3 to 2.5 that the paper of the latter gives (arXiv 2307.08691)."""
+"""Factor by which attention in Triton, as it was in 2022 and 2023, is slower than FlashAttention-2: the
+middle (geometric) of the 1.3 to 2.5 that the paper of the latter gives (arXiv 2307.08691)."""
 FEW, MANY = 2, 3
 """Rows of the steps that are traced."""
 VOCABULARY = 50_368

@@ -285,7 +285,9 @@ def once_blind(folder: Path | None) -> list[str]:
         correlation = rank_correlation(real, mfu)
         print(f"| {name} | {median(errors):.1%} | {max(errors):.1%} | {correlation:.2f} |")
     gap = difference_of_pairs([error for error, _ in then])
-    print(f"\nPairs of rows with the same model and GPU: errors differ by {gap:.1%} (90 % quantile).")
+    print(
+        f"\nPairs of rows with the same model and GPU: errors differ by {gap:.1%} (90 % quantile)."
+    )
     checks = {
         f"median error {median(errors):.1%}": median(errors) <= 0.08,
         f"worst error {max(errors):.1%}": max(errors) <= 0.22,

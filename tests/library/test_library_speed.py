@@ -78,9 +78,7 @@ def batch(rows: int) -> dict[str, torch.Tensor]:
 def planned(build: Any, ranks: int, **changes: Any) -> Plan:
     settings: dict[str, Any] = {"forward": forward, "batch": batch, "ceiling": 8, "rows": ROWS}
     settings |= {"accumulation": ACCUMULATION, "max_grad_norm": 1.0, "length": LENGTH, **changes}
-    return plan_batch_size(
-        build, optimizer=adamw, gpu=GPU, ranks=ranks, timeout=100.0, **settings
-    )
+    return plan_batch_size(build, optimizer=adamw, gpu=GPU, ranks=ranks, timeout=100.0, **settings)
 
 
 def built(shape: str) -> nn.Module:
@@ -126,5 +124,5 @@ def test_the_numbers_are_those_of_the_recipes_plan(ranks: int) -> None:
 
 
 def test_autocast_is_refused() -> None:
-    with pytest.raises(NoPrediction, match="torch.autocast cannot be traced. Use fully_shard"):
+    with pytest.raises(NoPrediction, match=r"torch\.autocast cannot be traced\. Use fully_"):
         planned(build, 1, forward=with_autocast)

@@ -341,7 +341,11 @@ def _refuse_autocast() -> None:
     init = torch.autocast.__init__
 
     def begun(
-        autocast: torch.autocast, device_type: str, dtype: Any = None, enabled: bool = True, *more: Any
+        autocast: torch.autocast,
+        device_type: str,
+        dtype: Any = None,
+        enabled: bool = True,
+        *more: Any,
     ) -> None:
         if enabled and device_type != "cpu":
             raise NoPrediction(
@@ -350,4 +354,4 @@ def _refuse_autocast() -> None:
             )
         init(autocast, device_type, dtype, enabled, *more)
 
-    torch.autocast.__init__ = begun  # type: ignore[method-assign]
+    torch.autocast.__init__ = begun  # type: ignore

@@ -26,7 +26,7 @@ def _init(
 ) -> None:
     nn.Module.__init__(wrapper)
     wrapper.module = module
-    wrapper.process_group = process_group or dist.group.WORLD
+    wrapper.process_group = process_group or dist.group.WORLD  # type: ignore
     wrapper.broadcast_buffers, wrapper.mixed_precision = broadcast_buffers, mixed_precision  # type: ignore
 
 

@@ -1,7 +1,7 @@
 """The memory-bound kernels of eager torch: how often they move a tensor, and how fast they can.
 
-The numbers follow from the structure of the kernels in torch 2.11 to 2.15, and from microbenchmarks of memory;
-none from the speed of a training run. What is compiled is fused into other kernels, and does not come here.
+The numbers follow from the structure of torch's kernels, and from microbenchmarks of memory; none from the
+speed of a training run. What is compiled is fused into other kernels, and does not come here.
 """
 
 from __future__ import annotations
@@ -92,5 +92,7 @@ def _reading_again(kernel: Kernel, operation: Operation, speeds: Speeds, size: i
     again, moved = kernel.reads_again
     if not again or not operation.shape:
         return 0.0
-    at_a_time = 2 * speeds.processors * operation.shape[1] * size  # two blocks on each, a row for each
+    at_a_time = (
+        2 * speeds.processors * operation.shape[1] * size
+    )  # two blocks on each, a row for each
     return again / moved * (CACHED if at_a_time <= CACHE else 1.0)

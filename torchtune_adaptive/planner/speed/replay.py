@@ -119,7 +119,9 @@ class _Costs(dict[Operation, float]):
         if speeds.is_host or self.ranks == 1 or operation.kind == COPY:
             return 1.0
         if operation.kind == MEMORY:
-            passing = 2 * speeds.collective_bandwidth(self.ranks)  # what is sent is read, and written
+            passing = 2 * speeds.collective_bandwidth(
+                self.ranks
+            )  # what is sent is read, and written
             return 1.0 - passing / (speeds.bandwidth * devices.STREAMING)
         channels = devices.CHANNELS if speeds.has_nvlink else devices.PCIE_CHANNELS
         return 1.0 - channels / speeds.processors

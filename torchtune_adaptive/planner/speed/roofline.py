@@ -7,7 +7,14 @@ from math import ceil
 
 from torchtune_adaptive.planner.speed import devices, kernels
 from torchtune_adaptive.planner.speed.devices import Speeds
-from torchtune_adaptive.planner.speed.operations import ATTENTION, COLLECTIVE, COPY, GEMM, MEMORY, Operation
+from torchtune_adaptive.planner.speed.operations import (
+    ATTENTION,
+    COLLECTIVE,
+    COPY,
+    GEMM,
+    MEMORY,
+    Operation,
+)
 
 _TILES = (
     ((128, 256), 1.0),

@@ -70,8 +70,8 @@ class Speed:
     """The speed of a run."""
 
     CLOSE: ClassVar = 0.08
-    """Share by which one speed must be above another, with other micro-batches, to be so for sure: of pairs of
-    published rows with the same model and GPU, nine in ten have errors that differ by less
+    """Share by which one speed must be above another, with other micro-batches, to be so for sure: of pairs
+    of published rows with the same model and GPU, nine in ten have errors that differ by less
     (``docs/results/speed_anchors.md``)."""
 
     seconds: float

@@ -154,9 +154,7 @@ class OperationLog:
         ]
         self._note_kernel(signature, args, kwargs, given, changed, returned, result)
 
-    def _note_sized(
-        self, kind: str, name: str, nbytes: int, shape: tuple[float, ...] = ()
-    ) -> None:
+    def _note_sized(self, kind: str, name: str, nbytes: int, shape: tuple[float, ...] = ()) -> None:
         where = (self._phase(), _stream())
         self._add(Operation(kind, name, *where, nbytes=nbytes, fused_bytes=nbytes, shape=shape))
 
