@@ -77,16 +77,18 @@ class Speed:
     seconds: float
     """Seconds of one step."""
     tokens_per_second_per_gpu: float
+    """Tokens that a GPU trains on in a second, padding included."""
     mfu: float
     """Model FLOPs utilization: the share of the data sheet's peak that the forward and backward pass use;
     what the backward pass computes again does not count."""
     parts: dict[str, float]
-    """Shares of the step's time, by what the device does (``replay.NAMES``)."""
+    """Shares of the step's time, by what the device does; ``named_parts`` has them with names for people."""
     recomputing: float
     """Share of the time in which the backward pass repeats the forward pass."""
     band: tuple[float, float]
     """How far below and above it the real speed may be, as shares of it."""
     rows_per_second_per_gpu: float = 0.0
+    """Rows that a GPU trains on in a second."""
 
     def named_parts(self) -> dict[str, float]:
         """The same shares with names for people."""
