@@ -37,6 +37,8 @@ SIGNATURES = {
     "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None)",
     "steps_of": "(data, rows, *, epoch=0, shuffle=True, seed=0, start=0)",
     "NoiseScale": "(window=100, least_steps=10)",
+    "Speed": "(seconds, tokens_per_second_per_gpu, mfu, parts, recomputing, band, "
+    "rows_per_second_per_gpu=0.0)",
     "lr_factor": "(rule, batch, start, noise=None, exponent=0.5)",
     "Outcome": "(loss, weight, gradient_norm, micro_batch, retried, allocation_retries, overflow, noise)",
     "Moment": "(samples, epochs, start, current, lr_factor=1.0, noise=None)",
