@@ -123,6 +123,7 @@ def test_the_numbers_are_those_of_the_recipes_plan(ranks: int) -> None:
     assert found.peak == recipes.configured.reserved
 
 
+@pytest.mark.exhaustive
 def test_autocast_is_refused() -> None:
     with pytest.raises(NoPrediction, match=r"torch\.autocast cannot be traced\. Use fully_"):
         planned(build, 1, forward=with_autocast)

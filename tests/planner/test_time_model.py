@@ -140,8 +140,9 @@ def test_memory_bound_kernels_reach_what_their_structure_allows() -> None:
         # Each of two kernels reads the gradient and the input.
         backward = share_of_bandwidth(gpu, "native_layer_norm_backward", 4096)
         assert backward == pytest.approx(devices.STREAMING * 3 / 5)
-        vocabulary, few = (share_of_bandwidth(gpu, "_log_softmax", n) for n in (1 << 18, 1 << 10))
+        vocabulary, few = (share_of_bandwidth(gpu, "_log_softmax", n) for n in (1 << 18, 1 << 13))
         assert vocabulary < few < devices.STREAMING  # long rows do not fit into the cache
+        assert share_of_bandwidth(gpu, "_softmax", 1024) == pytest.approx(devices.STREAMING)
     # More bandwidth for each multiprocessor needs more under way, or is left unused.
     sums = [share_of_bandwidth(gpu, "sum", 4096) for gpu in ("a100-80gb", "h100-80gb")]
     assert sums[1] < 0.8 * sums[0] < sums[0] < devices.STREAMING

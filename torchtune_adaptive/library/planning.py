@@ -163,6 +163,8 @@ def plan_batch_size(
         machine = Machine()
         speeds = machine.speeds(kind.name)
         assumptions = (*assumptions, *machine.lines(kind.name, ranks))
+        if speeds is not None and speeds.assumed:
+            assumptions = (*assumptions, f"speed: of {speeds.name}, {speeds.assumed}")
     elif bytes_given is not None:
         device, assumptions = DeviceLimits.simulated(bytes_given, headroom), ()
         speeds = Machine.simulated()

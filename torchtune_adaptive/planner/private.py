@@ -52,10 +52,12 @@ def schema_of(operation: Any) -> Any:
 
 def group_of(arguments: Iterable[Any]) -> tuple[int, ...]:
     """The size of the process group among a collective's arguments, and the distance of its ranks; empty if
-    there is none."""
+    there is none (torch 2.13)."""
     for argument in arguments:
-        if isinstance(argument, torch.ScriptObject):
-            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
+        if isinstance(argument, torch.ScriptObject):  # the group comes before the kind of reduction
+            argument = dist.ProcessGroup.unbox(argument)
+        if isinstance(argument, dist.ProcessGroup):
+            ranks = dist.get_process_group_ranks(argument)
             return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
     return ()
 

@@ -35,7 +35,7 @@ SYNCHRONIZE = 1e-6
 """Seconds in which the host records an event or makes a stream wait for one."""
 
 COLLECTIVE_LATENCY = 10e-6
-"""Seconds that a collective takes to begin."""
+"""Seconds that a collective takes to begin: 8.4 us in NCCL's tuning, and its kernel's start."""
 
 NVLINK_HOP, PCIE_HOP, NETWORK_HOP = 3.4e-6, 5.7e-6, 14e-6
 """Seconds from a rank to the next in a ring: what NCCL's own tuning (``tuning.cc``) assumes for its simple
@@ -53,7 +53,6 @@ a causal mask hides on its diagonal. In the figures of FlashAttention-2 (A100) a
 SOFTMAX = 16.0
 """Head dimensions' worth of time for the exponentials: a head dimension of 64 reaches 0.9 of what 128 does in
 the same figures."""
-
 
 COPY_LATENCY = 10e-6
 """Seconds that a copy to or from the host takes before it moves anything."""
@@ -175,8 +174,9 @@ _UNCERTAIN = f"{_SHARES}, and sources differ on its data sheet"
 # and large shapes about 5 % less; H100 NVL is taken to reach as much, H200 NVL (600 W) as much as SXM.
 # Attention. FlashAttention-2, head dimension 128, causal, very long rows (BEGINNING tells of shorter ones):
 # on H100 346 TFLOP/s forward, which is 298 to 333 for rows of 2k to 8k (figures of the FlashAttention-3
-# paper, arXiv 2407.08608), backward a tenth less; on A100 195 TFLOP/s of both passes, which is 162 to 189 for
-# rows of 2k to 16k (arXiv 2307.08691). RTX 4090: 0.92 and 0.75 (assumption).
+# paper, arXiv 2407.08608), backward a tenth less; on A100 195 TFLOP/s in both passes, which is 162 to 190 for
+# rows of 2k to 16k, where the figures of arXiv 2307.08691 go from about 155 to 189. RTX 4090:
+# 0.92 and 0.75 (assumption).
 # Collectives: the bus bandwidth of nccl-tests on 8 GPUs, about 230 GB/s on A100, 340 GB/s for an all-gather
 # on H100; 12 GB/s over PCIe 4 (assumption). Networks: one NIC of 200 Gb/s (A100) or 400 Gb/s (H100) for each
 # GPU, 0.9 of it.

@@ -21,7 +21,8 @@ CACHED = 0.4
 microbenchmarks of A100 and H100."""
 ISSUED = 0.8
 """Share of the arithmetic units that such kernels keep busy (assumption)."""
-_KIB = 1024
+READ_ONCE = 1024
+"""Columns up to which a softmax keeps its row in registers, and reads it once."""
 
 
 class Kernel(NamedTuple):
@@ -90,9 +91,8 @@ def seconds(operation: Operation, speeds: Speeds) -> float:
 
 def _reading_again(kernel: Kernel, operation: Operation, speeds: Speeds, size: int) -> float:
     again, moved = kernel.reads_again
-    if not again or not operation.shape:
+    if not again or not operation.shape or operation.shape[1] <= READ_ONCE:
         return 0.0
-    at_a_time = (
-        2 * speeds.processors * operation.shape[1] * size
-    )  # two blocks on each, a row for each
+    # Two blocks on each multiprocessor, with a row each.
+    at_a_time = 2 * speeds.processors * operation.shape[1] * size
     return again / moved * (CACHED if at_a_time <= CACHE else 1.0)

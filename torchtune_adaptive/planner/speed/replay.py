@@ -122,7 +122,7 @@ class _Costs(dict[Operation, float]):
             passing = 2 * speeds.collective_bandwidth(
                 self.ranks
             )  # what is sent is read, and written
-            return 1.0 - passing / (speeds.bandwidth * devices.STREAMING)
+            return max(0.5, 1.0 - passing / (speeds.bandwidth * devices.STREAMING))
         channels = devices.CHANNELS if speeds.has_nvlink else devices.PCIE_CHANNELS
         return 1.0 - channels / speeds.processors
 

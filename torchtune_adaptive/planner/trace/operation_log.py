@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torchtune_adaptive.planner import private
-from torchtune_adaptive.planner.private import schema_of, tree_leaves
+from torchtune_adaptive.planner.private import group_of, schema_of, tree_leaves
 from torchtune_adaptive.planner.speed.operations import (
     ATTENTION,
     COLLECTIVE,
@@ -133,7 +132,7 @@ class OperationLog:
         if not on_device:
             return
         if signature.kind == COLLECTIVE:
-            group = private.group_of((*args, *kwargs.values()))
+            group = group_of((*args, *kwargs.values()))
             self._note_sized(COLLECTIVE, signature.name, max(map(_nbytes, on_device)), group)
             return
         if signature.name == "all_gather_copy_in":  # of the output it writes only this rank's part

@@ -127,9 +127,7 @@ def traced_until_one_fits(
         return best
 
     best = trace_until_one_fits(ranked)
-    if (
-        best < inf and steps.many_sizes
-    ):  # the run's own size is preferred to one that is hardly faster
+    if best < inf and steps.many_sizes:  # its own size is preferred to one that is hardly faster
         own_size = [one for one in ranked if steps.has_own_size(one)]
         trace_until_one_fits(own_size, best * (1 + Speed.CLOSE))
     return traced
