@@ -1,6 +1,6 @@
 """Predicted throughputs beside published ones.
 
-    python benchmarks/speed_anchors.py                   # about five minutes on two cores
+    python benchmarks/speed_anchors.py                   # about ten minutes on two cores
     python benchmarks/speed_anchors.py --traces FOLDER   # keeps the traces there, to compare again in seconds
 
 What was published was measured by others, on their machines, with the software of their time. No constant of
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
+import mosaic
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.planner.speed.devices import SPEEDS, with_power
@@ -187,9 +189,10 @@ def traced(cfg: dict[str, Any], ranks: int, rows: int, length: int) -> dict[str,
     return packed_up(operations)
 
 
-def all_steps(folder: Path | None) -> list[StepOperations]:
-    """The operations of each anchor's step, traced or read from the folder."""
-    wanted = [(config_of(one), one.ranks, one.rows, one.length) for one in ANCHORS]
+def all_traces(
+    traced: Callable[..., Any], wanted: Sequence[tuple[Any, ...]], folder: Path | None
+) -> list[Any]:
+    """What ``traced`` gives for each of the arguments, or what the folder has."""
     names = [hashlib.sha256(json.dumps(step).encode()).hexdigest()[:16] for step in wanted]
     found: dict[str, Any] = {}
     with processes("torchtune_adaptive.recipe.plan.preload") as run:
@@ -204,7 +207,7 @@ def all_steps(folder: Path | None) -> list[StepOperations]:
             found[name] = answer.result()
             if folder:
                 (folder / f"{name}.json").write_text(json.dumps(found[name]))
-    return [unpacked(found[name]) for name in names]
+    return [found[name] for name in names]
 
 
 def result(anchor: Anchor, step: StepOperations) -> Result:
@@ -216,26 +219,26 @@ def ranks(values: Sequence[float]) -> list[int]:
     return [sorted(values).index(value) for value in values]
 
 
-def rank_correlation(results: Sequence[Result]) -> float:
-    """Spearman's, over the rows of one table; there are no ties."""
-    published = ranks([one.anchor.published for one in results])
-    predicted = ranks([one.predicted.tokens_per_second_per_gpu for one in results])
-    n = len(results)
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's; there are no ties."""
+    published, predicted, n = ranks(one), ranks(other), len(one)
     squares = sum((a - b) ** 2 for a, b in zip(published, predicted, strict=True))
     return 1 - 6 * squares / (n * (n * n - 1))
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--traces", type=Path, help="a folder to keep the traces in")
-    asked = arguments.parse_args()
-    if asked.traces:
-        asked.traces.mkdir(parents=True, exist_ok=True)
-    results = [result(*pair) for pair in zip(ANCHORS, all_steps(asked.traces), strict=True)]
+def known(folder: Path | None) -> list[str]:
+    """The rows that were known when the model was written; and what is not as good as it should be."""
+    wanted = [(config_of(one), one.ranks, one.rows, one.length) for one in ANCHORS]
+    steps = map(unpacked, all_traces(traced, wanted, folder))
+    results = [result(*pair) for pair in zip(ANCHORS, steps, strict=True)]
     failed = []
+    print("## Known rows\n")
     for table, source in TABLES.items():
         rows = [one for one in results if one.anchor.table == table]
-        correlation = rank_correlation(rows)
+        correlation = rank_correlation(
+            [one.anchor.published for one in rows],
+            [one.predicted.tokens_per_second_per_gpu for one in rows],
+        )
         print(f"{source}. Rank correlation {correlation:.2f}.\n")
         print("| | GPU | ranks | published, tokens/s per GPU | predicted | error | |")
         print("|---|---|--:|--:|--:|--:|---|")
@@ -256,7 +259,62 @@ def main() -> None:
     print(f"{len(errors)} rows: median error {median(errors):.1%}, maximum {max(errors):.1%}.")
     if median(errors) > 0.03:
         failed.append(f"median error {median(errors):.1%}")
-    if failed:
+    return failed
+
+
+def once_blind(folder: Path | None) -> list[str]:
+    """The rows that nobody had seen when the first model was written; and what is worse than it was."""
+    traces = all_traces(mosaic.traced, [row.step for row in mosaic.ROWS], folder)
+    steps = [mosaic.step_of(*pair) for pair in zip(mosaic.ROWS, traces, strict=True)]
+    print(f"\n## Rows that were blind once\n\n{mosaic.SOURCE}.\n")
+    print("| GPU | row | published | predicted | error | with the attention of then | error |")
+    print("|---|---|--:|--:|--:|--:|--:|")
+    today, then = [], []
+    for row, step in zip(mosaic.ROWS, steps, strict=True):
+        speeds = [mosaic.predicted(row, step, of_then) for of_then in (False, True)]
+        for found, speed in zip((today, then), speeds, strict=True):
+            found.append((speed.tokens_per_second_per_gpu / row.published - 1, speed.mfu))
+        cells = (f"{s.tokens_per_second_per_gpu:,.0f}" for s in speeds)
+        errors = (f"{found[-1][0]:+.1%}" for found in (today, then))
+        each = " | ".join(f"{cell} | {error}" for cell, error in zip(cells, errors, strict=True))
+        print(f"| {row.device} | {row.name} | {row.published:,.0f} | {each} |")
+    print("\n| | median error | worst | rank correlation of MFU |\n|---|--:|--:|--:|")
+    for name, found in (("kernels of today", today), ("attention of then", then)):
+        errors, mfu = [abs(error) for error, _ in found], [each for _, each in found]
+        real = [each / (1 + error) for error, each in found]
+        correlation = rank_correlation(real, mfu)
+        print(f"| {name} | {median(errors):.1%} | {max(errors):.1%} | {correlation:.2f} |")
+    gap = difference_of_pairs([error for error, _ in then])
+    print(
+        f"\nPairs of rows with the same model and GPU: errors differ by {gap:.1%} (90 % quantile)."
+    )
+    checks = {
+        f"median error {median(errors):.1%}": median(errors) <= 0.08,
+        f"worst error {max(errors):.1%}": max(errors) <= 0.22,
+        f"rank correlation of MFU {correlation:.2f}": correlation >= 0.9,
+        f"errors of pairs differ by {gap:.1%}": gap <= Speed.CLOSE,
+    }
+    return [problem for problem, is_fine in checks.items() if not is_fine]
+
+
+def difference_of_pairs(errors: Sequence[float]) -> float:
+    """How far apart the errors of two rows with the same model and GPU are: 90 % quantile."""
+    pairs = combinations(zip(mosaic.ROWS, errors, strict=True), 2)
+    apart = [
+        abs((1 + one_error) / (1 + other_error) - 1)
+        for (one, one_error), (other, other_error) in pairs
+        if (one.model, one.device) == (other.model, other.device)
+    ]
+    return quantiles(apart, n=10, method="inclusive")[-1]
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--traces", type=Path, help="a folder to keep the traces in")
+    asked = arguments.parse_args()
+    if asked.traces:
+        asked.traces.mkdir(parents=True, exist_ok=True)
+    if failed := [*known(asked.traces), *once_blind(asked.traces)]:
         raise SystemExit("Not as good as it should be: " + "; ".join(failed))
 
 

@@ -32,10 +32,13 @@ SIGNATURES = {
     "find_batch_size": "(step, batch, *, ceiling=16384, accumulation=1, rounding='power_of_two', "
     "search='extrapolate', headroom=0.05)",
     "plan_batch_size": "(build, *, optimizer, forward, batch, gpu='h100-80gb', memory=None, ranks=1, "
-    "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, timeout=600.0)",
-    "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions)",
+    "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, "
+    "length=1, timeout=600.0)",
+    "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None)",
     "steps_of": "(data, rows, *, epoch=0, shuffle=True, seed=0, start=0)",
     "NoiseScale": "(window=100, least_steps=10)",
+    "Speed": "(seconds, tokens_per_second_per_gpu, mfu, parts, recomputing, band, "
+    "rows_per_second_per_gpu=0.0)",
     "lr_factor": "(rule, batch, start, noise=None, exponent=0.5)",
     "Outcome": "(loss, weight, gradient_norm, micro_batch, retried, allocation_retries, overflow, noise)",
     "Moment": "(samples, epochs, start, current, lr_factor=1.0, noise=None)",

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive import (
@@ -34,9 +35,11 @@ ROWS = 37
 MEMORY = "2MiB"
 
 
-def build(sharded: bool, width: int = WIDTH) -> nn.Module:
+def build(sharded: bool, width: int = WIDTH, replicated: bool = False) -> nn.Module:
     layers = (nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(3))
     model = nn.Sequential(*layers)
+    if replicated:
+        return DistributedDataParallel(model)
     if sharded:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         for layer in model:
@@ -94,21 +97,21 @@ def planned(**changes: Any) -> Plan:
     return plan_batch_size(settings.pop("build"), **settings)
 
 
-def measured(sharded: bool, accumulation: int, forward: Any) -> tuple[int, int]:
+def measured(made: Any, accumulation: int, forward: Any) -> tuple[int, int]:
     """The peak of a step, and the largest micro-batch that a search finds."""
-    model = build(sharded)
+    model = made()
     run = partial(forward, model)
     step = AdaptiveStep(
         model, adam(model.parameters()), run, max_grad_norm=1.0, memory_limit=MEMORY
     )
-    made = batch(ROWS)
+    rows = batch(ROWS)
     for _ in range(3):
         step.train_step.memory.watch()
         for _ in range(accumulation):
-            step.train_step.forward_backward(made)
+            step.train_step.forward_backward(rows)
         step.train_step.apply()
     peak = step.train_step.memory.usage().peak_bytes
-    del made  # the simulated device counts it while it exists
+    del rows  # the simulated device counts it while it exists
     found = find_batch_size(
         step, batch, accumulation=accumulation, rounding="none", headroom=0.0, ceiling=1 << 13
     )
@@ -119,6 +122,7 @@ LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entrop
 PLANNED = {
     "two micro-batches": (1, 2, forward),
     "two ranks": (2, 1, forward),
+    "two replicas": (2, 2, forward),
     # Losses of one number, in whose backward pass there are many.
     **{loss: (1, 1, partial(built_in, loss)) for loss in LOSSES},
 }
@@ -127,10 +131,11 @@ PLANNED = {
 @pytest.mark.rotating
 @pytest.mark.parametrize(("ranks", "accumulation", "forward"), PLANNED.values(), ids=PLANNED)
 def test_what_is_planned_is_what_is_measured(ranks: int, accumulation: int, forward: Any) -> None:
-    sharded = ranks > 1
-    [(peak, largest), *_] = run_ranks(measured, ranks, sharded, accumulation, forward, timeout=100)
+    replicated = ranks * accumulation > 2
+    made = partial(build, sharded=ranks > 1, replicated=replicated)
+    [(peak, largest), *_] = run_ranks(measured, ranks, made, accumulation, forward, timeout=100)
     found = planned(
-        build=partial(build, sharded=sharded),
+        build=made,
         forward=forward,
         ranks=ranks,
         rows=ROWS,

@@ -7,9 +7,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtune_adaptive.common import Block, Listing, Paragraph, Table, bytes_of, human_bytes, plots
-from torchtune_adaptive.recipe import Candidate, PlanRequest, chosen, overrides
+from torchtune_adaptive.planner import Speed
+from torchtune_adaptive.recipe import (
+    Candidate,
+    PlanRequest,
+    chosen,
+    overrides,
+    too_close_to_call,
+)
 
-_MOST_LISTED = 12
+_MOST_LISTED, _MOST_CLOSE = 12, 3
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,10 @@ class Fastest:
     def own(self) -> Candidate:
         return next(one for one in self.candidates if not one.changes)
 
+    @property
+    def close(self) -> list[Candidate]:
+        return too_close_to_call(self.candidates)
+
     def overrides(self) -> list[str]:
         """The overrides that turn the config into the choice."""
         return overrides(self.plan.query().cfg, self.choice.cfg) if self.choice else []
@@ -35,7 +46,8 @@ class Fastest:
 
 def fastest_blocks(fastest: Fastest) -> list[Block]:
     """The choice first, then the candidates."""
-    blocks: list[Block] = [Paragraph([_answer(fastest)], important=True)]
+    lines = [_answer(fastest), *_close_lines(fastest)]
+    blocks: list[Block] = [Paragraph(lines, important=True)]
     choice = fastest.choice
     if choice is not None and choice.changes:
         blocks.append(Listing("Changes", [str(change) for change in choice.changes]))
@@ -60,6 +72,21 @@ def _answer(fastest: Fastest) -> str:
         f"{choice.cfg['batch_size']} ({than})"
     )
     return f"Fastest that fits: {speed}, peak {reserved}."
+
+
+def _close_lines(fastest: Fastest) -> list[str]:
+    """What is too close to the choice to call one of the two faster."""
+    choice, close = fastest.choice, fastest.close
+    if choice is None or not close:
+        return []
+    named = "; ".join(
+        f"{_name(one)} ({choice.seconds / one.seconds - 1:+.1%})" for one in close[:_MOST_CLOSE]
+    )
+    more = f"; {len(close) - _MOST_CLOSE} more" if len(close) > _MOST_CLOSE else ""
+    return [
+        f"Too close to call, as predictions with other micro-batches differ by up to {Speed.CLOSE:.0%}: "
+        f"{named}{more}. Time them to know."
+    ]
 
 
 def _table(fastest: Fastest) -> Table:
@@ -111,6 +138,7 @@ def fastest_as_dict(fastest: Fastest) -> dict[str, Any]:
         "may_change": fastest.may_change,
         "overrides": fastest.overrides(),
         "choice": _as_dict(fastest, fastest.choice) if fastest.choice else None,
+        "too_close_to_call": [_as_dict(fastest, one) for one in fastest.close],
         "candidates": [_as_dict(fastest, one) for one in fastest.candidates],
     }
 

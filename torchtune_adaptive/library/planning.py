@@ -6,7 +6,7 @@ import logging
 import pickle
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchtune_adaptive.common import (
@@ -26,12 +25,20 @@ from torchtune_adaptive.common import (
 from torchtune_adaptive.core import StepOptions, TrainStep
 from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
-from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
+from torchtune_adaptive.library.private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    tree_map_only,
+)
+from torchtune_adaptive.library.replicas import buckets, only_wrap
 from torchtune_adaptive.library.search import CheckedBatch
 from torchtune_adaptive.library.step import SummedLoss
 from torchtune_adaptive.planner import (
     DeviceLimits,
+    Machine,
+    Pace,
     RecordedStep,
+    Speed,
     StartUp,
     StepTracer,
     TracedRun,
@@ -51,7 +58,7 @@ _ANY_LENGTH = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory that a training step will take."""
+    """The memory and the time that a training step will take."""
 
     largest: int
     """The largest micro-batch that fits, in rows, up to the ceiling; 0 if not even one row does."""
@@ -65,10 +72,13 @@ class Plan:
     """Usable memory, in bytes: what the peak must stay within."""
     assumptions: tuple[str, ...]
     """Assumptions about the device and the step."""
+    speed: Speed | None = None
+    """The speed at ``rows``: tokens or rows per second, utilization, where the time goes, and how far off it
+    may be; None if nothing is known about the device's."""
 
 
 @dataclass(frozen=True)
-class _StepQuestion:
+class StepQuestion:
     """A question for ``_answer``, in the process that traces."""
 
     build: Callable[[], nn.Module]
@@ -82,6 +92,8 @@ class _StepQuestion:
     rows: int | None
     ceiling: int
     assumptions: tuple[str, ...]
+    pace: Pace | None
+    length: int
 
 
 def plan_batch_size(
@@ -98,9 +110,10 @@ def plan_batch_size(
     accumulation: int = 1,
     max_grad_norm: float | None = None,
     headroom: float = 0.05,
+    length: int = 1,
     timeout: float = 600.0,
 ) -> Plan:
-    """Predict the peak memory of a training step and the largest micro-batch that fits.
+    """Predict the peak memory of a training step, the largest micro-batch that fits, and the speed.
 
     The step that trains is traced on fake tensors, in a process of its own: tracing registers a device and
     fake ranks with torch and replaces some of its functions, which cannot be undone. So functions must be
@@ -123,6 +136,7 @@ def plan_batch_size(
         accumulation: micro-batches in a step.
         max_grad_norm: the norm above which gradients are scaled down.
         headroom: the share of the capacity that must stay free.
+        length: the tokens in a row, so that the speed is in tokens; by default, it is in rows.
         timeout: seconds that tracing may take.
 
     Raises:
@@ -136,6 +150,7 @@ def plan_batch_size(
     accumulation = arguments.whole("accumulation", accumulation)
     if rows is not None:
         rows = arguments.whole("rows", rows)
+    length = arguments.whole("length", length)
     arguments.norm("max_grad_norm", max_grad_norm)
     headroom = arguments.share("headroom", headroom)
     arguments.seconds("timeout", timeout)
@@ -146,22 +161,30 @@ def plan_batch_size(
         except ConfigError as error:  # which is for configs
             raise UsageError(str(error)) from None
         device, assumptions = planned_gpu(kind, ranks, headroom, bytes_given)
+        machine = Machine()
+        speeds = machine.speeds(kind.name)
+        assumptions = (*assumptions, *machine.lines(kind.name, ranks))
+        if speeds is not None and speeds.assumed:
+            assumptions = (*assumptions, f"speed: of {speeds.name}, {speeds.assumed}")
     elif bytes_given is not None:
         device, assumptions = DeviceLimits.simulated(bytes_given, headroom), ()
+        speeds = Machine.simulated()
     else:
         raise UsageError("memory: a CPU has none of its own to plan for. Pass memory='1GiB', say.")
-    question = _StepQuestion(
+    question = StepQuestion(
         build=build,
         optimizer=optimizer,
         forward=forward,
         batch=batch,
         ranks=ranks,
-        accumulation=min(accumulation, 2),  # later micro-batches are like the second
+        accumulation=accumulation,
         max_grad_norm=max_grad_norm,
         device=device,
         rows=rows,
         ceiling=ceiling,
         assumptions=assumptions,
+        pace=Pace(speeds, ranks, compiled=False, quantized=False, dtype="") if speeds else None,
+        length=length,
     )
     log.info(f"Tracing a step in a process of its own, for at most {timeout:g} s.")
     return call_alone(_answer, question, timeout=timeout)
@@ -183,25 +206,44 @@ def _require_importable(name: str, function: object) -> None:
         )
 
 
-def _answer(question: _StepQuestion) -> Plan:
+def _answer(question: StepQuestion) -> Plan:
     """Trace and predict, in a process that does nothing else."""
     if question.device.caching:
         check_sums()
-    steps, device = _Steps(question), question.device
+    steps, device = StepsOfModel(question), question.device
     run = TracedRun(steps, _ANY_LENGTH)
     largest = run.confirmed_largest(_ANY_LENGTH, device, question.ceiling)
     rows = question.rows or largest or 1
     found = run.peak(rows, _ANY_LENGTH, device)
     assumptions = (*question.assumptions, *((_AS_WRITTEN,) if steps.as_written else ()))
-    return Plan(largest, rows, found.reserved, found.parts, device.usable_bytes, assumptions)
+    return Plan(
+        largest,
+        rows,
+        found.reserved,
+        found.parts,
+        device.usable_bytes,
+        assumptions,
+        _speed(question, run, rows, steps.as_written),
+    )
 
 
-class _Steps:
+def _speed(question: StepQuestion, run: TracedRun, rows: int, compiled: bool) -> Speed | None:
+    if question.pace is None:
+        return None
+    step = run.operations(rows, _ANY_LENGTH)
+    pace = replace(question.pace, compiled=compiled, dtype=step.dtype)
+    if pace.speeds.peak(pace.dtype) is None:
+        return None
+    return pace.speed(step, rows, question.length, question.accumulation)
+
+
+class StepsOfModel:
     """The steps of one question, each traced once."""
 
     compiled = False
+    """Whether memory is that of compiled code; it is not, whatever is compiled."""
 
-    def __init__(self, question: _StepQuestion) -> None:
+    def __init__(self, question: StepQuestion) -> None:
         self._tracer = _ModelTracer(question)
         self._first = self._tracer.take_step(TracedRun.ROWS[0])
         self._known: dict[int, RecordedStep] = {}
@@ -225,14 +267,20 @@ class _Steps:
 class _ModelTracer(StepTracer):
     """One rank of a run with a model that the user builds."""
 
-    def __init__(self, question: _StepQuestion) -> None:
+    def __init__(self, question: StepQuestion) -> None:
         super().__init__(not question.device.caching, 0, question.ranks)
         self.compiles = False
+        only_wrap()
+        if not self.recorder.simulated:
+            _refuse_autocast()
         self._batch = CheckedBatch(question.batch)
-        self._accumulation = question.accumulation
+        self._accumulation = min(question.accumulation, 2)  # later ones are like the second
         model = self._built(question.build)
         with self.tracing():
             fill(model, self.device)
+            if not self.recorder.simulated:  # which counts no memory that a constructor takes
+                self.recorder.category = StepTracer.GRADIENTS
+                self._buckets = buckets(model)
             optimizer = checks.plain_optimizer(question.optimizer(model.parameters()))
             checks.require_trainable(model, optimizer)
             step = TrainStep(
@@ -249,7 +297,9 @@ class _ModelTracer(StepTracer):
     def take_step(self, rows: int) -> RecordedStep:
         made = self._batch(rows)
         return self.trace(
-            lambda: tree_map_only(torch.Tensor, self._fake.from_tensor, made), self._accumulation
+            lambda: tree_map_only(torch.Tensor, self._fake.from_tensor, made),
+            self._accumulation,
+            lambda: 0,  # what is repeated is seen anyway, and which layer it is does not matter
         )
 
     def _built(self, build: Callable[[], nn.Module]) -> nn.Module:
@@ -271,11 +321,6 @@ class _ModelTracer(StepTracer):
         if not isinstance(model, nn.Module):
             raise UsageError(
                 f"build: returned a {type(model).__name__}, but must return the model."
-            )
-        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-            raise UsageError(
-                "build: DistributedDataParallel cannot be traced. Use fully_shard, or plan for ranks=1 and "
-                "add the gradients once more, for its buckets."
             )
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor) and (
@@ -312,3 +357,24 @@ class _FakeOnDevice(TorchDispatchMode):
             return func(*args, **kwargs)
         with self._fake:
             return func(*args, **kwargs)
+
+
+def _refuse_autocast() -> None:
+    """Make ``torch.autocast`` fail in this process: its rules are CUDA's, and the fake device has none."""
+    init = torch.autocast.__init__
+
+    def begun(
+        autocast: torch.autocast,
+        device_type: str,
+        dtype: Any = None,
+        enabled: bool = True,
+        *more: Any,
+    ) -> None:
+        if enabled and device_type != "cpu":
+            raise NoPrediction(
+                "forward: torch.autocast cannot be traced. Use fully_shard with "
+                "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or a model in bf16."
+            )
+        init(autocast, device_type, dtype, enabled, *more)
+
+    torch.autocast.__init__ = begun  # type: ignore

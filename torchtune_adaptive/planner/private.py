@@ -58,6 +58,18 @@ def schema_of(operation: Any) -> Any:
     return operation._schema
 
 
+def group_of(arguments: Iterable[Any]) -> tuple[int, ...]:
+    """The size of the process group among a collective's arguments, and the distance of its ranks; empty if
+    there is none (torch 2.13)."""
+    for argument in arguments:
+        if isinstance(argument, torch.ScriptObject):  # the group comes before the kind of reduction
+            argument = dist.ProcessGroup.unbox(argument)
+        if isinstance(argument, dist.ProcessGroup):
+            ranks = dist.get_process_group_ranks(argument)
+            return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return ()
+
+
 def in_backward() -> bool:
     """Whether autograd runs a backward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -104,6 +104,10 @@ class StepsByChoice:
             self._exact[choice] = TracedStep(choice, seconds, reserved)
         return self._exact[choice]
 
+    def has_own_size(self, choice: Choice) -> bool:
+        """Whether it has the micro-batch that the model's own choice has."""
+        return self._size(choice) == self._size(self._own)
+
     def _size(self, choice: Choice) -> int:
         return int(choice.get(knobs.MICRO_BATCH, self._rows))
 

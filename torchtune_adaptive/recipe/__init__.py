@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         merged,
         other_builds,
         rank_candidates,
+        too_close_to_call,
     )
     from torchtune_adaptive.recipe.plan.request import HERE, PlanRequest, on_devices, plan_request
     from torchtune_adaptive.recipe.registry import (

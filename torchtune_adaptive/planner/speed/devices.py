@@ -34,8 +34,25 @@ passes."""
 SYNCHRONIZE = 1e-6
 """Seconds in which the host records an event or makes a stream wait for one."""
 
-COLLECTIVE_LATENCY = 30e-6
-"""Seconds that a collective takes before it moves anything."""
+COLLECTIVE_LATENCY = 10e-6
+"""Seconds that a collective takes to begin: 8.4 us in NCCL's tuning, and its kernel's start."""
+
+NVLINK_HOP, PCIE_HOP, NETWORK_HOP = 3.4e-6, 5.7e-6, 14e-6
+"""Seconds from a rank to the next in a ring: what NCCL's own tuning (``tuning.cc``) assumes for its simple
+protocol."""
+
+CHANNELS, PCIE_CHANNELS = 24, 4
+"""Multiprocessors that a collective occupies: NCCL's channels on 8 GPUs with NVSwitch, as its log shows
+them; over PCIe an assumption."""
+
+BEGINNING = 400.0
+"""Keys' worth of time that each block of attention takes to begin, to fill its pipeline, and to compute what
+a causal mask hides on its diagonal. In the figures of FlashAttention-2 (A100) and 3 (H100), rows of 2k reach
+0.82 to 0.9 of what rows of 8k and 16k do, rows of 512 half."""
+
+SOFTMAX = 16.0
+"""Head dimensions' worth of time for the exponentials: a head dimension of 64 reaches 0.9 of what 128 does in
+the same figures."""
 
 COPY_LATENCY = 10e-6
 """Seconds that a copy to or from the host takes before it moves anything."""
@@ -74,17 +91,29 @@ class Speeds:
     kernel: float = KERNEL
     assumed: str = ""
     """Note on what no measurement is known for."""
+    peer_to_peer: bool = True
+    """Whether a GPU reads the memory of another over PCIe."""
     is_host: bool = False
     """Whether the host is the device, so that nothing is launched ahead."""
 
     def peak(self, dtype: str) -> float | None:
         return self.single if dtype in ("float32", "float64") else self.half
 
-    def collective_bandwidth(self, ranks: int) -> float:
-        """Bytes/s on the wire of each rank. Between nodes, the rings of a collective share the network."""
-        if ranks <= self.gpus_in_a_node:
-            return self.links
-        return min(self.links, self.gpus_in_a_node * self.network)
+    def _ranks_in_a_node(self, ranks: int, distance: int) -> int:
+        """The number of a group's ranks that are in one node, if each is so far from the next."""
+        return min(ranks, max(1, self.gpus_in_a_node // distance))
+
+    def collective_bandwidth(self, ranks: int, distance: int = 1) -> float:
+        """Bytes/s on the wire of each rank. Between nodes, the rings of a collective share the network with
+        those of the node's other groups."""
+        together = self._ranks_in_a_node(ranks, distance)
+        return self.links if ranks <= together else min(self.links, together * self.network)
+
+    def ring_latency(self, ranks: int, distance: int = 1) -> float:
+        """Seconds in which the first bytes have gone around a ring."""
+        nodes = -(-ranks // self._ranks_in_a_node(ranks, distance))
+        hop = NVLINK_HOP if self.has_nvlink else PCIE_HOP
+        return (ranks - nodes) * hop + (nodes - 1) * NETWORK_HOP
 
     @staticmethod
     def simulated() -> Speeds:
@@ -123,12 +152,17 @@ class _Family:
     host: float
     has_nvlink: bool = True
     assumed: str = ""
+    peer_to_peer: bool = True
 
 
 PCIE = {3: (6e9, 11e9), 4: (12e9, 22e9), 5: (24e9, 44e9)}
 """Bytes/s by generation of PCIe: of a rank in a collective, and of a copy to or from the host. Those of
 PCIe 4 are assumptions; each generation doubles what the one before it moves."""
+WITHOUT_PEERS = 0.5
+"""Share of a collective's bandwidth over PCIe that is left where the driver allows no peer-to-peer, as with
+GeForce cards: what is sent is written to the host's memory, and read from there (assumption)."""
 _PCIE4, _PCIE5 = ((links, 6e9, host, False) for links, host in (PCIE[4], PCIE[5]))
+_PCIE4_WITHOUT_PEERS = (WITHOUT_PEERS * PCIE[4][0], *_PCIE4[1:], "", False)
 _SHARES = "its shares of the peaks are assumptions"
 _UNCERTAIN = f"{_SHARES}, and sources differ on its data sheet"
 
@@ -138,33 +172,35 @@ _UNCERTAIN = f"{_SHARES}, and sources differ on its data sheet"
 # MI250X: 0.95 of what ml-engineering gives for the best shape.
 # H100 PCIe: 0.62; the best shape reaches 496 of 756 TFLOP/s (zzc0721/torch-performance-test-data, issue 95),
 # and large shapes about 5 % less; H100 NVL is taken to reach as much, H200 NVL (600 W) as much as SXM.
-# Attention. FlashAttention-2, head dimension 128, causal, rows of 2k to 8k: on H100 298 to 333 TFLOP/s
-# forward (figures of the FlashAttention-3 paper, arXiv 2407.08608), backward a tenth less; on A100 0.50 to
-# 0.73 of the peak, backward lower (arXiv 2307.08691). RTX 4090: 0.80 and 0.65 (assumption).
+# Attention. FlashAttention-2, head dimension 128, causal, very long rows (BEGINNING tells of shorter ones):
+# on H100 346 TFLOP/s forward, which is 298 to 333 for rows of 2k to 8k (figures of the FlashAttention-3
+# paper, arXiv 2407.08608), backward a tenth less; on A100 195 TFLOP/s in both passes, which is 162 to 190 for
+# rows of 2k to 16k, where the figures of arXiv 2307.08691 go from about 155 to 189. RTX 4090:
+# 0.92 and 0.75 (assumption).
 # Collectives: the bus bandwidth of nccl-tests on 8 GPUs, about 230 GB/s on A100, 340 GB/s for an all-gather
 # on H100; 12 GB/s over PCIe 4 (assumption). Networks: one NIC of 200 Gb/s (A100) or 400 Gb/s (H100) for each
 # GPU, 0.9 of it.
-_A100 = _Family(0.82, (0.60, 0.50), 230e9, 22.5e9, 22e9)
-_A100_CARD = _Family(0.72, (0.53, 0.44), *_PCIE4, _SHARES)
+_A100 = _Family(0.82, (0.70, 0.60), 230e9, 22.5e9, 22e9)
+_A100_CARD = _Family(0.72, (0.62, 0.52), *_PCIE4, _SHARES)
 _A800 = replace(_A100, links=230e9 * 400 / 600)  # NVLink of 400 GB/s instead of 600
-_HOPPER = _Family(0.73, (0.32, 0.29), 340e9, 45e9, 50e9)
+_HOPPER = _Family(0.73, (0.35, 0.315), 340e9, 45e9, 50e9)
 _H800 = replace(_HOPPER, links=340e9 * 400 / 900)  # NVLink of 400 GB/s instead of 900
 _H20 = replace(
-    _HOPPER, gemm=0.90, attention=(0.70, 0.60), assumed=_SHARES
+    _HOPPER, gemm=0.90, attention=(0.82, 0.70), assumed=_SHARES
 )  # little to compute with
-_HOPPER_CARD = _Family(0.62, (0.27, 0.25), *_PCIE5, _SHARES)
-_H200_CARD = replace(_HOPPER_CARD, gemm=0.73, attention=(0.32, 0.29))
-_BLACKWELL = _Family(0.70, (0.25, 0.22), 680e9, 45e9, 50e9, assumed=_SHARES)
+_HOPPER_CARD = _Family(0.62, (0.30, 0.27), *_PCIE5, _SHARES)
+_H200_CARD = replace(_HOPPER_CARD, gemm=0.73, attention=(0.35, 0.315))
+_BLACKWELL = _Family(0.70, (0.28, 0.24), 680e9, 45e9, 50e9, assumed=_SHARES)
 _NEWER_BLACKWELL = replace(_BLACKWELL, assumed=_UNCERTAIN)
-_GEFORCE = _Family(0.90, (0.80, 0.65), *_PCIE4)
-_OLD = _Family(0.70, (0.50, 0.40), *_PCIE4, _SHARES)
+_GEFORCE = _Family(0.90, (0.92, 0.75), *_PCIE4_WITHOUT_PEERS)
+_OLD = _Family(0.70, (0.58, 0.47), *_PCIE4, _SHARES)
 # Cards with less power for what they could compute.
-_SERVER_CARD = _Family(0.60, (0.45, 0.38), *_PCIE4, _SHARES)
+_SERVER_CARD = _Family(0.60, (0.52, 0.44), *_PCIE4, _SHARES)
 _A10G = replace(
-    _SERVER_CARD, gemm=0.85, attention=(0.70, 0.60)
+    _SERVER_CARD, gemm=0.85, attention=(0.82, 0.70)
 )  # twice the A10's power for half its peak
-_MI200 = _Family(0.73, (0.35, 0.25), 100e9, 22.5e9, 22e9, assumed=_SHARES)
-_MI300 = _Family(0.49, (0.25, 0.18), 310e9, 45e9, 50e9, assumed=_SHARES)
+_MI200 = _Family(0.73, (0.40, 0.29), 100e9, 22.5e9, 22e9, assumed=_SHARES)
+_MI300 = _Family(0.49, (0.29, 0.21), 310e9, 45e9, 50e9, assumed=_SHARES)
 
 _T = 1e12
 _DATA_SHEETS: dict[str, tuple[float | None, float, float, int, float, _Family]] = {

@@ -42,7 +42,9 @@ class Operation(NamedTuple):
     joins: bool = False
     """Whether a compiler would make it part of the same kernel as the operation before it."""
     shape: tuple[float, ...] = ()
-    """Dimensions of a matrix product: batch, m, n, k."""
+    """Dimensions. Of a matrix product: batch, m, n, k; of attention: heads in all rows, queries, keys,
+    dimension of a head; of a norm's backward pass, a softmax, or a sum down the columns: rows, columns; of a
+    collective: ranks, and the distance between them."""
     repeats: int = 0
     """Layer, from 1, whose forward pass it repeats in the backward pass; ``ELSEWHERE`` if it repeats
     something outside of layers, 0 if it repeats nothing."""
@@ -60,6 +62,14 @@ class StepOperations(NamedTuple):
 
     def parts(self) -> list[list[Operation]]:
         return [*self.micro_batches, self.update]
+
+    @property
+    def dtype(self) -> str:
+        """The type of the numbers that most is computed with."""
+        flops: dict[str, float] = {}
+        for one in self.all():
+            flops[one.dtype] = flops.get(one.dtype, 0.0) + one.flops
+        return max(flops, key=lambda dtype: flops[dtype])
 
     def all(self) -> Iterator[Operation]:
         for part in self.parts():

@@ -6,7 +6,7 @@ operations in order as well, ahead of the device, unless they are too short for 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,6 +64,8 @@ class _Clock:
     recomputing: float = 0.0
     repeating: int = 0
     """Layer that is being repeated, as in ``Operation.repeats``."""
+    collectives: deque[tuple[float, float]] = field(default_factory=deque)
+    """When the latest collectives begin and end, one after the other: they share the links."""
 
     def now(self) -> float:
         return max([self.host, *self.streams.values()])
@@ -109,6 +111,20 @@ class _Costs(dict[Operation, float]):
         super().__init__()
         self.speeds, self.ranks, self.compiled = speeds, ranks, compiled
         self.choosing = choosing
+
+    def left_over(self, operation: Operation) -> float:
+        """The share of the device that a collective leaves to an operation: of the memory's bandwidth, or of
+        the multiprocessors."""
+        speeds = self.speeds
+        if speeds.is_host or self.ranks == 1 or operation.kind == COPY:
+            return 1.0
+        if operation.kind == MEMORY:
+            passing = 2 * speeds.collective_bandwidth(
+                self.ranks
+            )  # what is sent is read, and written
+            return max(0.5, 1.0 - passing / (speeds.bandwidth * devices.STREAMING))
+        channels = devices.CHANNELS if speeds.has_nvlink else devices.PCIE_CHANNELS
+        return 1.0 - channels / speeds.processors
 
     def __missing__(self, operation: Operation) -> float:
         self[operation] = seconds(operation, self.speeds, self.ranks, self.compiled)
@@ -165,14 +181,39 @@ def _run(clock: _Clock, one: Operation, cost: _Costs) -> None:
         clock.host += cost.speeds.launch * _launches_to_repeat(one, clock.repeating, cost.choosing)
     clock.repeating = one.repeats
     start = max(clock.streams[one.stream], clock.host)
+    if one.kind == COLLECTIVE:
+        start = max(start, clock.collectives[-1][1] if clock.collectives else 0.0)
+        clock.collectives.append((start, start + took))
+    elif one.stream == _MAIN:
+        took = _beside_collectives(clock.collectives, start, took, cost.left_over(one))
     if one.stream == _MAIN:
-        clock.waits[LAUNCHES] += start - clock.streams[_MAIN]
+        idle = COLLECTIVE if one.kind == COLLECTIVE and start > clock.host else LAUNCHES
+        clock.waits[idle] += start - clock.streams[_MAIN]
         clock.busy[one.kind] += took
         clock.recomputing += took if one.repeats else 0.0
     clock.streams[one.stream] = start + took
     if cost.speeds.is_host:
         clock.host = start + took
     clock.last[one.stream] = one.kind
+
+
+def _beside_collectives(
+    collectives: deque[tuple[float, float]], start: float, took: float, left_over: float
+) -> float:
+    """The time of an operation that has only a share of the device while a collective runs."""
+    while collectives and collectives[0][1] <= start:
+        collectives.popleft()
+    at, work = start, took
+    for begins, ends in collectives:
+        alone = max(0.0, begins - at)
+        if work <= alone:
+            break
+        at, work = at + alone, work - alone
+        beside = (ends - at) * left_over
+        if work <= beside:
+            return at + work / left_over - start
+        at, work = ends, work - beside
+    return at + work - start
 
 
 def _launches_to_repeat(one: Operation, before: int, choosing: bool) -> float:

@@ -5,9 +5,16 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from torchtune_adaptive.planner.speed import devices
+from torchtune_adaptive.planner.speed import devices, kernels
 from torchtune_adaptive.planner.speed.devices import Speeds
-from torchtune_adaptive.planner.speed.operations import ATTENTION, COLLECTIVE, COPY, GEMM, Operation
+from torchtune_adaptive.planner.speed.operations import (
+    ATTENTION,
+    COLLECTIVE,
+    COPY,
+    GEMM,
+    MEMORY,
+    Operation,
+)
 
 _TILES = (
     ((128, 256), 1.0),
@@ -21,21 +28,17 @@ _TILES = (
 )
 """Tiles of a matrix product, and how fast each is compared with the largest: smaller ones read more for what
 they compute."""
-_FILLING = 128.0
-"""Steps along k that the pipeline of a tile takes to fill and to drain."""
 
 
 def seconds(operation: Operation, speeds: Speeds, ranks: int, compiled: bool) -> float:
     """The time of an operation that is no synchronization. In a compiled step, one that joins another one's
     kernel only adds what it moves."""
     if operation.kind == COLLECTIVE:
-        if ranks == 1:
-            return 0.0
-        passes = 2 if operation.name.startswith("allreduce") else 1
-        wire = operation.nbytes * passes * (ranks - 1) / ranks
-        return devices.COLLECTIVE_LATENCY + wire / speeds.collective_bandwidth(ranks)
+        return _of_collective(operation, speeds, ranks)
     if operation.kind == COPY:
         return devices.COPY_LATENCY + operation.nbytes / speeds.host
+    if operation.kind == MEMORY and not (compiled or speeds.is_host):
+        return max(kernels.seconds(operation, speeds), speeds.kernel)
     nbytes = operation.fused_bytes if compiled else operation.nbytes
     time = nbytes / (speeds.bandwidth * devices.STREAMING)
     if operation.flops and (peak := speeds.peak(operation.dtype)):
@@ -45,20 +48,44 @@ def seconds(operation: Operation, speeds: Speeds, ranks: int, compiled: bool) ->
     return max(time, speeds.kernel)
 
 
+def _of_collective(operation: Operation, speeds: Speeds, ranks: int) -> float:
+    """The time of a collective among ``ranks``, or those of its own group."""
+    size, distance = map(int, operation.shape or (ranks, 1))
+    if size == 1:
+        return 0.0
+    passes = 2 if operation.name.startswith("allreduce") else 1
+    wire = operation.nbytes * passes * (size - 1) / size
+    latency = devices.COLLECTIVE_LATENCY + passes * speeds.ring_latency(size, distance)
+    return latency + wire / speeds.collective_bandwidth(size, distance)
+
+
 def _share(operation: Operation, speeds: Speeds) -> float:
     """The share of the peak that an operation reaches."""
     if operation.kind == ATTENTION:
         forward, backward = speeds.attention
-        return backward if "backward" in operation.name else forward
+        share = backward if "backward" in operation.name else forward
+        return share if speeds.is_host else share * _attention_efficiency(operation.shape)
     if operation.kind == GEMM and operation.shape and speeds.processors > 1:
-        return speeds.gemm * _shape_efficiency(operation.shape, speeds.processors)
+        computes, moves = speeds.gemm * (speeds.half or 0.0), speeds.bandwidth * devices.STREAMING
+        return speeds.gemm * _shape_efficiency(operation.shape, speeds.processors, computes / moves)
     return speeds.gemm
 
 
+def _attention_efficiency(shape: tuple[float, ...]) -> float:
+    """The share of what attention reaches over long rows with a head dimension of 128."""
+    if not shape:
+        return 1.0
+    keys, dim = shape[2:]
+    by_dim = dim / (dim + devices.SOFTMAX) * (1 + devices.SOFTMAX / 128)
+    return keys / (keys + devices.BEGINNING) * min(1.0, by_dim)
+
+
 @lru_cache(maxsize=1 << 14)
-def _shape_efficiency(shape: tuple[float, ...], processors: int) -> float:
-    """The share of what large matrix products reach, with the best tile. Two things are lost: tiles that
-    stick out of the matrix, and processors that have no tile in the last wave."""
+def _shape_efficiency(shape: tuple[float, ...], processors: int, balance: float) -> float:
+    """The share of what large matrix products reach, with the best tile. Three things are lost: tiles that
+    stick out of the matrix, processors that have no tile in the last wave, and the time in which a tile is
+    written and nothing is computed. Writing m x n numbers of 2 bytes takes as long as ``balance`` steps along
+    k, if that is how many FLOPs the device does for each byte that it moves."""
     batch, m, n, k = shape
     best = 0.0
     for (height, width), speed in _TILES:
@@ -67,4 +94,4 @@ def _shape_efficiency(shape: tuple[float, ...], processors: int) -> float:
         tiles = batch * rows * columns
         busy = tiles / (ceil(tiles / processors) * processors)
         best = max(best, inside * busy * speed)
-    return best * k / (k + _FILLING)
+    return best * k / (k + balance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torchtune_adaptive.planner.speed.devices import Speeds
 from torchtune_adaptive.planner.speed.operations import StepOperations
@@ -51,15 +52,16 @@ class Pace:
         """
         time = step_time(step, self.speeds, self.ranks, micro_batches, self.compiled)
         seconds = time.seconds * (self.correction or 1.0)
-        tokens_per_second = rows * length * micro_batches / seconds
+        rows_per_second = rows * micro_batches / seconds
         peak = self.speeds.peak(self.dtype)
         return Speed(
             seconds=seconds,
-            tokens_per_second_per_gpu=tokens_per_second,
+            tokens_per_second_per_gpu=rows_per_second * length,
             mfu=time.model_flops / (seconds * peak) if peak else 0.0,
             parts={kind: spent / time.seconds for kind, spent in time.parts.items()},
             recomputing=time.recomputing / time.seconds,
             band=self.band,
+            rows_per_second_per_gpu=rows_per_second,
         )
 
 
@@ -67,18 +69,26 @@ class Pace:
 class Speed:
     """The speed of a run."""
 
+    CLOSE: ClassVar = 0.08
+    """Share by which one speed must be above another, with other micro-batches, to be so for sure: of pairs
+    of published rows with the same model and GPU, nine in ten have errors that differ by less
+    (``docs/results/speed_anchors.md``)."""
+
     seconds: float
     """Seconds of one step."""
     tokens_per_second_per_gpu: float
+    """Tokens that a GPU trains on in a second, padding included."""
     mfu: float
     """Model FLOPs utilization: the share of the data sheet's peak that the forward and backward pass use;
     what the backward pass computes again does not count."""
     parts: dict[str, float]
-    """Shares of the step's time, by what the device does (``replay.NAMES``)."""
+    """Shares of the step's time, by what the device does; ``named_parts`` has them with names for people."""
     recomputing: float
     """Share of the time in which the backward pass repeats the forward pass."""
     band: tuple[float, float]
     """How far below and above it the real speed may be, as shares of it."""
+    rows_per_second_per_gpu: float = 0.0
+    """Rows that a GPU trains on in a second."""
 
     def named_parts(self) -> dict[str, float]:
         """The same shares with names for people."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torchtune_adaptive.planner.private import schema_of, tree_leaves
+from torchtune_adaptive.planner.private import group_of, schema_of, tree_leaves
 from torchtune_adaptive.planner.speed.operations import (
     ATTENTION,
     COLLECTIVE,
@@ -132,7 +132,8 @@ class OperationLog:
         if not on_device:
             return
         if signature.kind == COLLECTIVE:
-            self._note_sized(COLLECTIVE, signature.name, max(map(_nbytes, on_device)))
+            group = group_of((*args, *kwargs.values()))
+            self._note_sized(COLLECTIVE, signature.name, max(map(_nbytes, on_device)), group)
             return
         if signature.name == "all_gather_copy_in":  # of the output it writes only this rank's part
             self._note_sized(MEMORY, signature.name, 2 * sum(map(_nbytes, _tensors(args[0]))))
@@ -152,9 +153,9 @@ class OperationLog:
         ]
         self._note_kernel(signature, args, kwargs, given, changed, returned, result)
 
-    def _note_sized(self, kind: str, name: str, nbytes: int) -> None:
+    def _note_sized(self, kind: str, name: str, nbytes: int, shape: tuple[float, ...] = ()) -> None:
         where = (self._phase(), _stream())
-        self._add(Operation(kind, name, *where, nbytes=nbytes, fused_bytes=nbytes))
+        self._add(Operation(kind, name, *where, nbytes=nbytes, fused_bytes=nbytes, shape=shape))
 
     def _note_kernel(  # type: ignore[no-untyped-def]
         self, signature: _Signature, args, kwargs, given, changed, returned, result
@@ -176,9 +177,11 @@ class OperationLog:
             flops = 2.0 * batch * shape[1] * shape[2] * shape[3]
         elif signature.kind == ATTENTION:
             dtype = str(given[0].dtype)[6:]
-            flops = _attention_flops(signature, args, kwargs)
+            flops, shape = _attention(signature, args, kwargs)
         elif signature.flops is not None:
             flops = float(signature.flops(*args, **kwargs, out_val=result))
+        else:
+            shape = _rows_and_columns(signature, given, returned)
         nbytes = sum(reads.values()) + sum(writes.values())
         phase = self._phase()
         repeats = 0
@@ -257,15 +260,31 @@ def _signature(func: Any) -> _Signature:
     return _Signature(name, kind, writes, causal, flops)
 
 
-def _attention_flops(signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Two products forward, five backward; the masked half of causal attention is skipped."""
+def _attention(
+    signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[float, tuple[float, ...]]:
+    """FLOPs and dimensions. Two products forward, five backward; the masked half of causal attention is
+    skipped."""
     backward = "backward" in signature.name
     query, key = args[1:3] if backward else args[:2]
     batch, heads, length, dim = query.shape
     flops = (10.0 if backward else 4.0) * batch * heads * length * key.shape[2] * dim
     at = signature.causal
     causal = at is not None and kwargs.get("is_causal", args[at] if at < len(args) else False)
-    return flops / 2 if causal else flops
+    return (flops / 2 if causal else flops), (batch * heads, length, key.shape[2], dim)
+
+
+def _rows_and_columns(
+    signature: _Signature, given: list[torch.Tensor], returned: list[torch.Tensor]
+) -> tuple[float, ...]:
+    """What a norm or softmax works on, and what a sum down the columns adds up; else nothing."""
+    if not given or given[0].dim() < 2:
+        return ()
+    columns = given[0].shape[-1]
+    is_sum = signature.name == "sum" and returned and returned[0].numel() == columns
+    if is_sum or any(part in signature.name for part in ("_norm_backward", "softmax")):
+        return (given[0].numel() / columns, columns)
+    return ()
 
 
 def _fused(part: list[_Entry], first: int, last_read: dict[int, int]) -> list[Operation]:

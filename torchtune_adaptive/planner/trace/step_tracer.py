@@ -107,6 +107,7 @@ class StepTracer:
     """
 
     ACTIVATIONS: ClassVar = ACTIVATIONS
+    GRADIENTS: ClassVar = GRADIENTS
     LOSS: ClassVar = LOSS
     """Categories for ``recorder.category``."""
 

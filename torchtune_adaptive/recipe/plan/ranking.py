@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, knobs
-from torchtune_adaptive.planner import StepsByChoice, TracedStep
+from torchtune_adaptive.planner import Speed, StepsByChoice, TracedStep
 from torchtune_adaptive.recipe.plan.predict import Prediction, Query
 from torchtune_adaptive.recipe.settings.kind_table import has_quantized_weights
 from torchtune_adaptive.recipe.settings.knob_table import (
@@ -109,25 +110,33 @@ def traced_until_one_fits(
 ) -> dict[Choice, TracedStep]:
     """Trace candidates, from the one that should be fastest, until no other can beat one that fits."""
     traced: dict[Choice, TracedStep] = {}
-    best: float | None = None
     too_large = [one.choice for one in steps.leanest if one.reserved > usable_bytes]
     if steps.many_sizes:
         too_large += _sizes_that_are_too_large(steps, ranked, usable_bytes)
-    for one in ranked:
-        if best is not None and estimated[one] > best * (1 + _CLOSE):
-            break
-        if len(traced) == _MOST_TRACED and best is not None:
-            break
-        if any(one.needs_as_much_as(other) for other in too_large):
-            continue
-        guess = steps.estimated_peak(one, traced.values())
-        if guess is not None and guess > usable_bytes * _HOPELESS:
-            continue
-        found = traced[one] = steps.traced(one)
-        if found.reserved > usable_bytes:
-            too_large.append(one)
-        elif best is None or found.seconds < best:
-            best = found.seconds
+
+    def trace_until_one_fits(choices: list[Choice], no_slower_than: float = inf) -> float:
+        best = inf
+        for one in choices:
+            if estimated[one] > min(best * (1 + _CLOSE), no_slower_than):
+                break
+            if len(traced) >= _MOST_TRACED and best < inf:
+                break
+            if any(one.needs_as_much_as(other) for other in too_large):
+                continue
+            guess = steps.estimated_peak(one, traced.values())
+            if guess is not None and guess > usable_bytes * _HOPELESS:
+                continue
+            found = traced[one] = steps.traced(one)
+            if found.reserved > usable_bytes:
+                too_large.append(one)
+            else:
+                best = min(best, found.seconds)
+        return best
+
+    best = trace_until_one_fits(ranked)
+    if best < inf and steps.many_sizes:  # its own size is preferred to one that is hardly faster
+        own_size = [one for one in ranked if steps.has_own_size(one)]
+        trace_until_one_fits(own_size, best * (1 + Speed.CLOSE))
     return traced
 
 
@@ -204,8 +213,34 @@ def _changes(cfg: DictConfig, changed: Any, ranks: int) -> tuple[Change, ...]:
 
 
 def chosen(candidates: Iterable[Candidate]) -> Candidate | None:
-    """The fastest of those that were seen to fit; of those that are as fast, what changes least."""
-    fitting = [one for one in candidates if one.fits]
-    best = min((one.seconds for one in fitting), default=0.0)
-    as_fast = [one for one in fitting if one.seconds <= best * (1 + _SAME)]
-    return min(as_fast, key=lambda one: (len(one.changes), one.reserved), default=None)
+    """The fastest of those that were seen to fit; of those that are as fast, what changes least. So it is
+    with each micro-batch, and then among those that are too close to call."""
+    best_of_each = _best_of_each_size(candidates)
+    best = min((one.seconds for one in best_of_each), default=0.0)
+    close = [one for one in best_of_each if one.seconds <= best * (1 + Speed.CLOSE)]
+    return min(close, key=lambda one: (len(one.changes), one.seconds), default=None)
+
+
+def too_close_to_call(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The best with other micro-batches, where it may be faster than the choice."""
+    candidates = list(candidates)
+    if (choice := chosen(candidates)) is None:
+        return []
+    others = (one for one in _best_of_each_size(candidates) if one is not choice)
+    return [one for one in others if one.seconds <= choice.seconds * (1 + Speed.CLOSE)]
+
+
+def _best_of_each_size(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The best with each micro-batch, compiled or not, from the fastest. Those differ only in what is done
+    less, so that a small difference is one."""
+    by_kernels: dict[tuple[Any, ...], list[Candidate]] = {}
+    for one in candidates:
+        if one.fits:
+            kernels = one.cfg.get("batch_size"), bool(one.cfg.get("compile"))
+            by_kernels.setdefault(kernels, []).append(one)
+    found = []
+    for alike in by_kernels.values():
+        best = min(one.seconds for one in alike)
+        as_fast = [one for one in alike if one.seconds <= best * (1 + _SAME)]
+        found.append(min(as_fast, key=lambda one: (len(one.changes), one.reserved)))
+    return sorted(found, key=lambda one: one.seconds)
