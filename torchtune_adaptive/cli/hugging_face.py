@@ -1,7 +1,6 @@
-"""A config for a model that Hugging Face's ``config.json`` describes, built by torchtune's builders, or of its
-modules where it has none.
+"""A config for a model that Hugging Face's ``config.json`` describes, from torchtune's builders.
 
-Only what decides memory is taken over: the shapes of the weights and the longest rows. How positions are
+What they lack is built from torchtune's modules (see ``recipe.decoders``). Only what decides memory is taken over: the shapes of the weights and the longest rows. How positions are
 scaled does not change memory.
 """
 
@@ -49,7 +48,7 @@ def config_for(folder: Path, method: Method) -> DictConfig:
     Raises:
         ConfigError: there is no such file, or torchtune has no builder for the model.
     """
-    about = _read(folder / "config.json")
+    about = read_config(folder)
     module, name, arguments = _model(about, str(folder))
     model: dict[str, Any] = {"_component_": f"{module}.{name}", **arguments}
     if method != "full":
@@ -92,7 +91,13 @@ def download_advice(name: str | Path) -> str | None:
     )
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """What the ``config.json`` of a folder says.
+
+    Raises:
+        ConfigError: there is none, or it makes no sense.
+    """
+    path = folder / "config.json"
     try:
         about = json.loads(path.read_text())
     except OSError as error:
@@ -125,15 +130,16 @@ def _model(about: Mapping[str, Any], folder: str) -> tuple[str, str, dict[str, A
     for what in ("attention_bias", "mlp_bias"):
         if about.get(what):
             remedy = "Use a torchtune config of a similar model"
-            reason = f"has {what}, which none of torchtune's builders supports for it"
+            reason = f"has {what}, which torchtune's {package} builder does not support"
             raise ConfigError("--hf", folder, reason, remedy)
     if architecture == "LlamaForCausalLM" and (tied or about.get("rope_scaling")):
         package = name = "llama3_2" if tied else "llama3_1"
     head_dim = about.get("head_dim") or about["hidden_size"] // heads
-    of_its_own = head_dim * heads != about["hidden_size"] or tied and package not in _MAY_BE_TIED
-    if package not in _HAVE_HEAD_DIM and (of_its_own or package == "qwen3"):
+    unlike = package not in _HAVE_HEAD_DIM and head_dim * heads != about["hidden_size"]
+    if package == "qwen3" or unlike or (tied and package not in _MAY_BE_TIED):
         if package not in _LIKE_LLAMA:
-            reason = f"has head_dim {head_dim} or tied embeddings, which torchtune's {package} builder lacks"
+            what = f"head_dim {head_dim}" if unlike else "tied embeddings"
+            reason = f"has {what}, which torchtune's {package} builder does not support"
             raise ConfigError("--hf", folder, reason, "Use a torchtune config of a similar model")
         more = {"head_dim": head_dim, "tie_word_embeddings": tied, "qk_norm": package == "qwen3"}
         return "torchtune_adaptive.recipe.decoders", "decoder", {**arguments, **more}

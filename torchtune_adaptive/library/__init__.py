@@ -14,5 +14,6 @@ if TYPE_CHECKING:
     from torchtune_adaptive.library.sampling import steps_of
     from torchtune_adaptive.library.search import BatchSize, find_batch_size
     from torchtune_adaptive.library.step import AdaptiveStep, Outcome
+    from torchtune_adaptive.library.transformers_step import TransformersStep
 else:
     __getattr__, __dir__, __all__ = interface(__name__)

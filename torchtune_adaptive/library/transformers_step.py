@@ -8,9 +8,11 @@ to be installed. That one is imported where it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,38 +23,121 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
 
-from torchtune_adaptive.common import UsageError
-from torchtune_adaptive.library.private import tree_map_only
+from torchtune_adaptive.common import NoPrediction, UsageError
+from torchtune_adaptive.library import arguments
+from torchtune_adaptive.library.planning import Plan, plan_batch_size
+from torchtune_adaptive.library.private import layers_of, tree_map_only
 
 Batch = dict[str, torch.Tensor]
 SFT, DPO, PLAIN = "SFTTrainer", "DPOTrainer", "Trainer"
 ALL_LINEAR = "all-linear"
+_STEPS = {
+    SFT: "SFTTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
+    DPO: "DPOTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
+    PLAIN: "transformers' Trainer: all logits, in float32 for the loss",
+}
+_CHOICES = {
+    "trainer": tuple(_STEPS),
+    "dtype": ("float32", "bfloat16"),
+    "optim": ("adamw_torch_fused", "adamw_torch", "sgd"),
+    **dict.fromkeys(
+        ("padded", "bf16", "gradient_checkpointing", "lora", "precompute_ref_log_probs", "fsdp"),
+        (True, False),
+    ),
+}
+_NUMBERS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_length",
+    "r",
+    "ranks",
+)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TransformersStep:
-    """A step, by the names of the trainers' own settings."""
+    """A step, by the names of the trainers' own settings. The defaults are SFTTrainer's and DPOTrainer's."""
 
     folder: str
     """The folder that has the ``config.json``."""
-    trainer: str
-    max_length: int
+    trainer: str = SFT
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    max_length: int = 1024
     """Tokens in a row; all rows are as long."""
-    dtype: str
+    padded: bool = False
+    """Whether rows of a batch differ in length, so that attention gets a mask."""
+    dtype: str = "float32"
     """The type of the weights."""
-    bf16: bool
+    bf16: bool = True
     """Whether the model computes in bfloat16 whatever its weights are."""
-    gradient_checkpointing: bool
-    optim: str
-    lora: bool
+    gradient_checkpointing: bool = True
+    optim: str = "adamw_torch_fused"
+    max_grad_norm: float = 1.0
+    lora: bool = False
     """Whether adapters are trained instead of the model."""
-    r: int
-    lora_dropout: float
-    target_modules: str | Sequence[str]
-    precompute_ref_log_probs: bool
-    ranks: int
-    fsdp: bool
+    r: int = 8
+    lora_dropout: float = 0.0
+    target_modules: str | Sequence[str] = ALL_LINEAR
+    precompute_ref_log_probs: bool = False
+    ranks: int = 1
+    fsdp: bool = False
     """Whether ranks share the weights (FSDP2); if not, each has all of them (DDP)."""
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            arguments.one_of(name, getattr(self, name), choices)
+        for name in _NUMBERS:
+            arguments.whole(name, getattr(self, name))
+        arguments.share("lora_dropout", self.lora_dropout)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a row is a pair: one that is chosen and one that is rejected."""
+        return self.trainer == DPO
+
+    def plan(self, **device: Any) -> Plan:
+        """What the step takes; for the device's arguments see ``plan_batch_size``."""
+        if find_spec("transformers") is None:
+            raise NoPrediction(
+                "transformers is not installed, so its step cannot be traced. Install it (pip install "
+                "transformers), or plan torchtune's step."
+            )
+        return plan_batch_size(
+            self.build,
+            optimizer=self.optimizer,
+            forward=self.forward,
+            batch=self.batch,
+            ranks=self.ranks,
+            rows=self.per_device_train_batch_size,
+            accumulation=self.gradient_accumulation_steps,
+            max_grad_norm=self.max_grad_norm or None,
+            **device,
+        )
+
+    def about(self) -> tuple[str, ...]:
+        """What is planned, for people."""
+        computes = ", computing in bfloat16" if self.bf16 and self.dtype != "bfloat16" else ""
+        lines = [
+            f"step: that of {_STEPS[self.trainer]}",
+            f"model: transformers {version('transformers')}, weights in {self.dtype}{computes}",
+            f"checkpointing: {'every layer' if self.gradient_checkpointing else 'none'}",
+            f"optimizer: {self.optim}, of what is trained",
+        ]
+        if self.lora:
+            targets = self.target_modules
+            named = targets if isinstance(targets, str) else ", ".join(targets)
+            lines.append(f"adapters: rank {self.r}, in float32 as PEFT 0.21 has them, on {named}")
+        if self.has_pairs:
+            reference = "the model without adapters" if self.lora else "a second model, in memory"
+            found = "computed before" if self.precompute_ref_log_probs else reference
+            lines.append(f"reference: {found}; a row is a pair, whose two halves are one batch")
+        if self.ranks > 1:
+            how = "FSDP2 as accelerate 1.15 wraps it" if self.fsdp else "DDP, with its buckets"
+            lines.append(f"ranks: {how}")
+        mask = "with padding, which costs a mask" if self.padded else "without padding"
+        lines.append(f"rows: {mask} (padded=True or False)")
+        return tuple(lines)
 
     def build(self) -> nn.Module:
         """The model as the trainer has prepared it, and its reference."""
@@ -89,8 +174,8 @@ class TransformersStep:
         return AdamW(groups, lr=1e-5, fused=self.optim == "adamw_torch_fused")
 
     def batch(self, rows: int) -> Batch:
-        """Rows without padding; of a pair, the chosen and the rejected one."""
-        rows *= 2 if self.trainer == DPO else 1
+        """Rows; of a pair, the chosen and the rejected one."""
+        rows *= 1 + self.has_pairs
         tokens = torch.zeros(rows, self.max_length, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": tokens.clone()}
 
@@ -100,7 +185,7 @@ class TransformersStep:
         tokens, labels = batch["input_ids"], batch["labels"]
         if self.trainer == PLAIN:
             with self._mixed_precision():
-                found = model(input_ids=tokens, labels=labels, use_cache=False)
+                found = model(input_ids=tokens, labels=labels, **self._inputs(tokens))
             if self.bf16:
                 found.logits = found.logits.float()  # accelerate's, of every output
             loss: torch.Tensor = found.loss
@@ -126,15 +211,25 @@ class TransformersStep:
     def _log_probs(self, model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The log-probability of each token that is predicted, by TRL's head."""
         with self._mixed_precision():
-            hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
+            found = model.base_model(input_ids=tokens, **self._inputs(tokens))
+            hidden = found.last_hidden_state[:, :-1]
             weight = model.get_output_embeddings().weight
             if isinstance(weight, DTensor):
                 weight = weight.full_tensor()
             compute_in = torch.bfloat16 if self.bf16 else hidden.dtype
-            found: torch.Tensor = _TiledLogProbs.apply(
+            log_probs: torch.Tensor = _TiledLogProbs.apply(
                 _flat(hidden), weight, labels[:, 1:].reshape(-1), compute_in
             )
-        return found.view(len(tokens), -1)
+        return log_probs.view(len(tokens), -1)
+
+    def _inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
+        """What the model is called with besides the tokens. Without padding it needs no mask, which it finds
+        out from values, and there are none here."""
+        inputs: dict[str, Any] = {"use_cache": False}
+        if self.padded:
+            rows, length = tokens.shape
+            inputs["attention_mask"] = tokens.new_ones(rows, 1, length, length, dtype=torch.bool)
+        return inputs
 
     def _reference_log_probs(
         self, prepared: _Prepared, tokens: torch.Tensor, labels: torch.Tensor
@@ -153,10 +248,8 @@ class TransformersStep:
                     parameter.data = parameter.data.float()
             half = torch.bfloat16
             options["mp_policy"] = MixedPrecisionPolicy(half, half, half)
-        names = set(model._no_split_modules or ())
-        for module in model.modules():
-            if type(module).__name__ in names:
-                fully_shard(module, **options)
+        for layer in layers_of(model):
+            fully_shard(layer, **options)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         norm = model.base_model.norm
         if embedding.weight is head.weight:
@@ -180,7 +273,9 @@ class _Prepared(nn.Module):
         trained = [one for one in self.parameters() if one.requires_grad]
         for dtype in {one.dtype for one in trained}:
             size = sum(one.numel() for one in trained if one.dtype == dtype)
-            self.register_buffer(f"buckets of {dtype}".replace(".", " "), torch.empty(size, dtype=dtype))
+            self.register_buffer(
+                f"buckets of {dtype}".replace(".", " "), torch.empty(size, dtype=dtype)
+            )
 
 
 class _Autocast(TorchFunctionMode):
@@ -189,7 +284,9 @@ class _Autocast(TorchFunctionMode):
     As torch's, it keeps the casts of weights that are trained until it ends.
     """
 
-    _LOWER = frozenset(("linear", "matmul", "__matmul__", "bmm", "mm", "addmm", "baddbmm", "conv1d"))
+    _LOWER = frozenset(
+        ("linear", "matmul", "__matmul__", "bmm", "mm", "addmm", "baddbmm", "conv1d")
+    )
     _HIGHER = frozenset(("softmax", "log_softmax", "cross_entropy", "nll_loss", "layer_norm"))
 
     def __init__(self) -> None:
@@ -204,7 +301,9 @@ class _Autocast(TorchFunctionMode):
             args, kwargs = tree_map_only(torch.Tensor, self._half, (args, kwargs))
             return attention(*args, **kwargs)
 
-        F.scaled_dot_product_attention = in_half  # of which a tracer may have made a Python function
+        F.scaled_dot_product_attention = (
+            in_half  # of which a tracer may have made a Python function
+        )
         return self
 
     def __exit__(self, *error: Any) -> None:
