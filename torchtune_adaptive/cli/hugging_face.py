@@ -1,7 +1,7 @@
 """A config for a model that Hugging Face's ``config.json`` describes, from torchtune's builders.
 
-What they lack is built from torchtune's modules (see ``recipe.decoders``). Only what decides memory is taken over: the shapes of the weights and the longest rows. How positions are
-scaled does not change memory.
+What they lack is built from torchtune's modules (see ``recipe.decoders``). Only what decides memory is taken
+over: the shapes of the weights and the longest rows. How positions are scaled does not change memory.
 """
 
 from __future__ import annotations

@@ -34,3 +34,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a model of transformers (5.23), by the names of the classes that are not to be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def attends_by_sdpa(model: Any) -> bool:
+    """Whether a model of transformers (5.23) computes attention by torch's function for it."""
+    return getattr(model.config, "_attn_implementation", None) == "sdpa"

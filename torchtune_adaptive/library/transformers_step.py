@@ -26,11 +26,13 @@ from torch.overrides import TorchFunctionMode
 from torchtune_adaptive.common import NoPrediction, UsageError
 from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library.planning import Plan, plan_batch_size
-from torchtune_adaptive.library.private import layers_of, tree_map_only
+from torchtune_adaptive.library.private import attends_by_sdpa, layers_of, tree_map_only
 
 Batch = dict[str, torch.Tensor]
 SFT, DPO, PLAIN = "SFTTrainer", "DPOTrainer", "Trainer"
 ALL_LINEAR = "all-linear"
+_ATTENTION = "planned"
+"""The name for transformers of its own attention with our mask."""
 _STEPS = {
     SFT: "SFTTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
     DPO: "DPOTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
@@ -185,7 +187,7 @@ class TransformersStep:
         tokens, labels = batch["input_ids"], batch["labels"]
         if self.trainer == PLAIN:
             with self._mixed_precision():
-                found = model(input_ids=tokens, labels=labels, **self._inputs(tokens))
+                found = model(input_ids=tokens, labels=labels, use_cache=False)
             if self.bf16:
                 found.logits = found.logits.float()  # accelerate's, of every output
             loss: torch.Tensor = found.loss
@@ -196,10 +198,29 @@ class TransformersStep:
         return _preference_loss(chosen, self._reference_log_probs(prepared, tokens, labels))
 
     def _made(self) -> Any:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import (
+            AttentionInterface,
+            AttentionMaskInterface,
+            AutoConfig,
+            AutoModelForCausalLM,
+        )
 
         config = AutoConfig.from_pretrained(self.folder)
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype))
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype))
+        if attends_by_sdpa(model):
+            AttentionInterface.register(_ATTENTION, AttentionInterface()["sdpa"])
+            AttentionMaskInterface.register(_ATTENTION, self._mask)
+            model.set_attn_implementation(_ATTENTION)
+        return model
+
+    def _mask(
+        self, *, batch_size: int, kv_length: int, device: torch.device, **_: Any
+    ) -> torch.Tensor | None:
+        """The mask of attention, which transformers makes where a row has padding. It looks for that in
+        values, and there are none here."""
+        if not self.padded:
+            return None
+        return torch.ones(batch_size, 1, kv_length, kv_length, dtype=torch.bool, device=device)
 
     def _mixed_precision(self) -> AbstractContextManager[Any]:
         return _Autocast() if self.bf16 else nullcontext()
@@ -211,7 +232,7 @@ class TransformersStep:
     def _log_probs(self, model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The log-probability of each token that is predicted, by TRL's head."""
         with self._mixed_precision():
-            found = model.base_model(input_ids=tokens, **self._inputs(tokens))
+            found = model.base_model(input_ids=tokens, use_cache=False)
             hidden = found.last_hidden_state[:, :-1]
             weight = model.get_output_embeddings().weight
             if isinstance(weight, DTensor):
@@ -221,15 +242,6 @@ class TransformersStep:
                 _flat(hidden), weight, labels[:, 1:].reshape(-1), compute_in
             )
         return log_probs.view(len(tokens), -1)
-
-    def _inputs(self, tokens: torch.Tensor) -> dict[str, Any]:
-        """What the model is called with besides the tokens. Without padding it needs no mask, which it finds
-        out from values, and there are none here."""
-        inputs: dict[str, Any] = {"use_cache": False}
-        if self.padded:
-            rows, length = tokens.shape
-            inputs["attention_mask"] = tokens.new_ones(rows, 1, length, length, dtype=torch.bool)
-        return inputs
 
     def _reference_log_probs(
         self, prepared: _Prepared, tokens: torch.Tensor, labels: torch.Tensor
