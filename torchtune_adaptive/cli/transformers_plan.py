@@ -50,7 +50,8 @@ def plan_transformers(
     kind = gpus.gpu(gpu or gpus.DEFAULT)
     device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
     step = _step(arguments, ranks)
-    plan = step.plan(gpu=kind.name, memory=memory, headroom=_HEADROOM)
+    capacity = memory or kind.capacity(ranks)
+    plan = step.plan(gpu=kind.name, memory=capacity, headroom=_HEADROOM)
     about = (*step.about(), *assumptions)
     verdict = _verdict(plan, device)
     as_json = {"verdict": verdict, "device": asdict(device), "step": asdict(step), **asdict(plan)}

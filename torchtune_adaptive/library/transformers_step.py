@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -92,6 +93,11 @@ class TransformersStep:
         for name in _NUMBERS:
             arguments.whole(name, getattr(self, name))
         arguments.share("lora_dropout", self.lora_dropout)
+        if self.fsdp and self.has_pairs and not (self.lora or self.precompute_ref_log_probs):
+            raise UsageError(
+                "fsdp: two sharded models, as DPO with a reference in memory has, cannot be traced. Set "
+                "precompute_ref_log_probs=True, or fsdp=False for ranks that have all weights (more memory)."
+            )
 
     @property
     def has_pairs(self) -> bool:
@@ -110,7 +116,7 @@ class TransformersStep:
             optimizer=self.optimizer,
             forward=self.forward,
             batch=self.batch,
-            ranks=self.ranks,
+            ranks=self.ranks if self.fsdp else 1,  # ranks of DDP are like one, but for its buckets
             rows=self.per_device_train_batch_size,
             accumulation=self.gradient_accumulation_steps,
             max_grad_norm=self.max_grad_norm or None,
@@ -192,10 +198,10 @@ class TransformersStep:
                 found.logits = found.logits.float()  # accelerate's, of every output
             loss: torch.Tensor = found.loss
             return loss
-        chosen = self._log_probs(model, tokens, labels)
+        found = model(tokens, labels)
         if self.trainer == SFT:
-            return -chosen.sum() / chosen.numel()
-        return _preference_loss(chosen, self._reference_log_probs(prepared, tokens, labels))
+            return -found.sum() / found.numel()
+        return _preference_loss(found, self._reference_log_probs(prepared, tokens, labels))
 
     def _made(self) -> Any:
         from transformers import (
@@ -211,6 +217,8 @@ class TransformersStep:
             AttentionInterface.register(_ATTENTION, AttentionInterface()["sdpa"])
             AttentionMaskInterface.register(_ATTENTION, self._mask)
             model.set_attn_implementation(_ATTENTION)
+        if self.trainer != PLAIN:
+            model.forward = partial(self._log_probs, model)  # as TRL does
         return model
 
     def _mask(
@@ -249,7 +257,8 @@ class TransformersStep:
         if self.precompute_ref_log_probs:
             return torch.zeros_like(labels[:, 1:], dtype=torch.float32)
         with torch.no_grad(), _without_adapters(prepared.models[0]):
-            return self._log_probs(prepared.models[-1], tokens, labels)
+            found: torch.Tensor = prepared.models[-1](tokens, labels)
+            return found
 
     def _shard(self, model: Any) -> None:
         """Shard a model as accelerate does."""
