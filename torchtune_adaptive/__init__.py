@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         BatchSize,
         Outcome,
         Plan,
+        TransformersStep,
         find_batch_size,
         plan_batch_size,
         steps_of,

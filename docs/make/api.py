@@ -27,6 +27,7 @@ _ORDER = (
     "Outcome",
     "plan_batch_size",
     "Plan",
+    "TransformersStep",
 )
 """The names that come first; the rest follows in alphabetical order."""
 

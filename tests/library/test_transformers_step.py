@@ -43,8 +43,8 @@ def test_without_transformers_the_remedy_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_pair_is_two_rows() -> None:
-    assert step(max_length=8).batch(3)["input_ids"].shape == (3, 8)
-    assert step(max_length=8, trainer="DPOTrainer").batch(3)["input_ids"].shape == (6, 8)
+    assert step(max_length=8)._batch(3)["input_ids"].shape == (3, 8)
+    assert step(max_length=8, trainer="DPOTrainer")._batch(3)["input_ids"].shape == (6, 8)
 
 
 def test_adapters_are_in_fp32_and_named_layers_get_them() -> None:

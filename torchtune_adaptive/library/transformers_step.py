@@ -1,4 +1,4 @@
-"""The training step of transformers' Trainer, and of TRL's SFTTrainer and DPOTrainer, to be planned.
+"""The step of transformers' Trainer, and of TRL's SFTTrainer and DPOTrainer, to be planned.
 
 The model is transformers' own, made from its config. What the trainers add is written here: mixed precision
 as accelerate sets it up, adapters as PEFT has them, the head that TRL computes in tiles, DPO's reference.
@@ -59,31 +59,49 @@ _NUMBERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersStep:
-    """A step, by the names of the trainers' own settings. The defaults are SFTTrainer's and DPOTrainer's."""
+    """A training step of transformers' Trainer, or of TRL's SFTTrainer or DPOTrainer, to be planned.
+
+    Its settings have the names of the trainers' own arguments; the defaults are those of SFTTrainer and
+    DPOTrainer.
+
+        step = TransformersStep(folder="Qwen3-8B", per_device_train_batch_size=4, lora=True)
+        print(step.plan(gpu="a100-80gb").largest)
+    """
 
     folder: str
-    """The folder that has the ``config.json``."""
+    """The folder that has the ``config.json``; weights are not read."""
     trainer: str = SFT
+    """``Trainer``, ``SFTTrainer`` or ``DPOTrainer``."""
     per_device_train_batch_size: int = 8
+    """Rows in a micro-batch; for DPO, pairs."""
     gradient_accumulation_steps: int = 1
+    """Micro-batches in a step."""
     max_length: int = 1024
     """Tokens in a row; all rows are as long."""
     padded: bool = False
-    """Whether rows of a batch differ in length, so that attention gets a mask."""
+    """Whether some rows of a micro-batch are shorter, so that attention needs a mask."""
     dtype: str = "float32"
-    """The type of the weights."""
+    """The type of the weights: ``float32`` or ``bfloat16``."""
     bf16: bool = True
     """Whether the model computes in bfloat16 whatever its weights are."""
     gradient_checkpointing: bool = True
+    """Whether backward computes each layer again."""
     optim: str = "adamw_torch_fused"
+    """``adamw_torch_fused``, ``adamw_torch`` or ``sgd``."""
     max_grad_norm: float = 1.0
+    """The norm above which gradients are scaled down; 0 leaves them."""
     lora: bool = False
     """Whether adapters are trained instead of the model."""
     r: int = 8
+    """The rank of the adapters."""
     lora_dropout: float = 0.0
+    """The share of an adapter's inputs that is dropped."""
     target_modules: str | Sequence[str] = ALL_LINEAR
+    """The linear layers that get adapters, by name, or ``all-linear``."""
     precompute_ref_log_probs: bool = False
+    """Whether DPO's reference has been computed before, and is not in memory."""
     ranks: int = 1
+    """The number of ranks."""
     fsdp: bool = False
     """Whether ranks share the weights (FSDP2); if not, each has all of them (DDP)."""
 
@@ -104,23 +122,40 @@ class TransformersStep:
         """Whether a row is a pair: one that is chosen and one that is rejected."""
         return self.trainer == DPO
 
-    def plan(self, **device: Any) -> Plan:
-        """What the step takes; for the device's arguments see ``plan_batch_size``."""
+    def plan(
+        self,
+        gpu: str = "h100-80gb",
+        memory: int | str | None = None,
+        ceiling: int = 1 << 14,
+        headroom: float = 0.05,
+        timeout: float = 600.0,
+    ) -> Plan:
+        """Predict the peak of the step, and the largest micro-batch that fits; the arguments are those of
+        ``plan_batch_size``.
+
+        Raises:
+            UsageError: an argument cannot be used.
+            NoPrediction: transformers is not installed, or the step cannot be traced.
+        """
         if find_spec("transformers") is None:
             raise NoPrediction(
                 "transformers is not installed, so its step cannot be traced. Install it (pip install "
                 "transformers), or plan torchtune's step."
             )
         return plan_batch_size(
-            self.build,
-            optimizer=self.optimizer,
-            forward=self.forward,
-            batch=self.batch,
+            self._build,
+            optimizer=self._optimizer,
+            forward=self._forward,
+            batch=self._batch,
             ranks=self.ranks if self.fsdp else 1,  # ranks of DDP are like one, but for its buckets
             rows=self.per_device_train_batch_size,
             accumulation=self.gradient_accumulation_steps,
             max_grad_norm=self.max_grad_norm or None,
-            **device,
+            gpu=gpu,
+            memory=memory,
+            ceiling=ceiling,
+            headroom=headroom,
+            timeout=timeout,
         )
 
     def about(self) -> tuple[str, ...]:
@@ -147,7 +182,7 @@ class TransformersStep:
         lines.append(f"rows: {mask} (padded=True or False)")
         return tuple(lines)
 
-    def build(self) -> nn.Module:
+    def _build(self) -> nn.Module:
         """The model as the trainer has prepared it, and its reference."""
         model = self._made()
         if self.lora:
@@ -169,7 +204,7 @@ class TransformersStep:
             prepared.add_buckets()
         return prepared.train()
 
-    def optimizer(self, parameters: Iterator[nn.Parameter]) -> Optimizer:
+    def _optimizer(self, parameters: Iterator[nn.Parameter]) -> Optimizer:
         """The optimizer of what is trained; without weight decay for vectors, as the trainers have it."""
         trained = [one for one in parameters if one.requires_grad]
         groups = [
@@ -181,13 +216,13 @@ class TransformersStep:
             return SGD(groups, lr=1e-5)
         return AdamW(groups, lr=1e-5, fused=self.optim == "adamw_torch_fused")
 
-    def batch(self, rows: int) -> Batch:
+    def _batch(self, rows: int) -> Batch:
         """Rows; of a pair, the chosen and the rejected one."""
         rows *= 1 + self.has_pairs
         tokens = torch.zeros(rows, self.max_length, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": tokens.clone()}
 
-    def forward(self, prepared: _Prepared, batch: Batch) -> torch.Tensor:
+    def _forward(self, prepared: _Prepared, batch: Batch) -> torch.Tensor:
         """The loss of a micro-batch."""
         model = prepared.models[0]
         tokens, labels = batch["input_ids"], batch["labels"]
