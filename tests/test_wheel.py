@@ -166,7 +166,7 @@ def test_plans_of_the_real_trainers_steps(beside_trl: Path, tmp_path: Path) -> N
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(done.stdout.splitlines()[-1])

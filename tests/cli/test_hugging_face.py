@@ -23,7 +23,8 @@ def about(
     """What a config.json says: vocabulary, layers, heads, KV heads, width, width inside, longest rows."""
     names = ("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     names += ("hidden_size", "intermediate_size", "max_position_embeddings")
-    found = {"architectures": [f"{architecture}ForCausalLM"], **others}
+    found = {"architectures": [f"{architecture}ForCausalLM"], "model_type": architecture.lower()}
+    found |= others
     found |= dict(zip(names, shape, strict=True))
     return found if head_dim is None else {**found, "head_dim": head_dim}
 

@@ -1,6 +1,7 @@
 """Peaks of the steps of transformers' Trainer and TRL's, planned and measured, as JSON.
 
-A program for an environment that has these libraries, PEFT and ours: ``python real_trainers.py``.
+A program for an environment that has these libraries, PEFT and ours: ``python real_trainers.py``. They are
+imported where they are needed, since each process that traces imports this file.
 """
 
 from __future__ import annotations
@@ -10,32 +11,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-
-from torchtune_adaptive.core.device.simulated import SimulatedMemory
-from torchtune_adaptive.library import TransformersStep
+from torchtune_adaptive import TransformersStep
 
 LENGTH, VOCABULARY = 128, 8192
 SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "use_cache": False}
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": VOCABULARY}
 SHAPE |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
-TRAINERS: dict[str, Any] = {
-    "Trainer": (Trainer, TrainingArguments),
-    "SFTTrainer": (SFTTrainer, SFTConfig),
-    "DPOTrainer": (DPOTrainer, DPOConfig),
-}
 PLAIN = {"trainer": "Trainer", "gradient_checkpointing": False, "per_device_train_batch_size": 4}
 SFT = {"trainer": "SFTTrainer", "per_device_train_batch_size": 4}
 DPO = {"trainer": "DPOTrainer", "per_device_train_batch_size": 2}
@@ -69,15 +50,20 @@ OURS = ("trainer", "dtype", "lora", "lora_dropout", "target_modules")
 """Settings that the trainers' own arguments do not have."""
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", "word"])}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
-def rows_for(trainer: str) -> Dataset:
+def rows_for(trainer: str) -> Any:
     """Rows that are all as long as may be."""
+    from datasets import Dataset
+
     half, whole = " ".join(["word"] * (LENGTH // 2)), " ".join(["word"] * LENGTH)
     tokens = [3] * LENGTH
     row: dict[str, Any] = {
@@ -90,6 +76,14 @@ def rows_for(trainer: str) -> Dataset:
 
 def measured(case: dict[str, Any]) -> int:
     """The peak of the third step of the real trainer."""
+    import torch
+    import transformers
+    import trl
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from torchtune_adaptive.core.device.simulated import SimulatedMemory
+
     name, memory = case["trainer"], SimulatedMemory(1 << 40)
     dtype = getattr(torch, case.get("dtype", "float32"))
     model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(dtype)
@@ -111,12 +105,17 @@ def measured(case: dict[str, Any]) -> int:
         arguments["max_length"] = LENGTH
         more["processing_class"] = tokenizer()
 
-    class Watch(TrainerCallback):
+    class Watch(transformers.TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             gc.collect()
             memory.watch()
 
-    kind, config = TRAINERS[name]
+    kinds = {
+        "Trainer": (transformers.Trainer, transformers.TrainingArguments),
+        "SFTTrainer": (trl.SFTTrainer, trl.SFTConfig),
+        "DPOTrainer": (trl.DPOTrainer, trl.DPOConfig),
+    }
+    kind, config = kinds[name]
     trainer = kind(
         model=model,
         args=config("out", **arguments),
@@ -139,9 +138,9 @@ def planned(case: dict[str, Any], folder: Path) -> int:
 
 def main() -> None:
     folder = Path("model")
-    LlamaForCausalLM.config_class(**SHAPE, architectures=["LlamaForCausalLM"]).save_pretrained(
-        folder
-    )
+    folder.mkdir()
+    about = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPE}
+    (folder / "config.json").write_text(json.dumps(about))
     results = {name: (planned(case, folder), measured(case)) for name, case in CASES.items()}
     print(json.dumps(results))
 

@@ -145,7 +145,7 @@ class TransformersStep:
         return plan_batch_size(
             self._build,
             optimizer=self._optimizer,
-            forward=self._forward,
+            forward=self._forward,  # type: ignore[arg-type]  # a share of the loss, which does as well
             batch=self._batch,
             ranks=self.ranks if self.fsdp else 1,  # ranks of DDP are like one, but for its buckets
             rows=self.per_device_train_batch_size,
@@ -471,7 +471,7 @@ class _TiledLogProbs(torch.autograd.Function):
     FORWARD, BACKWARD = 13, 29
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
