@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from tests.cli.test_hugging_face import LLAMA_1B, written
+from torchtune_adaptive.cli import plan_command as plan_module
 from torchtune_adaptive.cli.plan_command import add_arguments, parsed, plan_command
+from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.library import Plan, TransformersStep, transformers_step
+from torchtune_adaptive.recipe import PlanRequest
 
 GIB = 1 << 30
 
@@ -94,6 +97,21 @@ def test_what_cannot_be_answered(
 ) -> None:
     assert plan_command(asked(written(tmp_path, LLAMA_1B), *words)) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_other_plans_say_whose_step_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(plan: PlanRequest, *_: Any) -> None:
+        raise NoPrediction(f"assumed: {plan.assumptions[0]}")
+
+    monkeypatch.setattr(plan_module, "_predict", stop)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    plan_command(parsed(parser, ["--hf", str(written(tmp_path, LLAMA_1B))]))
+    assert "assumed: step: torchtune's; --step transformers plans" in capsys.readouterr().err
+    plan_command(parsed(parser, ["llama3_1/8B_full"]))
+    assert "--step transformers" not in capsys.readouterr().err, "a config is torchtune's"
 
 
 def test_it_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from torchtune_adaptive.recipe.setup.model import initialize_ropes, parameters_b
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
 from torchtune_adaptive.recipe.tracing.fake_offloading import for_offloading
+from torchtune_adaptive.recipe.tracing.fake_quantization import quantizing_once
 from torchtune_adaptive.recipe.tracing.image_rows import Images
 
 
@@ -60,8 +61,9 @@ class Tracer(StepTracer):
 
         kind = recipe_kind(kind_of(cfg), cfg, environment)
         self._rows = kind.rows()
-        model = kind.model_without_weights(self.unrecorded())
-        frozen = kind.frozen_without_weights(self.unrecorded())
+        with quantizing_once():
+            model = kind.model_without_weights(self.unrecorded())
+            frozen = kind.frozen_without_weights(self.unrecorded())
         models = (model, *frozen)
         # With CPU offload, parameters wait on the host, and the optimizer works there.
         offloaded = cfg.get("fsdp_cpu_offload", False)
