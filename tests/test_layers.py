@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "library": {"common", "core", "planner"},
     "schedule": {"common", "core"},
     "recipe": {"common", "core", "planner", "schedule"},
-    "cli": {"common", "core", "planner", "recipe"},
+    "cli": {"common", "core", "planner", "library", "recipe"},
     "__main__": {"cli"},
 }
 MODULES = {

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Outcome,
         Plan,
         Speed,
+        TransformersStep,
         find_batch_size,
         plan_batch_size,
         steps_of,

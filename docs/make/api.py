@@ -28,6 +28,7 @@ _ORDER = (
     "plan_batch_size",
     "Plan",
     "Speed",
+    "TransformersStep",
 )
 """The names that come first; the rest follows in alphabetical order."""
 

@@ -40,6 +40,7 @@ FILLED_IN = {
     "HOST": "localhost",
     "JOB": "job",
     "~/models/Qwen2.5-7B": "Qwen2.5-7B",
+    "~/models/Qwen3-0.6B": "Qwen3-0.6B",
 }
 
 

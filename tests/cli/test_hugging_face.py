@@ -23,7 +23,8 @@ def about(
     """What a config.json says: vocabulary, layers, heads, KV heads, width, width inside, longest rows."""
     names = ("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     names += ("hidden_size", "intermediate_size", "max_position_embeddings")
-    found = {"architectures": [f"{architecture}ForCausalLM"], **others}
+    found = {"architectures": [f"{architecture}ForCausalLM"], "model_type": architecture.lower()}
+    found |= others
     found |= dict(zip(names, shape, strict=True))
     return found if head_dim is None else {**found, "head_dim": head_dim}
 
@@ -65,6 +66,23 @@ PUBLISHED = {
         about("Gemma2", 256000, 26, 8, 4, 2304, 9216, 8192, head_dim=256),
         2_614_341_888,
     ),
+    "Mistral-Nemo-12B": (
+        about("Mistral", 131072, 40, 32, 8, 5120, 14336, 131072, head_dim=128),
+        12_247_782_400,
+    ),
+    "Qwen3-0.6B": (
+        about(
+            *("Qwen3", 151936, 28, 16, 8, 1024, 3072, 40960),
+            head_dim=128,
+            tie_word_embeddings=True,
+        ),
+        596_049_920,
+    ),
+    "Qwen3-8B": (
+        about("Qwen3", 151936, 36, 32, 8, 4096, 12288, 40960, head_dim=128),
+        8_190_735_360,
+    ),
+    "phi-4": (about("Phi3", 100352, 40, 40, 10, 5120, 17920, 16384), 14_659_507_200),
     "Phi-3-mini-4k": (about("Phi3", 32064, 32, 32, 32, 3072, 8192, 4096), 3_821_079_552),
 }
 
@@ -84,9 +102,12 @@ def test_as_many_parameters_as_published(name: str, tmp_path: Path) -> None:
     assert model.max_seq_len == found["max_position_embeddings"]
 
 
+@pytest.mark.parametrize("found", [LLAMA_1B, PUBLISHED["Qwen3-8B"][0]], ids=["Llama", "Qwen3"])
 @pytest.mark.parametrize("method", METHODS)
-def test_each_method_is_a_config_that_can_be_planned(method: Any, tmp_path: Path) -> None:
-    plan = plan_request(config_for(written(tmp_path, LLAMA_1B), method), 2)
+def test_each_method_is_a_config_that_can_be_planned(
+    method: Any, found: dict[str, Any], tmp_path: Path
+) -> None:
+    plan = plan_request(config_for(written(tmp_path, found), method), 2)
     assert kind_of(plan.cfg).adapters is (method != "full")
     assert bool(plan.cfg.model.get("quantize_base")) is (method == "qlora")
     small = {**plan.cfg.model, "num_layers": 1}
@@ -99,14 +120,13 @@ def test_each_method_is_a_config_that_can_be_planned(method: Any, tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"architectures": ["Qwen3ForCausalLM"]}, "'Qwen3ForCausalLM' is not an architecture"),
+        ({"architectures": ["Qwen9ForCausalLM"]}, "'Qwen9ForCausalLM' is not an architecture"),
         ({"architectures": None}, "'no architecture' is not an architecture"),
         (
-            {"head_dim": 128},
-            "has head_dim 128, which torchtune's llama3_2 builder does not support",
+            {"architectures": ["Phi3ForCausalLM"]},
+            "has tied embeddings, which torchtune's phi3 builder does not support",
         ),
         ({"attention_bias": True}, "has attention_bias"),
-        ({"architectures": ["MistralForCausalLM"]}, "has tied embeddings, which torchtune's mist"),
         ({"hidden_size": None, "vocab_size": "x"}, "has no vocab_size, hidden_size"),
     ],
 )

@@ -1,7 +1,7 @@
-"""A config for a model that Hugging Face's ``config.json`` describes, built by torchtune's builders.
+"""A config for a model that Hugging Face's ``config.json`` describes, from torchtune's builders.
 
-Only what decides memory is taken over: the shapes of the weights and the longest rows. How positions are
-scaled does not change memory.
+What they lack is built from torchtune's modules (see ``recipe.decoders``). Only what decides memory is taken
+over: the shapes of the weights and the longest rows. How positions are scaled does not change memory.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def config_for(folder: Path, method: Method) -> DictConfig:
     Raises:
         ConfigError: there is no such file, or torchtune has no builder for the model.
     """
-    about = _read(folder / "config.json")
-    package, name, arguments = _model(about, str(folder))
-    model: dict[str, Any] = {"_component_": f"torchtune.models.{package}.{name}", **arguments}
+    about = read_config(folder)
+    module, name, arguments = _model(about, str(folder))
+    model: dict[str, Any] = {"_component_": f"{module}.{name}", **arguments}
     if method != "full":
-        model |= {"_component_": f"torchtune.models.{package}.lora_{name}", **ADAPTERS}
+        model |= {"_component_": f"{module}.lora_{name}", **ADAPTERS}
         model |= {"quantize_base": method == "qlora"}
     return OmegaConf.create(
         {
@@ -91,7 +91,13 @@ def download_advice(name: str | Path) -> str | None:
     )
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """What the ``config.json`` of a folder says.
+
+    Raises:
+        ConfigError: there is none, or it makes no sense.
+    """
+    path = folder / "config.json"
     try:
         about = json.loads(path.read_text())
     except OSError as error:
@@ -107,7 +113,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _model(about: Mapping[str, Any], folder: str) -> tuple[str, str, dict[str, Any]]:
-    """torchtune's package and builder, and the builder's arguments."""
+    """The builder's module and name, and its arguments."""
     (architecture, *_) = about.get("architectures") or ["no architecture"]
     if architecture not in _BUILDERS:
         reason = "is not an architecture that can be planned from config.json"
@@ -121,34 +127,36 @@ def _model(about: Mapping[str, Any], folder: str) -> tuple[str, str, dict[str, A
     arguments["num_kv_heads"] = about.get("num_key_value_heads") or heads
     tied = about.get("tie_word_embeddings", _TIED_UNLESS_SAID.get(architecture, False))
     package, name = _BUILDERS[architecture]
+    for what in ("attention_bias", "mlp_bias"):
+        if about.get(what):
+            remedy = "Use a torchtune config of a similar model"
+            reason = f"has {what}, which torchtune's {package} builder does not support"
+            raise ConfigError("--hf", folder, reason, remedy)
     if architecture == "LlamaForCausalLM" and (tied or about.get("rope_scaling")):
         package = name = "llama3_2" if tied else "llama3_1"
-    own_head_dim = package in ("gemma", "gemma2")
     head_dim = about.get("head_dim") or about["hidden_size"] // heads
-    if own_head_dim:
+    unlike = package not in _HAVE_HEAD_DIM and head_dim * heads != about["hidden_size"]
+    if package == "qwen3" or unlike or (tied and package not in _MAY_BE_TIED):
+        if package not in _LIKE_LLAMA:
+            what = f"head_dim {head_dim}" if unlike else "tied embeddings"
+            reason = f"has {what}, which torchtune's {package} builder does not support"
+            raise ConfigError("--hf", folder, reason, "Use a torchtune config of a similar model")
+        more = {"head_dim": head_dim, "tie_word_embeddings": tied, "qk_norm": package == "qwen3"}
+        return "torchtune_adaptive.recipe.decoders", "decoder", {**arguments, **more}
+    if package in _HAVE_HEAD_DIM:
         arguments["head_dim"] = head_dim
     if package == "gemma2":
         arguments["query_pre_attn_scalar"] = about.get("query_pre_attn_scalar")
     if package == "qwen2":
         arguments["tie_word_embeddings"] = tied
-    refused = {
-        f"head_dim {head_dim}": not own_head_dim and head_dim * heads != about["hidden_size"],
-        "tied embeddings": tied and package not in _MAY_BE_TIED,
-        "attention_bias": about.get("attention_bias", False),
-        "mlp_bias": about.get("mlp_bias", False),
-    }
-    for what, found in refused.items():
-        if found:
-            remedy = "Use a torchtune config of a similar model"
-            reason = f"has {what}, which torchtune's {package} builder does not support"
-            raise ConfigError("--hf", folder, reason, remedy)
-    return package, name, arguments
+    return f"torchtune.models.{package}", name, arguments
 
 
 _BUILDERS = {
     "LlamaForCausalLM": ("llama2", "llama2"),
     "MistralForCausalLM": ("mistral", "mistral"),
     "Qwen2ForCausalLM": ("qwen2", "qwen2"),
+    "Qwen3ForCausalLM": ("qwen3", "qwen3"),
     "GemmaForCausalLM": ("gemma", "gemma"),
     "Gemma2ForCausalLM": ("gemma2", "gemma2"),
     "Phi3ForCausalLM": ("phi3", "phi3"),
@@ -156,4 +164,6 @@ _BUILDERS = {
 """torchtune's package and builder by architecture; Llama's newer ones are told apart in ``_model``."""
 
 _TIED_UNLESS_SAID = {"GemmaForCausalLM": True, "Gemma2ForCausalLM": True}
+_HAVE_HEAD_DIM = ("gemma", "gemma2")
+_LIKE_LLAMA = ("llama2", "llama3_1", "llama3_2", "mistral", "qwen3")
 _MAY_BE_TIED = ("llama3_2", "qwen2", "gemma", "gemma2")

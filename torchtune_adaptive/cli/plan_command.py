@@ -23,6 +23,7 @@ from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import TraceProgress
 from torchtune_adaptive.cli.plan_report import PlanReport, WhatIfResult, as_dict, details, headline
 from torchtune_adaptive.cli.speed_report import Job, job
+from torchtune_adaptive.cli.transformers_plan import plan_transformers
 from torchtune_adaptive.cli.what_if import WhatIf, what_ifs
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
@@ -60,6 +61,9 @@ from torchtune_adaptive.recipe import (
     with_overrides,
 )
 
+_WHOSE_STEP = (
+    "step: torchtune's; --step transformers plans that of transformers' Trainer and of TRL's"
+)
 EXIT_STATUS = {"FITS": 0, DOES_NOT_FIT: 1, "UNCERTAIN": 2}
 NO_ANSWER = 2
 
@@ -73,7 +77,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="instead of a config: a folder with the config.json of a Hugging Face model (Llama, Mistral, "
-        "Qwen2, Gemma, Phi-3)",
+        "Qwen2, Qwen3, Gemma, Phi-3; with --step transformers any causal language model)",
+    )
+    add(
+        "--step",
+        choices=("torchtune", "transformers"),
+        default="torchtune",
+        help="whose training step is planned of a --hf model: torchtune's, or that of transformers' Trainer "
+        "and TRL's SFTTrainer and DPOTrainer, whose settings are then the overrides, e.g. trainer=DPOTrainer "
+        "per_device_train_batch_size=4 (default: torchtune)",
     )
     add("--method", choices=METHODS, help="what is trained of a --hf model (default: full)")
     nproc = ("--nproc", "--nproc_per_node", "--nproc-per-node")
@@ -164,8 +176,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     ranks, gpu = _gpus(arguments.nproc, told.gpu, told.nodes)
     if arguments.seq_len is not None and arguments.seq_len < 2:
         raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
+    if arguments.step == "transformers":
+        if not arguments.hf:
+            raise ConfigError("--step", "transformers", "is for --hf", "Give the folder of a model")
+        return _plan_transformers(arguments, ranks, gpu, memory)
     name, cfg = _config(arguments)
     plan = plan_request(cfg, ranks, gpu, memory, arguments.seq_len, name, told.machine)
+    if arguments.hf:
+        plan = replace(plan, assumptions=(_WHOSE_STEP, *plan.assumptions))
     warn_of_unused_keys(cfg, kind_of(cfg))
     report = _predict(plan, job(arguments.tokens, arguments.price), arguments)
     if arguments.json:
@@ -175,6 +193,17 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         draw(report, arguments.plot)
     return EXIT_STATUS[report.verdict]
+
+
+def _plan_transformers(
+    arguments: argparse.Namespace, ranks: int, gpu: str | None, memory: int | None
+) -> int:
+    blocks, as_json, verdict = plan_transformers(arguments, ranks, gpu, memory)
+    if arguments.json:
+        print(json.dumps(as_json, indent=1))
+    else:
+        print(_rendered(blocks, arguments), end="")
+    return EXIT_STATUS[verdict]
 
 
 def _no_option(option: str, following: str = "VALUE") -> ConfigError:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.library.sampling import steps_of
     from torchtune_adaptive.library.search import BatchSize, find_batch_size
     from torchtune_adaptive.library.step import AdaptiveStep, Outcome
+    from torchtune_adaptive.library.transformers_step import TransformersStep
     from torchtune_adaptive.planner import Speed
 else:
     __getattr__, __dir__, __all__ = interface(__name__)

@@ -1,4 +1,4 @@
-"""All private interfaces of torch that the library needs, as there is no public way.
+"""All private interfaces of torch and transformers that the library needs, as there is no public way.
 
 Each was checked on torch 2.11, 2.13 and 2.15, where it does not say otherwise.
 """
@@ -28,3 +28,14 @@ def is_compiled(model: nn.Module) -> bool:
         getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
         for module in model.modules()
     )
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model of transformers (5.23), by the names of the classes that are not to be split."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def attends_by_sdpa(model: Any) -> bool:
+    """Whether a model of transformers (5.23) computes attention by torch's function for it."""
+    return getattr(model.config, "_attn_implementation", None) == "sdpa"

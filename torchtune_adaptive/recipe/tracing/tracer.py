@@ -30,6 +30,7 @@ from torchtune_adaptive.recipe.setup.model import (
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
 from torchtune_adaptive.recipe.tracing.fake_offloading import for_offloading
+from torchtune_adaptive.recipe.tracing.fake_quantization import quantizing_once
 from torchtune_adaptive.recipe.tracing.image_rows import Images
 from torchtune_adaptive.recipe.tracing.packed_layer import in_four_regions, is_split
 
@@ -73,7 +74,7 @@ class Tracer(StepTracer):
         self._packed = is_packed(cfg)
         kind = recipe_kind(kind_of(cfg), cfg, environment)
         self._rows = kind.rows()
-        with mock.patch.object(torch, "compile", self.as_compiled):
+        with mock.patch.object(torch, "compile", self.as_compiled), quantizing_once():
             model = kind.model_without_weights(self.unrecorded())
             frozen = kind.frozen_without_weights(self.unrecorded())
         models = (model, *frozen)

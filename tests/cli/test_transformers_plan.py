@@ -1,0 +1,123 @@
+"""``plan --step transformers``: settings in the trainers' words, and the answer; nothing is traced."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_hugging_face import LLAMA_1B, written
+from torchtune_adaptive.cli import plan_command as plan_module
+from torchtune_adaptive.cli.plan_command import add_arguments, parsed, plan_command
+from torchtune_adaptive.common import NoPrediction
+from torchtune_adaptive.library import Plan, TransformersStep, transformers_step
+from torchtune_adaptive.recipe import PlanRequest
+
+GIB = 1 << 30
+
+
+def asked(folder: Path, *words: str) -> argparse.Namespace:
+    line = ["--hf", str(folder), "--step", "transformers", *words]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parsed(parser, line)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TransformersStep, dict[str, Any]]]:
+    """The steps that are planned, with their devices; all take 10 GiB, and 24 rows fit."""
+    found: list[tuple[TransformersStep, dict[str, Any]]] = []
+
+    def plan(step: TransformersStep, **device: Any) -> Plan:
+        found.append((step, device))
+        rows = step.per_device_train_batch_size
+        return Plan(24, rows, 10 * GIB, {"parameters": 8 * GIB, "inputs": 9}, 70 * GIB, ())
+
+    monkeypatch.setattr(TransformersStep, "plan", plan)
+    monkeypatch.setattr(transformers_step, "version", lambda name: "5.23.0")
+    return found
+
+
+def test_settings_are_the_trainers_own(
+    tmp_path: Path, steps: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path, LLAMA_1B)
+    words = ("trainer=DPOTrainer", "dtype=bfloat16", "target_modules=q_proj,v_proj", "r=16")
+    words += ("per_device_train_batch_size=4", "gradient_checkpointing=false", "optim=sgd")
+    options = ("--method", "lora", "--gpu", "2xa100-80gb", "--seq-len", "512")
+    assert plan_command(asked(folder, *options, *words)) == 0
+    [(step, device)] = steps
+    assert (step.trainer, step.dtype, step.r, step.optim) == ("DPOTrainer", "bfloat16", 16, "sgd")
+    assert step.lora and step.target_modules == ["q_proj", "v_proj"] and step.ranks == 2
+    assert step.max_length == 512 and not step.gradient_checkpointing
+    assert device["gpu"] == "a100-80gb" and 70 * GIB < device["memory"] < 80 * GIB
+    said = capsys.readouterr().out
+    assert "per_device_train_batch_size 4: FITS, peak 10 of" in said
+    assert "Largest that fits: 24." in said
+    assert "DPOTrainer on 2 x a100-80gb, pairs of rows of 512 tokens" in said
+    assert "step: that of DPOTrainer as of TRL 1.16" in said
+    assert "adapters: rank 16, in float32 as PEFT 0.21 has them, on q_proj, v_proj" in said
+
+
+def test_trainers_have_their_own_defaults(tmp_path: Path, steps: Any) -> None:
+    folder = written(tmp_path, LLAMA_1B)
+    for words in ((), ("trainer=Trainer",), ("trainer=Trainer", "bf16=true")):
+        plan_command(asked(folder, *words))
+    sft, plain, half = (step for step, _ in steps)
+    assert sft.trainer == "SFTTrainer" and sft.bf16 and sft.gradient_checkpointing
+    assert not plain.bf16 and not plain.gradient_checkpointing
+    assert half.bf16
+
+
+def test_json_and_status(tmp_path: Path, steps: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(tmp_path, LLAMA_1B)
+    assert plan_command(asked(folder, "--json", "--memory", "8GiB")) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["verdict"] == "DOES NOT FIT" and printed["largest"] == 24
+    assert printed["step"]["trainer"] == "SFTTrainer"
+    assert any("rows: without padding" in line for line in printed["assumptions"])
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["batch_size=4"], "'batch_size=4' is not a setting of this step. Write one of trainer, "),
+        (["lora_rank"], "'lora_rank' is not an override"),
+        (["trainer=GRPOTrainer"], "trainer: 'GRPOTrainer' must be one of"),
+        (["--method", "qlora"], "bitsandbytes' 4-bit weights cannot be traced"),
+        (["--fastest"], "--fastest: True is not for this step"),
+        (["--tokens", "5M"], "--tokens: '5M' is not for this step"),
+    ],
+)
+def test_what_cannot_be_answered(
+    words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan_command(asked(written(tmp_path, LLAMA_1B), *words)) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_other_plans_say_whose_step_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(plan: PlanRequest, *_: Any) -> None:
+        raise NoPrediction(f"assumed: {plan.assumptions[0]}")
+
+    monkeypatch.setattr(plan_module, "_predict", stop)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    plan_command(parsed(parser, ["--hf", str(written(tmp_path, LLAMA_1B))]))
+    assert "assumed: step: torchtune's; --step transformers plans" in capsys.readouterr().err
+    plan_command(parsed(parser, ["llama3_1/8B_full"]))
+    assert "--step transformers" not in capsys.readouterr().err, "a config is torchtune's"
+
+
+def test_it_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert plan_command(parsed(parser, ["tiny/full", "--step", "transformers"])) == 2
+    assert "--step: 'transformers' is for --hf" in capsys.readouterr().err
+    assert plan_command(parsed(parser, ["--hf", "/no", "--step", "transformers"])) == 2
+    assert "has no config.json that can be read" in capsys.readouterr().err

@@ -1,0 +1,117 @@
+"""What the trainers of transformers and TRL add to a model, as planned; ``test_wheel`` has the real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtune_adaptive.common import NoPrediction, UsageError
+from torchtune_adaptive.library import TransformersStep, transformers_step
+from torchtune_adaptive.library.transformers_step import _Adapted, _Autocast, _TiledLogProbs
+
+
+def step(**settings: Any) -> TransformersStep:
+    return TransformersStep(folder="model", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"trainer": "GRPOTrainer"}, "trainer: 'GRPOTrainer' must be one of: 'SFTTrainer'"),
+        ({"dtype": "float16"}, "dtype: 'float16' must be one of: 'float32', 'bfloat16'"),
+        ({"optim": "lomo"}, "optim: 'lomo' must be one of: 'adamw_torch_fused'"),
+        ({"bf16": "yes"}, "bf16: 'yes' must be one of: True, False"),
+        ({"r": 0}, "r: 0 must be a whole number"),
+        ({"max_length": "1k"}, "max_length: '1k' must be a whole number"),
+        ({"lora_dropout": 1.0}, "lora_dropout: 1.0 must be a share"),
+        ({"trainer": "DPOTrainer", "fsdp": True, "ranks": 2}, "fsdp: two sharded models"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        step(**settings)
+
+
+def test_without_transformers_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_step, "find_spec", lambda name: None)
+    with pytest.raises(NoPrediction, match="pip install transformers"):
+        step().plan(gpu="cpu", memory="1GiB")
+
+
+def test_a_pair_is_two_rows() -> None:
+    assert step(max_length=8)._batch(3)["input_ids"].shape == (3, 8)
+    assert step(max_length=8, trainer="DPOTrainer")._batch(3)["input_ids"].shape == (6, 8)
+
+
+def test_adapters_are_in_fp32_and_named_layers_get_them() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj = nn.Linear(4, 6, bias=False, dtype=torch.bfloat16)
+            self.up_proj = nn.Linear(6, 4, bias=False, dtype=torch.bfloat16)
+            self.lm_head = nn.Linear(4, 9, bias=False, dtype=torch.bfloat16)
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.lm_head
+
+    model = Model()
+    with pytest.raises(
+        UsageError, match=r"k_proj is not among .* some of q_proj, up_proj, or all-"
+    ):
+        transformers_step._adapt(model, ["k_proj"], 2, 0.0)
+    transformers_step._adapt(model, ["q_proj"], 2, 0.0)
+    assert isinstance(model.q_proj, _Adapted) and isinstance(model.up_proj, nn.Linear)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    assert [one.dtype for one in trained] == [torch.float32] * 2
+    inputs = torch.randn(3, 4, dtype=torch.bfloat16)
+    assert model.q_proj(inputs).dtype == torch.bfloat16
+    with transformers_step._without_adapters(model):
+        assert not model.q_proj(inputs).requires_grad
+    assert model.q_proj(inputs).requires_grad
+
+
+def test_autocast_computes_as_torchs() -> None:
+    """With torch's own on the CPU, which has one; gradients as well."""
+    torch.manual_seed(0)
+    layer, inputs = nn.Linear(8, 8), torch.randn(5, 8)
+
+    def run(mode: Any) -> tuple[torch.Tensor, ...]:
+        layer.zero_grad()
+        with mode:
+            hidden = layer(inputs) @ layer.weight.t()
+            out = F.scaled_dot_product_attention(*(hidden.float()[None, None] for _ in range(3)))
+        out.float().square().sum().backward()
+        return hidden, out, layer.weight.grad.clone()
+
+    attention = F.scaled_dot_product_attention
+    ours, torchs = run(_Autocast()), run(torch.autocast("cpu", torch.bfloat16))
+    for one, other in zip(ours, torchs, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    assert F.scaled_dot_product_attention is attention
+
+
+def test_the_head_has_a_gradient_for_all_it_is_given() -> None:
+    hidden = torch.randn(5, 4, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(9, 4, requires_grad=True)
+    labels = torch.zeros(5, dtype=torch.long)
+    found = _TiledLogProbs.apply(hidden, weight, labels, torch.bfloat16)
+    assert found.shape == (5,) and found.dtype == torch.float32
+    found.sum().backward()
+    assert hidden.grad.dtype == torch.bfloat16 and weight.grad.shape == (9, 4)
+
+
+def test_it_says_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_step, "version", lambda name: "5.23.0")
+    text = "\n".join(step(trainer="DPOTrainer", lora=True, ranks=2, fsdp=True).about())
+    for said in (
+        "DPOTrainer as of TRL",
+        "weights in float32, computing in bfloat16",
+        "every layer",
+    ):
+        assert said in text
+    for said in ("rank 8, in float32", "the model without adapters", "FSDP2 as accelerate"):
+        assert said in text

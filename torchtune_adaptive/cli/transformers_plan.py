@@ -1,0 +1,119 @@
+"""``plan --hf DIR --step transformers``: the step of transformers' Trainer or of TRL's, in their words."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from torchtune_adaptive.cli.hugging_face import Method, read_config
+from torchtune_adaptive.common import (
+    Block,
+    ConfigError,
+    Listing,
+    NoPrediction,
+    Paragraph,
+    Table,
+    bytes_of,
+    human_bytes,
+)
+from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, gpus, planned_gpu
+
+if TYPE_CHECKING:
+    from torchtune_adaptive.library import Plan, TransformersStep
+
+_HEADROOM = 0.05
+_NOT_SETTINGS = ("folder", "lora", "ranks")
+"""Fields of a step that options give."""
+_UNUSED = ("compare", "plot", "fastest", "may_change", "tokens", "price")
+"""Options that this step has no answer to."""
+
+
+def plan_transformers(
+    arguments: argparse.Namespace, ranks: int, gpu: str | None, memory: int | None
+) -> tuple[list[Block], dict[str, Any], str]:
+    """A prediction as blocks and for JSON, and its verdict.
+
+    Raises:
+        ConfigError: an option or a setting cannot work.
+        NoPrediction: transformers is not installed, or the step cannot be traced.
+    """
+    for name in _UNUSED:
+        if getattr(arguments, name):
+            option = f"--{name.replace('_', '-')}"
+            remedy = "Leave it out, or plan torchtune's step"
+            raise ConfigError(option, getattr(arguments, name), "is not for this step", remedy)
+    read_config(arguments.hf)
+    kind = gpus.gpu(gpu or gpus.DEFAULT)
+    device, assumptions = planned_gpu(kind, ranks, _HEADROOM, memory)
+    step = _step(arguments, ranks)
+    capacity = memory or kind.capacity(ranks)
+    plan = step.plan(gpu=kind.name, memory=capacity, headroom=_HEADROOM)
+    about = (*step.about(), *assumptions)
+    verdict = _verdict(plan, device)
+    as_json = {"verdict": verdict, "device": asdict(device), "step": asdict(step), **asdict(plan)}
+    return _blocks(plan, step, device, about, verdict), {**as_json, "assumptions": about}, verdict
+
+
+def _step(arguments: argparse.Namespace, ranks: int) -> TransformersStep:
+    from torchtune_adaptive.library import TransformersStep
+
+    known = [one.name for one in fields(TransformersStep) if one.name not in _NOT_SETTINGS]
+    settings = _settings(arguments.words, known)
+    if arguments.seq_len:
+        settings["max_length"] = arguments.seq_len
+    method: Method = arguments.method or "full"
+    if method == "qlora":
+        raise NoPrediction(
+            "--method qlora: bitsandbytes' 4-bit weights cannot be traced for this step. Plan --method lora "
+            "with dtype=bfloat16, which takes more, or torchtune's step."
+        )
+    if settings.get("trainer") == "Trainer":  # whose defaults differ
+        settings = {"bf16": False, "gradient_checkpointing": False, **settings}
+    return TransformersStep(
+        folder=str(arguments.hf), ranks=ranks, lora=method == "lora", **settings
+    )
+
+
+def _settings(words: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
+    """The settings that ``key=value`` gives; the names of a list are separated by commas."""
+    settings: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in known:
+            reason = "is not a setting of this step" if equals else "is not an override"
+            raise ConfigError("KEY=VALUE", word, reason, f"Write one of {', '.join(known)}")
+        settings[key] = value.split(",") if "," in value else yaml.safe_load(value)
+    if isinstance(targets := settings.get("target_modules"), str) and targets != "all-linear":
+        settings["target_modules"] = [targets]
+    return settings
+
+
+def _verdict(plan: Plan, device: DeviceLimits) -> str:
+    if plan.peak * (1 + device.band_above) <= device.usable_bytes:
+        return "FITS"
+    return DOES_NOT_FIT if plan.peak * (1 - device.band) > device.usable_bytes else "UNCERTAIN"
+
+
+def _blocks(
+    plan: Plan, step: TransformersStep, device: DeviceLimits, about: Sequence[str], verdict: str
+) -> list[Block]:
+    peak = bytes_of(plan.peak, device.usable_bytes)
+    largest = f"Largest that fits: {plan.largest}." if plan.largest else "Not even one row fits."
+    devices = f"{step.ranks}{' x' * (step.ranks > 1)} {device.name}"
+    lines = [
+        f"per_device_train_batch_size {plan.rows}: {verdict}, peak {peak}. {largest}",
+        f"{step.trainer} on {devices}, {'pairs of ' * step.has_pairs}rows of {step.max_length} tokens",
+    ]
+    parts = sorted(plan.parts.items(), key=lambda part: -part[1])
+    rows = [(name, human_bytes(size)) for name, size in parts if size >= 1 << 20]
+    rows.append(("held by the allocator", human_bytes(plan.peak)))
+    header = ("peak memory", f"at {plan.rows}")
+    return [
+        Paragraph(lines, important=True),
+        Table("", header, rows, right={1}),
+        Listing("What is planned", about),
+    ]

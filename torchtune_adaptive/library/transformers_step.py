@@ -1,0 +1,542 @@
+"""The step of transformers' Trainer, and of TRL's SFTTrainer and DPOTrainer, to be planned.
+
+The model is transformers' own, made from its config. What the trainers add is written here: mixed precision
+as accelerate sets it up, adapters as PEFT has them, the head that TRL computes in tiles, DPO's reference.
+Checked against transformers 5.23, TRL 1.16, PEFT 0.21 and accelerate 1.15, none of which but transformers has
+to be installed. That one is imported where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW, Optimizer
+from torch.overrides import TorchFunctionMode
+
+from torchtune_adaptive.common import NoPrediction, UsageError
+from torchtune_adaptive.library import arguments
+from torchtune_adaptive.library.planning import Plan, plan_batch_size
+from torchtune_adaptive.library.private import attends_by_sdpa, layers_of, tree_map_only
+
+Batch = dict[str, torch.Tensor]
+SFT, DPO, PLAIN = "SFTTrainer", "DPOTrainer", "Trainer"
+ALL_LINEAR = "all-linear"
+_ATTENTION = "planned"
+"""The name for transformers of its own attention with our mask."""
+_STEPS = {
+    SFT: "SFTTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
+    DPO: "DPOTrainer as of TRL 1.16, whose head computes log-probabilities in tiles, never all logits",
+    PLAIN: "transformers' Trainer: all logits, in float32 for the loss",
+}
+_CHOICES = {
+    "trainer": tuple(_STEPS),
+    "dtype": ("float32", "bfloat16"),
+    "optim": ("adamw_torch_fused", "adamw_torch", "sgd"),
+    **dict.fromkeys(
+        ("padded", "bf16", "gradient_checkpointing", "lora", "precompute_ref_log_probs", "fsdp"),
+        (True, False),
+    ),
+}
+_NUMBERS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_length",
+    "r",
+    "ranks",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersStep:
+    """A training step of transformers' Trainer, or of TRL's SFTTrainer or DPOTrainer, to be planned.
+
+    Its settings have the names of the trainers' own arguments; the defaults are those of SFTTrainer and
+    DPOTrainer.
+
+        step = TransformersStep(folder="Qwen3-8B", per_device_train_batch_size=4, lora=True)
+        print(step.plan(gpu="a100-80gb").largest)
+    """
+
+    folder: str
+    """The folder that has the ``config.json``; weights are not read."""
+    trainer: str = SFT
+    """``Trainer``, ``SFTTrainer`` or ``DPOTrainer``."""
+    per_device_train_batch_size: int = 8
+    """Rows in a micro-batch; for DPO, pairs."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches in a step."""
+    max_length: int = 1024
+    """Tokens in a row; all rows are as long."""
+    padded: bool = False
+    """Whether some rows of a micro-batch are shorter, so that attention needs a mask."""
+    dtype: str = "float32"
+    """The type of the weights: ``float32`` or ``bfloat16``."""
+    bf16: bool = True
+    """Whether the model computes in bfloat16 whatever its weights are."""
+    gradient_checkpointing: bool = True
+    """Whether backward computes each layer again."""
+    optim: str = "adamw_torch_fused"
+    """``adamw_torch_fused``, ``adamw_torch`` or ``sgd``."""
+    max_grad_norm: float = 1.0
+    """The norm above which gradients are scaled down; 0 leaves them."""
+    lora: bool = False
+    """Whether adapters are trained instead of the model."""
+    r: int = 8
+    """The rank of the adapters."""
+    lora_dropout: float = 0.0
+    """The share of an adapter's inputs that is dropped."""
+    target_modules: str | Sequence[str] = ALL_LINEAR
+    """The linear layers that get adapters, by name, or ``all-linear``."""
+    precompute_ref_log_probs: bool = False
+    """Whether DPO's reference has been computed before, and is not in memory."""
+    ranks: int = 1
+    """The number of ranks."""
+    fsdp: bool = False
+    """Whether ranks share the weights (FSDP2); if not, each has all of them (DDP)."""
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            arguments.one_of(name, getattr(self, name), choices)
+        for name in _NUMBERS:
+            arguments.whole(name, getattr(self, name))
+        arguments.share("lora_dropout", self.lora_dropout)
+        if self.fsdp and self.has_pairs and not (self.lora or self.precompute_ref_log_probs):
+            raise UsageError(
+                "fsdp: two sharded models, as DPO with a reference in memory has, cannot be traced. Set "
+                "precompute_ref_log_probs=True, or fsdp=False for ranks that have all weights (more memory)."
+            )
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a row is a pair: one that is chosen and one that is rejected."""
+        return self.trainer == DPO
+
+    def plan(
+        self,
+        gpu: str = "h100-80gb",
+        memory: int | str | None = None,
+        ceiling: int = 1 << 14,
+        headroom: float = 0.05,
+        timeout: float = 600.0,
+    ) -> Plan:
+        """Predict the peak of the step, and the largest micro-batch that fits; the arguments are those of
+        ``plan_batch_size``.
+
+        Raises:
+            UsageError: an argument cannot be used.
+            NoPrediction: transformers is not installed, or the step cannot be traced.
+        """
+        if find_spec("transformers") is None:
+            raise NoPrediction(
+                "transformers is not installed, so its step cannot be traced. Install it (pip install "
+                "transformers), or plan torchtune's step."
+            )
+        return plan_batch_size(
+            self._build,
+            optimizer=self._optimizer,
+            forward=self._forward,  # type: ignore[arg-type]  # a share of the loss, which does as well
+            batch=self._batch,
+            ranks=self.ranks if self.fsdp else 1,  # ranks of DDP are like one, but for its buckets
+            rows=self.per_device_train_batch_size,
+            accumulation=self.gradient_accumulation_steps,
+            max_grad_norm=self.max_grad_norm or None,
+            gpu=gpu,
+            memory=memory,
+            ceiling=ceiling,
+            headroom=headroom,
+            timeout=timeout,
+        )
+
+    def about(self) -> tuple[str, ...]:
+        """What is planned, for people."""
+        computes = ", computing in bfloat16" if self.bf16 and self.dtype != "bfloat16" else ""
+        lines = [
+            f"step: that of {_STEPS[self.trainer]}",
+            f"model: transformers {version('transformers')}, weights in {self.dtype}{computes}",
+            f"checkpointing: {'every layer' if self.gradient_checkpointing else 'none'}",
+            f"optimizer: {self.optim}, of what is trained",
+        ]
+        if self.lora:
+            targets = self.target_modules
+            named = targets if isinstance(targets, str) else ", ".join(targets)
+            lines.append(f"adapters: rank {self.r}, in float32 as PEFT 0.21 has them, on {named}")
+        if self.has_pairs:
+            reference = "the model without adapters" if self.lora else "a second model, in memory"
+            found = "computed before" if self.precompute_ref_log_probs else reference
+            lines.append(f"reference: {found}; a row is a pair, whose two halves are one batch")
+        if self.ranks > 1:
+            how = "FSDP2 as accelerate 1.15 wraps it" if self.fsdp else "DDP, with its buckets"
+            lines.append(f"ranks: {how}")
+        mask = "with padding, which costs a mask" if self.padded else "without padding"
+        lines.append(f"rows: {mask} (padded=True or False)")
+        return tuple(lines)
+
+    def _build(self) -> nn.Module:
+        """The model as the trainer has prepared it, and its reference."""
+        model = self._made()
+        if self.lora:
+            _adapt(model, self.target_modules, self.r, self.lora_dropout)
+        if self.gradient_checkpointing:
+            model.gradient_checkpointing_enable(
+                {"use_reentrant": False, "context_fn": self._when_checkpointed}
+            )
+            if self.lora:
+                model.enable_input_require_grads()
+        reference = None
+        if self.trainer == DPO and not self.lora and not self.precompute_ref_log_probs:
+            reference = self._made().requires_grad_(False)
+        prepared = _Prepared(model, reference)
+        if self.fsdp:
+            for each in prepared.models:
+                self._shard(each)
+        elif self.ranks > 1:
+            prepared.add_buckets()
+        return prepared.train()
+
+    def _optimizer(self, parameters: Iterator[nn.Parameter]) -> Optimizer:
+        """The optimizer of what is trained; without weight decay for vectors, as the trainers have it."""
+        trained = [one for one in parameters if one.requires_grad]
+        groups = [
+            {"params": [one for one in trained if (one.ndim > 1) is decays]}
+            for decays in (True, False)
+        ]
+        groups = [group for group in groups if group["params"]]
+        if self.optim == "sgd":
+            return SGD(groups, lr=1e-5)
+        return AdamW(groups, lr=1e-5, fused=self.optim == "adamw_torch_fused")
+
+    def _batch(self, rows: int) -> Batch:
+        """Rows; of a pair, the chosen and the rejected one."""
+        rows *= 1 + self.has_pairs
+        tokens = torch.zeros(rows, self.max_length, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": tokens.clone()}
+
+    def _forward(self, prepared: _Prepared, batch: Batch) -> torch.Tensor:
+        """The loss of a micro-batch."""
+        model = prepared.models[0]
+        tokens, labels = batch["input_ids"], batch["labels"]
+        if self.trainer == PLAIN:
+            with self._mixed_precision():
+                found = model(input_ids=tokens, labels=labels, use_cache=False)
+            if self.bf16:
+                found.logits = found.logits.float()  # accelerate's, of every output
+            loss: torch.Tensor = found.loss
+            return loss
+        found = model(tokens, labels)
+        if self.trainer == SFT:
+            return -found.sum() / found.numel()
+        return _preference_loss(found, self._reference_log_probs(prepared, tokens, labels))
+
+    def _made(self) -> Any:
+        from transformers import (
+            AttentionInterface,
+            AttentionMaskInterface,
+            AutoConfig,
+            AutoModelForCausalLM,
+        )
+
+        config = AutoConfig.from_pretrained(self.folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype))
+        if attends_by_sdpa(model):
+            AttentionInterface.register(_ATTENTION, AttentionInterface()["sdpa"])
+            AttentionMaskInterface.register(_ATTENTION, self._mask)
+            model.set_attn_implementation(_ATTENTION)
+        if self.trainer != PLAIN:
+            model.forward = partial(self._log_probs, model)  # as TRL does
+        return model
+
+    def _mask(
+        self, *, batch_size: int, kv_length: int, device: torch.device, **_: Any
+    ) -> torch.Tensor | None:
+        """The mask of attention, which transformers makes where a row has padding. It looks for that in
+        values, and there are none here."""
+        if not self.padded:
+            return None
+        return torch.ones(batch_size, 1, kv_length, kv_length, dtype=torch.bool, device=device)
+
+    def _mixed_precision(self) -> AbstractContextManager[Any]:
+        return _Autocast() if self.bf16 else nullcontext()
+
+    def _when_checkpointed(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The contexts of a layer in the forward pass, and when backward repeats it."""
+        return nullcontext(), self._mixed_precision()
+
+    def _log_probs(self, model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The log-probability of each token that is predicted, by TRL's head."""
+        with self._mixed_precision():
+            found = model.base_model(input_ids=tokens, use_cache=False)
+            hidden = found.last_hidden_state[:, :-1]
+            weight = model.get_output_embeddings().weight
+            if isinstance(weight, DTensor):
+                weight = weight.full_tensor()
+            compute_in = torch.bfloat16 if self.bf16 else hidden.dtype
+            log_probs: torch.Tensor = _TiledLogProbs.apply(
+                _flat(hidden), weight, labels[:, 1:].reshape(-1), compute_in
+            )
+        return log_probs.view(len(tokens), -1)
+
+    def _reference_log_probs(
+        self, prepared: _Prepared, tokens: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        if self.precompute_ref_log_probs:
+            return torch.zeros_like(labels[:, 1:], dtype=torch.float32)
+        with torch.no_grad(), _without_adapters(prepared.models[0]):
+            found: torch.Tensor = prepared.models[-1](tokens, labels)
+            return found
+
+    def _shard(self, model: Any) -> None:
+        """Shard a model as accelerate does."""
+        options: dict[str, Any] = {}
+        if self.bf16:
+            for parameter in model.parameters():
+                if parameter.requires_grad:  # accelerate's master weights
+                    parameter.data = parameter.data.float()
+            half = torch.bfloat16
+            options["mp_policy"] = MixedPrecisionPolicy(half, half, half)
+        for layer in layers_of(model):
+            fully_shard(layer, **options)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        norm = model.base_model.norm
+        if embedding.weight is head.weight:
+            tail = [norm, embedding, head]
+        else:
+            fully_shard(embedding, **options)
+            tail = [norm, head]
+        fully_shard(tail, **options, reshard_after_forward=False)
+        fully_shard(model, **options)
+
+
+class _Prepared(nn.Module):
+    """The models of a step: the one that is trained, then DPO's reference, if it is another one."""
+
+    def __init__(self, model: nn.Module, reference: nn.Module | None) -> None:
+        super().__init__()
+        self.models = nn.ModuleList([model] if reference is None else [model, reference])
+
+    def add_buckets(self) -> None:
+        """Add what DDP reduces gradients in: as much as the gradients once more."""
+        trained = [one for one in self.parameters() if one.requires_grad]
+        for dtype in {one.dtype for one in trained}:
+            size = sum(one.numel() for one in trained if one.dtype == dtype)
+            self.register_buffer(
+                f"buckets of {dtype}".replace(".", " "), torch.empty(size, dtype=dtype)
+            )
+
+
+class _Autocast(TorchFunctionMode):
+    """``torch.autocast`` to bfloat16, also for devices that torch has no such kernels for.
+
+    As torch's, it keeps the casts of weights that are trained until it ends.
+    """
+
+    _LOWER = frozenset(
+        ("linear", "matmul", "__matmul__", "bmm", "mm", "addmm", "baddbmm", "conv1d")
+    )
+    _HIGHER = frozenset(("softmax", "log_softmax", "cross_entropy", "nll_loss", "layer_norm"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._casts: dict[int, torch.Tensor] = {}
+
+    def __enter__(self) -> _Autocast:
+        super().__enter__()
+        self._attention = attention = F.scaled_dot_product_attention
+
+        def in_half(*args: Any, **kwargs: Any) -> torch.Tensor:
+            args, kwargs = tree_map_only(torch.Tensor, self._half, (args, kwargs))
+            return attention(*args, **kwargs)
+
+        F.scaled_dot_product_attention = (
+            in_half  # of which a tracer may have made a Python function
+        )
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        F.scaled_dot_product_attention = self._attention
+        self._casts.clear()
+        super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in self._LOWER:
+            args, kwargs = tree_map_only(torch.Tensor, self._half, (args, kwargs))
+        elif name in self._HIGHER:
+            args, kwargs = tree_map_only(torch.Tensor, _full, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _half(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype != torch.float32:
+            return tensor
+        if not (tensor.is_leaf and tensor.requires_grad):
+            return tensor.to(torch.bfloat16)
+        if id(tensor) not in self._casts:
+            self._casts[id(tensor)] = tensor.to(torch.bfloat16)
+        return self._casts[id(tensor)]
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+class _Adapted(nn.Module):
+    """A linear layer with an adapter in fp32, as PEFT's."""
+
+    def __init__(self, base: nn.Linear, r: int, dropout: float) -> None:
+        super().__init__()
+        self.base = base
+        self.lora_a = nn.Linear(base.in_features, r, bias=False, dtype=torch.float32)
+        self.lora_b = nn.Linear(r, base.out_features, bias=False, dtype=torch.float32)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.enabled = True
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(inputs)
+        if not self.enabled:
+            return result
+        dtype = result.dtype
+        inputs = inputs.to(torch.float32)
+        result = result + self.lora_b(self.lora_a(self.dropout(inputs))) * 2.0
+        return result.to(dtype)
+
+
+def _adapt(model: Any, targets: str | Sequence[str], r: int, dropout: float) -> None:
+    """Freeze a model, and add adapters to the linear layers that are named; all but the head."""
+    model.requires_grad_(False)
+    head = model.get_output_embeddings()
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    names = {name.rpartition(".")[2] for name in layers}
+    wanted = names if targets == ALL_LINEAR else set(targets)
+    if unknown := sorted(wanted - names):
+        raise UsageError(
+            f"target_modules: {', '.join(unknown)} is not among the model's linear layers. Use some of "
+            f"{', '.join(sorted(names))}, or {ALL_LINEAR}."
+        )
+    for name, module in layers.items():
+        parent, _, last = name.rpartition(".")
+        if last in wanted:
+            setattr(model.get_submodule(parent), last, _Adapted(module, r, dropout))
+
+
+@contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    adapted = [module for module in model.modules() if isinstance(module, _Adapted)]
+    for module in adapted:
+        module.enabled = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.enabled = True
+
+
+def _flat(hidden: torch.Tensor) -> torch.Tensor:
+    """The hidden states of all positions, one after the other."""
+    if hidden.device.type == "cpu":
+        return hidden.reshape(-1, hidden.shape[-1])
+    # On a GPU, TRL picks positions by a mask, which torch turns into their numbers.
+    rows, length, _ = hidden.shape
+    at = torch.arange(rows * length, device=hidden.device)
+    return hidden[at // length, at % length]
+
+
+def _preference_loss(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    chosen, rejected = (policy.sum(1) - reference.sum(1)).chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+class _TiledLogProbs(torch.autograd.Function):
+    """Log-probabilities of tokens without all logits at once: in tiles, which backward computes again.
+
+    With the memory of TRL's, and without its values: nothing runs. On a GPU, a kernel reduces a tile in
+    place. On a CPU, operations of torch do, and hold so many bytes for each logit of the tile at most.
+    """
+
+    TOKENS, COLUMNS = 4096, 32768
+    FORWARD, BACKWARD = 13, 29
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        compute_in: torch.dtype,
+    ) -> torch.Tensor:
+        sums = torch.zeros(7, len(hidden), device=hidden.device)
+        for tile, part, piece, *_ in _tiles(hidden, weight, compute_in):
+            _multiply(tile, part, piece)
+            _reduce(tile, _TiledLogProbs.FORWARD)
+        log_z, entropy = sums[0] + sums[1], sums[0] - sums[2]
+        ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
+        ctx.compute_in = compute_in
+        return sums[6] - log_z
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        hidden, weight, *_ = ctx.saved_tensors
+        of_hidden, of_weight = (
+            torch.zeros(one.shape, device=one.device) if needed else None
+            for one, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False)
+        )
+        for tile, part, piece, rows, columns in _tiles(hidden, weight, ctx.compute_in):
+            _multiply(tile, part, piece)
+            _reduce(tile, _TiledLogProbs.BACKWARD)
+            if of_hidden is not None:
+                _add_product(of_hidden[rows], tile, piece)
+            if of_weight is not None:
+                _add_product(of_weight[columns], tile.t(), part)
+        of_hidden, of_weight = (
+            None if grad is None else grad.to(one.dtype)
+            for grad, one in ((of_hidden, hidden), (of_weight, weight))
+        )
+        return of_hidden, of_weight, None, None
+
+
+def _tiles(
+    hidden: torch.Tensor, weight: torch.Tensor, compute_in: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, slice, slice]]:
+    """The memory for each tile's logits, and what they are the product of, with its place."""
+    most = min(len(hidden), _TiledLogProbs.TOKENS), _TiledLogProbs.COLUMNS
+    memory = torch.empty(most, dtype=compute_in, device=hidden.device)
+    for row in range(0, len(hidden), most[0]):
+        rows = slice(row, row + most[0])
+        part = hidden[rows].to(compute_in)
+        for column in range(0, len(weight), most[1]):
+            columns = slice(column, column + most[1])
+            piece = weight[columns].to(compute_in)
+            yield memory[: len(part), : len(piece)], part, piece, rows, columns
+
+
+def _multiply(tile: torch.Tensor, part: torch.Tensor, piece: torch.Tensor) -> None:
+    torch.mm(part, piece.t(), out=tile)
+
+
+def _reduce(tile: torch.Tensor, bytes_each: int) -> None:
+    if tile.device.type == "cpu":
+        torch.empty(tile.numel() * bytes_each, dtype=torch.uint8)
+    else:
+        tile.mul_(1)  # as much is read and written
+
+
+def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+    """Add a product to a sum in fp32; on a GPU, the product is one of bfloat16 and added in fp32 at once."""
+    if total.device.type == "cpu":
+        total.addmm_(one.float(), other.float())
+    else:
+        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)

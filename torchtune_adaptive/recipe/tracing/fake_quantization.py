@@ -1,0 +1,37 @@
+"""Quantizes weights without values once for each shape: their numbers make no difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.recipe.upstream import NF4Tensor
+
+
+@contextmanager
+def quantizing_once() -> Iterator[None]:
+    """A context in which a weight of QLoRA gets the parts of the first of its shape, as a tensor of its own.
+
+    Quantizing takes some hundred operations, and a model has hundreds of such weights of a few shapes. What
+    is built in here must get parts of its own before it is traced, as ``planner.fill`` gives it.
+    """
+    before = vars(NF4Tensor)["from_tensor"]
+    quantize, known = NF4Tensor.from_tensor, dict[Any, NF4Tensor]()
+
+    def from_tensor(weight: torch.Tensor, *sizes: int) -> NF4Tensor:
+        key = (weight.shape, weight.dtype, *sizes)
+        if key not in known:
+            known[key] = quantize(weight, *sizes)
+        first = known[key]
+        names, context = first.__tensor_flatten__()
+        parts = {name: getattr(first, name) for name in names}
+        return NF4Tensor.__tensor_unflatten__(parts, context, first.shape, first.stride())
+
+    NF4Tensor.from_tensor = from_tensor
+    try:
+        yield
+    finally:
+        NF4Tensor.from_tensor = before
