@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -81,6 +82,19 @@ class Trained:
     def forward(self, batch: Row) -> tuple[torch.Tensor, int]:
         inputs, targets = batch
         return F.mse_loss(self.model(inputs).float(), targets, reduction="sum"), targets.numel()
+
+
+class Communicating(Trained):
+    """A program whose forward launches collectives over all ranks: some follow the number of rows."""
+
+    def forward(self, batch: Row) -> tuple[torch.Tensor, int]:
+        inputs, targets = batch
+        seen = torch.full((1,), float(len(inputs)))
+        dist.all_reduce(seen)
+        outputs = self.model(inputs).float()
+        everyones = all_gather_tensor_autograd(outputs, 0, dist.group.WORLD)
+        loss = F.mse_loss(outputs, targets, reduction="sum") + everyones.square().sum() / seen
+        return loss.squeeze(), targets.numel()
 
 
 def failing(

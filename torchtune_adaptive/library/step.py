@@ -156,6 +156,7 @@ class AdaptiveStep:
             memory=device_memory(device, limit),
             ranks=self.ranks,
             options=StepOptions(
+                compiled=self.compiled,
                 optimizer_steps=optimizer_steps,
                 switches=_relieving(relief),
                 clip_grad_norm=max_grad_norm,
