@@ -69,9 +69,7 @@ def sequence_plan(loss: bool) -> dict[str, ParallelStyle]:
         "layers.*.attn": PrepareModuleInput(
             input_layouts=(split, split), desired_input_layouts=(whole, whole)
         ),
-        "layers.*.mlp": PrepareModuleInput(
-            input_layouts=(split,), desired_input_layouts=(whole,)
-        ),
+        "layers.*.mlp": PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(whole,)),
         "layers.*.sa_norm": SequenceParallel(),
         "layers.*.mlp_norm": SequenceParallel(),
         "layers.*.attn.q_proj": ColwiseParallel(),
