@@ -1,4 +1,4 @@
-"""A tiny Llama on a mesh: data parallel, tensor, sequence and loss parallel; memory runs out where told to."""
+"""A tiny Llama on a mesh, whose device runs out of memory where it is told to."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class Collectives:
         self._wide, self._sequence = _Sequence(), _Sequence()
         self._follow_shape: set[Hashable] = set()
         self._asked = _Asked.NOBODY
-        self._mode = False
+        self._mode = self._mode_was_on = False
         self._in_hook = False
         self._in_step = False
         self._passes = 0
@@ -163,6 +163,8 @@ class Collectives:
         self._told_cost = False
         self.variant: Hashable = None
         """What decides which collectives the models launch from the next pass on, where that can change."""
+        self.mode_was_on = False
+        """Whether a dispatch mode was on in the last step; it makes backward copy gradients."""
         self.disturbed = False
         """Whether the models have run between steps since the last reset; see ``step.train_step``."""
         if survive or reducing is not None:
@@ -178,6 +180,7 @@ class Collectives:
 
     def end_step(self) -> None:
         """End a step: what is launched from now on, as when the caller evaluates the model, is in no pass."""
+        self.mode_was_on, self._mode_was_on = self._mode_was_on, False
         self._in_step = self._holders_know = False
         self._passes = 0
 
@@ -217,6 +220,7 @@ class Collectives:
             groups = self._groups
         self._base[phase] = {group: _launched_by(group) for group in groups}
         self._mode = self.recording and self._sees_all
+        self._mode_was_on |= self._mode
         return Recorder(self._note_one) if self._mode else nullcontext()
 
     def end_phase(self) -> None:

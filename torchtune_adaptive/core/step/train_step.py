@@ -11,7 +11,7 @@ the caller decides what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -124,7 +124,7 @@ class TrainStep:
             survive=options.survive,
             compiled=options.compiled,
         )
-        self._collectives.variant = options.switches.variant
+        self._collectives.variant = self._variant
         self._failures = Failures(self._collectives, memory, options.survive, self.forget)
         self._exchange = Exchange(
             ranks=ranks,
@@ -172,10 +172,21 @@ class TrainStep:
         """The phase that the step is in, or was in last."""
         return self._failures.phase
 
+    @property
+    def was_recorded(self) -> bool:
+        """Whether a dispatch mode has seen the collectives of the last step, which takes more memory."""
+        return self._collectives.mode_was_on
+
+    @property
+    def _variant(self) -> Hashable:
+        switches = self.options.switches
+        # What a layer launches for tensor parallelism, it launches again where it is computed again.
+        return switches.variant if self._holders.size == 1 else switches.choice
+
     def switch(self, choice: Choice) -> None:
         """Use these values of the memory knobs from the next step on; on all ranks alike."""
         self.options.switches.set(choice)
-        self._collectives.variant = self.options.switches.variant
+        self._collectives.variant = self._variant
         self._activations = self.options.activations()
 
     def abandon(self) -> None:
