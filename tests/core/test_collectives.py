@@ -14,7 +14,7 @@ from tests.helpers.counting import counted_launches, fail_in_backward
 from tests.helpers.ranks import Alone
 from torchtune_adaptive import UsageError
 from torchtune_adaptive.core.ranks import collectives
-from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.agreement import Ranks, SomeRanks
 from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives
 from torchtune_adaptive.core.ranks.recording import Launch
 from torchtune_adaptive.core.step.gradients import drop_unfinished
@@ -60,7 +60,7 @@ class Passes:
         self.collectives = Collectives(
             [nn.Identity()],
             self.others,
-            holders or Ranks.alone(),
+            holders or SomeRanks(),
             torch.device("cpu"),
             compiled=compiled,
         )

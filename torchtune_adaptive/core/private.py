@@ -62,6 +62,15 @@ def launches_of(group: dist.ProcessGroup) -> int | None:
         return None
 
 
+def group_in(argument: Any) -> dist.ProcessGroup | None:
+    """The process group that an operator was given, if the argument is one (checked on torch 2.13)."""
+    if isinstance(argument, dist.ProcessGroup):
+        return argument
+    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+        return dist.ProcessGroup.unbox(argument)
+    return None
+
+
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group that a functional collective names."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -56,17 +56,8 @@ class Ranks:
         self._ends = torch.zeros(2, dtype=torch.int64)
         self._ends_value = self._ends.numpy()  # the same memory
 
-    @staticmethod
-    def alone() -> Ranks:
-        """This rank by itself, which agrees with nobody."""
-        only = Ranks.__new__(Ranks)
-        only.rank, only.size, only._group, only._patience = 0, 1, None, timedelta()
-        only._begin([dist.get_rank() if dist.is_initialized() else 0])
-        return only
-
     def alike(self, value: Hashable) -> Ranks:
         """The ranks that pass the same value as this one; they agree in a group of their own."""
-        part = Ranks.alone()
         values = self.gather(value)
         for each in dict.fromkeys(values):
             members = [rank for rank, other in enumerate(values) if other == each]
@@ -74,9 +65,7 @@ class Ranks:
             if len(members) > 1:  # every rank takes part in making every group
                 group = dist.new_group(members, backend="gloo", timeout=self._patience)
             if each == value:
-                part.rank, part.size = members.index(self.rank), len(members)
-                part._group, part._patience = group, self._patience
-                part._begin(members)
+                part = SomeRanks(members, self.rank, group, self._patience)
         self._parts.append(part)
         return part
 
@@ -152,6 +141,31 @@ class Ranks:
         """Destroy every process group, and let their threads end; see ``close``."""
         dist.destroy_process_group()
         time.sleep(_SETTLING)
+
+
+class SomeRanks(Ranks):
+    """Some of the ranks of a run, which agree by themselves; by default this one alone.
+
+    Args:
+        members: their numbers in the run.
+        rank: that of this one.
+        group: the group in which they agree.
+        patience: the time that its ranks wait for each other.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[int] = (),
+        rank: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        patience: timedelta = timedelta(),
+    ) -> None:
+        if rank is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+        members = [*members] or [rank]
+        self.rank, self.size = members.index(rank), len(members)
+        self._group, self._patience = group, patience
+        self._begin(members)
 
 
 def _patience(compiled: bool) -> timedelta:

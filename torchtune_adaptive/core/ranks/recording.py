@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torchtune_adaptive.core.private import (
     FakeTensor,
     TorchDispatchMode,
+    group_in,
     group_named,
     schema_of,
     tree_leaves,
@@ -168,9 +169,7 @@ def _refusal(operator: Any, why: str) -> str:
 
 def _group_of(leaves: Sequence[Any]) -> dist.ProcessGroup:
     for leaf in leaves:
-        if isinstance(leaf, dist.ProcessGroup):
-            return leaf
-        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
-            return dist.ProcessGroup.unbox(leaf)
+        if (group := group_in(leaf)) is not None:
+            return group
     # Functional collectives name it, as the last of their texts.
     return group_named([leaf for leaf in leaves if isinstance(leaf, str)][-1])

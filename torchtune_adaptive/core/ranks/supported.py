@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import private
 from torchtune_adaptive.core.ranks import fsdp
-from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.agreement import Ranks, SomeRanks
 
 
 def wrapped_in(model: nn.Module) -> DistributedDataParallel | None:
@@ -80,7 +80,7 @@ def holders_of(model: nn.Module, ranks: Ranks) -> Ranks:
     if spread is None and is_split(model):
         return ranks.alike("all")
     if spread is None or spread.size == ranks.size:
-        return Ranks.alone()
+        return SomeRanks()
     return ranks.alike(spread.here)
 
 
