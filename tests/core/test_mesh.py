@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, Shape, str, str]] = {
 }
 
 
-@pytest.mark.rotating(3)
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize(("way", "shape", "known", "who"), CASES.values(), ids=CASES)
 def test_memory_runs_out_at_operations_of_a_step(
     way: str, shape: Shape, known: str, who: str, sample: Sample
