@@ -13,6 +13,7 @@ from torch import nn
 from tests.helpers.counting import counted_launches, fail_in_backward
 from tests.helpers.ranks import Alone
 from torchtune_adaptive import UsageError
+from torchtune_adaptive.common.errors import RankLost
 from torchtune_adaptive.core.ranks import collectives
 from torchtune_adaptive.core.ranks.agreement import Ranks, SomeRanks
 from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives
@@ -175,6 +176,17 @@ def test_a_new_shape_is_asked_about_among_those_who_hold_it(
     # They have left, so in the rest of the step it completes nothing else, whatever is known of a shape.
     assert passes.fail(monkeypatch, after=0, length=1, goes_on=True) == "ww"
     assert passes.fail(monkeypatch, after=0, length=1) == "wlw"
+
+
+def test_a_rank_that_does_not_answer_is_waited_for_before_a_launch_with_a_name() -> None:
+    passes = Passes()
+
+    def late(number: int) -> tuple[int, int]:
+        raise RankLost("timeout.")
+
+    passes.others.spread = late  # type: ignore[method-assign]
+    with pytest.raises(RankLost, match="Rank 0 stood before gather in forward"):
+        passes.run()
 
 
 def test_a_failure_among_the_holders_is_told_to_all_in_the_first_passes() -> None:

@@ -18,7 +18,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.faults import fail_at_each, survivable
-from tests.helpers.library import Communicating, Trained, collate, failing, rows_of, tiny_model
+from tests.helpers.library import (
+    Communicating,
+    PointToPoint,
+    SizedByData,
+    Trained,
+    collate,
+    failing,
+    rows_of,
+    tiny_model,
+)
 from tests.helpers.models import local_values, same_bits
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
@@ -90,6 +99,7 @@ WAYS = {
     "FSDP, communicating": ("fsdp", 2, {"kind": Communicating}),
     "HSDP, communicating": ("hsdp", 4, {"kind": Communicating}),
     "DDP, communicating": ("ddp", 2, {"kind": Communicating}),
+    "FSDP, sizes from data": ("fsdp", 2, {"kind": SizedByData}),
 }
 
 
@@ -282,6 +292,11 @@ def refusals() -> dict[str, str]:
     with pytest.raises(UsageError) as refused:
         run.step(rows_of(2), collate, 2)
     said["compiled, communicates"] = str(refused.value)
+    run = PointToPoint("fsdp")
+    run.step(rows_of(2), collate, 2)  # the group has counted something
+    with pytest.raises(UsageError) as refused:
+        run.step(rows_of(2), collate, 2)
+    said["point to point"] = str(refused.value)
     run = Trained("fsdp")
     with pytest.raises(UsageError) as refused:
         run.step(rows_of(2 + dist.get_rank()), collate, 2)
@@ -397,6 +412,7 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
     expected = {
         "not spread": "nothing reduces its gradients",
         "tensor parallel": "is spread over 2 of 4 ranks",
+        "point to point": "each rank has a sequence of its own, as in a pipeline",
         "compiled, communicates": "Compile nothing that communicates",
         "on a part of the ranks": "is spread over 2 of 4 ranks",
         "in parts": "applied to 2 parts, but not to the whole",

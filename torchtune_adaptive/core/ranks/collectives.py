@@ -47,7 +47,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune_adaptive.common import UsageError, counted
+from torchtune_adaptive.common import RankLost, UsageError, counted
 from torchtune_adaptive.core.private import launches_of
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
@@ -323,7 +323,13 @@ class Collectives:
         )
         wide = not all(map(self._is_local, launches))
         if self._refusal or self._asked is _Asked.EVERYONE or not wide:
-            self._ask(wide)
+            try:
+                self._ask(wide)
+            except RankLost as lost:
+                before = (
+                    f"Rank {self._ranks.rank} stood before {launches[0].key[0]} in {self._phase}."
+                )
+                raise RankLost(f"{lost} {before}") from lost
         for launch in launches:
             self._groups.add(launch.group)
             self._base[self._phase].setdefault(launch.group, _launched_by(launch.group))

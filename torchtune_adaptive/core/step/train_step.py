@@ -224,7 +224,7 @@ class TrainStep:
         if self._collectives.disturbed and self._exchange.loss is None:
             # FSDP would take a forward pass that had no backward for a part of this step, and gather more.
             self._reset_models()
-        self._collectives.begin_pass("training", partial(shape_of, batch))
+        self._collectives.begin_pass("training", partial(_shape_of, batch))
         self._failures.do("forward", self._forward, batch)
         if self.options.optimizer_in_backward:
             # Backward is the optimizer step: gradients are scaled in it, and there is no way back.
@@ -278,7 +278,7 @@ class TrainStep:
             counts: whether its tokens count. A rank that has no row left, where others have, evaluates one
                 for nothing, to take part in the collectives.
         """
-        self._collectives.begin_pass("evaluation", partial(shape_of, batch))
+        self._collectives.begin_pass("evaluation", partial(_shape_of, batch))
         with _evaluating(self.model):
             self._failures.do("evaluation", self._forward_only, batch, counts)
         self._failures.end_pass()
@@ -386,6 +386,16 @@ class TrainStep:
     def _scale_gradients(self, factor: float) -> None:
         self._failures.phase = "gradient scaling"
         gradients.scale(self._gradients(), factor, self._failures.insist)
+
+
+def _shape_of(batch: Batch) -> Hashable:
+    shape = shape_of(batch)
+    if not shape:
+        raise UsageError(
+            f"batch: there is no tensor in {type(batch).__name__}, and the shapes of tensors tell what a "
+            "model launches. Make a tensor, list, tuple or mapping of micro-batches."
+        )
+    return shape
 
 
 @contextmanager
