@@ -53,8 +53,9 @@ class Ranks:
         self.members = frozenset(members)
         """These ranks, by their numbers in the run."""
         self._parts: list[Ranks] = []
-        self._ends = torch.zeros(2, dtype=torch.int64)
-        self._ends_value = self._ends.numpy()  # the same memory
+        if len(members) > 1:
+            self._ends = torch.zeros(2, dtype=torch.int64)
+            self._ends_value = self._ends.numpy()  # the same memory
 
     def alike(self, value: Hashable) -> Ranks:
         """The ranks that pass the same value as this one; they agree in a group of their own."""
