@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,122 +13,262 @@ from torch import nn
 from tests.helpers.counting import counted_launches, fail_in_backward
 from tests.helpers.ranks import Alone
 from torchtune_adaptive import UsageError
-from torchtune_adaptive.core.ranks.collectives import Collectives, _Open
-from torchtune_adaptive.core.ranks.fsdp import Collective
+from torchtune_adaptive.common.errors import RankLost
+from torchtune_adaptive.core.ranks import collectives
+from torchtune_adaptive.core.ranks.agreement import Ranks, SomeRanks
+from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives
+from torchtune_adaptive.core.ranks.recording import Launch
 from torchtune_adaptive.core.step.gradients import drop_unfinished
 
 
 class Group:
     """A process group that has launched some collectives."""
 
-    def __init__(self, launched: int) -> None:
-        self.launched = launched
+    group_name = "group"
+
+    def __init__(self, launched: int | None, *members: int) -> None:
+        self.launched, self.members = launched, members
 
     def _get_sequence_number_for_group(self) -> int:
+        if self.launched is None:
+            raise RuntimeError("Backend staging does not yet support sequence numbers.")
         return self.launched
 
+    def size(self) -> int:
+        return len(self.members)
 
-class Uncounted:
-    def _get_sequence_number_for_group(self) -> int:
-        raise RuntimeError("Backend staging does not yet support sequence numbers.")
+
+class Holders(Alone):
+    """Two ranks that hold the same rows, of which the other says what it is told to."""
+
+    def __init__(self, says: Iterator[int], *members: int) -> None:
+        super().__init__(len(members))
+        self.members = frozenset(members)
+        self.says = says
+        self.asked = 0
+
+    def spread(self, number: int) -> tuple[int, int]:
+        self.asked += 1
+        return number, max(number, next(self.says, 0))
+
+
+class Passes:
+    """Passes in which a tensor-parallel group of ranks 0 and 1, and FSDP's of 0 and 2, launch."""
+
+    def __init__(self, holders: Ranks | None = None, compiled: bool = False) -> None:
+        self.others = Holders(iter(()), 0, 1, 2, 3)
+        self.alone = holders is None
+        self.collectives = Collectives(
+            [nn.Identity()],
+            self.others,
+            holders or SomeRanks(),
+            torch.device("cpu"),
+            compiled=compiled,
+        )
+        self.local, self.wide = self.groups = Group(7, 0, 1), Group(3, 0, 2)
+        self.collectives._groups = {*self.groups}  # type: ignore[arg-type]
+        self.made_again: list[str] = []
+
+    def launch(self, group: Group, of_fsdp: bool = True, name: str = "gather") -> None:
+        launch = Launch(print, ((), {}), group, (name, group.members), of_fsdp)  # type: ignore[arg-type]
+        if self.collectives.recording:
+            self.collectives._note([launch])
+        assert group.launched is not None
+        group.launched += 1
+
+    def run(
+        self,
+        length: int = 1,
+        own: int = 0,
+        unseen: int = 0,
+        launched: int | None = None,
+        between: int = 0,
+        goes_on: bool = False,
+    ) -> None:
+        """A pass with as many local launches as a micro-batch is long, between two of FSDP."""
+        if not goes_on:
+            self.collectives.end_step()
+        self.collectives.begin_pass("training", lambda: length)
+        self.collectives.begin_phase("forward")
+        groups = [self.wide, *[self.local] * length, self.wide]
+        for number, group in enumerate(groups):
+            if number == launched:
+                raise torch.OutOfMemoryError
+            self.launch(group, group is self.wide or self.alone)
+        for _ in range(own):
+            self.launch(self.wide, of_fsdp=False, name="reduce")
+        self.wide.launched += unseen  # type: ignore[operator]
+        self.collectives.end_phase()
+        self.wide.launched += between  # type: ignore[operator]
+        self.collectives.begin_phase("backward")
+        self.collectives.end_phase()
+        self.collectives.end_pass()
+
+    def fail(
+        self, monkeypatch: pytest.MonkeyPatch, after: int, length: int = 1, goes_on: bool = False
+    ) -> str:
+        """What is made again, ``l``ocal or ``w``ide, where memory runs out after some launches."""
+        again: list[Launch] = []
+        monkeypatch.setattr(collectives, "launch_again", lambda rest, *_: again.extend(rest))
+        with pytest.raises(torch.OutOfMemoryError):
+            self.run(length, launched=after, goes_on=goes_on)
+        self.known = self.collectives.finish("forward")
+        return "".join("l" if each.group is self.local else "w" for each in again)  # type: ignore[comparison-overlap]
+
+
+@pytest.fixture(autouse=True)
+def members(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [*group.members])
 
 
 def test_each_variant_of_the_models_has_its_own_sequence() -> None:
-    collectives = Collectives([], Alone(2), torch.device("cpu"))  # type: ignore[arg-type]
+    passes = Passes()
 
     def recording(variant: str) -> bool:
-        collectives.variant = variant
-        collectives.begin_pass()
-        recording = collectives.recording
-        collectives.end_pass()
-        return recording
+        passes.collectives.variant = variant
+        passes.run()
+        return passes.collectives.recording
 
     assert [recording(one) for one in "aabba"] == [True, True, True, True, False]
 
 
-@pytest.mark.parametrize("launched", [0, 1, 2])
-def test_groups_tell_how_many_they_have_launched(launched: int) -> None:
-    shards, replicas = groups = Group(7), Group(0)
-    being_launched = _Open(2, groups)  # type: ignore[arg-type]
-    shards.launched += launched >= 1
-    replicas.launched += launched >= 2
-    assert being_launched.launched() == launched
+@pytest.mark.parametrize(("after", "rest"), [*enumerate(["wllw", "llw", "lw", "w"])])
+def test_groups_tell_what_is_left_to_launch(
+    after: int, rest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = Passes(Holders(iter(()), 0, 1))
+    for _ in range(3):
+        passes.run(length=2)
+    assert passes.collectives._asked.name == "NOBODY"
+    assert passes.fail(monkeypatch, after, 2) == rest
+    assert not passes.known
 
 
-def test_without_a_count_what_raised_is_taken_to_have_waited() -> None:
-    groups: Any = [Uncounted(), Uncounted()]
-    being_launched = _Open(2, groups)
-    assert being_launched.launched() == 1
-    being_launched.returned = True
-    assert being_launched.launched() == 2
+def test_a_group_may_have_launched_what_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = Passes(Holders(iter(()), 0, 1))
+    for _ in range(3):
+        passes.run()
+    launch = passes.launch
+
+    def launch_and_fail(group: Group, *options: Any) -> None:
+        launch(group, *options)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(passes, "launch", launch_and_fail)
+    assert passes.fail(monkeypatch, 9) == "lw"
 
 
-def test_beyond_the_recorded_sequence_all_count() -> None:
-    assert _Open(2).launched() == 2
-    assert _Open().launched() == 0
+def test_a_new_shape_is_asked_about_among_those_who_hold_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holders = Holders(iter(()), 0, 1)
+    passes = Passes(holders)
+    for _ in range(3):
+        passes.run(length=1)
+    asked, passes.others.asked, holders.asked = passes.others.asked, 0, 0
+    assert asked == 2 * (2 + 1), "before each wide launch, and at the end, in two passes"
+    for _ in range(3):
+        passes.run(length=2)
+    assert (holders.asked, passes.others.asked) == (2 * (2 + 1), 0)
+    # It has agreed on one local launch, and made it; then it tells the holders, and completes what is wide.
+    assert passes.fail(monkeypatch, after=2, length=3) == "w"
+    assert not passes.known and passes.others.asked == 0
+    # They have left, so in the rest of the step it completes nothing else, whatever is known of a shape.
+    assert passes.fail(monkeypatch, after=0, length=1, goes_on=True) == "ww"
+    assert passes.fail(monkeypatch, after=0, length=1) == "wlw"
 
 
-class Recorded:
-    """A pass of two phases, in which groups launch what FSDP announces and what the model does besides."""
+def test_a_rank_that_does_not_answer_is_waited_for_before_a_launch_with_a_name() -> None:
+    passes = Passes()
 
-    def __init__(self) -> None:
-        self.collectives = Collectives([nn.Identity()], Alone(2), torch.device("cpu"))
-        self.shards, self.replicas = self.groups = Group(7), Group(3)
-        self.collectives._unseen._groups = {*self.groups}  # type: ignore[arg-type]
+    def late(number: int) -> tuple[int, int]:
+        raise RankLost("timeout.")
 
-    def of_fsdp(self, group: Group, *then: Group) -> None:
-        def launch() -> None:
-            group.launched += 1
-
-        called = [
-            Collective(print, 1, 1, torch.float32, each)  # type: ignore[arg-type]
-            for each in (group, *then)
-        ]
-        self.collectives._watch(launch, called)
-        for each in then:
-            each.launched += 1
-
-    def run(self, before: int = 0, after: int = 0, between: int = 0) -> bool:
-        """The pass, with launches of the model's own before and after those of FSDP, and between phases."""
-        self.collectives.begin_pass()
-        self.collectives.begin_phase("forward")
-        self.shards.launched += before
-        self.of_fsdp(self.shards)
-        self.of_fsdp(self.shards, self.replicas)
-        self.replicas.launched += after
-        self.collectives.end_phase()
-        self.shards.launched += between
-        self.collectives.begin_phase("backward")
-        self.collectives.end_phase()
-        return self.collectives.end_pass()
+    passes.others.spread = late  # type: ignore[method-assign]
+    with pytest.raises(RankLost, match="Rank 0 stood before gather in forward"):
+        passes.run()
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
-def test_what_only_the_groups_have_seen_is_refused_while_recording(place: str) -> None:
-    recorded = Recorded()
-    assert recorded.run()
-    with pytest.raises(UsageError, match="launches collectives of its own"):
-        recorded.run(**{place: 1})
+def test_a_failure_among_the_holders_is_told_to_all_in_the_first_passes() -> None:
+    says = iter([0, 0, 2])
+    passes = Passes(Holders(says, 0, 1))
+    passes.others.says = iter([0])
+    with pytest.raises(AnotherRankFailed) as failed:
+        passes.run(length=2)
+    assert failed.value.everywhere
+    assert passes.others.asked == 2, (
+        "before the first wide launch; and to tell, where they ask next"
+    )
+
+
+def test_later_it_is_told_to_nobody_else() -> None:
+    holders = Holders(iter(()), 0, 1)
+    passes = Passes(holders)
+    for _ in range(3):
+        passes.run(length=1)
+    passes.others.asked, holders.says = 0, iter([0, 2])
+    with pytest.raises(AnotherRankFailed) as failed:
+        passes.run(length=2)
+    assert not failed.value.everywhere and passes.others.asked == 0
+
+
+def test_what_only_the_groups_have_seen_is_seen_by_a_mode_from_then_on() -> None:
+    passes = Passes()
+    passes.run()
+    assert not passes.collectives._mode
+    passes.run(unseen=1)
+    passes.run(own=1)
+    assert passes.collectives._mode
+    with pytest.raises(UsageError, match="launched 4 collectives, of which 3 could be seen"):
+        passes.run(own=1, unseen=1)
+
+
+def test_in_compiled_code_it_is_refused() -> None:
+    with pytest.raises(UsageError, match="compiled code launches the others"):
+        Passes(compiled=True).run(unseen=1)
+
+
+def test_a_wide_launch_of_the_models_own_may_follow_the_shape() -> None:
+    passes = Passes()
+    for _ in range(4):
+        passes.run(length=1, own=1)
+    assert not passes.collectives.recording
+    passes.run(length=2, own=2)
+    assert passes.collectives._asked.name == "EVERYONE"
 
 
 def test_what_the_step_launches_between_phases_is_its_own() -> None:
-    recorded = Recorded()
-    assert recorded.run(between=1) and recorded.run(between=1)
-    assert not recorded.collectives.recording
+    passes = Passes()
+    for _ in range(3):
+        passes.run(between=1)
+    assert not passes.collectives.recording and not passes.collectives._sees_all
 
 
-def test_once_the_sequence_is_certain_nobody_looks() -> None:
-    recorded = Recorded()
-    assert recorded.run() and recorded.run()
-    recorded.collectives._unseen._groups = None  # type: ignore[assignment]
-    recorded.collectives._unseen._expected = None  # type: ignore[assignment]
-    assert recorded.run()
+def test_once_the_sequence_is_certain_nobody_asks_and_each_group_is_read_twice() -> None:
+    passes = Passes(Holders(iter(()), 0, 1))
+    for _ in range(2):
+        passes.run()
+    passes.others.spread = passes.collectives._holders.spread = None  # type: ignore[assignment,method-assign]
+    passes.collectives._note = None  # type: ignore[assignment,method-assign]
+    passes.run()
 
 
-def test_where_groups_do_not_count_nothing_is_refused() -> None:
-    recorded = Recorded()
-    recorded.collectives._unseen._groups = {Uncounted()}  # type: ignore[arg-type]
-    assert recorded.run(before=1, after=1)
+def test_a_sequence_that_changes_is_recorded_again() -> None:
+    passes = Passes()
+    for _ in range(3):
+        passes.run()
+    assert not passes.collectives.recording
+    passes.run(unseen=1)
+    passes.run()
+    assert passes.collectives.recording
+
+
+def test_a_group_that_does_not_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda group: "staging")
+    passes = Passes()
+    passes.wide.launched = None
+    with pytest.raises(UsageError, match=r"\(staging\) does not count"):
+        passes.run()
 
 
 def test_gloo_counts_each_collective_once() -> None:

@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive.core.device.simulated import SimulatedMemory, _follow_resizing
 from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.recording import _is_launch
 from torchtune_adaptive.core.step.train_step import TrainStep
 
 
@@ -37,10 +39,12 @@ class OutOfMemoryAt(TorchDispatchMode):
         self.collectives: list[int] = []  # which operations they are
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)  # a sharded tensor's shape is being worked out
         if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented
-        kwargs = kwargs or {}
-        if func.namespace == "c10d":
+        if _is_launch(func):
             return self._communicate(func, args, kwargs)
         if self.everywhere:
             self.count(func)

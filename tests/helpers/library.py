@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +18,10 @@ from tests.helpers.faults import FailingMemory
 from torchtune_adaptive import AdaptiveStep
 from torchtune_adaptive.library import step as step_module
 
+# torch 2.13 renamed it.
+gather_with_gradient = (
+    getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+)
 WIDTH = 4
 Row = tuple[torch.Tensor, torch.Tensor]
 
@@ -81,6 +86,44 @@ class Trained:
     def forward(self, batch: Row) -> tuple[torch.Tensor, int]:
         inputs, targets = batch
         return F.mse_loss(self.model(inputs).float(), targets, reduction="sum"), targets.numel()
+
+
+class Communicating(Trained):
+    """A program whose forward launches collectives over all ranks: some follow the number of rows."""
+
+    def forward(self, batch: Row) -> tuple[torch.Tensor, int]:
+        inputs, targets = batch
+        seen = torch.full((1,), float(len(inputs)))
+        dist.all_reduce(seen)
+        outputs = self.model(inputs).float()
+        everyones = gather_with_gradient(outputs, 0, dist.group.WORLD)
+        loss = F.mse_loss(outputs, targets, reduction="sum") + everyones.square().sum() / seen
+        return loss.squeeze(), targets.numel()
+
+
+class SizedByData(Trained):
+    """A program that sends rows to ranks by what is in them, as experts do."""
+
+    def forward(self, batch: Row) -> tuple[torch.Tensor, int]:
+        inputs, _ = batch
+        first = int((inputs[:, 0] > 0).sum())
+        sent = [first, len(inputs) - first]
+        counts = torch.zeros(2)
+        dist.all_to_all_single(counts, torch.tensor(sent).float())
+        received = [int(count) for count in counts]
+        dist.all_to_all_single(inputs.new_empty(sum(received), WIDTH), inputs, received, sent)
+        return super().forward(batch)
+
+
+class PointToPoint(Trained):
+    """A program whose first rank sends to the second, as a pipeline does."""
+
+    def forward(self, batch: Row) -> tuple[torch.Tensor, int]:
+        if dist.get_rank() == 0:
+            dist.send(torch.zeros(1), 1)
+        if dist.get_rank() == 1:
+            dist.recv(torch.zeros(1), 0)
+        return super().forward(batch)
 
 
 def failing(

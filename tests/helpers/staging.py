@@ -44,6 +44,9 @@ class StagingGroup(dist.ProcessGroup):
     def group_name(self) -> str:  # type: ignore[override]  # C++ keeps it in a backend; here is none
         return dist.distributed_c10d._world.pg_names[self]
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self.collectives  # as gloo and NCCL count in C++
+
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         for tensor in tensors:
             tensor.copy_(self._reduced(tensor, opts))

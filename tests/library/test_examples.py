@@ -16,6 +16,7 @@ pytestmark = pytest.mark.runs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDED = {"transformers_loop": "transformers", "fabric": "lightning_fabric"}
+RANKS = {"tensor_parallel": "4"}
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "common")
 OUT_OF_MEMORY = r"out of memory in \w+ on rank 0"
 
@@ -25,7 +26,7 @@ OUT_OF_MEMORY = r"out of memory in \w+ on rank 0"
 def test_an_example_recovers_and_learns_the_same(name: str) -> None:
     if find_spec(NEEDED.get(name, "torch")) is None:
         pytest.skip(f"needs {NEEDED[name]}: pip install 'torchtune-adaptive[examples]'")
-    arguments = ["--standalone", "--nproc_per_node", "2"]
+    arguments = ["--standalone", "--nproc_per_node", RANKS.get(name, "2")]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *arguments, f"{name}.py"],
         cwd=EXAMPLES,
@@ -42,5 +43,5 @@ def test_an_example_recovers_and_learns_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_is_short(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text()
-    assert len(text.splitlines()) < 60
+    assert len(text.splitlines()) < 65
     assert ast.get_docstring(ast.parse(text), clean=True).endswith(f"examples/{name}.py")  # type: ignore[union-attr]

@@ -18,7 +18,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.faults import fail_at_each, survivable
-from tests.helpers.library import Trained, collate, failing, rows_of, tiny_model
+from tests.helpers.library import (
+    Communicating,
+    PointToPoint,
+    SizedByData,
+    Trained,
+    collate,
+    failing,
+    rows_of,
+    tiny_model,
+)
 from tests.helpers.models import local_values, same_bits
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
@@ -31,6 +40,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 def forget_the_sequence(step: AdaptiveStep) -> None:
     """As at the beginning, when ranks agree before each collective."""
     step.train_step._collectives._sequences.clear()
+    step.train_step._collectives._wide_sequences.clear()
 
 
 def fail_in_steps(
@@ -86,6 +96,10 @@ WAYS = {
     "DDP on 4 ranks": ("ddp", 4, {}),
     "DDP, measuring noise": ("ddp", 2, {"measure_noise": True}),
     "FSDP, compiled": ("fsdp", 2, {"compiled": "aot_eager"}),
+    "FSDP, communicating": ("fsdp", 2, {"kind": Communicating}),
+    "HSDP, communicating": ("hsdp", 4, {"kind": Communicating}),
+    "DDP, communicating": ("ddp", 2, {"kind": Communicating}),
+    "FSDP, sizes from data": ("fsdp", 2, {"kind": SizedByData}),
 }
 
 
@@ -148,7 +162,7 @@ def evaluate_between_steps(way: str) -> list[Any]:
             outcome = run.step(rows_of(4), collate, 4)
         assert bool(outcome.retried) == (number >= 4)
         run.step._begin(4)
-        assert run.step.train_step._collectives.recording == (number == 0)
+        assert run.step.train_step._collectives._sequence.certain == (number > 0)
         seen.append(outcome.loss)
     return seen
 
@@ -255,7 +269,6 @@ def refusals() -> dict[str, str]:
     models = {
         "not spread": lambda: tiny_model("alone"),
         "tensor parallel": columns,
-        "FSDP and tensor parallel": lambda: fully_shard(columns(), mesh=two["dp"]),
         "on a part of the ranks": lambda: fully_shard(tiny_model("alone"), mesh=two["dp"]),
         "in parts": partly,
         "ignored parameters": ignoring,
@@ -275,14 +288,15 @@ def refusals() -> dict[str, str]:
             AdaptiveStep(model, optimizer, lambda batch: (batch, 1))
         except UsageError as refused:
             said[name] = str(refused)
-    for way in ("fsdp", "hsdp", "ddp"):
-        for fails in (False, True):
-            run = Trained(way)
-            run.forward = _with_a_collective(run, fails)  # type: ignore[method-assign]
-            run.step = AdaptiveStep(run.model, run.optimizer, run.forward)
-            with pytest.raises(UsageError) as refused:
-                run.step(rows_of(2), collate, 2)
-            said[f"{way}, communicates{' and fails' * fails}"] = str(refused.value)
+    run = Communicating("fsdp", compiled="aot_eager")
+    with pytest.raises(UsageError) as refused:
+        run.step(rows_of(2), collate, 2)
+    said["compiled, communicates"] = str(refused.value)
+    run = PointToPoint("fsdp")
+    run.step(rows_of(2), collate, 2)  # the group has counted something
+    with pytest.raises(UsageError) as refused:
+        run.step(rows_of(2), collate, 2)
+    said["point to point"] = str(refused.value)
     run = Trained("fsdp")
     with pytest.raises(UsageError) as refused:
         run.step(rows_of(2 + dist.get_rank()), collate, 2)
@@ -392,26 +406,14 @@ def _without_the_first_layer(run: Trained) -> Any:
     return forward
 
 
-def _with_a_collective(run: Trained, fails: bool) -> Any:
-    """A forward that communicates over FSDP's own ranks, as with context parallelism; then one may fail."""
-    plain = run.forward
-
-    def forward(batch: Any) -> tuple[torch.Tensor, int]:
-        dist.all_reduce(torch.zeros(1))
-        if fails and dist.get_rank() == 1:
-            raise torch.OutOfMemoryError("after the all-reduce")
-        return plain(batch)
-
-    return forward
-
-
 def test_what_cannot_work_is_refused_on_every_rank() -> None:
     said = run_ranks(refusals, 4, timeout=100)
     assert said == [said[0]] * 4
     expected = {
         "not spread": "nothing reduces its gradients",
-        "tensor parallel": "tensor and context parallelism are not supported",
-        "FSDP and tensor parallel": "tensor and context parallelism are not supported",
+        "tensor parallel": "is spread over 2 of 4 ranks",
+        "point to point": "each rank has a sequence of its own, as in a pipeline",
+        "compiled, communicates": "Compile nothing that communicates",
         "on a part of the ranks": "is spread over 2 of 4 ranks",
         "in parts": "applied to 2 parts, but not to the whole",
         "ignored parameters": "is not sharded",
@@ -426,9 +428,6 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
         "size": "size: 2 on one rank and 3 on another",
         "gradients": "a gradient on one rank and not on another",
     }
-    for way in ("fsdp", "hsdp", "ddp"):
-        for name in (f"{way}, communicates", f"{way}, communicates and fails"):
-            expected[name] = "it launches collectives of its own"
     assert set(expected) == set(said[0])
     for name, part in expected.items():
         assert part in said[0][name], said[0][name]

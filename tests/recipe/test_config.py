@@ -72,7 +72,8 @@ def test_without_a_word_everything_is_off() -> None:
         ({"adaptive_batching": {"on_out_of_memory": "raise"}}, False),
         ({"optimizer_in_bwd": True}, False),
         ({"optimizer_in_bwd": True, "use_maximum_batch_size": True}, False),
-        ({"tensor_parallel_dim": 2}, False),
+        ({"tensor_parallel_dim": 2}, True),
+        ({"tensor_parallel_dim": 2, "compile": True}, False),
         ({"tensor_parallel_dim": 1}, True),
     ],
 )
@@ -426,9 +427,41 @@ IMPOSSIBLE: list[tuple[str, list[str], str, str]] = [
     ),
     (
         "full",
-        ["tensor_parallel_dim=2", "tensor_parallel_plan._component_=m.plan"],
-        "tensor_parallel_dim",
+        ["tensor_parallel_dim=2", "tensor_parallel_plan._component_=m.plan", "compile=True"],
+        "compile",
         "use_maximum_batch_size=False",
+    ),
+    (
+        "full",
+        [
+            "tensor_parallel_dim=2",
+            "tensor_parallel_plan._component_=m.plan",
+            "optimizer_in_bwd=True",
+            "clip_grad_norm=null",
+        ],
+        "optimizer_in_bwd",
+        "choose batch_size yourself",
+    ),
+    (
+        "full",
+        [
+            "tensor_parallel_dim=2",
+            "tensor_parallel_plan._component_=m.plan",
+            "adaptive_batching.gradient_noise=observe",
+        ],
+        "adaptive_batching.gradient_noise",
+        "tensor_parallel_dim=1",
+    ),
+    (
+        "full",
+        [
+            "tensor_parallel_dim=2",
+            "tensor_parallel_plan._component_=m.plan",
+            "use_fastest_configuration=True",
+            "use_maximum_batch_size=False",
+        ],
+        "use_fastest_configuration",
+        "tensor_parallel_dim=1",
     ),
     (
         "full",

@@ -6,6 +6,7 @@ Each was checked on torch 2.11, 2.13 and 2.15, where it does not say otherwise.
 # ruff: noqa: F401 - what is imported here is for the other modules of the package
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ import torch.distributed as dist
 
 # Dispatch modes see each operation; trees are how torch itself walks through arguments and results.
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 # What torch's own clipping and optimizers are made of: one kernel for many tensors. The public
@@ -57,6 +60,25 @@ def launches_of(group: dist.ProcessGroup) -> int | None:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
         return None
+
+
+def group_in(argument: Any) -> dist.ProcessGroup | None:
+    """The process group that an operator was given, if the argument is one (checked on torch 2.13)."""
+    if isinstance(argument, dist.ProcessGroup):
+        return argument
+    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+        return dist.ProcessGroup.unbox(argument)
+    return None
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group that a functional collective names."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def unfinished_works() -> int:
+    """The number of functional collectives that nobody has waited for (checked on torch 2.13)."""
+    return int(torch._C._distributed_c10d._get_work_registry_size())
 
 
 def has_communication_hook(wrapped: DistributedDataParallel) -> bool:
@@ -131,6 +153,35 @@ def reduction_changes(module: FSDPModule) -> list[str]:
 def divide_factors(module: FSDPModule) -> list[float | None]:
     """The numbers that ``set_gradient_divide_factor`` has set (checked on torch 2.13)."""
     return [g.gradient_divide_factor for g in _parameter_groups(module._get_fsdp_state())]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The ranks over which FSDP averages gradients."""
+
+    size: int
+    here: tuple[int, int]
+    """The place of this rank among them."""
+    replicas: dist.ProcessGroup | None
+    """Those that hold the same shard, with HSDP."""
+
+
+def spread_by(module: FSDPModule) -> Spread | None:
+    """The ranks over which FSDP averages a module's gradients; None if it manages no parameter.
+
+    With tensor parallelism, the mesh of a parameter has more dimensions, and nothing public tells which of
+    them are FSDP's (checked on torch 2.13).
+    """
+    for group in _parameter_groups(module._get_fsdp_state()):
+        about = group.mesh_info
+        size, rank = getattr(about, "shard_mesh_size", 1), getattr(about, "shard_mesh_rank", 0)
+        copies, copy = (
+            getattr(about, "replicate_mesh_size", 1),
+            getattr(about, "replicate_mesh_rank", 0),
+        )
+        replicas = getattr(about, "replicate_process_group", None)
+        return Spread(size * copies, (copy, rank), replicas)
+    return None
 
 
 def communications(module: FSDPModule) -> list[tuple[Any, Any]]:

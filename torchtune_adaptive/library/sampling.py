@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import SampleOrder
@@ -28,6 +29,7 @@ def steps_of(
     shuffle: bool = True,
     seed: int = 0,
     start: int = 0,
+    mesh: DeviceMesh | None = None,
 ) -> Iterator[list[Any]]:
     """This rank's rows of each step of an epoch; every rank gets the same number.
 
@@ -40,11 +42,15 @@ def steps_of(
         shuffle: whether the order is another one in each epoch, or always the dataset's.
         seed: the seed of the shuffling.
         start: rows that each rank has used already, to continue in the middle of an epoch.
+        mesh: the mesh over whose ranks the rows are dealt out, such as that of ``fully_shard``; by default,
+            all ranks. With tensor parallelism, the ranks that share a layer get the same rows.
     """
     rows, epoch = arguments.whole("rows", rows), arguments.whole("epoch", epoch, at_least=0)
     start = arguments.whole("start", start, at_least=0)
     rank, ranks = 0, 1
-    if dist.is_initialized():
+    if mesh is not None:
+        rank, ranks = mesh.mesh.flatten().tolist().index(dist.get_rank()), mesh.size()
+    elif dist.is_initialized():
         rank, ranks = dist.get_rank(), dist.get_world_size()
     order = SampleOrder(len(data), ranks, shuffle, seed)
     if rows > order.rows_per_rank:

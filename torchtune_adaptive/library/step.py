@@ -62,10 +62,11 @@ class AdaptiveStep:
     """One optimizer step over any number of micro-batches; retried in smaller ones when memory runs out.
 
     The model may be on a single device, sharded by ``fully_shard`` (on a mesh of one dimension, or HSDP on
-    one of two), or wrapped in ``DistributedDataParallel``. When memory runs out on one rank, all ranks
-    discard the step and do it again, with the same rows in smaller micro-batches; no rank is left waiting.
-    Gradients are summed over micro-batches and ranks and divided once, by the weight of all, so the split
-    never changes the math.
+    one of two), split by tensor parallelism, with ``fully_shard`` or without, or wrapped in
+    ``DistributedDataParallel``. Ranks that split a layer get the same rows. When memory runs out on one rank,
+    all ranks discard the step and do it again, with the same rows in smaller micro-batches; no rank is left
+    waiting. Gradients are summed over micro-batches and ranks and divided once, by the weight of all, so the
+    split never changes the math.
 
         step = AdaptiveStep(model, optimizer, forward=summed_loss)
         size = find_batch_size(step, batch=worst_case)
@@ -156,6 +157,7 @@ class AdaptiveStep:
             memory=device_memory(device, limit),
             ranks=self.ranks,
             options=StepOptions(
+                compiled=self.compiled,
                 optimizer_steps=optimizer_steps,
                 switches=_relieving(relief),
                 clip_grad_norm=max_grad_norm,

@@ -423,6 +423,7 @@ class Run:
             ranks=self.ranks,
             options=StepOptions(
                 survive=self.settings.survives,
+                compiled=bool(self._cfg.get("compile", False)),
                 activations=model.offloading,
                 switches=build_switches(
                     self._cfg, self.environment, model.module, objective, model.offloading

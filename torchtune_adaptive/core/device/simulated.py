@@ -136,7 +136,10 @@ class _CountNewTensors(TorchDispatchMode):
             return NotImplemented  # a sharded or quantized tensor: count the plain ones inside it
         if func.namespace == "c10d":
             return _communicate_through_copies(func, args, kwargs)
-        result = func(*args, **kwargs)
+        if func.namespace == "_c10d_functional" and "wait_tensor" not in str(func):
+            result = _communicate_functionally(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         if allocates(func):
             for tensor in tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
@@ -151,6 +154,28 @@ def _communicate_through_copies(func, args, kwargs):  # type: ignore[no-untyped-
     Gloo's threads let go of the tensors that they worked on a moment after the collective is over, which
     would make the count depend on timing.
     """
+    result, copies = _on_copies(func, args, kwargs)
+    dist.Work.unbox(result[-1]).wait()
+    for tensor, copied in copies:
+        tensor.copy_(copied)
+    return result
+
+
+def _communicate_functionally(func, args, kwargs):  # type: ignore[no-untyped-def]
+    """The same for a collective that gives a new tensor, or the one that it was given: it is over before
+    anybody waits for it."""
+    result, copies = _on_copies(func, args, kwargs)
+    originals = {id(copied): tensor for tensor, copied in copies}
+
+    def finished(tensor: torch.Tensor) -> torch.Tensor:
+        whole = torch.ops._c10d_functional.wait_tensor(tensor)
+        given = originals.get(id(tensor))
+        return whole.clone() if given is None else given.copy_(whole)
+
+    return tree_map_only(torch.Tensor, finished, result)
+
+
+def _on_copies(func, args, kwargs):  # type: ignore[no-untyped-def]
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,11 +183,7 @@ def _communicate_through_copies(func, args, kwargs):  # type: ignore[no-untyped-
         return copies[-1][1]
 
     staged_args, staged_kwargs = tree_map_only(torch.Tensor, copy, (args, kwargs))
-    *_, work = result = func(*staged_args, **staged_kwargs)
-    dist.Work.unbox(work).wait()
-    for tensor, copied in copies:
-        tensor.copy_(copied)
-    return result
+    return func(*staged_args, **staged_kwargs), copies
 
 
 @contextmanager

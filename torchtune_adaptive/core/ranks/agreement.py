@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -43,12 +43,32 @@ class Ranks:
         self.rank, self.size = 0, 1
         if dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = None
+        self._group, self._patience = None, timedelta()
         if self.size > 1:
-            patience = _patience(compiled) if timeout is None else timedelta(seconds=timeout)
-            self._group, self._patience = dist.new_group(backend="gloo", timeout=patience), patience
-        self._ends = torch.zeros(2, dtype=torch.int64)
-        self._ends_value = self._ends.numpy()  # the same memory
+            self._patience = _patience(compiled) if timeout is None else timedelta(seconds=timeout)
+            self._group = dist.new_group(backend="gloo", timeout=self._patience)
+        self._begin([*range(self.size)])
+
+    def _begin(self, members: list[int]) -> None:
+        self.members = frozenset(members)
+        """These ranks, by their numbers in the run."""
+        self._parts: list[Ranks] = []
+        if len(members) > 1:
+            self._ends = torch.zeros(2, dtype=torch.int64)
+            self._ends_value = self._ends.numpy()  # the same memory
+
+    def alike(self, value: Hashable) -> Ranks:
+        """The ranks that pass the same value as this one; they agree in a group of their own."""
+        values = self.gather(value)
+        for each in dict.fromkeys(values):
+            members = [rank for rank, other in enumerate(values) if other == each]
+            group = None
+            if len(members) > 1:  # every rank takes part in making every group
+                group = dist.new_group(members, backend="gloo", timeout=self._patience)
+            if each == value:
+                part = SomeRanks(members, self.rank, group, self._patience)
+        self._parts.append(part)
+        return part
 
     @property
     def is_zero(self) -> bool:
@@ -109,6 +129,8 @@ class Ranks:
         process if the interpreter has ended by then. The threads of this group end here. Those of a group
         that something else still refers to (a device mesh does) get a moment in which the lock is free.
         """
+        for part in self._parts:
+            part.close()
         if self._group is not None:
             group, self._group = self._group, None
             dist.destroy_process_group(group)
@@ -120,6 +142,31 @@ class Ranks:
         """Destroy every process group, and let their threads end; see ``close``."""
         dist.destroy_process_group()
         time.sleep(_SETTLING)
+
+
+class SomeRanks(Ranks):
+    """Some of the ranks of a run, which agree by themselves; by default this one alone.
+
+    Args:
+        members: their numbers in the run.
+        rank: that of this one.
+        group: the group in which they agree.
+        patience: the time that its ranks wait for each other.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[int] = (),
+        rank: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        patience: timedelta = timedelta(),
+    ) -> None:
+        if rank is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+        members = [*members] or [rank]
+        self.rank, self.size = members.index(rank), len(members)
+        self._group, self._patience = group, patience
+        self._begin(members)
 
 
 def _patience(compiled: bool) -> timedelta:

@@ -1,45 +1,110 @@
-"""Keep the ranks together in FSDP's collectives when one of them runs out of memory.
+"""Keep the ranks together in the collectives of a pass when one of them runs out of memory.
 
 This is the first part of Note [Failure before a collective] in ``step.failures``:
 
-- Once (twice, to check that it repeats) the sequence is *recorded*, and while it is, all ranks agree
-  before each collective, so that nobody enters one that another rank will miss. Collectives that are not
-  FSDP's cannot be recorded; they are noticed, and refused.
+- Once (twice, to check that it repeats) the sequence of launches is *recorded*, and while it is, the ranks
+  agree before each, so that nobody enters a collective that another rank will miss. FSDP's are seen where it
+  makes them. If the groups, which count their launches, tell of others, or if tensors are split, a dispatch
+  mode sees all, whoever makes them.
 - From then on, a rank that runs out of memory drops its graph and launches *the rest of the recorded
-  sequence* with scratch buffers. Nobody waits, nobody asks, and a healthy step pays nothing. The others
-  learn that the step is lost from the all-reduce that ends it anyway.
+  sequence* with scratch buffers: each group tells how far it has come. Nobody waits, nobody asks, and a
+  healthy step pays nothing. The others learn that the step is lost from the all-reduce that ends it anyway.
+
+Note [Who is asked]
+~~~~~~~~~~~~~~~~~~~
+The *holders* are the ranks that hold the same rows: those of tensor parallelism, or one rank alone. A launch
+is *local* if its group is within the holders, and *wide* otherwise. Local launches follow the shape of the
+micro-batch, which holders share by definition; even their number does. FSDP's, which are wide, do not. So
+there are three kinds of passes:
+
+1. The first ones: the holders agree before each launch and, if it is wide, all ranks do after them.
+2. A shape that the holders have not met twice: they agree before local launches, and no other rank is asked.
+   Where one of them fails, it launches what they have agreed on, tells them where they ask next, and only
+   then completes what is wide: those who wait there may wait for a holder that has not heard. From then on,
+   until the step ends, these holders complete what is wide and nothing else.
+3. All others: nobody is asked.
+
+A model that makes wide launches of its own may make others for each shape, and ranks may have different ones.
+So all ranks ask each other, once in each pass, whether one of them has a new shape; if so, it is one of the
+first kind. That is the price of such a model. It is the same where sizes follow data: such a sequence is
+never certain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum, IntFlag
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import RankLost, UsageError, counted
 from torchtune_adaptive.core.private import launches_of
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.core.ranks.unseen import Unseen
+from torchtune_adaptive.core.ranks.recording import Launch, Recorder, launch_again, launch_of
 
-_ALIGNMENT = 512  # bytes; allocators align the start of a buffer like this
-_FAILED, _UNSEEN = 1, 2  # what ranks tell each other while recording; the largest counts
+log = logging.getLogger(__name__)
+
+Launches = dict[str, list[Launch]]
+"""The launches of a pass, by phase."""
 
 
 class AnotherRankFailed(Exception):
-    """Raised where a rank would enter a collective that another rank will not enter."""
+    """Raised where a rank would enter a collective that another rank will not enter.
+
+    ``everywhere`` says whether all ranks know; otherwise only those that hold the same rows do.
+    """
+
+    def __init__(self, everywhere: bool) -> None:
+        super().__init__()
+        self.everywhere = everywhere
+
+
+class _Said(IntFlag):
+    """What ranks tell each other while recording; of several, they hear the largest."""
+
+    UNSEEN = 1
+    """A group has launched what only it has seen."""
+    FAILED = 2
+    REFUSED = 4
+    """There is a launch that no rank could complete."""
+
+
+class _Asked(Enum):
+    """The ranks that are asked before a launch; see Note [Who is asked]."""
+
+    NOBODY = 0
+    HOLDERS = 1
+    EVERYONE = 2
 
 
 @dataclass
 class _Sequence:
-    """The collectives of one kind of pass, by phase, and how often in a row they have been these."""
+    """The launches of one kind of pass, and how often in a row they have been these."""
 
-    recorded: dict[str, list[fsdp.Collective]] = field(default_factory=dict)
+    recorded: Launches = field(default_factory=dict)
+    of_groups: dict[str, Counter[dist.ProcessGroup]] = field(default_factory=dict)
+    """The number of them that each group launches, by phase."""
     equal_passes: int = 0
+
+    @property
+    def certain(self) -> bool:
+        return self.equal_passes >= 2
+
+    def learn(self, launches: Launches) -> None:
+        self.equal_passes = self.equal_passes + 1 if launches == self.recorded else 1
+        self.recorded = launches
+        self.of_groups = {phase: _by_group(each) for phase, each in launches.items()}
 
 
 class Collectives:
@@ -51,35 +116,55 @@ class Collectives:
     Args:
         models: the models that run in a pass.
         ranks: the ranks of the run.
+        holders: those of them that hold the same rows as this one.
         device: the device of the models.
-        launched: function called after each launch: there is no finer sign of progress.
+        launched: function called for each launch of FSDP: there is no finer sign of progress.
         reducing: function called with gradients that FSDP reduces, but not with the buffers of ``finish``.
         survive: whether a pass may fail; if not, nothing is recorded, and ``launched`` is not called.
+        compiled: whether models run compiled code, which a dispatch mode would turn off.
     """
 
     def __init__(
         self,
         models: Sequence[nn.Module],
         ranks: Ranks,
+        holders: Ranks,
         device: torch.device,
         launched: Callable[[], None] = lambda: None,
         reducing: fsdp.Reducing | None = None,
         survive: bool = True,
+        compiled: bool = False,
     ) -> None:
-        self._ranks = ranks
-        self._survive = survive
+        self._ranks, self._holders = ranks, holders
         self._device = device
         self._launched = launched
-        self._sequences: dict[tuple[Hashable, str], _Sequence] = {}
-        self._sequence = _Sequence()
-        self._pass: dict[str, list[fsdp.Collective]] = {}
-        self._count: dict[str, int] = {}
-        self._phase = ""
-        self._open = _Open()
-        self._unseen = Unseen(models if survive else ())
+        self._survive = survive
+        self._compiled = compiled
+        self._sees_all = holders.size > 1
+        self._groups = _groups_of(models) if survive else set()
+        self._of_fsdp = set[dist.ProcessGroup]().union(*map(fsdp.replicas, models))
+        self._same: dict[Launch, Launch] = {}
+        self._wide_sequences: dict[Hashable, _Sequence] = {}
+        self._sequences: dict[Hashable, _Sequence] = {}
+        self._wide, self._sequence = _Sequence(), _Sequence()
+        self._follow_shape: set[Hashable] = set()
+        self._asked = _Asked.NOBODY
+        self._mode = self._mode_was_on = False
+        self._in_hook = False
         self._in_step = False
+        self._passes = 0
+        self._kind: Hashable = None
+        self._phase = ""
+        self._pass: Launches = {}
+        self._base: dict[str, dict[dist.ProcessGroup, int]] = {}
+        self._unseen, self._refusal = False, ""
+        self._holders_know = False
+        self._asking = 0.0  # seconds, in this pass
+        self._told_cost = False
         self.variant: Hashable = None
         """What decides which collectives the models launch from the next pass on, where that can change."""
+        self.mode_was_on = False
+        """Whether a dispatch mode was on in the last step; it makes backward copy gradients."""
         self.disturbed = False
         """Whether the models have run between steps since the last reset; see ``step.train_step``."""
         if survive or reducing is not None:
@@ -89,152 +174,271 @@ class Collectives:
     @property
     def recording(self) -> bool:
         """Whether the sequence is not certain yet: a failure must be announced before the next collective."""
-        return self._survive and self._ranks.size > 1 and self._sequence.equal_passes < 2
+        return self._asked is not _Asked.NOBODY
+
+    # --- passes and phases ----------------------------------------------------------------------------
 
     def end_step(self) -> None:
         """End a step: what is launched from now on, as when the caller evaluates the model, is in no pass."""
-        self._in_step = False
+        self.mode_was_on, self._mode_was_on = self._mode_was_on, False
+        self._in_step = self._holders_know = False
+        self._passes = 0
 
-    def begin_pass(self, kind: str = "training") -> None:
+    def begin_pass(
+        self, kind: str = "training", shape: Callable[[], Hashable] = lambda: None
+    ) -> None:
+        """Begin a pass, on all ranks; ``shape`` gives that of its micro-batch."""
         self._in_step = True
-        self._sequence = self._sequences.setdefault((self.variant, kind), _Sequence())
-        self._pass, self._count = {}, {}
-        self._open = _Open()
-        self._unseen.count = 0
+        key: Hashable = (self.variant, kind)
+        self._kind = key
+        self._wide = self._wide_sequences.setdefault(key, _Sequence())
+        if self._holders.size > 1 or key in self._follow_shape:
+            # Gradients that exist are placed; others are added to them in other ways than to none.
+            key = (key, shape(), self._passes > 0)
+        self._sequence = self._sequences.setdefault(key, _Sequence())
+        self._asked = self._who_is_asked()
+        self._passes += 1
+        self._pass, self._base = {}, {}
+        self._unseen, self._refusal, self._asking = False, "", 0.0
 
-    def begin_phase(self, phase: str) -> None:
-        self._phase = phase
-        self._pass[phase], self._count[phase] = [], 0
+    def _who_is_asked(self) -> _Asked:
+        if not self._survive or self._ranks.size == 1:
+            return _Asked.NOBODY
+        if self._kind in self._follow_shape:
+            new = self._ranks.any(not self._sequence.certain)
+        else:
+            new = not self._wide.certain
+        if new:
+            return _Asked.EVERYONE
+        return _Asked.NOBODY if self._sequence.certain else _Asked.HOLDERS
+
+    def begin_phase(self, phase: str) -> AbstractContextManager[object]:
+        """Begin a phase; gives the context in which it runs."""
+        self._phase, self._pass[phase] = phase, []
+        groups: Iterable[dist.ProcessGroup] = self._sequence.of_groups.get(phase, ())
         if self.recording:
-            self._unseen.announce()
+            groups = self._groups
+        self._base[phase] = {group: _launched_by(group) for group in groups}
+        self._mode = self.recording and self._sees_all
+        self._mode_was_on |= self._mode
+        return Recorder(self._note_one) if self._mode else nullcontext()
 
     def end_phase(self) -> None:
         """End a phase without failure on this rank."""
-        self._close()
+        launched = self._launched_in(self._phase)
         if self.recording:
-            self._unseen.look()
-
-    def end_pass(self) -> bool:
-        """End a pass without failure on this rank; whether the other ranks completed it, too."""
-        if self.failed_elsewhere():
-            return False
-        sequence = self._sequence
-        if not self.recording:
-            expected = {phase: len(collectives) for phase, collectives in sequence.recorded.items()}
+            self._compare(launched, _by_group(self._pass[self._phase]))
+        elif launched != self._sequence.of_groups.get(self._phase, {}):
             # Not a constant sequence after all: record it again, in agreement.
-            if self._count != expected:
-                sequence.equal_passes = 0
-        elif self._pass == sequence.recorded:
-            sequence.equal_passes += 1
-        else:
-            sequence.recorded, sequence.equal_passes = self._pass, 1
-        return True
+            self._sequence.equal_passes = self._wide.equal_passes = 0
 
-    def failed_elsewhere(self) -> bool:
-        """While recording: whether another rank has announced a failure, so that continuing would hang."""
-        return self.recording and self._agree()
+    def _compare(
+        self, launched: dict[dist.ProcessGroup, int], seen: Counter[dist.ProcessGroup]
+    ) -> None:
+        """Notice launches that groups have counted and nobody has seen."""
+        for group, number in launched.items():
+            if number != seen[group]:
+                self._unseen = True
+                if self._mode or self._compiled:
+                    self._refusal = _refusal(
+                        self._phase, group, number, seen[group], self._compiled
+                    )
 
-    def _agree(self, failed: bool = False) -> bool:
-        """Tell the others, while recording, whether this rank has failed; whether any rank has.
+    def end_pass(self) -> None:
+        """End a pass without failure on this rank.
 
         Raises:
-            UsageError: on every rank, if one has noticed a collective of the model's own.
+            AnotherRankFailed: another one was not as lucky.
         """
-        worst = self._ranks.spread(_UNSEEN if self._unseen.count else _FAILED * failed)[1]
-        if worst == _UNSEEN:
-            raise UsageError(
-                "model: it launches collectives of its own in a step, as with context parallelism, "
-                "SyncBatchNorm, or an all_reduce in forward. A rank that runs out of memory cannot complete "
-                "them, and the others would wait for it. Spread the model by fully_shard or "
-                "DistributedDataParallel alone, and communicate between steps; or, in a recipe, choose "
-                "batch_size yourself and set adaptive_batching.on_out_of_memory=raise."
-            )
-        return worst == _FAILED
-
-    def finish(self, phase: str) -> bool:
-        """Launch what the others wait for, after a failure on this rank; whether they know of it then.
-
-        The data is worthless, and every rank discards it. By now the memory of the failed step has been
-        freed, which is more than the scratch buffer takes.
-
-        While recording, the others wait for what they have agreed to launch, and learn of the failure where
-        they would agree next. Afterward they go through the rest of the recorded phase.
-        """
-        known = self._pass if self.recording else self._sequence.recorded
-        launched = self._count.get(phase, 0) + self._open.launched()
-        self._open = _Open()
-        rest = known.get(phase, [])[launched:]
-        self._count[phase] = launched + len(rest)
-        self._launch_on_scratch(rest)
         if self.recording:
-            self._agree(failed=True)
-        return self.recording
+            self._ask()
+            if self._mode or not self._sees_all:  # or it has not seen what there is
+                self._learn()
 
-    def _launch_on_scratch(self, rest: Sequence[fsdp.Collective]) -> None:
-        if not rest:
+    def look_elsewhere(self) -> None:
+        """Learn, between phases, of a failure that all ranks will know of; raises as ``end_pass`` does."""
+        if self._asked is _Asked.EVERYONE:
+            self._ask()
+
+    def _learn(self) -> None:
+        launches = self._pass
+        self._sequence.learn(launches)
+        data = {each for some in launches.values() for each in some if each.follows_data}
+        if data:
+            self._sequence.equal_passes = 0
+            self._say_what_it_costs(data.pop())
+        wide = {
+            phase: [each for each in some if not self._is_local(each)]
+            for phase, some in launches.items()
+        }
+        if self._asked is _Asked.EVERYONE:
+            self._wide.learn(wide)
+        elif wide != self._wide.recorded:
+            raise UsageError(
+                "model: what it launches for all ranks is not the same for each shape of a micro-batch. "
+                "Layers must take part in each, if only with the factor 0."
+            )
+
+    def _say_what_it_costs(self, launch: Launch) -> None:
+        if self._told_cost:
             return
-        input_at = max(_aligned(collective.output_bytes) for collective in rest)
-        size = input_at + max(collective.input_bytes for collective in rest)
-        scratch = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        for collective in rest:
-            output = scratch[: collective.output_bytes].view(collective.dtype)
-            input = scratch[input_at : input_at + collective.input_bytes].view(collective.dtype)
-            collective.launch(output, input)
-            self._launched()
+        self._told_cost = True
+        log.log(
+            logging.WARNING if self._ranks.is_zero else logging.DEBUG,
+            "%s is told the sizes of its parts, which may follow data. So the ranks agree before each "
+            "collective, in every pass: %.1f ms of this one.",
+            launch.key[0],
+            1000 * self._asking,
+        )
 
-    def _watch(self, launch: Callable[[], Any], collectives: Sequence[fsdp.Collective]) -> Any:
+    # --- launches -------------------------------------------------------------------------------------
+
+    def _watch(self, launch: partial[Any], *then: partial[Any]) -> Any:
+        """Launch what FSDP launches, which will go on with ``then``."""
         if not self._survive or not self._in_step:
             self.disturbed = self._survive
             return launch()
-        self._close()
-        known, recording = self._sequence.recorded, self.recording
-        if recording:
-            self._unseen.look()
-            if self._agree():
-                raise AnotherRankFailed
-            self._pass[self._phase] += collectives
-            known = self._pass
-        at = self._count[self._phase]
-        following = known.get(self._phase, [])[at : at + len(collectives)]
-        self._open = _Open(len(collectives), [collective.group for collective in following])
-        self._launched()
-        result = launch()
-        self._open.returned = True
-        if recording:
-            self._unseen.announce(*(collective.group for collective in collectives[1:]))
-        return result
+        if not self.recording:
+            self._launched()
+        elif not self._mode:
+            first, *others = map(launch_of, (launch, *then))
+            self._note([replace(first, of_fsdp=True), *others])
+        self._in_hook = True
+        try:
+            return launch()
+        finally:
+            self._in_hook = False
 
-    def _close(self) -> None:
-        """FSDP has gone on, so it has launched what it was launching."""
-        if self._open.size:
-            self._count[self._phase] += self._open.size
-            self._open = _Open()
+    def _note_one(self, launch: Launch) -> None:
+        self._note([replace(launch, of_fsdp=self._in_hook)])
+
+    def _note(self, launches: Sequence[Launch]) -> None:
+        """Agree on launches that follow each other, and record them.
+
+        Raises:
+            AnotherRankFailed: they must not be made.
+        """
+        self._refusal = self._refusal or next(
+            (each.refused for each in launches if each.refused), ""
+        )
+        wide = not all(map(self._is_local, launches))
+        if self._refusal or self._asked is _Asked.EVERYONE or not wide:
+            try:
+                self._ask(wide)
+            except RankLost as lost:
+                before = (
+                    f"Rank {self._ranks.rank} stood before {launches[0].key[0]} in {self._phase}."
+                )
+                raise RankLost(f"{lost} {before}") from lost
+        for launch in launches:
+            self._groups.add(launch.group)
+            self._base[self._phase].setdefault(launch.group, _launched_by(launch.group))
+            self._pass[self._phase].append(self._same.setdefault(launch, launch))
+            if launch.of_fsdp:
+                self._launched()
+            elif wide and launch.group not in self._of_fsdp:
+                self._follow_shape.add(self._kind)
+
+    def _is_local(self, launch: Launch) -> bool:
+        return self._holders.members.issuperset(dist.get_process_group_ranks(launch.group))
+
+    # --- agreement and completion ---------------------------------------------------------------------
+
+    def _ask(self, wide: bool = True, failed: bool = False) -> None:
+        """Tell the ranks that are asked how this one is.
+
+        Raises:
+            AnotherRankFailed: one of them has failed; also where this one has.
+            UsageError: on each of them, if one has noticed a launch that cannot be completed.
+        """
+        started = time.perf_counter()
+        said = (
+            _Said.UNSEEN * self._unseen
+            | _Said.FAILED * failed
+            | _Said.REFUSED * bool(self._refusal)
+        )
+        asked = self._holders
+        heard = asked.spread(said)[1]
+        if self._asked is _Asked.EVERYONE and (wide or heard >= _Said.FAILED):
+            asked = self._ranks
+            heard = asked.spread(heard)[1]
+        self._asking += time.perf_counter() - started
+        if heard >= _Said.REFUSED:
+            raise UsageError(next(filter(None, asked.gather(self._refusal))))
+        if heard & _Said.UNSEEN and asked is self._ranks:
+            self._sees_all = True  # from the next pass on
+        if heard & _Said.FAILED:
+            self._holders_know = True
+            raise AnotherRankFailed(everywhere=asked is self._ranks)
+
+    def finish(self, phase: str) -> bool:
+        """Launch what the others wait for, after a failure on this rank; whether all know of it then.
+
+        The data is worthless, and every rank discards it. By now the memory of the failed step has been
+        freed, which is more than the scratch buffer takes. See Note [Who is asked].
+        """
+        wide = self._wide.recorded.get(phase, [])
+        agreed = self._pass.get(phase, [])
+        if self._asked is _Asked.EVERYONE:
+            self._complete(phase, agreed)
+            self._tell()
+            return True
+        if not self._holders_know and self._asked is _Asked.HOLDERS:
+            self._complete(phase, [each for each in agreed if self._is_local(each)])
+            self._tell()
+        everything = self._sequence.recorded.get(phase, [])
+        self._complete(phase, wide if self._holders_know else everything)
+        return False
+
+    def _tell(self) -> None:
+        with suppress(AnotherRankFailed):
+            self._ask(failed=True)
+
+    def _complete(self, phase: str, launches: Sequence[Launch]) -> None:
+        """Make those of these launches that have not been made, by the counts of their groups."""
+        made = self._launched_in(phase)
+        rest = []
+        for launch in launches:
+            if made.get(launch.group, 0) > 0:
+                made[launch.group] -= 1
+            else:
+                rest.append(launch)
+        launch_again(rest, self._device, self._launched)
+
+    def _launched_in(self, phase: str) -> dict[dist.ProcessGroup, int]:
+        base = self._base.get(phase, {})
+        return {group: _launched_by(group) - before for group, before in base.items()}
 
 
-class _Open:
-    """A collective that FSDP is launching, and those that it launches right after it without asking.
-
-    A failure may come before or after each launch. The groups tell: they count what they launch. There are
-    fewer groups than collectives where a pass is longer than the recorded one.
-    """
-
-    def __init__(self, size: int = 0, groups: Sequence[dist.ProcessGroup] = ()) -> None:
-        self.size = size
-        self.returned = False
-        """Whether the first launch has returned."""
-        self._before = [(group, launches_of(group)) for group in groups]
-
-    def launched(self) -> int:
-        """The number of them that have been launched."""
-        unknown = self.size - len(self._before)
-        return unknown + sum(self._was_launched(at) for at in range(len(self._before)))
-
-    def _was_launched(self, at: int) -> bool:
-        group, before = self._before[at]
-        if before is None:  # The best guess: what raises in a launch does so where it waits.
-            return at == 0 or self.returned
-        return launches_of(group) != before
+def _by_group(launches: Iterable[Launch]) -> Counter[dist.ProcessGroup]:
+    return Counter(launch.group for launch in launches)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _launched_by(group: dist.ProcessGroup) -> int:
+    number = launches_of(group)
+    if number is None:
+        raise UsageError(
+            f"model: its process group's backend ({dist.get_backend(group)}) does not count what it "
+            "launches, so a rank that runs out of memory cannot tell what others wait for. Use NCCL or gloo."
+        )
+    return number
+
+
+def _groups_of(models: Iterable[nn.Module]) -> set[dist.ProcessGroup]:
+    """The groups of the parameters, and that of all ranks."""
+    groups = {dist.group.WORLD} if dist.group.WORLD is not None else set()
+    for parameter in (p for model in models for p in model.parameters()):
+        if isinstance(parameter, DTensor):
+            groups |= {*parameter.device_mesh.get_all_groups()}
+    return groups
+
+
+def _refusal(phase: str, group: dist.ProcessGroup, launched: int, seen: int, compiled: bool) -> str:
+    where = "compiled code" if compiled else "an operator of its own"
+    return (
+        f"model: in {phase}, a process group of {group.size()} ranks has launched "
+        f"{counted(launched, 'collective')}, of which {seen} could be seen: {where} launches the others. A "
+        "rank that runs out of memory cannot complete them. "
+        + ("Compile nothing that communicates" if compiled else "Use torch's own operators")
+        + "; or, in a recipe, choose batch_size yourself and set adaptive_batching.on_out_of_memory=raise."
+    )

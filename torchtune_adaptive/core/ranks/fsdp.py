@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,39 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import private
-from torchtune_adaptive.core.ranks.placements import HYBRID, held
 
 # torch 2.13 renamed both; the old names warn from there on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True)
-class Collective:
-    """A collective that FSDP launched, in enough detail to launch it again without FSDP."""
-
-    operation: Callable[..., Any]
-    output_numel: int
-    input_numel: int
-    dtype: torch.dtype
-    group: dist.ProcessGroup
-    extra: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def output_bytes(self) -> int:
-        return self.output_numel * self.dtype.itemsize
-
-    @property
-    def input_bytes(self) -> int:
-        return self.input_numel * self.dtype.itemsize
-
-    def launch(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        self.operation(output, input, group=self.group, **dict(self.extra))
-
-
-Watcher = Callable[[Callable[[], Any], Sequence[Collective]], Any]
-"""Function called for each launch with what launches, and with the collective and those that FSDP launches
-right after it. Must return what the launch returns."""
+Watcher = Callable[..., Any]
+"""Function called with the call that launches a collective, and with what FSDP calls right after it, if
+anything. Must make the first, and return what that returns."""
 
 Reducing = Callable[[torch.Tensor], None]
 """Function called with this rank's own gradients, before they are reduced over all ranks."""
@@ -59,17 +35,21 @@ def watch_collectives(model: nn.Module, watcher: Watcher, reducing: Reducing | N
     nothing to reduce, so FSDP launches no collective, and ``reducing`` is not called.
     """
     for module in _sharded(model):
-        reduce_scatter = _ReduceScatter(watcher, reducing, _replicas(module))  # type: ignore[arg-type]
+        about = private.spread_by(module)
+        reduce_scatter = _ReduceScatter(watcher, reducing, about.replicas if about else None)
         module.set_custom_all_gather(_AllGather(watcher))  # type: ignore[arg-type]
         module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
 
 
-def _replicas(module: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that hold the same shard, with HSDP: FSDP all-reduces over them what it reduce-scattered."""
-    for parameter in module.parameters():
-        if isinstance(parameter, DTensor) and held(parameter) == HYBRID:
-            return parameter.device_mesh.get_group(0)
-    return None
+def spread(model: nn.Module) -> private.Spread | None:
+    """The ranks over which FSDP averages the gradients of a model."""
+    return next(filter(None, map(private.spread_by, _sharded(model))), None)
+
+
+def replicas(model: nn.Module) -> set[dist.ProcessGroup]:
+    """The groups of ranks that hold the same shard, with HSDP, over which FSDP all-reduces gradients."""
+    about = filter(None, map(private.spread_by, _sharded(model)))
+    return {each.replicas for each in about if each.replicas is not None}
 
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
@@ -95,35 +75,12 @@ class _Watched:
     ) -> torch.Tensor:  # the signature that FSDP calls
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _watch(
-        self,
-        operation: Callable[..., Any],
-        output: torch.Tensor,
-        input: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool,
-        *then: Collective,
-        **extra: Any,
-    ) -> Any:
-        collective = Collective(
-            operation, output.numel(), input.numel(), input.dtype, group, tuple(extra.items())
-        )
-        return self._watcher(
-            lambda: operation(output, input, group=group, async_op=async_op, **extra),
-            (collective, *then),
-        )
-
 
 class _AllGather(_Watched):
     def __call__(self, output_tensor, input_tensor, group, async_op=False):  # type: ignore[no-untyped-def]
-        return self._watch(_all_gather, output_tensor, input_tensor, group, async_op)
-
-
-def _all_reduce(
-    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, op: Any
-) -> None:
-    """An all-reduce as a collective with an input and an output, which here are the same."""
-    dist.all_reduce(output, group=group, op=op)
+        return self._watcher(
+            partial(_all_gather, output_tensor, input_tensor, group=group, async_op=async_op)
+        )
 
 
 class _ReduceScatter(_Watched):
@@ -146,10 +103,12 @@ class _ReduceScatter(_Watched):
             self._reducing(input_tensor)
         then = []
         if self._replicas is not None:
-            numel, dtype = output_tensor.numel(), output_tensor.dtype
-            then = [Collective(_all_reduce, numel, 0, dtype, self._replicas, (("op", op),))]
-        return self._watch(
-            _reduce_scatter, output_tensor, input_tensor, group, async_op, *then, op=op
+            then = [partial(dist.all_reduce, output_tensor, op=op, group=self._replicas)]
+        return self._watcher(
+            partial(
+                _reduce_scatter, output_tensor, input_tensor, op=op, group=group, async_op=async_op
+            ),
+            *then,
         )
 
 

@@ -8,12 +8,13 @@ from zlib import crc32
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.core.ranks.supported import wrapped_in
+from torchtune_adaptive.core.ranks.supported import is_split, wrapped_in
 
 
 class Reduction:
@@ -27,12 +28,18 @@ class Reduction:
     after_backward = False
     """Whether gradients are reduced in ``finish``, and not in the backward pass of each micro-batch."""
 
+    places = False
+    """Whether gradients are placed, by ``place``, after all micro-batches of a step."""
+
     def __init__(self, averaged_over: float) -> None:
         self.averaged_over = averaged_over
 
     def apart(self) -> AbstractContextManager[None]:
         """The context in which forward and backward run."""
         return nullcontext()
+
+    def place(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give each gradient the placement of its parameter. This launches collectives."""
 
     def finish(self, parameters: Sequence[nn.Parameter], failed: bool) -> bool:
         """Reduce what is not reduced yet, after all micro-batches of a step.
@@ -45,6 +52,26 @@ class Reduction:
             False if nothing was reduced, because a rank has failed; then all know.
         """
         return True
+
+
+class Split(Reduction):
+    """Tensor parallelism alone: all ranks have the same rows, so there is nothing to average.
+
+    But where activations are split, the gradient of a parameter that is not is left as each rank's term of a
+    sum; and one of an embedding that is split may be whole. FSDP places both by itself.
+    """
+
+    places = True
+
+    def place(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            gradient = parameter.grad
+            if (
+                isinstance(parameter, DTensor)
+                and isinstance(gradient, DTensor)
+                and gradient.placements != parameter.placements
+            ):
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 class Replicas(Reduction):
@@ -92,6 +119,13 @@ class Replicas(Reduction):
         return True
 
 
-def reduction_of(model: nn.Module, ranks: Ranks) -> Reduction:
-    wrapped = wrapped_in(model)
-    return Replicas(wrapped, ranks) if wrapped else Reduction(fsdp.divisor(model) or ranks.size)
+def reduction_of(model: nn.Module, ranks: Ranks, holders: Ranks) -> Reduction:
+    """The way in which the gradients of a model are reduced; ``holders`` are the ranks with the same rows."""
+    if wrapped := wrapped_in(model):
+        return Replicas(wrapped, ranks)
+    averaged_over = fsdp.divisor(model) or ranks.size // holders.size
+    return (
+        Reduction(averaged_over)
+        if fsdp.roots(model) or not is_split(model)
+        else Split(averaged_over)
+    )

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import private
 from torchtune_adaptive.core.ranks import fsdp
-from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.core.ranks.placements import HYBRID, SHARDED, held
+from torchtune_adaptive.core.ranks.agreement import Ranks, SomeRanks
 
 
 def wrapped_in(model: nn.Module) -> DistributedDataParallel | None:
@@ -58,8 +57,8 @@ def require_supported(model: nn.Module, ranks: Ranks) -> None:
         _require_plain_replicas(model, wrapped, ranks)
     elif roots := fsdp.roots(model):
         _require_whole_mesh(model, roots, ranks)
-    elif any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise UsageError(f"model: {_TENSOR_PARALLEL}")
+    elif is_split(model):
+        _require_all_ranks(model, ranks.size, ranks)
     elif ranks.size > 1:
         raise UsageError(
             f"model: there are {ranks.size} ranks, but nothing reduces its gradients. Apply fully_shard, or "
@@ -67,11 +66,22 @@ def require_supported(model: nn.Module, ranks: Ranks) -> None:
         )
 
 
-_TENSOR_PARALLEL = (
-    "tensor and context parallelism are not supported: their layers launch collectives of their own, which "
-    "a rank that runs out of memory cannot complete. Use fully_shard over all ranks, on a mesh of one "
-    "dimension or of two (replicate, shard)."
-)
+def is_split(model: nn.Module) -> bool:
+    """Whether tensors are split, as by tensor parallelism."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def holders_of(model: nn.Module, ranks: Ranks) -> Ranks:
+    """The ranks that hold the same rows as this one: those over which FSDP does not average gradients.
+
+    Each comes with the same place among its own ranks of FSDP.
+    """
+    spread = fsdp.spread(model)
+    if spread is None and is_split(model):
+        return ranks.alike("all")
+    if spread is None or spread.size == ranks.size:
+        return SomeRanks()
+    return ranks.alike(spread.here)
 
 
 def _require_plain_replicas(
@@ -96,6 +106,20 @@ def _require_plain_replicas(
         raise UsageError(f"model: DistributedDataParallel: {problem}.")
 
 
+def _require_all_ranks(model: nn.Module, data_ranks: int, ranks: Ranks) -> None:
+    """Check that parameters are spread over all ranks, or over those of FSDP and copied by the others."""
+    split = [
+        (n, p.device_mesh.size()) for n, p in model.named_parameters() if isinstance(p, DTensor)
+    ]
+    most = max(size for _, size in split)
+    for name, size in split:
+        if most != ranks.size or size not in (ranks.size, data_ranks):
+            raise UsageError(
+                f"model: {name} is spread over {size} of {ranks.size} ranks. Use a mesh of all ranks: for "
+                "fully_shard one or two of its dimensions (HSDP), and the others for tensor parallelism."
+            )
+
+
 def _require_whole_mesh(model: nn.Module, roots: list[FSDPModule], ranks: Ranks) -> None:
     if len(roots) > 1:
         raise UsageError(
@@ -108,16 +132,11 @@ def _require_whole_mesh(model: nn.Module, roots: list[FSDPModule], ranks: Ranks)
                 f"model: {name} is not sharded, so nothing reduces its gradient. Apply fully_shard to the "
                 "whole model, without ignored_params."
             )
-        mesh, ways = parameter.device_mesh, held(parameter)
-        if ways not in (SHARDED, HYBRID):
-            raise UsageError(
-                f"model: {name} is placed as {parameter.placements}: {_TENSOR_PARALLEL}"
-            )
-        if mesh.size() != ranks.size:
-            raise UsageError(
-                f"model: {name} is spread over {mesh.size()} of {ranks.size} ranks: {_TENSOR_PARALLEL}"
-            )
-        if ways == HYBRID and mesh.size(1) == 1 and ranks.size > 1:
+    about = fsdp.spread(model)
+    assert about is not None
+    _require_all_ranks(model, about.size, ranks)
+    for copies in fsdp.replicas(model):
+        if copies.size() == about.size and ranks.size > 1:
             raise UsageError(
                 "model: the shard dimension of its mesh has one rank, so nothing is sharded. Use "
                 "DistributedDataParallel, or a mesh of one dimension."

@@ -115,6 +115,9 @@ class Probe:
         usable = self._usable()
         with self.step.memory.capped(usable):
             trial = self._try(size, usable, micro_batches, attempt)
+            for _ in range(2):  # where collectives follow the shape, they are recorded in two steps
+                if trial.fits and self.step.was_recorded:
+                    trial = self._try(size, usable, micro_batches, attempt)
             # The first step may have had to clear up what the allocator had cut for other sizes.
             return self._try(size, usable, micro_batches, attempt) if trial.only_retried else trial
 

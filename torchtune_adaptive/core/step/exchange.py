@@ -14,7 +14,7 @@ from torchtune_adaptive.common import listed
 from torchtune_adaptive.core.device.memory import DeviceMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.sizes.noise import NoiseSums
-from torchtune_adaptive.core.step.gradients import Scaling, divide
+from torchtune_adaptive.core.step.gradients import Scaling, divide, whole
 from torchtune_adaptive.core.step.objective import Summed
 from torchtune_adaptive.core.step.small_batches import SmallBatches
 
@@ -90,6 +90,8 @@ class Exchange:
     """
 
     ranks: Ranks
+    speaks: bool
+    """Whether this rank tells of its rows: of the ranks that hold the same ones, one does."""
     memory: DeviceMemory
     """The device's memory, whose allocation retries are told."""
     device: torch.device
@@ -116,10 +118,10 @@ class Exchange:
     def add(self, summed: Summed, weight: int) -> None:
         """Add what a micro-batch has to tell."""
         if summed.metrics is not None:
-            sums = torch.stack([summed.metrics[name].double() for name in self.metrics])
+            sums = torch.stack([whole(summed.metrics[name]).double() for name in self.metrics])
             self._metrics = sums if self._metrics is None else self._metrics + sums
         self._weight += weight
-        loss = summed.loss.detach()
+        loss = whole(summed.loss.detach())
         self.loss = loss if self.loss is None else self.loss + loss
 
     def count_nothing(self) -> None:
@@ -151,10 +153,12 @@ class Exchange:
         return None if summed[Total.FAILED] > 0 else self._unpacked(summed)
 
     def _pack(self, totals: torch.Tensor, squared_norm: torch.Tensor | None) -> None:
-        totals[Total.WEIGHT].fill_(float(self._weight))
-        totals[Total.LOSS].copy_(self._sum_of_losses())
-        if self._metrics is not None:
-            totals[Total.METRICS :].copy_(self._metrics)
+        loss = self._sum_of_losses()
+        if self.speaks:
+            totals[Total.WEIGHT].fill_(float(self._weight))
+            totals[Total.LOSS].copy_(loss)
+            if self._metrics is not None:
+                totals[Total.METRICS :].copy_(self._metrics)
         if squared_norm is not None:
             totals[Total.SQUARED_GRADIENT_NORM].copy_(squared_norm)
         for at, value in enumerate(self.noise.sums(), Total.NOISE):

@@ -5,11 +5,12 @@ Note [Failure before a collective]
 A rank that stops in the middle of a step leaves the others waiting in the next collective. So it goes on to
 the exchange, and makes up for the collectives that it has missed. They are, in this order:
 
-1. In each forward and backward, FSDP's: all-gathers, reduce-scatters and, with HSDP, all-reduces. A failure
-   may come anywhere, even between a collective's launch and its end. The rank drops what the step has made,
-   which makes room, and launches the rest of the phase on scratch buffers (``Collectives.finish``). While the
+1. In each forward and backward, those of FSDP, of tensor parallelism, and of the model itself. A failure may
+   come anywhere, even between a collective's launch and its end. The rank drops what the step has made, which
+   makes room, and launches the rest of the phase on scratch buffers (``Collectives.finish``). While the
    sequence is being recorded, nobody knows the rest. So the ranks agree on the host before each collective;
-   the others raise ``AnotherRankFailed`` instead of entering it, and every rank knows.
+   the others raise ``AnotherRankFailed`` instead of entering it, and all of those that agree know. Gradients
+   that tensor parallelism left as terms of a sum are summed in a pass of its own after the last backward.
 2. With replicas, after the last backward: the ranks agree on the host whether one has failed, in a pass or
    while it measured noise. Only if none has do they reduce gradients, in place, which takes no memory.
 3. The exchange (``Exchange``), a step's one all-reduce of its own. A rank that has failed before, the norm of
@@ -28,12 +29,19 @@ What ranks agree about on the host takes no device memory, so it cannot fail for
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchtune_adaptive.common import TrainingOutOfMemory
 from torchtune_adaptive.core.device.memory import DeviceMemory, is_out_of_memory
 from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives
+from torchtune_adaptive.core.ranks.unfinished import settle
+
+
+def _within(context: AbstractContextManager[object], work: Callable[..., Any], *given: Any) -> Any:
+    with context:
+        return work(*given)
 
 
 class StepHalfApplied(Exception):
@@ -64,39 +72,51 @@ class Failures:
     """The phase that the step is in."""
     here: str | None = field(init=False, default=None)
     """The phase in which this rank ran out of memory, if it did."""
+    beside: bool = field(init=False, default=False)
+    """Whether another rank that holds the same rows did, and only those know."""
     known: bool = field(init=False, default=False)
     """Whether a rank ran out of memory and every rank knows."""
 
     def begin(self) -> None:
         """Begin a step."""
-        self.here, self.known = None, False
+        self.here, self.beside, self.known = None, False, False
 
     @property
     def none(self) -> bool:
         """Whether this rank knows of no failure."""
-        return self.here is None and not self.known
+        return self.here is None and not self.beside and not self.known
 
     def do(self, phase: str, work: Callable[..., None], *arguments: Any) -> None:
         """Do one phase of a pass or, on a rank that ran out of memory, launch its collectives only."""
         if self.known:
             return
         if self.none:
-            self.collectives.begin_phase(phase)
-            self.attempt(phase, work, *arguments)
+            seeing = self.collectives.begin_phase(phase)
+            self.attempt(phase, _within, seeing, work, *arguments)
         if self.none:
             self.collectives.end_phase()
-        if self.here is not None and self._finish(phase):
-            self.known = True
+        if not self.none and not self.known:
+            self.known = self._finish(phase)
 
     def end_pass(self) -> None:
         """End a pass."""
-        if self.none and not self.collectives.end_pass():
-            self.known = True
+        self._listen(self.collectives.end_pass)
 
     def look_elsewhere(self) -> None:
         """Learn, between phases, of a failure that all will know of."""
-        if self.none and self.collectives.failed_elsewhere():
-            self.known = True
+        self._listen(self.collectives.look_elsewhere)
+
+    def _listen(self, ask: Callable[[], None]) -> None:
+        if self.none:
+            try:
+                ask()
+            except AnotherRankFailed as other:
+                self._heard(other)
+            if self.beside:
+                self.forget()
+
+    def _heard(self, other: AnotherRankFailed) -> None:
+        self.known, self.beside = other.everywhere, not other.everywhere
 
     def attempt(self, phase: str, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do something that can still be discarded; None if it failed, or something before it did."""
@@ -106,11 +126,13 @@ class Failures:
         try:
             with self.memory.running():
                 return work(*arguments)
-        except AnotherRankFailed:
-            self.known = True
+        except AnotherRankFailed as other:
+            settle(other)
+            self._heard(other)
         except Exception as error:
             if not self.is_survived(error):
                 raise
+            settle(error)
             self.here = phase
         # Only now is the exception gone, and with it the frames that held the step's tensors.
         self.forget()

@@ -20,6 +20,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def share(gradient: torch.Tensor, ranks: int) -> float:
     """The weight of a rank's piece in a sum over all ranks: less than 1 where several hold the same."""
     return parts(gradient) / ranks

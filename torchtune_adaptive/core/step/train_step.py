@@ -11,9 +11,10 @@ the caller decides what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,17 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core.device.memory import DeviceMemory
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.collectives import Collectives
 from torchtune_adaptive.core.ranks.reduction import reduction_of
-from torchtune_adaptive.core.ranks.supported import require_supported, require_watchable
+from torchtune_adaptive.core.ranks.supported import (
+    holders_of,
+    require_supported,
+    require_watchable,
+)
 from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import Exchange, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import Failures, StepHalfApplied
@@ -35,7 +41,7 @@ from torchtune_adaptive.core.step.loss_scale import LossScale
 from torchtune_adaptive.core.step.objective import Batch, Objective, Summed
 from torchtune_adaptive.core.step.small_batches import SmallBatches
 from torchtune_adaptive.core.step.switches import Switches
-from torchtune_adaptive.core.step.trees import mapped, tensors_in
+from torchtune_adaptive.core.step.trees import mapped, shape_of, tensors_in
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,8 @@ class StepOptions:
 
     survive: bool = True
     """Whether a step in which memory runs out is discarded; otherwise the error is raised as it is."""
+    compiled: bool = False
+    """Whether the model runs compiled code: collectives in it cannot be seen."""
     activations: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Maker of the context of forward passes, such as activation offloading; a failed step's is replaced."""
     switches: Switches = field(default_factory=Switches)
@@ -96,7 +104,10 @@ class TrainStep:
         if options.survive:
             require_watchable(self._models)
             require_supported(model, ranks)
-        self._reduction = reduction_of(model, ranks)
+        self._holders = holders_of(model, ranks)
+        if self._holders.size > 1 and options.survive:
+            self._require_no_obstacle()
+        self._reduction = reduction_of(model, ranks, self._holders)
         measures_noise = options.measure_noise and not options.optimizer_in_backward
         self._noise = SmallBatches(device, self._reduction, measures_noise)
         self._loss_scale = LossScale.of(options.scaler)
@@ -104,12 +115,20 @@ class TrainStep:
             self._reduction.averaged_over, options.clip_grad_norm, self._loss_scale
         )
         self._collectives = Collectives(
-            self._models, ranks, device, options.launched, self._noise.observer, options.survive
+            self._models,
+            ranks,
+            self._holders,
+            device,
+            launched=options.launched,
+            reducing=self._noise.observer,
+            survive=options.survive,
+            compiled=options.compiled,
         )
-        self._collectives.variant = options.switches.variant
+        self._collectives.variant = self._variant
         self._failures = Failures(self._collectives, memory, options.survive, self.forget)
         self._exchange = Exchange(
             ranks=ranks,
+            speaks=self._holders.is_zero,
             memory=memory,
             device=device,
             metrics=objective.metrics,
@@ -121,6 +140,24 @@ class TrainStep:
             memory.adopt([*each.parameters(), *each.buffers()])
         memory.adopt(tensors_in([[*optimizer.state.values()] for optimizer in self.optimizers]))
         self._begin()
+
+    def _require_no_obstacle(self) -> None:
+        """Check the options of a step in which several ranks hold the same rows."""
+        options = self.options
+        obstacles = {
+            "compiled code launches other collectives than those that were recorded. Do not compile": (
+                options.compiled
+            ),
+            "optimizers in backward come before gradients are whole. Step them after it": (
+                options.optimizer_in_backward
+            ),
+            "gradient noise is not measured on such a mesh. Do not measure it": options.measure_noise,
+        }
+        for obstacle, there in obstacles.items():
+            if there:
+                raise UsageError(
+                    f"model: tensors are split over ranks with the same rows: {obstacle}."
+                )
 
     def _begin(self) -> None:
         self._graph: torch.Tensor | None = None  # between forward and backward
@@ -135,10 +172,21 @@ class TrainStep:
         """The phase that the step is in, or was in last."""
         return self._failures.phase
 
+    @property
+    def was_recorded(self) -> bool:
+        """Whether a dispatch mode has seen the collectives of the last step, which takes more memory."""
+        return self._collectives.mode_was_on
+
+    @property
+    def _variant(self) -> Hashable:
+        switches = self.options.switches
+        # What a layer launches for tensor parallelism, it launches again where it is computed again.
+        return switches.variant if self._holders.size == 1 else switches.choice
+
     def switch(self, choice: Choice) -> None:
         """Use these values of the memory knobs from the next step on; on all ranks alike."""
         self.options.switches.set(choice)
-        self._collectives.variant = self.options.switches.variant
+        self._collectives.variant = self._variant
         self._activations = self.options.activations()
 
     def abandon(self) -> None:
@@ -176,7 +224,7 @@ class TrainStep:
         if self._collectives.disturbed and self._exchange.loss is None:
             # FSDP would take a forward pass that had no backward for a part of this step, and gather more.
             self._reset_models()
-        self._collectives.begin_pass()
+        self._collectives.begin_pass("training", partial(_shape_of, batch))
         self._failures.do("forward", self._forward, batch)
         if self.options.optimizer_in_backward:
             # Backward is the optimizer step: gradients are scaled in it, and there is no way back.
@@ -230,7 +278,7 @@ class TrainStep:
             counts: whether its tokens count. A rank that has no row left, where others have, evaluates one
                 for nothing, to take part in the collectives.
         """
-        self._collectives.begin_pass("evaluation")
+        self._collectives.begin_pass("evaluation", partial(_shape_of, batch))
         with _evaluating(self.model):
             self._failures.do("evaluation", self._forward_only, batch, counts)
         self._failures.end_pass()
@@ -306,6 +354,10 @@ class TrainStep:
         failures = self._failures
         if self._noise.of_rank:
             failures.attempt("gradient noise", self._noise.before_reduction, self._gradients())
+        if self._reduction.places:
+            self._collectives.begin_pass("reduction")
+            failures.do("reduction", self._reduction.place, self._parameters)
+            failures.end_pass()
         if not self._reduction.finish(self._parameters, failed=not failures.none):
             failures.known = True
         if not (self._scaling.needs_norm or self._noise.measured):
@@ -334,6 +386,16 @@ class TrainStep:
     def _scale_gradients(self, factor: float) -> None:
         self._failures.phase = "gradient scaling"
         gradients.scale(self._gradients(), factor, self._failures.insist)
+
+
+def _shape_of(batch: Batch) -> Hashable:
+    shape = shape_of(batch)
+    if not shape:
+        raise UsageError(
+            f"batch: there is no tensor in {type(batch).__name__}, and the shapes of tensors tell what a "
+            "model launches. Make a tensor, list, tuple or mapping of micro-batches."
+        )
+    return shape
 
 
 @contextmanager

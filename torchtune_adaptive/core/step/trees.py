@@ -35,3 +35,8 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, MutableMapping):
             yield from tensors_in(list(value.values()))
+
+
+def shape_of(tree: Any) -> tuple[torch.Size, ...]:
+    """The shapes of the tensors among the leaves of a tree."""
+    return tuple(tensor.shape for tensor in tensors_in(tree))

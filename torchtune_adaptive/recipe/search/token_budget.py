@@ -253,7 +253,7 @@ def _speeds(
     split = rows.configured
     if prober.compiled or split.rows > rows.order.rows_per_rank:
         return None, None  # most of what would be measured is compiling; or there is no full step
-    tokens = sum(by_tokens.row_lengths[sample] for sample in rows.first_samples) / prober.ranks.size
+    tokens = sum(by_tokens.row_lengths[sample] for sample in rows.first_samples) / split.ranks
 
     def measured(what: str, micro_batches: MicroBatches) -> float | None:
         step = rows.first_step(prober.ranks, micro_batches, micro_batches.full_size(split))

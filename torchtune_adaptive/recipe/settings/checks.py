@@ -318,6 +318,7 @@ def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
         f"is longer than the model takes (model.max_seq_len is {longest})",
         f"Set it to {longest} or less",
     )
+    in_tensors = (cfg.get("tensor_parallel_dim") or 1) > 1
     searches = settings.use_maximum_batch_size or settings.use_fastest_configuration
     yield (
         settings.search_only and not searches,
@@ -326,12 +327,32 @@ def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
         "Set use_maximum_batch_size=True or use_fastest_configuration=True as well",
     )
     yield (
-        settings.survives and (cfg.get("tensor_parallel_dim") or 1) > 1,
-        "tensor_parallel_dim",
-        "cannot be combined with use_maximum_batch_size, growth or shrink: a rank that runs out of "
-        "memory issues the step's remaining collectives, and can do so for FSDP's only",
-        "Set tensor_parallel_dim=1, or use_maximum_batch_size=False, batch_increase_function=null, "
+        settings.survives and in_tensors and cfg.get("compile", False),
+        "compile",
+        "cannot be combined with tensor_parallel_dim and use_maximum_batch_size, growth or shrink: a rank "
+        "that runs out of memory launches the step's remaining collectives, and those of compiled code are "
+        "not seen",
+        "Set compile=False, or use_maximum_batch_size=False, batch_increase_function=null, "
         f"{BLOCK}.on_out_of_memory=raise, and choose batch_size yourself",
+    )
+    yield (
+        settings.survives and in_tensors and cfg.get("optimizer_in_bwd", False),
+        "optimizer_in_bwd",
+        "cannot be combined with tensor_parallel_dim and use_maximum_batch_size, growth or shrink: some "
+        "gradients are whole only after backward",
+        "Set optimizer_in_bwd=False, or choose batch_size yourself",
+    )
+    yield (
+        in_tensors and settings.gradient_noise != "off",
+        f"{BLOCK}.gradient_noise",
+        "is not measured with tensor_parallel_dim",
+        "Set it to off, or tensor_parallel_dim=1",
+    )
+    yield (
+        in_tensors and settings.use_fastest_configuration,
+        "use_fastest_configuration",
+        "cannot be combined with tensor_parallel_dim: it needs predictions, which there are none of",
+        "Set use_fastest_configuration=False, or tensor_parallel_dim=1",
     )
     yield (
         settings.save_every_n_steps and cfg.get("enable_async_checkpointing", False),

@@ -85,7 +85,7 @@ class Growth:
         """Ask the schedule; what has changed, if anything has."""
         if self.schedule is None:
             return None
-        return self._change(self.schedule.global_batch(now) // self._ranks.size, now.samples)
+        return self._change(self.schedule.global_batch(now) // self.start.ranks, now.samples)
 
     def _change(self, rows: int, samples: int) -> Grown | None:
         limit = self._rows_per_epoch
@@ -105,7 +105,7 @@ class Growth:
 
     def set_rows(self, rows: int) -> None:
         """Use steps of ``rows`` rows on each rank."""
-        self.split = Split.of_rows(rows, self._ranks.size, self.largest, self.start.accumulation)
+        self.split = Split.of_rows(rows, self.start.ranks, self.largest, self.start.accumulation)
 
     def _ask_all_ranks(self, function: IncreaseFunction, epoch: int, current: int) -> int:
         """The function's answer on rank 0, once it is sure that every rank got one."""
@@ -173,7 +173,7 @@ class Growth:
         if self.schedule is not None:
             self.schedule.load_state_dict(saved.schedule)
         self.split = Split.resumed(
-            saved.global_batch, self._ranks.size, self.largest, self.start.accumulation
+            saved.global_batch, self.start.ranks, self.largest, self.start.accumulation
         )
 
 

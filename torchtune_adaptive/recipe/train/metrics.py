@@ -174,7 +174,7 @@ class Metrics:
         """
         seconds = time.perf_counter() - self._step_started
         self.seconds += seconds
-        tokens = self._tokens(outcome, micro_batches) * self._environment.ranks.size
+        tokens = self._tokens(outcome, micro_batches, split.ranks)
         self.tokens_per_second = tokens / seconds
         self.tokens += int(tokens)
         self.losses.append(outcome.loss)
@@ -202,12 +202,12 @@ class Metrics:
             self._logging.logger.log_dict(record, step=number)
         self.start_step()
 
-    def _tokens(self, outcome: StepDone, micro_batches: Sequence[MicroBatch]) -> float:
-        """Tokens of a step on each rank, as torchtune's recipes count them: those predicted or, where
-        the loss is no mean over tokens, all of them with padding."""
+    def _tokens(self, outcome: StepDone, micro_batches: Sequence[MicroBatch], ranks: int) -> float:
+        """Tokens of a step, on so many ranks with rows of their own, as torchtune's recipes count them: those
+        predicted or, where the loss is no mean over tokens, all of them with padding."""
         if self._counts_tokens:
-            return outcome.weight / self._environment.ranks.size
-        return sum(each.tokens for each in micro_batches)
+            return outcome.weight
+        return sum(each.tokens for each in micro_batches) * ranks
 
     def record_validation(self, number: int, found: dict[str, float]) -> None:
         """Record what validation after a step found; its time is not the next step's."""

@@ -1,0 +1,170 @@
+"""Memory runs out anywhere in a step on a mesh: nobody waits, all discard it, and no bit changes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.helpers.mesh import (
+    ROWS,
+    OnMesh,
+    context_of,
+    fail_on_mesh,
+    lengths_of,
+)
+from tests.helpers.models import batch, local_values
+from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import Sample
+
+pytestmark = pytest.mark.ranks
+
+Shape = tuple[int, int, int]
+"""The ranks that hold the same shard, those that share the parameters, those that hold the same rows."""
+
+CASES: dict[str, tuple[str, Shape, str, str]] = {
+    "tensor parallel": ("tensor", (1, 1, 2), "everything", "one rank"),
+    "with FSDP, a new shape": ("tensor", (1, 2, 2), "shape", "one rank"),
+    "sequence parallel, two ranks of a group": (
+        "sequence",
+        (1, 1, 2),
+        "everything",
+        "two of a group",
+    ),
+    "with FSDP": ("tensor", (1, 2, 2), "everything", "one rank"),
+    "with FSDP, two ranks of a group, a new shape": (
+        "tensor",
+        (1, 2, 2),
+        "shape",
+        "two of a group",
+    ),
+    "with FSDP, while recording": ("tensor", (1, 2, 2), "nothing", "one rank"),
+    "with FSDP, all ranks": ("tensor", (1, 2, 2), "shape", "all ranks"),
+    "sequence parallel, with FSDP": ("sequence", (1, 2, 2), "shape", "one rank"),
+    "loss parallel": ("loss", (1, 1, 2), "shape", "one rank"),
+    "loss parallel, with FSDP": ("loss", (1, 2, 2), "everything", "two of a group"),
+    "with HSDP": ("tensor", (2, 2, 2), "everything", "one rank"),
+    "with HSDP, a new shape": ("tensor", (2, 2, 2), "shape", "one rank"),
+}
+
+
+@pytest.mark.rotating(1)
+@pytest.mark.parametrize(("way", "shape", "known", "who"), CASES.values(), ids=CASES)
+def test_memory_runs_out_at_operations_of_a_step(
+    way: str, shape: Shape, known: str, who: str, sample: Sample
+) -> None:
+    sample = sample.every(exhaustive=13 if shape == (2, 2, 2) else 3, quick=67)
+    _assert_survived(
+        run_ranks(fail_on_mesh, math.prod(shape), way, shape, known, who, sample, timeout=280)
+    )
+
+
+@pytest.mark.rotating(1)
+@pytest.mark.parametrize("known", ["everything", "shape", "nothing"])
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 2)], ids=str)
+def test_memory_runs_out_before_and_after_each_launch(
+    shape: Shape, known: str, sample: Sample
+) -> None:
+    sample = sample.every(exhaustive=1, quick=13)
+    arguments = ("sequence", shape, known, "one rank", sample, True)
+    _assert_survived(run_ranks(fail_on_mesh, math.prod(shape), *arguments, timeout=280))
+
+
+def _assert_survived(ranks: list[dict[str, int]]) -> None:
+    for counts in ranks:
+        assert counts["tried"] == counts["lost"] == counts["blamed"] >= 1
+        assert counts["wrong"] == counts["unequal"] == counts["unfinished"] == 0
+
+
+def log_of(way: str, shape: Shape, data_ranks: int) -> list[tuple[float, ...]]:
+    """What steps say, in which the rows of all data-parallel ranks are the same on every mesh."""
+    with context_of(way):
+        run = OnMesh(way, shape)
+        shares = data_ranks // (shape[0] * shape[1])
+        said = []
+        for number in range(4):
+            for share in range(shares):
+                rows = batch(2, seed=10 * number + run.place * shares + share)
+                run.step.forward_backward(rows)
+            outcome = run.step.apply()
+            assert not outcome.lost and outcome.gradient_norm is not None
+            said.append((outcome.weight, outcome.loss, outcome.gradient_norm))
+        return said
+
+
+@pytest.mark.rotating(1)
+@pytest.mark.parametrize("way", ["tensor", "sequence", "loss"])
+def test_the_log_is_that_of_one_rank(way: str) -> None:
+    """Tokens count once, and gradients that are terms of a sum are summed before their norm."""
+    [alone] = run_ranks(log_of, 1, "sequence", (1, 1, 1), 1)
+    both = run_ranks(log_of, 2, way, (1, 1, 2), 1)
+    assert both[0] == both[1]
+    for expected, seen in zip(alone, both[0], strict=True):
+        assert seen == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["tensor", "sequence", "loss"])
+def test_the_log_is_that_of_two_data_parallel_ranks(way: str) -> None:
+    plain = run_ranks(log_of, 2, "sequence", (1, 2, 1), 2)
+    four = run_ranks(log_of, 4, way, (1, 2, 2), 2)
+    assert four == [four[0]] * 4
+    for expected, seen in zip(plain[0], four[0], strict=True):
+        assert seen == pytest.approx(expected, rel=1e-6)
+
+
+def steps_of_any_length(shape: Shape, steps: int, chunks: int) -> dict[str, float]:
+    """Steps whose rows have other lengths on each rank, and so other numbers of launches; every second one
+    fails somewhere. It is taken again, and compared with one that did not fail."""
+    run, reference = OnMesh("tensor", shape, chunks), OnMesh("tensor", shape, chunks)
+    counts = {"lost": 0, "wrong": 0, "unequal": 0}
+    generator = torch.Generator().manual_seed(0)
+    for number, length in enumerate(lengths_of(steps, seed=run.place)):
+        rows = batch(ROWS, length, seed=1000 * number + run.place)
+        operation = int(torch.randint(1, 250, (), generator=generator))
+        victim = number % run.ranks.size
+        fails = number % 2 == 1 and victim == run.ranks.rank
+        with run.memory.fail_at(operation if fails else None):
+            outcome = run.take(1, rows)
+        if outcome.lost:
+            counts["lost"] += 1
+            outcome = run.take(1, rows)
+        counts["unequal"] += not run.launched()
+        assert outcome == reference.take(1, rows)
+        pairs = zip(local_values(run.model), local_values(reference.model), strict=True)
+        counts["wrong"] += not all(torch.equal(*pair) for pair in pairs)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "steps", [12, pytest.param(300, marks=pytest.mark.exhaustive)], ids=["short", "long"]
+)
+def test_any_rank_may_meet_any_length_at_any_time(steps: int) -> None:
+    for counts in run_ranks(steps_of_any_length, 4, (1, 2, 2), steps, 8, timeout=60 + 2 * steps):
+        assert counts["lost"] >= steps // 4
+        assert counts["wrong"] == counts["unequal"] == 0
+
+
+def gradients_after_a_step() -> list[bool]:
+    """Whether each gradient is placed as its parameter is, in a step that leaves them to the caller."""
+    run = OnMesh("sequence", (1, 1, 2))
+    placed = []
+    scale = run.step._scale_gradients
+
+    def look(factor: float) -> None:
+        scale(factor)
+        for parameter in run.model.parameters():
+            assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+            placed.append(parameter.grad.placements == parameter.placements)
+
+    run.step._scale_gradients = look  # type: ignore[method-assign]
+    run.take(ROWS)
+    return placed
+
+
+@pytest.mark.exhaustive
+def test_gradients_are_placed_as_their_parameters_are() -> None:
+    for placed in run_ranks(gradients_after_a_step, 2):
+        assert len(placed) > 10 and all(placed)

@@ -1,0 +1,118 @@
+"""What a launch is, by whatever operator it is made, and that it can be made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+from tests.helpers.library import gather_with_gradient
+from torchtune_adaptive.core.private import launches_of, unfinished_works
+from torchtune_adaptive.core.ranks import recording
+from torchtune_adaptive.core.ranks.recording import Launch, Recorder, launch_again
+from torchtune_adaptive.core.ranks.unfinished import settle
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def seen_in(call: Callable[[], Any]) -> list[Launch]:
+    seen: list[Launch] = []
+    with Recorder(seen.append):
+        call()
+    return seen
+
+
+CALLS: dict[str, Callable[[int], Any]] = {
+    "all-reduce": lambda size: dist.all_reduce(torch.ones(size)),
+    "asynchronous": lambda size: dist.all_reduce(torch.ones(size), async_op=True).wait(),  # type: ignore[union-attr]
+    "list of tensors": lambda size: dist.all_gather([torch.ones(size)], torch.ones(size)),
+    "functional": lambda size: functional.all_reduce(
+        torch.ones(size), "sum", dist.group.WORLD
+    ).sum(),
+    "in place": lambda size: torch.ops._c10d_functional.wait_tensor(
+        torch.ops._c10d_functional.all_reduce_(torch.ones(size), "sum", "0")
+    ),
+    "in backward": lambda size: (
+        gather_with_gradient(torch.ones(size, requires_grad=True), 0, dist.group.WORLD)
+        .sum()
+        .backward()
+    ),
+    "all-to-all": lambda size: dist.all_to_all_single(torch.ones(size), torch.ones(size)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_launch_is_seen_compared_and_made_again(call: Callable[[int], Any]) -> None:
+    seen = seen_in(lambda: call(2))
+    assert len(seen) == (2 if call is CALLS["in backward"] else 1)
+    assert seen == seen_in(lambda: call(2)) != seen_in(lambda: call(3))
+    assert dist.group.WORLD is not None
+    before, told = launches_of(dist.group.WORLD), []
+    launch_again(seen, torch.device("cpu"), lambda: told.append(0))
+    after = launches_of(dist.group.WORLD)
+    assert before is not None and after == before + len(seen)
+    assert unfinished_works() == 0 and not told
+
+
+@pytest.mark.parametrize(
+    ("received", "sent", "follows"),
+    [
+        (None, None, False),
+        ([0, 4], [4, 0], False),
+        ([2, 2], [2, 2], True),
+        ([1, 3], [2, 2], True),
+    ],
+)
+def test_sizes_of_parts_may_follow_data(
+    received: list[int] | None, sent: list[int] | None, follows: bool
+) -> None:
+    class Seen(Exception):
+        pass
+
+    def stop(launch: Launch) -> None:
+        assert launch.follows_data is follows
+        raise Seen
+
+    with pytest.raises(Seen), Recorder(stop):
+        dist.all_to_all_single(torch.ones(4), torch.ones(4), received, sent)
+
+
+@pytest.mark.parametrize(
+    ("namespace", "name", "why"),
+    [
+        ("c10d", "send", "sequence of its own"),
+        ("c10d", "recv_", "sequence of its own"),
+        ("_c10d_functional", "isend", "sequence of its own"),
+        ("symm_mem", "one_shot_all_reduce", "memory of other ranks"),
+    ],
+)
+def test_what_no_rank_could_make_alone_is_refused_by_name(
+    namespace: str, name: str, why: str
+) -> None:
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    if packet is None:
+        pytest.skip(f"torch {torch.__version__} has no {namespace}.{name}")
+    launch = recording._seen(packet.default, (torch.ones(1),), {})
+    assert name in launch.refused and why in launch.refused
+
+
+def test_a_failure_between_launch_and_wait_leaves_nothing_behind() -> None:
+    def fail() -> None:
+        raw = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", "0")
+        wrapped = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+        raise torch.OutOfMemoryError(f"{raw.shape} {type(wrapped)}")
+
+    with pytest.raises(torch.OutOfMemoryError) as failed:
+        fail()
+    assert unfinished_works() == 2
+    settle(failed.value)
+    assert unfinished_works() == 0

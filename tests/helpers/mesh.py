@@ -1,0 +1,230 @@
+"""A tiny Llama on a mesh, whose device runs out of memory where it is told to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torchtune import training
+from torchtune.models.llama2 import llama2
+from torchtune.models.llama3 import base_llama_tp_plan
+from torchtune.modules.loss import CEWithChunkedOutputLoss
+
+from tests.helpers.faults import FailingMemory, fail_at_each, survivable
+from tests.helpers.models import VOCABULARY, batch, local_values, same_bits, train_step
+from tests.helpers.samples import Sample
+from torchtune_adaptive.core.private import launches_of, unfinished_works
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.step.exchange import StepOutcome
+from torchtune_adaptive.core.step.objective import NextTokenPrediction
+from torchtune_adaptive.core.step.snapshot import Snapshot
+
+ROWS = 2
+
+
+def whole_model(layers: int = 1) -> nn.Module:
+    torch.manual_seed(0)
+    model = llama2(
+        vocab_size=VOCABULARY,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        embed_dim=16,
+        intermediate_dim=24,
+        max_seq_len=64,
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def sequence_plan(loss: bool) -> dict[str, ParallelStyle]:
+    """Activations between layers are split along the sequence; with ``loss``, logits over the vocabulary."""
+    split, whole = Shard(1), Replicate()
+    logits = Shard(-1) if loss else whole
+    return {
+        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=split),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(
+            input_layouts=split, output_layouts=logits, use_local_output=not loss
+        ),
+        "layers.*.attn": PrepareModuleInput(
+            input_layouts=(split, split), desired_input_layouts=(whole, whole)
+        ),
+        "layers.*.mlp": PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(whole,)),
+        "layers.*.sa_norm": SequenceParallel(),
+        "layers.*.mlp_norm": SequenceParallel(),
+        "layers.*.attn.q_proj": ColwiseParallel(),
+        "layers.*.attn.k_proj": ColwiseParallel(),
+        "layers.*.attn.v_proj": ColwiseParallel(),
+        "layers.*.attn.output_proj": RowwiseParallel(output_layouts=split),
+        "layers.*.mlp.w1": ColwiseParallel(),
+        "layers.*.mlp.w2": RowwiseParallel(output_layouts=split),
+        "layers.*.mlp.w3": ColwiseParallel(),
+    }
+
+
+def mesh_of(replicas: int, dp: int, tp: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, dp, tp), mesh_dim_names=("copies", "dp", "tp"))
+
+
+def spread(way: str, mesh: DeviceMesh, chunks: int = 2) -> nn.Module:
+    """The model on this rank: ``tensor``, ``sequence`` or ``loss`` parallel."""
+    model, tp = whole_model(), mesh["tp"]
+    if tp.size() > 1:
+        model = training.prepare_mha_for_tp(model, tp)
+        plan = base_llama_tp_plan() if way == "tensor" else sequence_plan(way == "loss")
+        parallelize_module(model, tp, plan)
+    if mesh.size() > tp.size():
+        shards = mesh["copies", "dp"] if mesh["copies"].size() > 1 else mesh["dp"]
+        whole = [partial(training.get_shard_conditions, names_to_match=None)]
+        training.shard_model(
+            model, whole, cpu_offload=False, reshard_after_forward=True, dp_mesh=shards
+        )
+    model.set_num_output_chunks(chunks if way == "tensor" else 0)  # type: ignore[operator]
+    return model
+
+
+class _WholeOutput(NextTokenPrediction):
+    """The loss of logits that are not in chunks, and may be split over the vocabulary."""
+
+    def summed_loss(self, forward: Any, batch: Any, weight: int) -> torch.Tensor:
+        logits, labels = forward(**self._inputs(batch)), self._labels(batch, weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100) * weight
+
+
+def objective_of(way: str, chunks: int = 2) -> NextTokenPrediction:
+    if way == "tensor":
+        return NextTokenPrediction(CEWithChunkedOutputLoss(num_output_chunks=chunks))
+    return _WholeOutput(nn.CrossEntropyLoss(ignore_index=-100))
+
+
+def context_of(way: str) -> AbstractContextManager[Any]:
+    return loss_parallel() if way == "loss" else nullcontext()
+
+
+class OnMesh:
+    """A run of such a model; ranks of one tensor-parallel group have the same rows."""
+
+    def __init__(
+        self, way: str, shape: tuple[int, int, int], chunks: int = 2, timeout: float = 20
+    ) -> None:
+        self.ranks, self.mesh = Ranks(timeout=timeout), mesh_of(*shape)
+        self.model = spread(way, self.mesh, chunks)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
+        self.memory = FailingMemory()
+        self.step = train_step(
+            self.model,
+            [self.optimizer],
+            objective=objective_of(way, chunks),
+            memory=self.memory,
+            ranks=self.ranks,
+            clip_grad_norm=1.0,
+        )
+        self.place = self.ranks.rank // shape[2]
+        self.rows = batch(ROWS, seed=self.place)
+        groups = (self.mesh.get_group(dim) for dim in range(3))
+        self.groups = [group for group in groups if group.size() > 1]
+
+    def take(self, size: int, rows: dict[str, torch.Tensor] | None = None) -> StepOutcome:
+        rows = rows or self.rows
+        for start in range(0, len(rows["tokens"]), size):
+            part = {name: value[start : start + size] for name, value in rows.items()}
+            self.step.forward_backward(part)
+        return self.step.apply()
+
+    def launched(self) -> bool:
+        """Whether each group has launched as many collectives on each of its ranks."""
+        members = [(dist.get_process_group_ranks(g), launches_of(g)) for g in self.groups]
+        counts: dict[tuple[int, ...], set[int | None]] = {}
+        for each in self.ranks.gather(members):
+            for ranks, number in each:
+                counts.setdefault(tuple(ranks), set()).add(number)
+        return all(len(numbers) == 1 for numbers in counts.values())
+
+
+WHO = {
+    "one rank": lambda rank, victim: rank == victim,
+    "two of a group": lambda rank, victim: rank // 2 == victim // 2,
+    "all ranks": lambda rank, victim: True,
+}
+
+
+def fail_on_mesh(
+    way: str,
+    shape: tuple[int, int, int],
+    known: str,
+    who: str,
+    sample: Sample,
+    only_launches: bool = False,
+) -> Counter[str]:
+    """Fail at operations of a step; it is retried in micro-batches of half the rows.
+
+    Args:
+        way: how tensors are split.
+        shape: of the mesh.
+        known: what is recorded: ``everything``, all but the ``shape``, or ``nothing``.
+        who: fails.
+        sample: of operations.
+        only_launches: whether those are what comes before and after launches.
+    """
+    with context_of(way):
+        run = OnMesh(way, shape)
+        for size in (ROWS, ROWS, ROWS, 1, 1):
+            run.take(size)
+        snapshot = Snapshot(run.model, [run.optimizer], torch.device("cpu"))
+        run.take(1)
+        expected = local_values(run.model)
+        snapshot.restore()
+        last, launches = survivable(run.memory, run.step, lambda: run.take(ROWS))
+        snapshot.restore()
+        every = [at for at in launches if at <= last] if only_launches else range(1, last + 1)
+        counts: Counter[str] = Counter()
+        operations = [every[number - 1] for number in sample.of(len(every))]
+        for operation, victim, _ in fail_at_each(operations, run.memory, run.ranks):
+            collectives = run.step._collectives
+            if known != "everything":
+                collectives._sequences.clear()
+            if known == "nothing":
+                collectives._wide_sequences.clear()
+            here = WHO[who](run.ranks.rank, victim)
+            # A second one fails a little later.
+            later = 7 if who == "two of a group" and run.ranks.rank != victim else 0
+            unfinished = unfinished_works()
+            with run.memory.fail_at(operation + later if here else None) as fault:
+                outcome = run.take(ROWS)
+            counts["tried"] += 1
+            counts["lost"] += outcome.lost
+            counts["unequal"] += not run.launched()
+            counts["unfinished"] += unfinished_works() != unfinished
+            failed = sum(map(bool, run.ranks.gather(str(fault.failed or ""))))
+            counts["blamed"] += outcome.lost and 1 <= sum(map(bool, outcome.failures)) <= failed
+            if outcome.lost:
+                run.take(1)
+                counts["wrong"] += not same_bits(local_values(run.model), expected)
+            snapshot.restore()
+        return counts
+
+
+def lengths_of(steps: int, seed: int) -> Iterator[int]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        yield int(torch.randint(4, 17, (), generator=generator)) * 2

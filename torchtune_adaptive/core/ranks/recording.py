@@ -1,0 +1,175 @@
+"""Launches of collectives, whoever makes them, in enough detail to make them again on buffers of no worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtune_adaptive.core.private import (
+    FakeTensor,
+    TorchDispatchMode,
+    group_in,
+    group_named,
+    schema_of,
+    tree_leaves,
+    tree_map_only,
+)
+
+_ALIGNMENT = 512  # bytes; allocators align the start of a buffer like this
+_NAMESPACES = {"c10d", "_c10d_functional", "_dtensor"}
+_NO_LAUNCHES = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
+_ALL_TO_ALL = {"alltoall_base_", "all_to_all_single"}
+_POINT_TO_POINT = {"send", "recv_", "recv_any_source_", "isend", "irecv", "batch_p2p_ops"}
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A tensor that a collective was given, without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        size = self.shape.numel() * self.dtype.itemsize
+        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Launch:
+    """An operator that launches a collective, and its arguments, with buffers in the place of tensors."""
+
+    operator: Any = field(compare=False)
+    arguments: tuple[Any, Any] = field(compare=False)
+    group: dist.ProcessGroup = field(compare=False)
+    key: tuple[Any, ...]
+    """What two launches are compared by."""
+    of_fsdp: bool = False
+    """Whether one of FSDP's hooks for collectives makes it."""
+    follows_data: bool = False
+    """Whether its sizes may be others for other data of the same shape: an all-to-all that is told the sizes
+    of its parts. With one part, as in a rotation, there is nothing to choose."""
+    refused: str = ""
+    """The reason why a rank cannot make it by itself, or cannot tell whether it has been made."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(leaf.bytes for leaf in tree_leaves(self.arguments) if isinstance(leaf, _Buffer))
+
+    def again(self, scratch: torch.Tensor) -> None:
+        """Launch it on parts of a buffer, and wait for it."""
+        taken = 0
+
+        def part(buffer: _Buffer) -> torch.Tensor:
+            nonlocal taken
+            start, taken = taken, taken + buffer.bytes
+            plain = scratch[start:taken].view(buffer.dtype)
+            return plain[: buffer.shape.numel()].view(buffer.shape)
+
+        positional, named = tree_map_only(_Buffer, part, self.arguments)
+        for leaf in tree_leaves(self.operator(*positional, **named)):
+            if isinstance(leaf, torch.ScriptObject):
+                dist.Work.unbox(leaf).wait()
+            elif isinstance(
+                leaf, torch.Tensor
+            ):  # does nothing where another way of waiting was used
+                torch.ops._c10d_functional.wait_tensor(leaf)
+
+
+def launch_of(call: partial[Any]) -> Launch:
+    """What a call of one of torch's functions for collectives launches, given its ``group`` by name."""
+    named = {**call.keywords, "async_op": False}
+    arguments = _without_values((call.args, named))
+    key = (call.func.__name__, *tree_leaves(arguments))
+    return Launch(call.func, arguments, named["group"], key)
+
+
+def _without_values(arguments: Any) -> Any:
+    return tree_map_only(
+        torch.Tensor, lambda tensor: _Buffer(tensor.shape, tensor.dtype), arguments
+    )
+
+
+def launch_again(
+    launches: Sequence[Launch], device: torch.device, launched: Callable[[], None]
+) -> None:
+    """Make launches again, in this order, on one buffer of zeros; ``launched`` is called for FSDP's."""
+    if launches:
+        size = max(launch.bytes for launch in launches)
+        scratch = torch.zeros(size, dtype=torch.uint8, device=device)
+        for launch in launches:
+            launch.again(scratch)
+            if launch.of_fsdp:
+                launched()
+
+
+class Recorder(TorchDispatchMode):
+    """Shows each launch to ``before``, before it is made."""
+
+    def __init__(self, before: Callable[[Launch], None]) -> None:
+        super().__init__()
+        self._before = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)  # a sharded tensor's shape is being worked out
+        if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # a sharded tensor: what it launches for the plain ones inside is shown
+        if func.namespace == "symm_mem" or _is_launch(func):
+            self._before(_seen(func, args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _is_launch(operator: Any) -> bool:
+    return operator.namespace in _NAMESPACES and _name(operator) not in _NO_LAUNCHES
+
+
+def _name(operator: Any) -> str:
+    return str(schema_of(operator).name).partition("::")[2]
+
+
+def _seen(operator: Any, positional: Any, named: Any) -> Launch:
+    why = ""
+    if operator.namespace == "symm_mem":
+        why = "it reads and writes the memory of other ranks"
+    elif _name(operator) in _POINT_TO_POINT:
+        why = "each rank has a sequence of its own, as in a pipeline"
+    group = dist.group.WORLD if why else _group_of(tree_leaves((positional, named)))
+    assert group is not None
+    arguments = _without_values((positional, named))
+    plain = (leaf for leaf in tree_leaves(arguments) if not isinstance(leaf, torch.ScriptObject))
+    parts = filter(_are_sizes, positional if _name(operator) in _ALL_TO_ALL else ())
+    return Launch(
+        operator,
+        arguments,
+        group,
+        (str(operator), group.group_name, *plain),
+        follows_data=any(sum(map(bool, sizes)) > 1 for sizes in parts),
+        refused=_refusal(operator, why) if why else "",
+    )
+
+
+def _are_sizes(argument: Any) -> bool:
+    return isinstance(argument, (list, tuple)) and all(isinstance(each, int) for each in argument)
+
+
+def _refusal(operator: Any, why: str) -> str:
+    return (
+        f"model: it launches {operator}, which a rank that runs out of memory cannot complete: {why}. Use "
+        "collectives of all ranks of a process group; or, in a recipe, choose batch_size yourself and set "
+        "adaptive_batching.on_out_of_memory=raise."
+    )
+
+
+def _group_of(leaves: Sequence[Any]) -> dist.ProcessGroup:
+    for leaf in leaves:
+        if (group := group_in(leaf)) is not None:
+            return group
+    # Functional collectives name it, as the last of their texts.
+    return group_named([leaf for leaf in leaves if isinstance(leaf, str)][-1])
