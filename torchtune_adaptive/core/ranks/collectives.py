@@ -8,13 +8,16 @@ This is the first part of Note [Failure before a collective] in ``step.failures`
 - From then on, a rank that runs out of memory drops its graph and launches *the rest of the recorded
   sequence* with scratch buffers. Nobody waits, nobody asks, and a healthy step pays nothing. The others
   learn that the step is lost from the all-reduce that ends it anyway.
+- Before a collective of the caller's own, such as a gather of metrics, the ranks *vote*, always. A rank that
+  has failed launches what is recorded up to there, and votes; then all know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import takewhile
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.unseen import Unseen
 
+T = TypeVar("T")
 _ALIGNMENT = 512  # bytes; allocators align the start of a buffer like this
 _FAILED, _UNSEEN = 1, 2  # what ranks tell each other while recording; the largest counts
 
@@ -34,11 +38,18 @@ class AnotherRankFailed(Exception):
     """Raised where a rank would enter a collective that another rank will not enter."""
 
 
+class _Vote:
+    """What stands for a vote in a sequence."""
+
+
+_VOTE = _Vote()
+
+
 @dataclass
 class _Sequence:
     """The collectives of one kind of pass, by phase, and how often in a row they have been these."""
 
-    recorded: dict[str, list[fsdp.Collective]] = field(default_factory=dict)
+    recorded: dict[str, list[fsdp.Collective | _Vote]] = field(default_factory=dict)
     equal_passes: int = 0
 
 
@@ -72,7 +83,7 @@ class Collectives:
         self._launched = launched
         self._sequences: dict[tuple[Hashable, str], _Sequence] = {}
         self._sequence = _Sequence()
-        self._pass: dict[str, list[fsdp.Collective]] = {}
+        self._pass: dict[str, list[fsdp.Collective | _Vote]] = {}
         self._count: dict[str, int] = {}
         self._phase = ""
         self._open = _Open()
@@ -163,12 +174,31 @@ class Collectives:
         known = self._pass if self.recording else self._sequence.recorded
         launched = self._count.get(phase, 0) + self._open.launched()
         self._open = _Open()
-        rest = known.get(phase, [])[launched:]
+        rest, vote = _up_to_vote(known.get(phase, [])[launched:])
         self._count[phase] = launched + len(rest)
         self._launch_on_scratch(rest)
-        if self.recording:
+        if vote or self.recording:
             self._agree(failed=True)
-        return self.recording
+            return True
+        return False
+
+    def together(self, launch: Callable[[], T]) -> T:
+        """Launch a collective of the caller's own; where a rank of a step has failed, on none."""
+        if not self._survive or not self._in_step or self._ranks.size == 1:
+            return launch()
+        self._close()
+        recording = self.recording
+        if recording:
+            self._unseen.look()
+        if self._agree():
+            raise AnotherRankFailed
+        if recording:
+            self._pass[self._phase].append(_VOTE)
+        self._count[self._phase] += 1
+        result = launch()
+        if recording:
+            self._unseen.announce()
+        return result
 
     def _launch_on_scratch(self, rest: Sequence[fsdp.Collective]) -> None:
         if not rest:
@@ -196,7 +226,8 @@ class Collectives:
             known = self._pass
         at = self._count[self._phase]
         following = known.get(self._phase, [])[at : at + len(collectives)]
-        self._open = _Open(len(collectives), [collective.group for collective in following])
+        groups = [each.group for each in following if isinstance(each, fsdp.Collective)]
+        self._open = _Open(len(collectives), groups)
         self._launched()
         result = launch()
         self._open.returned = True
@@ -234,6 +265,14 @@ class _Open:
         if before is None:  # The best guess: what raises in a launch does so where it waits.
             return at == 0 or self.returned
         return launches_of(group) != before
+
+
+def _up_to_vote(
+    rest: Sequence[fsdp.Collective | _Vote],
+) -> tuple[list[fsdp.Collective], bool]:
+    """The collectives before the first vote, and whether there is one."""
+    before = list(takewhile(lambda each: isinstance(each, fsdp.Collective), rest))
+    return before, len(before) < len(rest)  # type: ignore[return-value]
 
 
 def _aligned(size: int) -> int:

@@ -1,0 +1,110 @@
+"""Trainers on one process: what is logged, and the weights, are those of the plain trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.real.trainers import (
+    AS_CONFIGURED,
+    SEARCHING,
+    Loss,
+    distance,
+    on_ranks,
+    trained,
+)
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
+CLOSE = 1e-6
+
+
+def _no_smaller_loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> torch.Tensor:
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    labels = labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+TRAINER: dict[str, dict[str, Any]] = {
+    "plain": {"gradient_accumulation_steps": 1},
+    "accumulation": {"gradient_accumulation_steps": 4},
+    "no clipping": {"max_grad_norm": 0.0},
+    "clipping": {"max_grad_norm": 0.1},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+    "autocast": {"bf16": True, "gradient_accumulation_steps": 1},
+    "checkpointing": {"gradient_checkpointing": True},
+    "ragged": {"ragged": True, "gradient_accumulation_steps": 1},
+    "ragged, accumulated": {"ragged": True, "gradient_accumulation_steps": 4},
+    "by length": {"ragged": True, "train_sampling_strategy": "group_by_length"},
+    "label smoothing": {"label_smoothing_factor": 0.1, "ragged": True},
+    "compute_loss_func": {"compute_loss_func": _no_smaller_loss},
+    "short last step": {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 5},
+    "workers": {"dataloader_num_workers": 2},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+    "no token counts": {"average_tokens_across_devices": False, "include_num_input_tokens_seen": "all"},
+}
+
+
+def compare(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The distances of ours from the plain trainer: searched, as configured, and with memory lost."""
+    if settings.get("eval_strategy"):
+        from tests.integrations.real.trainers import tokens
+
+        settings = settings | {"eval_dataset": tokens(16)}
+    plain = trained(kind, None, **settings)
+    searched = trained(kind, SEARCHING, **settings)
+    equal = trained(kind, AS_CONFIGURED, **settings)
+    lost = trained(kind, AS_CONFIGURED, Loss(), **settings)
+    evaluated = [
+        one.column("eval_loss") for one in (plain, equal) if settings.get("eval_strategy")
+    ]
+    assert not evaluated or evaluated[0] == evaluated[1]
+    return {
+        "searched": distance(searched, plain),
+        "found": searched.sizes,
+        "equal": distance(equal, plain),
+        "same weights": torch.equal(equal.weights, plain.weights),
+        "lost": distance(lost, plain),
+        "sizes": lost.sizes,
+        "tokens": [
+            [entry.get("num_tokens", entry.get("num_input_tokens_seen")) for entry in one.logs]
+            for one in (plain, searched, equal, lost)
+        ],
+    }
+
+
+@pytest.mark.parametrize("name", TRAINER)
+def test_trainer(name: str) -> None:
+    [seen] = on_ranks(compare, 1, "trainer", TRAINER[name])
+    assert seen["equal"] == 0 and seen["same weights"], seen
+    loose = 2e-3 if name == "autocast" else CLOSE
+    assert seen["searched"] <= loose and seen["lost"] <= loose, seen
+    assert seen["found"][0] > 4 or name == "plain", seen
+    assert seen["sizes"][1] < 4, seen
+    assert all(each == seen["tokens"][0] for each in seen["tokens"])
+
+
+SFT: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "completion only": {"of": ("prompt", "completion")},
+    "packed": {"packing": True, "packing_strategy": "wrapped", "max_length": 16},
+    "padding-free": {"packing": True, "max_length": 16},
+}
+
+
+@pytest.mark.parametrize("name", SFT)
+def test_sft(name: str) -> None:
+    [seen] = on_ranks(sft, 1, SFT[name])
+    assert seen["equal"] == 0 and seen["same weights"], seen
+    assert seen["searched"] <= CLOSE and seen["lost"] <= CLOSE, seen
+    assert seen["sizes"][1] < 4, seen
+    assert seen["tokens"][0][0] and all(each == seen["tokens"][0] for each in seen["tokens"])
+
+
+def sft(settings: dict[str, Any]) -> dict[str, Any]:
+    from tests.integrations.real.trainers import texts
+
+    of = settings.get("of", ("text",))
+    rest = {key: value for key, value in settings.items() if key != "of"}
+    return compare("sft", rest | {"data": texts(*of, count=200)})
