@@ -55,7 +55,8 @@ def compare(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     plain = trained(kind, None, **settings)
     searched = trained(kind, SEARCHING, **settings)
     equal = trained(kind, AS_CONFIGURED, **settings)
-    lost = trained(kind, AS_CONFIGURED, Loss(), **settings)
+    where = "loss" if settings.get("torch_compile") else "policy"
+    lost = trained(kind, AS_CONFIGURED, Loss(where=where), **settings)
     evaluated = [
         one.column("eval_loss") for one in (plain, equal) if settings.get("eval_strategy")
     ]
@@ -80,7 +81,7 @@ def test_trainer(name: str) -> None:
     assert seen["equal"] == 0 and seen["same weights"], seen
     loose = 2e-3 if name == "autocast" else CLOSE
     assert seen["searched"] <= loose and seen["lost"] <= loose, seen
-    assert seen["found"][0] > 4 or name == "plain", seen
+    assert seen["found"][0] > 4 or TRAINER[name].get("gradient_accumulation_steps") == 1, seen
     assert seen["sizes"][1] < 4, seen
     assert all(each == seen["tokens"][0] for each in seen["tokens"])
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +58,8 @@ class Loss:
     step: int = 1
     rank: int = 0
     times: int = 2
-    reference: bool = False
+    where: str = "policy"
+    """In the model's second layer, in that of the ``reference``, or in the ``loss``."""
 
 
 @dataclass
@@ -78,8 +81,7 @@ def on_ranks(function: Callable[..., Any], count: int, *arguments: Any, timeout:
 
 def _alone_or_not(function: Callable[..., Any], *arguments: Any) -> Any:
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", ACCELERATE_USE_CPU="true")
-    import warnings
-
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has workers
     warnings.simplefilter("ignore")
     from datasets import disable_progress_bars
 
@@ -189,13 +191,17 @@ def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
     """Lose memory in training; gives how many times are left."""
     left = lost.times if rank() == lost.rank else 0
 
-    def hook(module: Any, inputs: Any) -> None:
+    def hook(*_: Any, **__: Any) -> None:
         nonlocal left
         if trainer.model.training and trainer.state.global_step == lost.step and left:
             left -= 1
             raise torch.OutOfMemoryError("CUDA out of memory (injected)")
 
-    model = trainer.ref_model if lost.reference else trainer.model
+    if lost.where == "loss":  # not inside of compiled code
+        compute_loss = trainer.compute_loss
+        trainer.compute_loss = lambda *args, **named: (hook(), compute_loss(*args, **named))[1]
+        return lambda: left
+    model = trainer.ref_model if lost.where == "reference" else trainer.model
     [layer] = [module for name, module in model.named_modules() if name.endswith("layers.1")]
     layer.register_forward_pre_hook(hook)
     return lambda: left
@@ -230,3 +236,18 @@ def distance(one: Result, other: Result, *names: str) -> float:
     b = torch.tensor(other.column(*(names or LOGGED)), dtype=torch.float64)
     assert a.shape == b.shape and len(a)
     return float(((a - b).abs() / b.abs().clamp(min=1e-12)).max())
+
+
+def fsdp2_on_cpu() -> None:
+    """accelerate gives FSDP2 to accelerators only; everything else works on a CPU as well."""
+    import accelerate.state
+
+    init = accelerate.state.AcceleratorState.__init__
+
+    def told(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type = accelerate.state.DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+
+    accelerate.state.AcceleratorState.__init__ = told
