@@ -13,6 +13,8 @@ from tests.integrations.real.trainers import (
     Loss,
     distance,
     on_ranks,
+    texts,
+    tokens,
     trained,
 )
 
@@ -46,16 +48,15 @@ TRAINER: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+def compare(kind: str, settings: dict[str, Any], where: str = "policy") -> dict[str, Any]:
     """The distances of ours from the plain trainer: searched, as configured, and with memory lost."""
     if settings.get("eval_strategy"):
-        from tests.integrations.real.trainers import tokens
-
-        settings = settings | {"eval_dataset": tokens(16)}
+        own = {"trainer": tokens(16), "dpo": texts("prompt", "chosen", "rejected", count=16)}
+        settings = settings | {"eval_dataset": own[kind]}
     plain = trained(kind, None, **settings)
     searched = trained(kind, SEARCHING, **settings)
     equal = trained(kind, AS_CONFIGURED, **settings)
-    where = "loss" if settings.get("torch_compile") else "policy"
+    where = "loss" if settings.get("torch_compile") else where
     lost = trained(kind, AS_CONFIGURED, Loss(where=where), **settings)
     evaluated = [
         one.column("eval_loss") for one in (plain, equal) if settings.get("eval_strategy")
@@ -103,9 +104,38 @@ def test_sft(name: str) -> None:
     assert seen["tokens"][0][0] and all(each == seen["tokens"][0] for each in seen["tokens"])
 
 
-def sft(settings: dict[str, Any]) -> dict[str, Any]:
-    from tests.integrations.real.trainers import texts
+PREFERENCES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "reference": ("dpo", {}, "reference"),
+    "evaluated": ("dpo", {"eval_strategy": "steps", "eval_steps": 2}, "policy"),
+    "precomputed": ("dpo", {"precompute_ref_log_probs": True}, "policy"),
+    "several losses": ("dpo", {"loss_type": ["sigmoid", "bco_pair"]}, "policy"),
+    "reward": ("reward", {}, "policy"),
+    "lora, policy": ("dpo", {"peft_config": "lora"}, "policy"),
+    "lora, reference": ("dpo", {"peft_config": "lora"}, "no adapter"),
+    "lora, sft": ("sft", {"peft_config": "lora"}, "policy"),
+}
 
+
+def with_lora(kind: str, settings: dict[str, Any], where: str) -> dict[str, Any]:
+    from peft import LoraConfig
+
+    if "peft_config" in settings:
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        settings = settings | {"peft_config": lora}
+    return compare(kind, settings, where)
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preferences_and_lora(name: str) -> None:
+    kind, settings, where = PREFERENCES[name]
+    [seen] = on_ranks(with_lora, 1, kind, settings, where)
+    assert seen["equal"] == 0 and seen["same weights"], seen
+    assert seen["searched"] <= CLOSE and seen["lost"] <= CLOSE, seen
+    assert seen["found"][0] == 8 and seen["sizes"][1] < 4, seen
+    assert seen["tokens"][0][0] and all(each == seen["tokens"][0] for each in seen["tokens"])
+
+
+def sft(settings: dict[str, Any]) -> dict[str, Any]:
     of = settings.get("of", ("text",))
     rest = {key: value for key, value in settings.items() if key != "of"}
     return compare("sft", rest | {"data": texts(*of, count=200)})

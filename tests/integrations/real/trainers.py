@@ -59,7 +59,8 @@ class Loss:
     rank: int = 0
     times: int = 2
     where: str = "policy"
-    """In the model's second layer, in that of the ``reference``, or in the ``loss``."""
+    """In the model's second layer (where its adapter is on or, with ``no adapter``, off), in that of the
+    ``reference``, or in the ``loss``."""
 
 
 @dataclass
@@ -191,8 +192,12 @@ def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
     """Lose memory in training; gives how many times are left."""
     left = lost.times if rank() == lost.rank else 0
 
-    def hook(*_: Any, **__: Any) -> None:
+    def hook(module: Any = None, *_: Any) -> None:
         nonlocal left
+        projection = getattr(getattr(module, "self_attn", None), "q_proj", None)
+        adapter_off = getattr(projection, "disable_adapters", False)
+        if adapter_off != (lost.where == "no adapter"):
+            return
         if trainer.model.training and trainer.state.global_step == lost.step and left:
             left -= 1
             raise torch.OutOfMemoryError("CUDA out of memory (injected)")
