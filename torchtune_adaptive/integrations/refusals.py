@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations.rows import Keeping
 
@@ -25,19 +27,19 @@ REFUSED: dict[str, tuple[Setting, str]] = {
     ),
     "ddp_static_graph": (bool, "gradients are not reduced by its graph. Leave it off"),
     "optim": (
-        lambda name: any(part in str(name) for part in ("lomo", "layerwise")),
+        lambda name: any(part in getattr(name, "value", name) for part in ("lomo", "layerwise")),
         "it changes weights during backward, so a step could not be done again. Use another",
     ),
     "activation_offloading": (
         bool,
         "it cannot be reset after running out of memory. Use gradient_checkpointing",
     ),
-    "debug": (bool, "underflow_overflow looks at gradients as they are made. Leave it out"),
 }
 """Fields of training arguments: whether a value is refused, and why."""
 
 WITHOUT_EFFECT = ("ddp_bucket_cap_mb", "ddp_find_unused_parameters", "dataloader_pin_memory")
-"""Fields that only say how fast something is done that is done in another way."""
+"""Fields about the speed of what is done in another way: gradients are reduced at the end of a step, and
+micro-batches are collated when they are taken."""
 
 _OF_A_BATCH = {
     "aot": "sorts the rows of a micro-batch",
@@ -51,7 +53,7 @@ def require_known_trainer(kind: type) -> None:
     """Check that the loss of a trainer is known not to depend on how rows are split."""
     for base in kind.__mro__:
         if base.__module__.startswith("trl.") and base.__name__.endswith("Trainer"):
-            if base.__name__ in OF_TRL or base.__name__.startswith("_"):
+            if base.__name__ in OF_TRL:
                 return
             raise UsageError(
                 f"{base.__name__}: of TRL's trainers, {', '.join(sorted(OF_TRL))} are supported."
@@ -63,8 +65,10 @@ def require_supported(trainer: Any) -> None:
     args, accelerator = trainer.args, trainer.accelerator
     for name, (is_refused, why) in REFUSED.items():
         value = getattr(args, name, None)
-        if is_refused(value):
+        if value is not None and is_refused(value):
             raise UsageError(f"{name}: {value!r} is not supported: {why}.")
+    if trainer.is_deepspeed_enabled:
+        raise UsageError(f"deepspeed: {REFUSED['deepspeed'][1]}.")
     if args.n_gpu > 1:
         raise UsageError(
             f"n_gpu: {args.n_gpu} devices in one process. Start one process for each, by torchrun."
@@ -74,11 +78,12 @@ def require_supported(trainer: Any) -> None:
         raise UsageError("fsdp: version 1 cannot be reset after running out of memory. Use 2.")
     if accelerator.scaler is not None:
         raise UsageError(f"mixed_precision: {REFUSED['fp16'][1]}.")
-    loading = args.accelerator_config
-    if loading.dispatch_batches or not hasattr(trainer.train_dataset, "__getitem__"):
+    loading, dataset = args.accelerator_config, trainer.train_dataset
+    only_iterated = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+    if dataset is not None and (only_iterated or loading.dispatch_batches):
         raise UsageError(
-            "train_dataset: rows that one rank loads for all are not supported, so neither is a dataset "
-            "that can only be iterated over. Use one with a length."
+            "train_dataset: one that can only be iterated over, or that one rank loads for all "
+            "(dispatch_batches), is not supported. Use one with a length."
         )
     if not loading.even_batches:
         raise UsageError("accelerator_config: even_batches must be on: ranks have the same rows.")

@@ -14,6 +14,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.integrations import refusals
 from torchtune_adaptive.integrations.rows import Keeping, Rows, longest
 from torchtune_adaptive.integrations.votes import voting
@@ -101,8 +102,12 @@ class TrainerStep:
         # What a loss that is a mean over rows is divided by.
         trainer.current_gradient_accumulation_steps = self._rows_of_step / len(batch["rows"])
         self._training_step(self._model, copy.copy(batch["inputs"].value), self._items)
-        (loss,) = found
-        return loss
+        if len(found) != 1:
+            raise UsageError(
+                f"training_step: it called accelerator.backward {counted(len(found), 'time')}, and must call "
+                "it once, with the loss of the micro-batch."
+            )
+        return found[0]
 
     @contextmanager
     def _own_backward(self, step: AdaptiveStep) -> Iterator[None]:

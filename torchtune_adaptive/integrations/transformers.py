@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import refusals
+from torchtune_adaptive.integrations.facts import warn_of_untested_versions
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, Rows
 
@@ -53,6 +54,7 @@ class AdaptiveTrainerMixin:
     """Attributes that a forward pass changes; set back before a step is done again."""
 
     def __init__(self, *args: Any, adaptive: Adaptive | None = None, **kwargs: Any) -> None:
+        warn_of_untested_versions()
         refusals.require_known_trainer(type(self))
         self.adaptive = adaptive or Adaptive()
         self._step: TrainerStep | None = None
@@ -86,6 +88,11 @@ class AdaptiveTrainerMixin:
 
         def collated() -> Iterator[Any]:  # what the trainer counts tokens in
             for batch in epoch_iterator:
+                if not isinstance(batch, Rows):
+                    raise UsageError(
+                        "get_train_dataloader: its batches are not made by self.data_collator, so the rows "
+                        "of a step are not known. Pass collate_fn=self.data_collator."
+                    )
                 self._rows.append(batch)
                 yield batch.inputs
 
