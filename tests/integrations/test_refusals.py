@@ -18,7 +18,9 @@ def trainer(dataset: Any = (), config: Any = None, **settings: Any) -> Any:
     loading = {key: settings.pop(key, value) for key, value in of_loading.items()}
     plugin, scaler = settings.pop("fsdp_plugin", None), settings.pop("scaler", None)
     return SimpleNamespace(
-        args=SimpleNamespace(**{"n_gpu": 1, "accelerator_config": SimpleNamespace(**loading)} | settings),
+        args=SimpleNamespace(
+            **{"n_gpu": 1, "accelerator_config": SimpleNamespace(**loading)} | settings
+        ),
         accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), scaler=scaler),
         is_deepspeed_enabled=False,
         model=SimpleNamespace(config=config),

@@ -76,5 +76,8 @@ def test_a_collate_function_that_masks_at_random_is_refused() -> None:
 
 
 def test_numbers_of_nested_batches() -> None:
-    assert numbers_in({"a": [torch.zeros(2), torch.zeros(3)], "b": {"c": torch.zeros(1)}, "d": "x"}) == 6
+    assert (
+        numbers_in({"a": [torch.zeros(2), torch.zeros(3)], "b": {"c": torch.zeros(1)}, "d": "x"})
+        == 6
+    )
     assert isinstance(Keeping(list)([1]), Rows)

@@ -1,6 +1,6 @@
-"""What the integrations rely on in other libraries, where these promise nothing, and the versions it holds in.
+"""What the integrations rely on in other libraries, where these promise nothing.
 
-A test for each fact runs with the lowest and the newest version every week.
+Each fact has a test, which runs with the lowest and the newest versions every week.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FACTS = {
     "data_collator": "get_train_dataloader collates by self.data_collator, or by a wrapper of that name",
     "is_in_train": "is_in_train is set while train() calls get_train_dataloader, and not before",
     "callback states": "a callback that is an ExportableState is in stateful_callbacks by its class's name",
-    "broadcast_buffers": "_build_accelerator_args reads args.ddp_broadcast_buffers",
+    "broadcast_buffers": "DistributedDataParallel is made with what accelerator.ddp_handler says",
     "host state": "compute_loss changes no attribute of a trainer but those in `restored`",
     "gathers": "gather_for_metrics launches by accelerator.gather",
 }

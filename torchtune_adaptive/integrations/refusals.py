@@ -27,7 +27,9 @@ REFUSED: dict[str, tuple[Setting, str]] = {
     ),
     "ddp_static_graph": (bool, "gradients are not reduced by its graph. Leave it off"),
     "optim": (
-        lambda name: any(part in getattr(name, "value", name) for part in ("lomo", "layerwise")),
+        lambda name: any(
+            part in str(getattr(name, "value", name)) for part in ("lomo", "layerwise")
+        ),
         "it changes weights during backward, so a step could not be done again. Use another",
     ),
     "activation_offloading": (

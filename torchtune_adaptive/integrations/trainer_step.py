@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
 
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.integrations import refusals
@@ -20,20 +18,8 @@ from torchtune_adaptive.integrations.rows import Keeping, Rows, longest
 from torchtune_adaptive.integrations.votes import voting
 from torchtune_adaptive.library import AdaptiveStep, find_batch_size
 
-log = logging.getLogger(__name__)
-
 TrainingStep = Callable[[Any, Any, Any], Any]
 """The trainer's own ``training_step``."""
-
-
-class AdaptiveState(TrainerCallback, ExportableState):
-    """What was found and learned, in the trainer's own checkpoints."""
-
-    def __init__(self) -> None:
-        self.learned: dict[str, Any] | None = None
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {}, "attributes": {"learned": self.learned}}
 
 
 class TrainerStep:
@@ -51,7 +37,6 @@ class TrainerStep:
         self._size = 0
         self._rows_of_step = 0
         self._kept: dict[str, Any] = {}
-        self._state = _state_in(trainer)
 
     def take(
         self, model: Any, batches: Sequence[Rows], training_step: TrainingStep, items: Any
@@ -77,7 +62,7 @@ class TrainerStep:
             self._step = self._begin(model, len(rows))
         with self._own_backward(self._step):
             outcome = self._step(rows, self._micro_batch, self._size)
-        self._state.learned = {
+        _state_in(trainer).learned = {
             "size": self._size,
             "for": self._circumstances(),
             "step": self._step.state_dict(),
@@ -140,7 +125,7 @@ class TrainerStep:
         )
         ceiling = min(rows, options.ceiling or rows)
         self._size = min(trainer.args.per_device_train_batch_size, ceiling)
-        saved = trainer.state.stateful_callbacks.get(AdaptiveState.__name__) or {}
+        saved = trainer.state.stateful_callbacks.get(_state_class().__name__) or {}
         learned = saved.get("attributes", {}).get("learned")
         if learned and learned["for"] == self._circumstances():
             self._size = learned["size"]
@@ -188,13 +173,26 @@ class _Held:
         self.value = value
 
 
-def _state_in(trainer: Any) -> AdaptiveState:
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, AdaptiveState):
-            return callback
-    state = AdaptiveState()
-    trainer.add_callback(state)
-    return state
+@cache
+def _state_class() -> type:
+    """The class of what was found and learned, which goes to the trainer's own checkpoints."""
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+
+    class AdaptiveState(TrainerCallback, ExportableState):
+        learned: dict[str, Any] | None = None
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"learned": self.learned}}
+
+    return AdaptiveState
+
+
+def _state_in(trainer: Any) -> Any:
+    kind = _state_class()
+    if kind not in map(type, trainer.callback_handler.callbacks):
+        trainer.add_callback(kind)
+    return next(each for each in trainer.callback_handler.callbacks if isinstance(each, kind))
 
 
 def _checkpointing(trainer: Any) -> tuple[Callable[[], Any], Callable[[], Any]] | None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torchtune_adaptive.integrations.trainer_step import TrainerStep
 
 Kind = TypeVar("Kind", bound=type)
+Host: Any = object
+"""The trainer, which comes next among the bases of a class."""
 
 
 def adaptive(trainer: Kind) -> Kind:
@@ -38,7 +40,7 @@ def adaptive(trainer: Kind) -> Kind:
     return type(f"Adaptive{trainer.__name__}", (AdaptiveTrainerMixin, trainer), {})  # type: ignore[return-value]
 
 
-class AdaptiveTrainerMixin:
+class AdaptiveTrainerMixin(Host):
     """Makes a trainer take its steps in micro-batches of the size that fits.
 
         class AdaptiveSFTTrainer(AdaptiveTrainerMixin, SFTTrainer): ...
@@ -61,20 +63,15 @@ class AdaptiveTrainerMixin:
         self._rows: list[Rows] = []
         super().__init__(*args, **kwargs)
         refusals.require_supported(self)
-
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         # DistributedDataParallel would broadcast them in each forward pass, where a rank may be missing.
-        if self.args.ddp_broadcast_buffers is None:
-            self.args.ddp_broadcast_buffers = False
-        made: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-        return made
+        self.accelerator.ddp_handler.broadcast_buffers = False
 
     def get_train_dataloader(self) -> Any:
         if not self.is_in_train:  # somebody only looks at it
             return super().get_train_dataloader()
         from torchtune_adaptive.integrations.trainer_step import TrainerStep
 
-        collate = self.data_collator
+        collate: Any = self.data_collator
         self.data_collator = Keeping(collate)
         try:
             loader = super().get_train_dataloader()

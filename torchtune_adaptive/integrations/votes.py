@@ -1,4 +1,4 @@
-"""Collectives that a trainer launches in its forward pass, for metrics: on all ranks of a step, or on none."""
+"""Collectives of a trainer's own, for metrics, in its forward pass: on all ranks of a step, or on none."""
 
 from __future__ import annotations
 

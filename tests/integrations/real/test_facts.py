@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.integrations.real.trainers import make, on_ranks, tokens
+from tests.integrations.real.trainers import AS_CONFIGURED, make, on_ranks, tokens
 from torchtune_adaptive.integrations.facts import FACTS
 from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
 
@@ -26,7 +27,7 @@ def check(name: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     return added
 
 
-def watched(trainer: Any, owner: Any, name: str, seen: Callable[..., Any]) -> None:
+def watched(owner: Any, name: str, seen: Callable[..., Any]) -> None:
     """Call a function with the arguments of each call of a method."""
     own = getattr(owner, name)
 
@@ -40,11 +41,15 @@ def watched(trainer: Any, owner: Any, name: str, seen: Callable[..., Any]) -> No
 @check("one backward")
 def one_backward(folder: str) -> None:
     for kind in ("trainer", "sft", "dpo", "reward"):
-        trainer, calls = make(kind, None, folder), []
-        watched(trainer, trainer.accelerator, "backward", lambda loss, **_: calls.append("loss"))
-        watched(trainer, trainer, "training_step", lambda *_, **__: calls.append("step"))
-        trainer.train()
-        assert calls == ["step", "loss"] * 8
+        assert backwards(make(kind, None, folder)) == ["step", "loss"] * 8
+
+
+def backwards(trainer: Any) -> list[str]:
+    calls: list[str] = []
+    watched(trainer.accelerator, "backward", lambda loss, **_: calls.append("loss"))
+    watched(trainer, "training_step", lambda *_, **__: calls.append("step"))
+    trainer.train()
+    return calls
 
 
 @check("sync_gradients")
@@ -61,7 +66,7 @@ def sync_gradients(folder: str) -> None:
 @check("mean over batches")
 def mean_over_batches(folder: str) -> None:
     trainer, losses = make("dpo", None, folder, max_steps=1, gradient_accumulation_steps=1), []
-    watched(trainer, trainer.accelerator, "backward", lambda loss, **_: losses.append(float(loss)))
+    watched(trainer.accelerator, "backward", lambda loss, **_: losses.append(float(loss)))
     step = trainer.training_step
 
     def with_other_counts(model: Any, inputs: Any, items: Any) -> Any:
@@ -77,9 +82,12 @@ def mean_over_batches(folder: str) -> None:
 
 @check("batches of a step")
 def batches_of_a_step(folder: str) -> None:
-    trainer, calls = make("trainer", None, folder, max_steps=-1, num_train_epochs=1, data=tokens(20)), []
-    watched(trainer, trainer, "get_batch_samples", lambda _, number, *__: calls.append(number))
-    watched(trainer, trainer, "training_step", lambda *_, **__: calls.append("step"))
+    trainer, calls = (
+        make("trainer", None, folder, max_steps=-1, num_train_epochs=1, data=tokens(20)),
+        [],
+    )
+    watched(trainer, "get_batch_samples", lambda _, number, *__: calls.append(number))
+    watched(trainer, "training_step", lambda *_, **__: calls.append("step"))
     trainer.train()
     assert calls == [2, "step", "step", 2, "step", "step", 1, "step"]
 
@@ -100,7 +108,7 @@ def data_collator(folder: str) -> None:
 def is_in_train(folder: str) -> None:
     trainer, flags = make("trainer", None, folder), []
     assert not trainer.is_in_train
-    watched(trainer, trainer, "get_train_dataloader", lambda: flags.append(trainer.is_in_train))
+    watched(trainer, "get_train_dataloader", lambda: flags.append(trainer.is_in_train))
     trainer.train()
     assert flags == [True]
 
@@ -123,11 +131,12 @@ def callback_states(folder: str) -> None:
 
 @check("broadcast_buffers")
 def broadcast_buffers(folder: str) -> None:
-    trainer = make("trainer", None, folder)
-    for value in (False, True):
-        trainer.args.ddp_broadcast_buffers = value
-        [handler] = trainer._build_accelerator_args()["kwargs_handlers"]
-        assert handler.broadcast_buffers == value
+    trainer = make("trainer", None, folder, ddp_broadcast_buffers=True)
+    assert trainer.accelerator.ddp_handler.to_kwargs()["broadcast_buffers"]
+    ours = make("trainer", AS_CONFIGURED, folder)
+    ours.train()
+    if dist.is_initialized():
+        assert not ours.model_wrapped.broadcast_buffers
 
 
 @check("host state")
@@ -153,14 +162,14 @@ def gathers(folder: str) -> None:
     import torch
 
     trainer, calls = make("trainer", None, folder), []
-    watched(trainer, trainer.accelerator, "gather", lambda value: calls.append(value))
+    watched(trainer.accelerator, "gather", lambda value: calls.append(value))
     trainer.accelerator.gather_for_metrics(torch.ones(2))
     assert len(calls) == 1
 
 
 @pytest.mark.parametrize("name", FACTS)
 def test_fact(name: str) -> None:
-    on_ranks(_in_a_folder, 1, name)
+    on_ranks(_in_a_folder, 2 if name == "broadcast_buffers" else 1, name)
 
 
 def _in_a_folder(name: str) -> None:

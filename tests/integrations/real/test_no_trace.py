@@ -72,7 +72,9 @@ def resumed(way: str, folder: str) -> dict[str, Any]:
     if way == "fsdp2":
         fsdp2_on_cpu()
         # accelerate loads a full state dict on rank 0 by way of a device that a CPU is not.
-        settings["fsdp_config"] = settings["fsdp_config"] | {"state_dict_type": "SHARDED_STATE_DICT"}
+        settings["fsdp_config"] = settings["fsdp_config"] | {
+            "state_dict_type": "SHARDED_STATE_DICT"
+        }
     lost = Loss(1, 0, 2)
     whole = trained("trainer", AS_CONFIGURED, lost, folder=folder, **settings)
     rest = trained(

@@ -14,12 +14,10 @@ from tests.integrations.real.trainers import (
     distance,
     fsdp2_on_cpu,
     on_ranks,
-    rank,
     texts,
     tokens,
     trained,
 )
-from torchtune_adaptive.integrations import Adaptive
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 CLOSE = 1e-6
@@ -72,7 +70,8 @@ def compare(name: str, way: str) -> dict[str, Any]:
         "lost": {key: distance(one, plain) for key, one in lost.items()},
         "sizes": {one.sizes for one in lost.values()},
         "tokens": [
-            [entry.get("num_tokens") for entry in one.logs] for one in (plain, searched, equal, *lost.values())
+            [entry.get("num_tokens") for entry in one.logs]
+            for one in (plain, searched, equal, *lost.values())
         ],
     }
 

@@ -44,7 +44,10 @@ TRAINER: dict[str, dict[str, Any]] = {
     "short last step": {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 5},
     "workers": {"dataloader_num_workers": 2},
     "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
-    "no token counts": {"average_tokens_across_devices": False, "include_num_input_tokens_seen": "all"},
+    "no token counts": {
+        "average_tokens_across_devices": False,
+        "include_num_input_tokens_seen": "all",
+    },
 }
 
 
@@ -58,9 +61,7 @@ def compare(kind: str, settings: dict[str, Any], where: str = "policy") -> dict[
     equal = trained(kind, AS_CONFIGURED, **settings)
     where = "loss" if settings.get("torch_compile") else where
     lost = trained(kind, AS_CONFIGURED, Loss(where=where), **settings)
-    evaluated = [
-        one.column("eval_loss") for one in (plain, equal) if settings.get("eval_strategy")
-    ]
+    evaluated = [one.column("eval_loss") for one in (plain, equal) if settings.get("eval_strategy")]
     assert not evaluated or evaluated[0] == evaluated[1]
     return {
         "searched": distance(searched, plain),

@@ -19,7 +19,11 @@ def fields_read(kind: str, ours: bool) -> set[str]:
     import transformers
     import trl
 
-    arguments = {"trainer": transformers.TrainingArguments, "sft": trl.SFTConfig, "dpo": trl.DPOConfig}
+    arguments = {
+        "trainer": transformers.TrainingArguments,
+        "sft": trl.SFTConfig,
+        "dpo": trl.DPOConfig,
+    }
     names = {field.name for field in dataclasses.fields(arguments[kind])}
     read: set[str] = set()
 
@@ -29,7 +33,9 @@ def fields_read(kind: str, ours: bool) -> set[str]:
         return object.__getattribute__(self, name)
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make(kind, AS_CONFIGURED if ours else None, folder, save_strategy="steps", save_steps=2)
+        trainer = make(
+            kind, AS_CONFIGURED if ours else None, folder, save_strategy="steps", save_steps=2
+        )
         arguments[kind].__getattribute__ = watching  # type: ignore[method-assign]
         try:
             trainer.train()
@@ -126,7 +132,11 @@ def hooks_and_a_subclass() -> dict[str, Any]:
             seen["loss"].append([entry["loss"] for entry in trainer.state.log_history[:-1]])
             assert steps == 4
     a, b = (torch.tensor(each) for each in seen["loss"])
-    return {"gradient": seen["gradient"], "step": seen["step"], "loss": float((a / b - 1).abs().max())}
+    return {
+        "gradient": seen["gradient"],
+        "step": seen["step"],
+        "loss": float((a / b - 1).abs().max()),
+    }
 
 
 def test_callbacks_and_a_loss_of_the_users_own() -> None:

@@ -75,7 +75,9 @@ class Result:
         return [[entry[name] for name in names] for entry in self.logs if names[0] in entry]
 
 
-def on_ranks(function: Callable[..., Any], count: int, *arguments: Any, timeout: float = 240) -> Any:
+def on_ranks(
+    function: Callable[..., Any], count: int, *arguments: Any, timeout: float = 240
+) -> Any:
     """Call a function on one process, or on ranks."""
     return helper.run_ranks(_alone_or_not, count, function, *arguments, timeout=timeout, join=False)
 
@@ -88,7 +90,14 @@ def _alone_or_not(function: Callable[..., Any], *arguments: Any) -> Any:
 
     disable_progress_bars()
     if os.environ["WORLD_SIZE"] == "1":
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        for name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        ):
             os.environ.pop(name)
     return function(*arguments)
 
@@ -175,12 +184,20 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
     if kind == "trainer":
         arguments |= {"data_collator": Padding(), "train_dataset": data or tokens(ragged=ragged)}
     else:
-        names = {"sft": ("text",), "reward": ("chosen", "rejected"), "dpo": ("prompt", "chosen", "rejected")}
+        names = {
+            "sft": ("text",),
+            "reward": ("chosen", "rejected"),
+            "dpo": ("prompt", "chosen", "rejected"),
+        }
         arguments |= {"processing_class": tokenizer(), "train_dataset": data or texts(*names[kind])}
         settings = {"max_length": 64} | settings
     if kind == "reward":
         model = llama("LlamaForSequenceClassification", num_labels=1, **config)
-    elif kind == "dpo" and "peft_config" not in arguments and not settings.get("precompute_ref_log_probs"):
+    elif (
+        kind == "dpo"
+        and "peft_config" not in arguments
+        and not settings.get("precompute_ref_log_probs")
+    ):
         arguments["ref_model"] = llama(**config)
     if options is not None:
         trainer_class, arguments["adaptive"] = adaptive(trainer_class), options
@@ -213,7 +230,11 @@ def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
 
 
 def trained(
-    kind: str, options: Adaptive | None, lost: Loss | None = None, resume: Any = None, **settings: Any
+    kind: str,
+    options: Adaptive | None,
+    lost: Loss | None = None,
+    resume: Any = None,
+    **settings: Any,
 ) -> Result:
     """The result of a training."""
     with tempfile.TemporaryDirectory() as folder:
