@@ -62,7 +62,7 @@ class TrainerStep:
             self._step = self._begin(model, len(rows))
         with self._own_backward(self._step):
             outcome = self._step(rows, self._micro_batch, self._size)
-        _state_in(trainer).learned = {
+        state_in(trainer).learned = {
             "size": self._size,
             "for": self._circumstances(),
             "step": self._step.state_dict(),
@@ -188,7 +188,8 @@ def _state_class() -> type:
     return AdaptiveState
 
 
-def _state_in(trainer: Any) -> Any:
+def state_in(trainer: Any) -> Any:
+    """The callback that keeps what was found and learned, added if it is not there."""
     kind = _state_class()
     if kind not in map(type, trainer.callback_handler.callbacks):
         trainer.add_callback(kind)

@@ -21,11 +21,10 @@ from torchtune_adaptive.integrations import refusals
 from torchtune_adaptive.integrations.facts import warn_of_untested_versions
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, Rows
+from torchtune_adaptive.integrations.trainer_step import TrainerStep, state_in
 
 if TYPE_CHECKING:
     import torch
-
-    from torchtune_adaptive.integrations.trainer_step import TrainerStep
 
 Kind = TypeVar("Kind", bound=type)
 Host: Any = object
@@ -54,6 +53,7 @@ class AdaptiveTrainerMixin(Host):
 
     restored: tuple[str, ...] = ("_metrics", "_total_train_tokens")
     """Attributes that a forward pass changes; set back before a step is done again."""
+    data_collator: Any
 
     def __init__(self, *args: Any, adaptive: Adaptive | None = None, **kwargs: Any) -> None:
         warn_of_untested_versions()
@@ -63,15 +63,14 @@ class AdaptiveTrainerMixin(Host):
         self._rows: list[Rows] = []
         super().__init__(*args, **kwargs)
         refusals.require_supported(self)
+        state_in(self)
         # DistributedDataParallel would broadcast them in each forward pass, where a rank may be missing.
         self.accelerator.ddp_handler.broadcast_buffers = False
 
     def get_train_dataloader(self) -> Any:
         if not self.is_in_train:  # somebody only looks at it
             return super().get_train_dataloader()
-        from torchtune_adaptive.integrations.trainer_step import TrainerStep
-
-        collate: Any = self.data_collator
+        collate = self.data_collator
         self.data_collator = Keeping(collate)
         try:
             loader = super().get_train_dataloader()

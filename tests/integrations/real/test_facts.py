@@ -56,9 +56,7 @@ def backwards(trainer: Any) -> list[str]:
 def sync_gradients(folder: str) -> None:
     trainer, flags = make("trainer", None, folder), []
     accelerator = trainer.accelerator
-    watched(
-        trainer, trainer, "training_step", lambda *_, **__: flags.append(accelerator.sync_gradients)
-    )
+    watched(trainer, "training_step", lambda *_, **__: flags.append(accelerator.sync_gradients))
     trainer.train()
     assert flags == [False, True] * 4
 
@@ -132,7 +130,7 @@ def callback_states(folder: str) -> None:
 @check("broadcast_buffers")
 def broadcast_buffers(folder: str) -> None:
     trainer = make("trainer", None, folder, ddp_broadcast_buffers=True)
-    assert trainer.accelerator.ddp_handler.to_kwargs()["broadcast_buffers"]
+    assert trainer.accelerator.ddp_handler.broadcast_buffers
     ours = make("trainer", AS_CONFIGURED, folder)
     ours.train()
     if dist.is_initialized():
