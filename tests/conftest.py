@@ -85,7 +85,7 @@ def sample(exhaustive: bool, shard: int) -> Sample:
 
 @pytest.fixture(scope="session")
 def beside_trl(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with the library alone, transformers, PEFT, TRL and Lightning."""
+    """The Python of an environment with the library alone, transformers, PEFT and TRL."""
     return make_environment(tmp_path_factory.mktemp("beside_trl"))
 
 

@@ -1,6 +1,6 @@
 """What the integrations rely on in other libraries, where these promise nothing.
 
-Each fact has a test, which runs with the lowest and the newest versions every week.
+Each fact has a test, which runs with the newest versions every week.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-TESTED = {"transformers": ("5.23", "5.23"), "trl": ("1.16", "1.16"), "accelerate": ("1.15", "1.15")}
-"""The lowest and the newest version that the tests have run with."""
+TESTED = {"transformers": "5.23", "trl": "1.16", "accelerate": "1.15"}
+"""The versions that the tests have run with."""
 
 FACTS = {
     "one backward": "Trainer.training_step calls accelerator.backward once, with the loss",
@@ -28,15 +28,14 @@ FACTS = {
 
 
 def warn_of_untested_versions() -> None:
-    """Say so, once, where a library is newer than what has been tested."""
-    for name, (_, newest) in TESTED.items():
+    """Warn, once, where a library is newer than what has been tested."""
+    for name, tested in TESTED.items():
         try:
             installed = Version(version(name))
         except PackageNotFoundError:
             continue
-        if installed.release[:2] > Version(newest).release[:2]:
+        if installed.release[:2] > Version(tested).release[:2]:
             warnings.warn(
-                f"torchtune_adaptive has been tested with {name} up to {newest}, and {installed} is "
-                "installed.",
+                f"torchtune_adaptive has been tested with {name} {tested}, and {installed} is installed.",
                 stacklevel=2,
             )
