@@ -34,6 +34,25 @@ def test_the_longest_row_is_the_one_that_makes_the_largest_batch() -> None:
     assert longest_by({"a": [1, 3, 2], "b": [0, 0, 5]}) == {1, 2}
 
 
+@pytest.mark.exhaustive  # to import datasets takes seconds
+def test_the_longest_row_of_a_table_is_found_without_loading_rows() -> None:
+    from datasets import Dataset
+
+    rows = preferences((1, 1, 1), (4, 6, 6), (8, 1, 1), (1, 1, 9), (5, 1, 7))
+    table = Dataset.from_list(rows).select([4, 0, 1, 2, 3])
+    assert longest(table, padded, CPU) == rows[4]
+    assert (
+        longest(table.with_format("torch"), lambda rows: padded(_lists(rows)), CPU)[
+            "chosen"
+        ].numel()
+        == 1
+    )
+
+
+def _lists(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, list[int]]]:
+    return [{name: value.tolist() for name, value in row.items()} for row in rows]
+
+
 def test_of_other_rows_the_longest_is_the_one_with_most_numbers() -> None:
     rows = [torch.zeros(length) for length in (3, 7, 5)]
     assert longest(rows, torch.stack, CPU) is rows[1]

@@ -8,7 +8,6 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from torchtune_adaptive.common import UsageError
-from torchtune_adaptive.integrations.rows import Keeping
 
 OF_TRL = {"SFTTrainer", "DPOTrainer", "RewardTrainer"}
 """Trainers of TRL whose loss does not depend on how rows are split, or that refuse where it does."""
@@ -103,8 +102,3 @@ def require_supported(trainer: Any) -> None:
 
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def keeping(collate: Any) -> Keeping:
-    """Ours, inside of the function that drops columns, which transformers puts around it."""
-    return collate if isinstance(collate, Keeping) else collate.data_collator

@@ -47,6 +47,11 @@ class Keeping:
             )
 
 
+def keeping_in(collate: Any) -> Keeping:
+    """The one inside of the function that drops columns, which transformers may put around it."""
+    return collate if isinstance(collate, Keeping) else collate.data_collator
+
+
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
@@ -113,7 +118,7 @@ def _lengths_in_table(dataset: Any) -> dict[str, list[int]] | None:
         for name in part.column_names:
             if str(part.schema.field(name).type).startswith(("list", "large_list")):
                 column = found.setdefault(name, [])
-                column += [len_or_0 or 0 for len_or_0 in _list_lengths(part[name])]
+                column += [length or 0 for length in _list_lengths(part[name])]
     return found or None
 
 

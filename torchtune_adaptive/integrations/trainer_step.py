@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from torchtune_adaptive.common import UsageError, counted
-from torchtune_adaptive.integrations import refusals
-from torchtune_adaptive.integrations.rows import Keeping, Rows, longest
+from torchtune_adaptive.integrations.rows import Keeping, Rows, keeping_in, longest
 from torchtune_adaptive.integrations.votes import voting
 from torchtune_adaptive.library import AdaptiveStep, find_batch_size
 
@@ -74,7 +73,7 @@ class TrainerStep:
     @property
     def _keeping(self) -> Keeping:
         """The collate function of the loader, which may drop columns of a row first."""
-        return refusals.keeping(self._loader.collate_fn)
+        return keeping_in(self._loader.collate_fn)
 
     def _micro_batch(self, rows: Sequence[Any]) -> dict[str, Any]:
         # Rows are told apart from inputs: the tensors of some collate functions have no row for each.
@@ -92,7 +91,7 @@ class TrainerStep:
                 f"training_step: it called accelerator.backward {counted(len(found), 'time')}, and must call "
                 "it once, with the loss of the micro-batch."
             )
-        return found[0]
+        return found.pop()  # or what it refers to would outlive a lost step
 
     @contextmanager
     def _own_backward(self, step: AdaptiveStep) -> Iterator[None]:

@@ -21,8 +21,11 @@ from tests.integrations.real.trainers import (
     fsdp2_on_cpu,
     make,
     on_ranks,
+    result,
+    tokenizer,
     trained,
 )
+from torchtune_adaptive import UsageError
 from torchtune_adaptive.integrations.trainer_step import TrainerStep
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
@@ -125,3 +128,42 @@ def searched_again() -> list[Any]:
 
 def test_a_resumed_run_searches_only_where_something_has_changed() -> None:
     assert on_ranks(searched_again, 1) == [[[1, 1, 2], [8, 2]]]
+
+
+def trained_twice() -> float:
+    """The distance of ours from the plain trainer in a second call of train()."""
+    results = []
+    for options in (None, AS_CONFIGURED):
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = make("trainer", options, folder)
+            next(iter(trainer.get_train_dataloader()))["input_ids"]  # somebody looks at a batch
+            trainer.train()
+            trainer.train()
+            results.append(result(trainer))
+    return distance(results[1], results[0])
+
+
+def test_a_trainer_may_train_twice() -> None:
+    assert on_ranks(trained_twice, 1) == [0]
+
+
+def masked_at_random() -> str:
+    from transformers import DataCollatorForLanguageModeling
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make("trainer", AS_CONFIGURED, folder)
+        trainer.data_collator = DataCollatorForLanguageModeling(_with_mask(), mlm_probability=0.5)
+        with pytest.raises(UsageError) as error:
+            trainer.train()
+    return str(error.value)
+
+
+def _with_mask() -> Any:
+    words = tokenizer()
+    words.mask_token = "<unk>"
+    return words
+
+
+def test_random_masks_are_refused() -> None:
+    [said] = on_ranks(masked_at_random, 1)
+    assert said.startswith("data_collator: DataCollatorForLanguageModeling makes another batch")
