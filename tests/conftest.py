@@ -15,9 +15,11 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterable
+from pathlib import Path
 
 import pytest
 
+from tests.helpers.beside import make_environment
 from tests.helpers.samples import Sample
 
 STRIDE = 29  # a prime, so that samples do not keep step with the layers of a model
@@ -80,6 +82,12 @@ def stride(exhaustive: bool) -> int:
 def sample(exhaustive: bool, shard: int) -> Sample:
     """The operations at which a test injects a failure."""
     return Sample(exhaustive, shard, 1 if exhaustive else STRIDE)
+
+
+@pytest.fixture(scope="session")
+def beside_trl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the library alone, transformers, PEFT and TRL."""
+    return make_environment(tmp_path_factory.mktemp("beside_trl"))
 
 
 @pytest.hookimpl(wrapper=True)

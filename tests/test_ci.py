@@ -17,6 +17,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+WORKFLOWS = sorted(WORKFLOW.parent.glob("*.yml"))
 TARGETS = re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 
 
@@ -70,12 +71,14 @@ def test_every_test_that_is_named_exists(path: str) -> None:
     assert named and all((ROOT / name).is_file() for name in named)
 
 
-def test_the_workflow_may_only_read_and_its_actions_cannot_change() -> None:
-    workflow = yaml.safe_load(WORKFLOW.read_text())
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_may_only_read_and_its_actions_cannot_change(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {}
     for job in workflow["jobs"].values():
         assert job["permissions"] == {"contents": "read"}
-    actions = [step["uses"] for step in steps() if "uses" in step]
+    every = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    actions = [step["uses"] for step in every if "uses" in step]
     assert actions and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in actions)
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.helpers.beside import ROOT
 from tests.recipe.test_launched_runs import QUICK, launch, losses
+from tests.test_layers import OWN_WHEEL
 from torchtune_adaptive import __version__
 from torchtune_adaptive.recipe.registry import our_configs
 
 pytestmark = pytest.mark.runs
-
-ROOT = Path(__file__).parents[1]
 
 
 def build(project: Path, folder: Path) -> Path:
@@ -94,9 +94,7 @@ def test_the_library_alone_is_the_same_modules(wheel: Path, tmp_path: Path) -> N
     library = zipfile.ZipFile(build(ROOT / "library", tmp_path))
     everything = zipfile.ZipFile(wheel)
     ours = [name for name in everything.namelist() if name.startswith("torchtune_adaptive/")]
-    parts = tuple(
-        f"torchtune_adaptive/{part}/" for part in ("common", "core", "library", "planner")
-    )
+    parts = tuple(f"torchtune_adaptive/{part}/" for part in ("common", *OWN_WHEEL))
     modules = {name for name in ours if name.startswith(parts) or name.count("/") == 1}
     modules.remove("torchtune_adaptive/__main__.py")
     for name in modules:
@@ -110,7 +108,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from torchtune_adaptive import AdaptiveStep, find_batch_size
+from torchtune_adaptive.integrations.transformers import adaptive
 from trl import SFTTrainer
+adaptive(SFTTrainer)
 
 size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64}
 config = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, **size)
@@ -128,24 +128,10 @@ print("found", int(size), "loss", outcome.loss)
 """
 
 
-@pytest.fixture(scope="module")
-def beside_trl(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python with the library, installed as documented: what PEFT needs is not what torchtune needs."""
-    folder = tmp_path_factory.mktemp("environment")
-    python = folder / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=60)
-    pip = [python, "-m", "pip", "--disable-pip-version-check"]
-    install = [*pip, "install", "--quiet", "--no-compile", "--constraint", ROOT / "constraints.txt"]
-    subprocess.run([*install, "torch"], check=True, timeout=300)
-    subprocess.run(
-        [*install, "./library", "transformers", "peft", "trl"], cwd=ROOT, check=True, timeout=300
-    )
-    subprocess.run([*pip, "check"], check=True, timeout=60)
-    return python
-
-
 @pytest.mark.exhaustive
 def test_the_library_beside_peft_and_trl(beside_trl: Path, tmp_path: Path) -> None:
+    """As documented, in an environment of its own: what PEFT needs is not what torchtune needs."""
+    subprocess.run([beside_trl, "-m", "pip", "check"], check=True, timeout=60)
     done = subprocess.run(
         [beside_trl, "-c", BESIDE_PEFT],
         cwd=tmp_path,

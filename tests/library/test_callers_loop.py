@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -254,3 +255,51 @@ class TestSearch:
 
         forward = lambda model, batch: (model(batch["inputs"]).square().sum(), 1)  # noqa: E731
         assert self.find(forward, batch) == 8
+
+
+class Gathers(Shares):
+    """A loss that gathers a metric over all ranks, once before the model runs and once after it."""
+
+    def forward(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
+        before = self._counted(len(batch[0]))
+        loss = super().forward(batch)
+        assert self._counted(len(batch[0])) == before
+        return loss
+
+    def _counted(self, rows: int) -> int:
+        count = torch.tensor(rows)
+        self.step.collective(dist.all_reduce, count)
+        return int(count)
+
+
+def gathering(way: str, fails: dict[int, tuple[int, int]]) -> list[float]:
+    """The losses of some steps, in each of which memory runs out on a rank at an operation."""
+    run, memory = failing(way, kind=Gathers, optimizer_steps=False)
+    rank, losses = run.step.ranks.rank, []
+    for number in range(5):
+        on, operation = fails.get(number, (None, 0))
+        with memory.fail_at(operation if on == rank else None):
+            outcome, _ = run.take(rows_of(ROWS, 10 * number + rank), ROWS)  # type: ignore[attr-defined]
+        assert outcome.retried == (number in fails)
+        losses.append(outcome.loss)
+    return losses
+
+
+def beside_an_undisturbed_run(way: str, operations: list[int]) -> None:
+    undisturbed = gathering(way, {})
+    for operation in operations:
+        fails = {0: (1, operation), 3: (0, operation)}
+        assert gathering(way, fails) == pytest.approx(undisturbed, rel=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
+def test_no_rank_waits_in_what_forward_gathers(way: str, exhaustive: bool) -> None:
+    """While the sequence of collectives is recorded, and afterward."""
+    operations = list(range(1, 12)) if exhaustive else [2, 9]
+    run_ranks(beside_an_undisturbed_run, 2, way, operations, timeout=200)
+
+
+def test_on_one_rank_a_collective_is_a_call() -> None:
+    run = Shares("alone", optimizer_steps=False)
+    assert run.step.collective(max, 1, 2) == 2

@@ -15,7 +15,11 @@ import pytest
 pytestmark = pytest.mark.runs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NEEDED = {"transformers_loop": "transformers", "fabric": "lightning_fabric"}
+NEEDED = {
+    "transformers_loop": "transformers",
+    "fabric": "lightning_fabric",
+    "accelerate_loop": "accelerate",
+}
 RANKS = {"tensor_parallel": "4"}
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "common")
 OUT_OF_MEMORY = r"out of memory in \w+ on rank 0"

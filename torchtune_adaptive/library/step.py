@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.private import is_compiled
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,14 @@ class AdaptiveStep:
             overflow=outcome.overflow,
             noise=outcome.noise,
         )
+
+    def collective(self, launch: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Call a function that launches collectives of one's own, in ``forward`` or anywhere else.
+
+        In a step the ranks first agree that none has failed, so that no rank waits in it for another. Every
+        micro-batch calls the same.
+        """
+        return self.train_step.together(lambda: launch(*arguments, **named))
 
     def _agreed_size(self, rows: Sequence[Any], collate: Callable[..., Any], size: int) -> int:
         """The size, once all ranks have told each other theirs, and how many rows they have."""

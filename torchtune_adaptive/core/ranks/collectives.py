@@ -9,6 +9,9 @@ This is the first part of Note [Failure before a collective] in ``step.failures`
 - From then on, a rank that runs out of memory drops its graph and launches *the rest of the recorded
   sequence* with scratch buffers: each group tells how far it has come. Nobody waits, nobody asks, and a
   healthy step pays nothing. The others learn that the step is lost from the all-reduce that ends it anyway.
+- Before a collective of the caller's own that it announces, e.g. a gather of metrics, the ranks *vote*, always.
+  It is not recorded, so its sizes may follow anything. A rank that has failed launches what is recorded up to
+  there, and votes; then all know.
 
 Note [Who is asked]
 ~~~~~~~~~~~~~~~~~~~
@@ -40,7 +43,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntFlag
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,9 +57,10 @@ from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.recording import Launch, Recorder, launch_again, launch_of
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 Launches = dict[str, list[Launch]]
-"""The launches of a pass, by phase."""
+"""The launches of a pass, by stretch: a phase, or what lies between two votes of it."""
 
 
 class AnotherRankFailed(Exception):
@@ -94,7 +98,7 @@ class _Sequence:
 
     recorded: Launches = field(default_factory=dict)
     of_groups: dict[str, Counter[dist.ProcessGroup]] = field(default_factory=dict)
-    """The number of them that each group launches, by phase."""
+    """The number of them that each group launches, by stretch."""
     equal_passes: int = 0
 
     @property
@@ -151,10 +155,12 @@ class Collectives:
         self._asked = _Asked.NOBODY
         self._mode = self._mode_was_on = False
         self._in_hook = False
+        self._voted = False  # on the launch that is being made
         self._in_step = False
         self._passes = 0
         self._kind: Hashable = None
-        self._phase = ""
+        self._phase = self._stretch = ""
+        self._votes = 0  # in this phase
         self._pass: Launches = {}
         self._base: dict[str, dict[dist.ProcessGroup, int]] = {}
         self._unseen, self._refusal = False, ""
@@ -198,6 +204,7 @@ class Collectives:
         self._sequence = self._sequences.setdefault(key, _Sequence())
         self._asked = self._who_is_asked()
         self._passes += 1
+        self._phase, self._votes = "", 0
         self._pass, self._base = {}, {}
         self._unseen, self._refusal, self._asking = False, "", 0.0
 
@@ -214,21 +221,26 @@ class Collectives:
 
     def begin_phase(self, phase: str) -> AbstractContextManager[object]:
         """Begin a phase; gives the context in which it runs."""
-        self._phase, self._pass[phase] = phase, []
-        groups: Iterable[dist.ProcessGroup] = self._sequence.of_groups.get(phase, ())
-        if self.recording:
-            groups = self._groups
-        self._base[phase] = {group: _launched_by(group) for group in groups}
+        self._phase, self._votes = phase, 0
+        self._begin_stretch()
         self._mode = self.recording and self._sees_all
         self._mode_was_on |= self._mode
         return Recorder(self._note_one) if self._mode else nullcontext()
 
+    def _begin_stretch(self) -> None:
+        stretch = self._stretch = _stretch_of(self._phase, self._votes)
+        self._pass[stretch] = []
+        groups: Iterable[dist.ProcessGroup] = self._sequence.of_groups.get(stretch, ())
+        if self.recording:
+            groups = self._groups
+        self._base[stretch] = {group: _launched_by(group) for group in groups}
+
     def end_phase(self) -> None:
         """End a phase without failure on this rank."""
-        launched = self._launched_in(self._phase)
+        launched = self._launched_in(self._stretch)
         if self.recording:
-            self._compare(launched, _by_group(self._pass[self._phase]))
-        elif launched != self._sequence.of_groups.get(self._phase, {}):
+            self._compare(launched, _by_group(self._pass[self._stretch]))
+        elif launched != self._sequence.of_groups.get(self._stretch, {}):
             # Not a constant sequence after all: record it again, in agreement.
             self._sequence.equal_passes = self._wide.equal_passes = 0
 
@@ -309,7 +321,27 @@ class Collectives:
         finally:
             self._in_hook = False
 
+    def together(self, launch: Callable[[], T]) -> T:
+        """Launch a collective of the caller's own; where a rank of a step has failed, on none.
+
+        Raises:
+            AnotherRankFailed: it must not be made.
+        """
+        if not self._survive or not self._in_step or self._ranks.size == 1:
+            return launch()
+        self.end_phase()
+        self._vote()
+        self._voted = True
+        try:
+            return launch()
+        finally:
+            self._voted = False
+            self._votes += 1
+            self._begin_stretch()
+
     def _note_one(self, launch: Launch) -> None:
+        if self._voted:
+            return
         self._note([replace(launch, of_fsdp=self._in_hook)])
 
     def _note(self, launches: Sequence[Launch]) -> None:
@@ -332,8 +364,8 @@ class Collectives:
                 raise RankLost(f"{lost} {before}") from lost
         for launch in launches:
             self._groups.add(launch.group)
-            self._base[self._phase].setdefault(launch.group, _launched_by(launch.group))
-            self._pass[self._phase].append(self._same.setdefault(launch, launch))
+            self._base[self._stretch].setdefault(launch.group, _launched_by(launch.group))
+            self._pass[self._stretch].append(self._same.setdefault(launch, launch))
             if launch.of_fsdp:
                 self._launched()
             elif wide and launch.group not in self._of_fsdp:
@@ -371,32 +403,49 @@ class Collectives:
             self._holders_know = True
             raise AnotherRankFailed(everywhere=asked is self._ranks)
 
+    def _vote(self, failed: bool = False) -> None:
+        """Ask all ranks; raises as ``_ask`` does."""
+        if self._asked is _Asked.EVERYONE:
+            return self._ask(failed=failed)
+        if self._asked is _Asked.HOLDERS and not self._holders_know:
+            failed = self._holders.any(
+                failed
+            )  # where one of them has failed, it tells the others first
+        if self._ranks.any(failed):
+            raise AnotherRankFailed(everywhere=True)
+
     def finish(self, phase: str) -> bool:
         """Launch what the others wait for, after a failure on this rank; whether all know of it then.
 
         The data is worthless, and every rank discards it. By now the memory of the failed step has been
         freed, which is more than the scratch buffer takes. See Note [Who is asked].
         """
-        wide = self._wide.recorded.get(phase, [])
-        agreed = self._pass.get(phase, [])
+        votes = self._votes if phase == self._phase else 0
+        stretch = _stretch_of(phase, votes)
+        wide = self._wide.recorded.get(stretch, [])
+        agreed = self._pass.get(stretch, [])
         if self._asked is _Asked.EVERYONE:
-            self._complete(phase, agreed)
+            self._complete(stretch, agreed)
             self._tell()
             return True
         if not self._holders_know and self._asked is _Asked.HOLDERS:
-            self._complete(phase, [each for each in agreed if self._is_local(each)])
+            self._complete(stretch, [each for each in agreed if self._is_local(each)])
             self._tell()
-        everything = self._sequence.recorded.get(phase, [])
-        self._complete(phase, wide if self._holders_know else everything)
-        return False
+        everything = self._sequence.recorded.get(stretch, [])
+        self._complete(stretch, wide if self._holders_know else everything)
+        if _stretch_of(phase, votes + 1) not in self._wide.recorded:
+            return False
+        with suppress(AnotherRankFailed):
+            self._vote(failed=True)
+        return True
 
     def _tell(self) -> None:
         with suppress(AnotherRankFailed):
             self._ask(failed=True)
 
-    def _complete(self, phase: str, launches: Sequence[Launch]) -> None:
+    def _complete(self, stretch: str, launches: Sequence[Launch]) -> None:
         """Make those of these launches that have not been made, by the counts of their groups."""
-        made = self._launched_in(phase)
+        made = self._launched_in(stretch)
         rest = []
         for launch in launches:
             if made.get(launch.group, 0) > 0:
@@ -405,9 +454,13 @@ class Collectives:
                 rest.append(launch)
         launch_again(rest, self._device, self._launched)
 
-    def _launched_in(self, phase: str) -> dict[dist.ProcessGroup, int]:
-        base = self._base.get(phase, {})
+    def _launched_in(self, stretch: str) -> dict[dist.ProcessGroup, int]:
+        base = self._base.get(stretch, {})
         return {group: _launched_by(group) - before for group, before in base.items()}
+
+
+def _stretch_of(phase: str, votes: int) -> str:
+    return f"{phase} after vote {votes}" if votes else phase
 
 
 def _by_group(launches: Iterable[Launch]) -> Counter[dist.ProcessGroup]:

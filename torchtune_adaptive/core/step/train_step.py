@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +42,8 @@ from torchtune_adaptive.core.step.objective import Batch, Objective, Summed
 from torchtune_adaptive.core.step.small_batches import SmallBatches
 from torchtune_adaptive.core.step.switches import Switches
 from torchtune_adaptive.core.step.trees import mapped, shape_of, tensors_in
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,10 @@ class TrainStep:
         with self.memory.running():
             for model in self._models:
                 fsdp.reset(model)
+
+    def together(self, launch: Callable[[], T]) -> T:
+        """Launch a collective of the objective's own in a forward pass, as every rank does in each."""
+        return self._collectives.together(launch)
 
     # --- forward and backward -------------------------------------------------------------------
 

@@ -1,0 +1,11 @@
+"""What every rank of these tests starts with already imported; see ``tests.helpers.ranks``."""
+
+import importlib
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    for module in ("datasets", "peft", "transformers.trainer", "torchtune_adaptive.library.search"):
+        importlib.import_module(module)
+    from transformers import LlamaForCausalLM, LlamaForSequenceClassification, Trainer  # noqa: F401
+    from trl import DPOTrainer, RewardTrainer, SFTTrainer  # noqa: F401

@@ -1,0 +1,175 @@
+"""What the integrations rely on in other libraries: each fact, on the installed version."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.integrations.real.trainers import AS_CONFIGURED, make, on_ranks, tokens
+from torchtune_adaptive.integrations.facts import FACTS
+from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
+
+CHECKS: dict[str, Callable[[Any], Any]] = {}
+"""Functions that raise where a fact does not hold; each gets a folder."""
+
+
+def check(name: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    def added(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        CHECKS[name] = function
+        return function
+
+    return added
+
+
+def watched(owner: Any, name: str, seen: Callable[..., Any]) -> None:
+    """Call a function with the arguments of each call of a method."""
+    own = getattr(owner, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        seen(*args, **kwargs)
+        return own(*args, **kwargs)
+
+    setattr(owner, name, method)
+
+
+@check("one backward")
+def one_backward(folder: str) -> None:
+    for kind in ("trainer", "sft", "dpo", "reward"):
+        assert backwards(make(kind, None, folder)) == ["step", "loss"] * 8
+
+
+def backwards(trainer: Any) -> list[str]:
+    calls: list[str] = []
+    watched(trainer.accelerator, "backward", lambda loss, **_: calls.append("loss"))
+    watched(trainer, "training_step", lambda *_, **__: calls.append("step"))
+    trainer.train()
+    return calls
+
+
+@check("sync_gradients")
+def sync_gradients(folder: str) -> None:
+    trainer, flags = make("trainer", None, folder), []
+    accelerator = trainer.accelerator
+    watched(trainer, "training_step", lambda *_, **__: flags.append(accelerator.sync_gradients))
+    trainer.train()
+    assert flags == [False, True] * 4
+
+
+@check("mean over batches")
+def mean_over_batches(folder: str) -> None:
+    trainer, losses = make("dpo", None, folder, max_steps=1, gradient_accumulation_steps=1), []
+    watched(trainer.accelerator, "backward", lambda loss, **_: losses.append(float(loss)))
+    step = trainer.training_step
+
+    def with_other_counts(model: Any, inputs: Any, items: Any) -> Any:
+        for count in (1, 2.5):
+            trainer.current_gradient_accumulation_steps = count
+            loss = step(model, dict(inputs), items)
+        return loss
+
+    trainer.training_step = with_other_counts
+    trainer.train()
+    assert losses[1] == pytest.approx(losses[0] / 2.5)
+
+
+@check("batches of a step")
+def batches_of_a_step(folder: str) -> None:
+    trainer, calls = (
+        make("trainer", None, folder, max_steps=-1, num_train_epochs=1, data=tokens(20)),
+        [],
+    )
+    watched(trainer, "get_batch_samples", lambda _, number, *__: calls.append(number))
+    watched(trainer, "training_step", lambda *_, **__: calls.append("step"))
+    trainer.train()
+    assert calls == [2, "step", "step", 2, "step", "step", 1, "step"]
+
+
+@check("data_collator")
+def data_collator(folder: str) -> None:
+    class Listed(list):  # type: ignore[type-arg]
+        """A dataset that is no table, whose unused columns the trainer drops while it collates."""
+
+    trainer = make("trainer", None, folder, data=Listed(tokens(16)))
+    assert trainer.get_train_dataloader().collate_fn.data_collator is trainer.data_collator
+    for kind in ("trainer", "sft", "dpo", "reward"):
+        trainer = make(kind, None, folder)
+        assert trainer.get_train_dataloader().collate_fn is trainer.data_collator
+
+
+@check("is_in_train")
+def is_in_train(folder: str) -> None:
+    trainer, flags = make("trainer", None, folder), []
+    assert not trainer.is_in_train
+    watched(trainer, "get_train_dataloader", lambda: flags.append(trainer.is_in_train))
+    trainer.train()
+    assert flags == [True]
+
+
+@check("callback states")
+def callback_states(folder: str) -> None:
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+
+    class Counted(TrainerCallback, ExportableState):
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"count": 3}}
+
+    settings = {"callbacks": [Counted()], "save_strategy": "steps", "save_steps": 2}
+    trainer = make("trainer", None, folder, **settings)
+    trainer.train()
+    loaded = type(trainer.state).load_from_json(f"{folder}/checkpoint-2/trainer_state.json")
+    assert loaded.stateful_callbacks["Counted"] == {"args": {}, "attributes": {"count": 3}}
+
+
+@check("broadcast_buffers")
+def broadcast_buffers(folder: str) -> None:
+    trainer = make("trainer", None, folder, ddp_broadcast_buffers=True)
+    assert trainer.accelerator.ddp_handler.broadcast_buffers
+    ours = make("trainer", AS_CONFIGURED, folder)
+    ours.train()
+    if dist.is_initialized():
+        assert not ours.model_wrapped.broadcast_buffers
+
+
+@check("host state")
+def host_state(folder: str) -> None:
+    for kind in ("trainer", "sft", "dpo", "reward"):
+        trainer = make(kind, None, folder, max_steps=1, gradient_accumulation_steps=1)
+        compute_loss = trainer.compute_loss
+
+        def compared(*args: Any, own: Any = compute_loss, one: Any = trainer, **kwargs: Any) -> Any:
+            before = {key: repr(value) for key, value in vars(one).items()}
+            loss = own(*args, **kwargs)
+            after = {key: repr(value) for key, value in vars(one).items()}
+            changed = {key for key in after if before.get(key) != after[key]}
+            assert changed <= {*AdaptiveTrainerMixin.restored}, changed
+            return loss
+
+        trainer.compute_loss = compared
+        trainer.train()
+
+
+@check("gathers")
+def gathers(folder: str) -> None:
+    import torch
+
+    trainer, calls = make("trainer", None, folder), []
+    watched(trainer.accelerator, "gather", lambda value: calls.append(value))
+    trainer.accelerator.gather_for_metrics(torch.ones(2))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_fact(name: str) -> None:
+    on_ranks(_in_a_folder, 2 if name == "broadcast_buffers" else 1, name)
+
+
+def _in_a_folder(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        CHECKS[name](folder)

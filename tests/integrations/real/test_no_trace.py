@@ -1,0 +1,169 @@
+"""What a search leaves (nothing), and what a checkpoint keeps (all that was learned)."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integrations.real.test_on_ranks import WAYS
+from tests.integrations.real.trainers import (
+    AS_CONFIGURED,
+    SEARCHING,
+    Loss,
+    distance,
+    fsdp2_on_cpu,
+    make,
+    on_ranks,
+    result,
+    tokenizer,
+    trained,
+)
+from torchtune_adaptive import UsageError
+from torchtune_adaptive.integrations.trainer_step import TrainerStep
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
+CLOSE = 1e-6
+
+
+def everything(trainer: Any) -> list[Any]:
+    """What a step may change."""
+    model = [t.detach().clone() for t in (*trainer.model.parameters(), *trainer.model.buffers())]
+    gradients = [parameter.grad for parameter in trainer.model.parameters()]
+    optimizer = trainer.optimizer.state_dict()
+    metrics = {key: getattr(trainer, key, None) for key in trainer.restored}
+    drawn = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    return [model, gradients, optimizer["param_groups"], optimizer["state"], repr(metrics), drawn]
+
+
+def around_the_search(kind: str) -> dict[str, Any]:
+    search = TrainerStep._search
+    seen: dict[str, Any] = {}
+
+    def watched(self: TrainerStep, *args: Any, **named: Any) -> int:
+        before, log = everything(self._trainer), list(self._trainer.state.log_history)
+        size = search(self, *args, **named)
+        after = everything(self._trainer)
+        for one, other in zip(before[0], after[0], strict=True):
+            assert torch.equal(one, other)
+        assert before[1:] == after[1:] and log == self._trainer.state.log_history
+        seen["size"] = size
+        return size
+
+    TrainerStep._search = watched  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        # Attention dropout draws random numbers in each forward pass.
+        make(kind, SEARCHING, folder, config={"attention_dropout": 0.1}).train()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["trainer", "sft", "dpo"])
+def test_a_search_leaves_no_trace(kind: str) -> None:
+    [seen] = on_ranks(around_the_search, 1, kind)
+    assert seen["size"] == 8
+
+
+def resumed(way: str, folder: str) -> dict[str, Any]:
+    """Training that is ended after two steps and resumed, beside training that is not."""
+    settings = WAYS.get(way, {}) | {"max_steps": 4, "save_steps": 2, "save_strategy": "steps"}
+    if way == "fsdp2":
+        fsdp2_on_cpu()
+        # accelerate loads a full state dict on rank 0 by way of a device that a CPU is not.
+        settings["fsdp_config"] = settings["fsdp_config"] | {
+            "state_dict_type": "SHARDED_STATE_DICT"
+        }
+    lost = Loss(1, 0, 2)
+    whole = trained("trainer", AS_CONFIGURED, lost, folder=folder, **settings)
+    rest = trained(
+        "trainer",
+        AS_CONFIGURED,
+        resume=f"{folder}/checkpoint-2",
+        folder=folder,
+        restore_callback_states_from_checkpoint=way == "alone",
+        **settings,
+    )
+    state = json.loads((Path(folder) / "checkpoint-2/trainer_state.json").read_text())
+    return {
+        "distance": distance(rest, whole),
+        "weights": float((rest.weights - whole.weights).abs().max()),
+        "sizes": (whole.sizes, rest.sizes),
+        "state": state["stateful_callbacks"]["AdaptiveState"],
+    }
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("alone", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_a_resumed_run_goes_on_as_it_would_have(way: str, ranks: int, tmp_path: Path) -> None:
+    for seen in on_ranks(resumed, ranks, way, str(tmp_path)):
+        assert seen["distance"] <= CLOSE and seen["weights"] <= CLOSE, seen
+        assert seen["sizes"][0] == seen["sizes"][1] == (4, 2), seen
+        assert seen["state"]["attributes"]["learned"]["size"] == 4
+
+
+def searched_again() -> list[Any]:
+    """Whether a resumed run searches: with the options that it had, and with others."""
+    search, sizes = TrainerStep._search, []
+
+    def watched(self: TrainerStep, *args: Any, **named: Any) -> int:
+        sizes.append(search(self, *args, **named))
+        return sizes[-1]
+
+    TrainerStep._search = watched  # type: ignore[method-assign]
+    counts = []
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {"save_steps": 2, "save_strategy": "steps", "folder": folder}
+        trained("trainer", SEARCHING, **settings)
+        counts.append(len(sizes))
+        for ceiling in (None, 2):
+            options = type(SEARCHING)(memory_limit="64MiB", ceiling=ceiling)
+            trained("trainer", options, resume=f"{folder}/checkpoint-2", **settings)
+            counts.append(len(sizes))
+    return [counts, sizes]
+
+
+def test_a_resumed_run_searches_only_where_something_has_changed() -> None:
+    assert on_ranks(searched_again, 1) == [[[1, 1, 2], [8, 2]]]
+
+
+def trained_twice() -> float:
+    """The distance of ours from the plain trainer in a second call of train()."""
+    results = []
+    for options in (None, AS_CONFIGURED):
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = make("trainer", options, folder)
+            next(iter(trainer.get_train_dataloader()))["input_ids"]  # somebody looks at a batch
+            trainer.train()
+            trainer.train()
+            results.append(result(trainer))
+    return distance(results[1], results[0])
+
+
+def test_a_trainer_may_train_twice() -> None:
+    assert on_ranks(trained_twice, 1) == [0]
+
+
+def masked_at_random() -> str:
+    from transformers import DataCollatorForLanguageModeling
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make("trainer", AS_CONFIGURED, folder)
+        trainer.data_collator = DataCollatorForLanguageModeling(_with_mask(), mlm_probability=0.5)
+        with pytest.raises(UsageError) as error:
+            trainer.train()
+    return str(error.value)
+
+
+def _with_mask() -> Any:
+    words = tokenizer()
+    words.mask_token = "<unk>"
+    return words
+
+
+def test_random_masks_are_refused() -> None:
+    [said] = on_ranks(masked_at_random, 1)
+    assert said.startswith("data_collator: DataCollatorForLanguageModeling makes another batch")

@@ -1,0 +1,279 @@
+"""The trainers of transformers and TRL on a tiny Llama with random weights, plain or ours. No downloads."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.helpers import ranks as helper
+from torchtune_adaptive.integrations import Adaptive
+from torchtune_adaptive.integrations.transformers import adaptive
+
+WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(61))]
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": len(WORDS),
+    "use_cache": False,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+SETTINGS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 4,
+    "learning_rate": 1e-2,
+    "warmup_steps": 1,
+    "logging_steps": 1,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "report_to": "none",
+    "save_strategy": "no",
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "dataloader_pin_memory": False,
+}
+SEARCHING = Adaptive(memory_limit="64MiB")
+AS_CONFIGURED = Adaptive(search=False)
+
+helper._context.set_forkserver_preload(["tests.integrations.real.preload"])
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Where memory runs out: in a layer, on a rank, before a step, so many times."""
+
+    step: int = 1
+    rank: int = 0
+    times: int = 2
+    where: str = "policy"
+    """In the model's second layer (where its adapter is on or, with ``no adapter``, off), in that of the
+    ``reference``, or in the ``loss``."""
+
+
+@dataclass
+class Result:
+    logs: list[dict[str, float]]
+    weights: torch.Tensor
+    sizes: tuple[int, int] | None = None
+    """The size at the beginning, and at the end."""
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def column(self, *names: str) -> list[list[float]]:
+        return [[entry[name] for name in names] for entry in self.logs if names[0] in entry]
+
+
+def on_ranks(
+    function: Callable[..., Any], count: int, *arguments: Any, timeout: float = 240
+) -> Any:
+    """Call a function on one process, or on ranks."""
+    return helper.run_ranks(_alone_or_not, count, function, *arguments, timeout=timeout, join=False)
+
+
+def _alone_or_not(function: Callable[..., Any], *arguments: Any) -> Any:
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", ACCELERATE_USE_CPU="true")
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has workers
+    warnings.simplefilter("ignore")
+    from datasets import disable_progress_bars
+
+    disable_progress_bars()
+    if os.environ["WORLD_SIZE"] == "1":
+        for name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        ):
+            os.environ.pop(name)
+    return function(*arguments)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def llama(kind: str = "LlamaForCausalLM", **config: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(transformers.LlamaConfig(**LLAMA | config))
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    numbers = {word: number for number, word in enumerate(WORDS)}
+    words = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def texts(*names: str, count: int = 64) -> Any:
+    """Rows of random words, of different lengths."""
+    from datasets import Dataset
+
+    draw = random.Random(0)
+
+    def text() -> str:
+        return " ".join(draw.choice(WORDS[3:]) for _ in range(draw.randrange(3, 16)))
+
+    return Dataset.from_list(
+        [{name: " " * (name != "prompt") + text() for name in names} for _ in range(count)]
+    )
+
+
+def tokens(count: int = 64, ragged: bool = False) -> Any:
+    """Rows of random tokens."""
+    from datasets import Dataset
+
+    draw = random.Random(0)
+    rows = []
+    for _ in range(count):
+        length = draw.randrange(4, 24) if ragged else 16
+        ids = [draw.randrange(3, len(WORDS)) for _ in range(length)]
+        rows.append({"input_ids": ids, "labels": ids, "attention_mask": [1] * length})
+    return Dataset.from_list(rows)
+
+
+class Padding:
+    """A collate function for rows of different lengths."""
+
+    def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in rows)
+        pads = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        return {
+            name: torch.tensor([row[name] + [pad] * (longest - len(row[name])) for row in rows])
+            for name, pad in pads.items()
+        }
+
+
+def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> Any:
+    """A trainer of a kind: ``trainer``, ``sft``, ``dpo``, or ``reward``; plain without options."""
+    import transformers
+    import trl
+
+    classes = {
+        "trainer": (transformers.Trainer, transformers.TrainingArguments),
+        "sft": (trl.SFTTrainer, trl.SFTConfig),
+        "dpo": (trl.DPOTrainer, trl.DPOConfig),
+        "reward": (trl.RewardTrainer, trl.RewardConfig),
+    }
+    trainer_class, config_class = classes[kind]
+    arguments: dict[str, Any] = {}
+    for name in ("compute_loss_func", "peft_config", "callbacks", "eval_dataset"):
+        if name in settings:
+            arguments[name] = settings.pop(name)
+    model = settings.pop("model", None)
+    config = settings.pop("config", {})
+    ragged, data = settings.pop("ragged", False), settings.pop("data", None)
+    if kind == "trainer":
+        arguments |= {"data_collator": Padding(), "train_dataset": data or tokens(ragged=ragged)}
+    else:
+        names = {
+            "sft": ("text",),
+            "reward": ("chosen", "rejected"),
+            "dpo": ("prompt", "chosen", "rejected"),
+        }
+        arguments |= {"processing_class": tokenizer(), "train_dataset": data or texts(*names[kind])}
+        settings = {"max_length": 64} | settings
+    if kind == "reward":
+        model = llama("LlamaForSequenceClassification", num_labels=1, **config)
+    elif (
+        kind == "dpo"
+        and "peft_config" not in arguments
+        and not settings.get("precompute_ref_log_probs")
+    ):
+        arguments["ref_model"] = llama(**config)
+    if options is not None:
+        trainer_class, arguments["adaptive"] = adaptive(trainer_class), options
+    arguments["args"] = config_class(folder, **SETTINGS | settings)
+    return trainer_class(model=model or llama(**config), **arguments)
+
+
+def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
+    """Lose memory in training; gives how many times are left."""
+    left = lost.times if rank() == lost.rank else 0
+
+    def hook(module: Any = None, *_: Any) -> None:
+        nonlocal left
+        projection = getattr(getattr(module, "self_attn", None), "q_proj", None)
+        adapter_off = getattr(projection, "disable_adapters", False)
+        if adapter_off != (lost.where == "no adapter"):
+            return
+        if trainer.model.training and trainer.state.global_step == lost.step and left:
+            left -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+
+    if lost.where == "loss":  # not inside of compiled code
+        compute_loss = trainer.compute_loss
+        trainer.compute_loss = lambda *args, **named: (hook(), compute_loss(*args, **named))[1]
+        return lambda: left
+    model = trainer.ref_model if lost.where == "reference" else trainer.model
+    [layer] = [module for name, module in model.named_modules() if name.endswith("layers.1")]
+    layer.register_forward_pre_hook(hook)
+    return lambda: left
+
+
+def trained(
+    kind: str,
+    options: Adaptive | None,
+    lost: Loss | None = None,
+    resume: Any = None,
+    **settings: Any,
+) -> Result:
+    """The result of a training."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make(kind, options, settings.pop("folder", folder), **settings)
+        left = lose_memory(trainer, lost) if lost else lambda: 0
+        trainer.train(resume_from_checkpoint=resume)
+        assert not left(), "memory was not lost as often as it should have been"
+        return result(trainer)
+
+
+def result(trainer: Any) -> Result:
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in trainer.model.parameters()]
+    weights = torch.cat([p.detach().float().flatten() for p in whole])
+    steps = getattr(trainer, "_step", None)
+    sizes = (steps._size, steps._step._runner.size) if steps else None
+    return Result(trainer.state.log_history[:-1], weights, sizes)
+
+
+LOGGED = ("loss", "grad_norm", "learning_rate")
+
+
+def distance(one: Result, other: Result, *names: str) -> float:
+    """The largest relative difference of what was logged."""
+    a = torch.tensor(one.column(*(names or LOGGED)), dtype=torch.float64)
+    b = torch.tensor(other.column(*(names or LOGGED)), dtype=torch.float64)
+    assert a.shape == b.shape and len(a)
+    return float(((a - b).abs() / b.abs().clamp(min=1e-12)).max())
+
+
+def fsdp2_on_cpu() -> None:
+    """accelerate gives FSDP2 to accelerators only; everything else works on a CPU as well."""
+    import accelerate.state
+
+    init = accelerate.state.AcceleratorState.__init__
+
+    def told(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type = accelerate.state.DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+
+    accelerate.state.AcceleratorState.__init__ = told

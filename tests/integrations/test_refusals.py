@@ -1,0 +1,74 @@
+"""Settings of trainers that cannot be kept are refused by name; stand-ins for the trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from torchtune_adaptive import UsageError
+from torchtune_adaptive.integrations import refusals
+
+
+def trainer(dataset: Any = (), config: Any = None, **settings: Any) -> Any:
+    of_loading = {"dispatch_batches": None, "even_batches": True}
+    loading = {key: settings.pop(key, value) for key, value in of_loading.items()}
+    plugin, scaler = settings.pop("fsdp_plugin", None), settings.pop("scaler", None)
+    return SimpleNamespace(
+        args=SimpleNamespace(
+            **{"n_gpu": 1, "accelerator_config": SimpleNamespace(**loading)} | settings
+        ),
+        accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), scaler=scaler),
+        is_deepspeed_enabled=False,
+        model=SimpleNamespace(config=config),
+        train_dataset=dataset,
+    )
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
+MISTAKES: dict[str, dict[str, Any]] = {
+    "auto_find_batch_size: True is not": {"auto_find_batch_size": True},
+    "fp16: True is not": {"fp16": True},
+    "mixed_precision: the trainer's gradient scaler": {"scaler": object()},
+    "deepspeed: {} is not": {"deepspeed": {"stage": 3}},
+    "parallelism_config: ": {"parallelism_config": object()},
+    "ddp_broadcast_buffers: True": {"ddp_broadcast_buffers": True},
+    "ddp_static_graph: True": {"ddp_static_graph": True},
+    "optim: 'adalomo'": {"optim": "adalomo"},
+    "optim: 'galore_adamw_layerwise'": {"optim": "galore_adamw_layerwise"},
+    "activation_offloading: True": {"activation_offloading": True},
+    "n_gpu: 2 devices": {"n_gpu": 2},
+    "fsdp: version 1": {"fsdp_plugin": SimpleNamespace(fsdp_version=1)},
+    "even_batches must be on": {"even_batches": False},
+    "train_dataset: one that can only be iterated over": {"dataset": Stream()},
+    "dispatch_batches": {"dataset": [1], "dispatch_batches": True},
+    "loss_type: aot sorts the rows": {"loss_type": ["sigmoid", "aot"]},
+    "loss_type: sft is a mean over the tokens": {"loss_type": "sft"},
+    "output_router_logits": {"config": SimpleNamespace(output_router_logits=True)},
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_setting_is_refused_by_name(message: str) -> None:
+    refusals.require_supported(trainer())
+    with pytest.raises(UsageError) as error:
+        refusals.require_supported(trainer(**MISTAKES[message]))
+    assert message.replace("{}", "{'stage': 3}") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_trainer_of_trl_that_nobody_has_tried_is_refused() -> None:
+    base = type("_BaseTrainer", (), {"__module__": "trl.trainer.base_trainer"})
+    known = type("SFTTrainer", (base,), {"__module__": "trl.trainer.sft_trainer"})
+    unknown = type("KTOTrainer", (base,), {"__module__": "trl.trainer.kto_trainer"})
+    refusals.require_known_trainer(type("Mine", (known,), {}))
+    refusals.require_known_trainer(type("Other", (), {}))
+    with pytest.raises(UsageError, match="KTOTrainer: of TRL's trainers, "):
+        refusals.require_known_trainer(type("Mine", (unknown,), {}))

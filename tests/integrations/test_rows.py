@@ -1,0 +1,102 @@
+"""Rows: the longest of a dataset, and batches that can be made again."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from torchtune_adaptive import UsageError
+from torchtune_adaptive.integrations.rows import Keeping, Rows, longest, longest_by, numbers_in
+
+CPU = torch.device("cpu")
+
+
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """A prompt with each of two answers to it, as DPO has it."""
+    both = [row["prompt"] + row[name] for name in ("chosen", "rejected") for row in rows]
+    length = max(map(len, both))
+    return {"tokens": torch.tensor([each + [0] * (length - len(each)) for each in both])}
+
+
+def preferences(*lengths: tuple[int, int, int]) -> list[dict[str, list[int]]]:
+    names = ("prompt", "chosen", "rejected")
+    return [dict(zip(names, ([1] * n for n in row), strict=True)) for row in lengths]
+
+
+def test_the_longest_row_is_the_one_that_makes_the_largest_batch() -> None:
+    # The largest sum is the second's, the longest prompt the third's, the longest answer the fourth's.
+    rows = preferences((1, 1, 1), (4, 6, 6), (8, 1, 1), (1, 1, 9), (5, 1, 7))
+    assert longest(rows, padded, CPU) == rows[4]
+    assert longest_by({"a": [1, 3, 2], "b": [0, 0, 5]}) == {1, 2}
+
+
+@pytest.mark.exhaustive  # to import datasets takes seconds
+def test_the_longest_row_of_a_table_is_found_without_loading_rows() -> None:
+    from datasets import Dataset
+
+    rows = preferences((1, 1, 1), (4, 6, 6), (8, 1, 1), (1, 1, 9), (5, 1, 7))
+    table = Dataset.from_list(rows).select([4, 0, 1, 2, 3])
+    assert longest(table, padded, CPU) == rows[4]
+    assert (
+        longest(table.with_format("torch"), lambda rows: padded(_lists(rows)), CPU)[
+            "chosen"
+        ].numel()
+        == 1
+    )
+
+
+def _lists(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, list[int]]]:
+    return [{name: value.tolist() for name, value in row.items()} for row in rows]
+
+
+def test_of_other_rows_the_longest_is_the_one_with_most_numbers() -> None:
+    rows = [torch.zeros(length) for length in (3, 7, 5)]
+    assert longest(rows, torch.stack, CPU) is rows[1]
+    assert longest([1, 2], torch.tensor, CPU) in (1, 2), "rows of no length are alike"
+
+
+class Drawing(Dataset[list[int]]):
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, at: int) -> list[int]:
+        random.random()
+        return [0] * at
+
+
+def test_to_look_for_it_draws_no_random_numbers() -> None:
+    state = random.getstate()
+    assert len(longest(Drawing(), torch.tensor, CPU)) == 8
+    assert random.getstate() == state
+
+
+def test_rows_outlive_a_collate_function_that_empties_them() -> None:
+    def emptying(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"x": torch.tensor([row.pop("x") for row in rows])}
+
+    keeping = Keeping(emptying)
+    batch = keeping([{"x": 1}, {"x": 2}])
+    assert batch.rows == [{"x": 1}, {"x": 2}] and batch.inputs["x"].tolist() == [1, 2]
+    assert keeping.again(batch.rows[:1])["x"].tolist() == [1]
+    keeping.require_repeatable(batch)
+
+
+def test_a_collate_function_that_masks_at_random_is_refused() -> None:
+    def masking(rows: list[int]) -> dict[str, Any]:
+        return {"input": [torch.tensor(rows), torch.rand(3)]}
+
+    keeping = Keeping(masking)
+    with pytest.raises(UsageError, match=r"data_collator: function makes another batch"):
+        keeping.require_repeatable(keeping([1, 2]))
+
+
+def test_numbers_of_nested_batches() -> None:
+    assert (
+        numbers_in({"a": [torch.zeros(2), torch.zeros(3)], "b": {"c": torch.zeros(1)}, "d": "x"})
+        == 6
+    )
+    assert isinstance(Keeping(list)([1]), Rows)

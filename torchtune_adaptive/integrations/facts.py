@@ -1,0 +1,41 @@
+"""What the integrations rely on in other libraries, where these promise nothing.
+
+Each fact has a test, which runs with the newest versions every week.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+TESTED = {"transformers": "5.23", "trl": "1.16", "accelerate": "1.15"}
+"""The versions that the tests have run with."""
+
+FACTS = {
+    "one backward": "Trainer.training_step calls accelerator.backward once, with the loss",
+    "sync_gradients": "the loop sets accelerator.sync_gradients before the last batch of a step, only",
+    "mean over batches": "a loss that is a mean is divided by current_gradient_accumulation_steps",
+    "batches of a step": "get_batch_samples takes the batches of a step, once, before training_step",
+    "data_collator": "get_train_dataloader collates by self.data_collator, or by a wrapper of that name",
+    "is_in_train": "is_in_train is set while train() calls get_train_dataloader, and not before",
+    "callback states": "a callback that is an ExportableState is in stateful_callbacks by its class's name",
+    "broadcast_buffers": "DistributedDataParallel is made with what accelerator.ddp_handler says",
+    "host state": "compute_loss changes no attribute of a trainer but those in `restored`",
+    "gathers": "gather_for_metrics launches by accelerator.gather",
+}
+
+
+def warn_of_untested_versions() -> None:
+    """Warn, once, where a library is newer than what has been tested."""
+    for name, tested in TESTED.items():
+        try:
+            installed = Version(version(name))
+        except PackageNotFoundError:
+            continue
+        if installed.release[:2] > Version(tested).release[:2]:
+            warnings.warn(
+                f"torchtune_adaptive has been tested with {name} {tested}, and {installed} is installed.",
+                stacklevel=2,
+            )

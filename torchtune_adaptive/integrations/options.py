@@ -1,0 +1,22 @@
+"""What a user may choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """How a trainer chooses its micro-batches, and recovers when memory runs out."""
+
+    memory_limit: int | str | None = None
+    """The most capacity that this process may have, such as ``"24GiB"``. A search on a CPU needs it."""
+    ceiling: int | None = None
+    """The most rows in a micro-batch; by default, those of a step."""
+    headroom: float = 0.05
+    """The share of the capacity that must stay free in the search."""
+    grow_back_after: int | None = 100
+    """Steps without trouble after which a size that failed is tried again; None: never."""
+    search: bool = True
+    """Whether micro-batches have the size that a search finds before the first step; otherwise that of
+    ``per_device_train_batch_size``, until memory runs out."""

@@ -1,0 +1,140 @@
+"""Rows on their way from a dataset to the micro-batch that is made of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.core import Generators
+
+_LOOKED_AT = 4096
+"""Rows of a dataset that is not a table that are looked at for the longest; loading one may be slow."""
+
+
+class Rows:
+    """A batch of a data loader, and the rows that it was made of; nobody on the way looks into it."""
+
+    def __init__(self, rows: Sequence[Any], inputs: Any) -> None:
+        self.rows = list(rows)
+        self.inputs = inputs
+
+
+class Keeping:
+    """A collate function that keeps the rows; it may go to a process that loads data."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, rows: Sequence[Any]) -> Rows:
+        return Rows(rows, self.again(rows))
+
+    def again(self, rows: Sequence[Any]) -> Any:
+        """The same of some of the rows; some collate functions change what they are given."""
+        return self.collate([copy.copy(row) for row in rows])
+
+    def require_repeatable(self, batch: Rows) -> None:
+        """Check that the same rows give the same batch again."""
+        if not _equal(self.again(batch.rows), batch.inputs):
+            raise UsageError(
+                f"data_collator: {type(self.collate).__name__} makes another batch of the same rows when it "
+                "is called again, as where it masks at random. A step that is done again would not be the "
+                "same. Mask when the dataset is made."
+            )
+
+
+def keeping_in(collate: Any) -> Keeping:
+    """The one inside of the function that drops columns, which transformers may put around it."""
+    return collate if isinstance(collate, Keeping) else collate.data_collator
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return {*one} == {*other} and all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return True
+
+
+def longest(dataset: Any, collate: Callable[[list[Any]], Any], device: torch.device) -> Any:
+    """The row that makes the largest batch by itself.
+
+    Each list in a row counts, and so does each pair of them: a prompt, and each of two answers to it.
+    """
+    drawn = Generators(device)  # a dataset may draw random numbers
+    try:
+        lengths = _lengths_in_table(dataset)
+        if lengths is None:
+            stride = -(-len(dataset) // _LOOKED_AT)
+            numbers = range(0, len(dataset), stride)
+            lengths = _lengths(dataset[number] for number in numbers)
+        else:
+            numbers = range(len(dataset))
+        candidates = {numbers[at] for at in longest_by(lengths)} or {0}
+        rows = [dataset[number] for number in sorted(candidates)]
+        return max(rows, key=lambda row: numbers_in(collate([row])))
+    finally:
+        drawn.restore()
+
+
+def longest_by(lengths: Mapping[str, Sequence[int]]) -> set[int]:
+    """The rows that are longest in a column, in two, or in all."""
+    columns = list(lengths.values())
+    sums = [*columns, *(_sum(pair) for pair in combinations(columns, 2)), _sum(columns)]
+    return {max(range(len(each)), key=each.__getitem__) for each in sums if each}
+
+
+def _sum(columns: Iterable[Sequence[int]]) -> list[int]:
+    return [sum(row) for row in zip(*columns, strict=True)]
+
+
+def _lengths(rows: Iterable[Any]) -> dict[str, list[int]]:
+    """The length of each value of rows that has one; a row that is no mapping has one value."""
+    found: dict[str, list[int]] = {}
+    for count, row in enumerate(rows):
+        values = row if isinstance(row, Mapping) else {"": row}
+        for name, value in values.items():
+            if hasattr(value, "__len__"):
+                column = found.setdefault(str(name), [])
+                column += [0] * (count - len(column)) + [len(value)]
+        for column in found.values():
+            column += [0] * (count + 1 - len(column))
+    return found
+
+
+def _lengths_in_table(dataset: Any) -> dict[str, list[int]] | None:
+    """The lengths of lists in a ``datasets.Dataset``, read from its table without loading rows; None if it
+    is none, or its rows are made when they are asked for."""
+    if not hasattr(dataset, "with_format") or dict(getattr(dataset, "format", {})).get("type"):
+        return None
+    found: dict[str, list[int]] = {}
+    for part in dataset.with_format("arrow").iter(batch_size=1 << 16):
+        for name in part.column_names:
+            if str(part.schema.field(name).type).startswith(("list", "large_list")):
+                column = found.setdefault(name, [])
+                column += [length or 0 for length in _list_lengths(part[name])]
+    return found or None
+
+
+def _list_lengths(column: Any) -> list[int | None]:
+    import pyarrow.compute
+
+    lengths: list[int | None] = pyarrow.compute.list_value_length(column).to_pylist()
+    return lengths
+
+
+def numbers_in(batch: Any) -> int:
+    """The numbers in the tensors of a batch."""
+    if isinstance(batch, torch.Tensor):
+        return batch.numel()
+    if isinstance(batch, Mapping):
+        return sum(map(numbers_in, batch.values()))
+    if isinstance(batch, (list, tuple)):
+        return sum(map(numbers_in, batch))
+    return 0

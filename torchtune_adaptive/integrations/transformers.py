@@ -1,0 +1,102 @@
+"""transformers' ``Trainer``, and what inherits from it, with micro-batches of the size that fits.
+
+    from torchtune_adaptive.integrations.transformers import adaptive
+
+    trainer = adaptive(SFTTrainer)(model, args, train_dataset=dataset)
+
+The rows of an optimizer step are what they were: ``per_device_train_batch_size *
+gradient_accumulation_steps``. They are taken in micro-batches of the size that a search finds before the
+first step. What a micro-batch adds to the loss is what the trainer's own ``training_step`` would call
+``backward`` on. Clipping, the optimizer, the schedule, logs, callbacks and checkpoints stay the trainer's,
+which finds the gradient of the step in ``.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.integrations import refusals
+from torchtune_adaptive.integrations.facts import warn_of_untested_versions
+from torchtune_adaptive.integrations.options import Adaptive
+from torchtune_adaptive.integrations.rows import Keeping, Rows
+from torchtune_adaptive.integrations.trainer_step import TrainerStep, state_in
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = TypeVar("Kind", bound=type)
+Host: Any = object
+"""The trainer, which comes next among the bases of a class."""
+
+
+def adaptive(trainer: Kind) -> Kind:
+    """A kind of trainer, with micro-batches of the size that fits.
+
+    Its constructor takes one more argument, ``adaptive``, with the ``Adaptive`` to use.
+    """
+    return type(f"Adaptive{trainer.__name__}", (AdaptiveTrainerMixin, trainer), {})  # type: ignore[return-value]
+
+
+class AdaptiveTrainerMixin(Host):
+    """Makes a trainer take its steps in micro-batches of the size that fits.
+
+        class AdaptiveSFTTrainer(AdaptiveTrainerMixin, SFTTrainer): ...
+
+    A class whose ``compute_loss`` changes more of its own attributes than a trainer of transformers or TRL
+    does adds their names to ``restored``.
+
+    Raises:
+        UsageError: a setting of the trainer cannot be kept.
+    """
+
+    restored: tuple[str, ...] = ("_metrics", "_total_train_tokens")
+    """Attributes that a forward pass changes; set back before a step is done again."""
+    data_collator: Any
+
+    def __init__(self, *args: Any, adaptive: Adaptive | None = None, **kwargs: Any) -> None:
+        warn_of_untested_versions()
+        refusals.require_known_trainer(type(self))
+        self.adaptive = adaptive or Adaptive()
+        self._step: TrainerStep | None = None
+        self._rows: list[Rows] = []
+        super().__init__(*args, **kwargs)
+        refusals.require_supported(self)
+        state_in(self)
+        # DistributedDataParallel would broadcast them in each forward pass, where a rank may be missing.
+        self.accelerator.ddp_handler.broadcast_buffers = False
+
+    def get_train_dataloader(self) -> Any:
+        if not self.is_in_train:  # somebody only looks at it
+            return super().get_train_dataloader()
+        collate = self.data_collator
+        self.data_collator = Keeping(collate)
+        try:
+            loader = super().get_train_dataloader()
+        finally:
+            self.data_collator = collate
+        self._step = TrainerStep(self, loader)
+        return loader
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        self._rows = []
+
+        def collated() -> Iterator[Any]:  # what the trainer counts tokens in
+            for batch in epoch_iterator:
+                if not isinstance(batch, Rows):
+                    raise UsageError(
+                        "get_train_dataloader: its batches are not made by self.data_collator, so the rows "
+                        "of a step are not known. Pass collate_fn=self.data_collator."
+                    )
+                self._rows.append(batch)
+                yield batch.inputs
+
+        return super().get_batch_samples(collated(), num_batches, device)
+
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        if self._step is None:
+            raise UsageError("training_step: call train(), which makes the batches that it takes.")
+        return self._step.take(model, self._rows, super().training_step, num_items_in_batch)
