@@ -9,9 +9,9 @@ This is the first part of Note [Failure before a collective] in ``step.failures`
 - From then on, a rank that runs out of memory drops its graph and launches *the rest of the recorded
   sequence* with scratch buffers: each group tells how far it has come. Nobody waits, nobody asks, and a
   healthy step pays nothing. The others learn that the step is lost from the all-reduce that ends it anyway.
-- Before a collective of the caller's own that it announces, e.g. a gather of metrics, the ranks *vote*, always.
-  It is not recorded, so its sizes may follow anything. A rank that has failed launches what is recorded up to
-  there, and votes; then all know.
+- Before a collective of the caller's own that it announces, such as a gather of metrics, the ranks always
+  *vote*. It is not recorded, so its sizes may follow anything. A rank that has failed launches what is
+  recorded up to there, and votes; then all know.
 
 Note [Who is asked]
 ~~~~~~~~~~~~~~~~~~~
