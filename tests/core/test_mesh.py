@@ -45,6 +45,11 @@ CASES: dict[str, tuple[str, Shape, str, str]] = {
     "sequence parallel, with FSDP": ("sequence", (1, 2, 2), "shape", "one rank"),
     "loss parallel": ("loss", (1, 1, 2), "shape", "one rank"),
     "loss parallel, with FSDP": ("loss", (1, 2, 2), "everything", "two of a group"),
+    "gathering metrics": ("gathering", (1, 1, 2), "shape", "one rank"),
+    "gathering metrics, with FSDP": ("gathering", (1, 2, 2), "everything", "one rank"),
+    "gathering metrics, a new shape": ("gathering", (1, 2, 2), "shape", "one rank"),
+    "gathering metrics, two ranks of a group": ("gathering", (1, 2, 2), "shape", "two of a group"),
+    "gathering metrics, while recording": ("gathering", (1, 2, 2), "nothing", "one rank"),
     "with HSDP": ("tensor", (2, 2, 2), "everything", "one rank"),
     "with HSDP, a new shape": ("tensor", (2, 2, 2), "shape", "one rank"),
 }

@@ -36,6 +36,7 @@ from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.step.exchange import StepOutcome
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.core.step.snapshot import Snapshot
+from torchtune_adaptive.core.step.train_step import TrainStep
 
 ROWS = 2
 
@@ -87,11 +88,12 @@ def mesh_of(replicas: int, dp: int, tp: int) -> DeviceMesh:
 
 
 def spread(way: str, mesh: DeviceMesh, chunks: int = 2) -> nn.Module:
-    """The model on this rank: ``tensor``, ``sequence`` or ``loss`` parallel."""
+    """The model on this rank: ``tensor``, ``sequence`` or ``loss`` parallel; ``gathering`` is the first."""
     model, tp = whole_model(), mesh["tp"]
     if tp.size() > 1:
         model = training.prepare_mha_for_tp(model, tp)
-        plan = base_llama_tp_plan() if way == "tensor" else sequence_plan(way == "loss")
+        of_tensors = way in ("tensor", "gathering")
+        plan = base_llama_tp_plan() if of_tensors else sequence_plan(way == "loss")
         parallelize_module(model, tp, plan)
     if mesh.size() > tp.size():
         shards = mesh["copies", "dp"] if mesh["copies"].size() > 1 else mesh["dp"]
@@ -99,7 +101,7 @@ def spread(way: str, mesh: DeviceMesh, chunks: int = 2) -> nn.Module:
         training.shard_model(
             model, whole, cpu_offload=False, reshard_after_forward=True, dp_mesh=shards
         )
-    model.set_num_output_chunks(chunks if way == "tensor" else 0)  # type: ignore[operator]
+    model.set_num_output_chunks(chunks if way in ("tensor", "gathering") else 0)  # type: ignore[operator]
     return model
 
 
@@ -111,9 +113,21 @@ class _WholeOutput(NextTokenPrediction):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100) * weight
 
 
+class _Gathers(NextTokenPrediction):
+    """The loss of logits in chunks, and two collectives of its own for metrics, of any size."""
+
+    step: TrainStep
+
+    def summed_loss(self, forward: Any, batch: Any, weight: int) -> torch.Tensor:
+        for part in (weight, 1):
+            self.step.together(partial(dist.all_reduce, torch.zeros(part)))
+        return super().summed_loss(forward, batch, weight)
+
+
 def objective_of(way: str, chunks: int = 2) -> NextTokenPrediction:
-    if way == "tensor":
-        return NextTokenPrediction(CEWithChunkedOutputLoss(num_output_chunks=chunks))
+    if way in ("tensor", "gathering"):
+        kind = _Gathers if way == "gathering" else NextTokenPrediction
+        return kind(CEWithChunkedOutputLoss(num_output_chunks=chunks))
     return _WholeOutput(nn.CrossEntropyLoss(ignore_index=-100))
 
 
@@ -131,14 +145,17 @@ class OnMesh:
         self.model = spread(way, self.mesh, chunks)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=False)
         self.memory = FailingMemory()
+        objective = objective_of(way, chunks)
         self.step = train_step(
             self.model,
             [self.optimizer],
-            objective=objective_of(way, chunks),
+            objective=objective,
             memory=self.memory,
             ranks=self.ranks,
             clip_grad_norm=1.0,
         )
+        if isinstance(objective, _Gathers):
+            objective.step = self.step
         self.place = self.ranks.rank // shape[2]
         self.rows = batch(ROWS, seed=self.place)
         groups = (self.mesh.get_group(dim) for dim in range(3))

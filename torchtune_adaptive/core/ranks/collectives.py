@@ -155,7 +155,7 @@ class Collectives:
         self._asked = _Asked.NOBODY
         self._mode = self._mode_was_on = False
         self._in_hook = False
-        self._voted = False  # on the launch that is being made
+        self._unrecorded = False
         self._in_step = False
         self._passes = 0
         self._kind: Hashable = None
@@ -330,17 +330,17 @@ class Collectives:
         if not self._survive or not self._in_step or self._ranks.size == 1:
             return launch()
         self.end_phase()
-        self._vote()
-        self._voted = True
+        self._unrecorded = True  # the vote and the launch
         try:
+            self._vote()
             return launch()
         finally:
-            self._voted = False
+            self._unrecorded = False
             self._votes += 1
             self._begin_stretch()
 
     def _note_one(self, launch: Launch) -> None:
-        if self._voted:
+        if self._unrecorded:
             return
         self._note([replace(launch, of_fsdp=self._in_hook)])
 
