@@ -4,8 +4,9 @@ The quick tier has every kind of run, and a sample of what each of them proves: 
 allocation instead of at each one; settings are compared with torchtune's in combinations, not one by one.
 ``--exhaustive`` runs all tests. A test that does less without the flag asks for ``exhaustive`` or ``sample``;
 one that does not run at all without it is marked ``exhaustive``. Of the cases of a test that is marked
-``rotating``, the quick tier runs one, or as many as the mark says, and with another SHARD others. Of what the
-quick tier leaves out, ``--exhaustive --part K`` runs one in K, and with another SHARD others.
+``rotating``, the quick tier runs one, or as many as the mark says, and with another SHARD others. Of the
+tests of a file that are marked ``alternating``, it runs every second one, and with the next SHARD the others.
+Of what the quick tier leaves out, ``--exhaustive --part K`` runs one in K, and with another SHARD others.
 """
 
 from __future__ import annotations
@@ -111,18 +112,30 @@ def is_sampled(item: pytest.Item) -> bool:
 
 
 def leave_to_other_shards(items: Iterable[pytest.Item], shard: int) -> None:
-    """Mark those cases of each rotating test that the quick tier leaves to another shard."""
-    cases: dict[str, list[pytest.Item]] = {}
+    """Mark the alternating tests and the cases of rotating ones that are left to another shard."""
+    tests: dict[str, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        if item.get_closest_marker("rotating") and not item.get_closest_marker("exhaustive"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for of_one_test in cases.values():
-        mark = of_one_test[0].get_closest_marker("rotating")
-        assert mark is not None
-        taken = mark.args[0] if mark.args else 1
-        for number, item in enumerate(of_one_test):
-            if (number - shard * taken) % len(of_one_test) >= taken:
+        if not item.get_closest_marker("exhaustive"):
+            name = item.nodeid.partition("[")[0]
+            tests.setdefault(name.partition("::")[0], {}).setdefault(name, []).append(item)
+    for file, of_one_file in enumerate(tests.values()):
+        alternating = [
+            cases for cases in of_one_file.values() if cases[0].get_closest_marker("alternating")
+        ]
+        # The first tests of files are often the longest: not those of all files at once.
+        for cases in alternating[(file + shard + 1) % 2 :: 2]:
+            for item in cases:
                 item.add_marker("exhaustive")
+        for cases in of_one_file.values():
+            mark = cases[0].get_closest_marker("rotating")
+            if mark is None:
+                continue
+            taken = mark.args[0] if mark.args else 1
+            # An alternating test runs with every second shard only, and then other cases than the last time.
+            turn = shard // 2 if cases in alternating else shard
+            for number, item in enumerate(cases):
+                if (number - turn * taken) % len(cases) >= taken:
+                    item.add_marker("exhaustive")
 
 
 def other_parts(items: Iterable[pytest.Item], shard: int, parts: int) -> list[pytest.Item]:

@@ -12,9 +12,9 @@ from tests.conftest import leave_to_other_shards, other_parts
 class Case:
     """What pytest knows of a case of a test, as far as it matters here."""
 
-    def __init__(self, number: int, mark: pytest.MarkDecorator) -> None:
-        self.nodeid = f"tests/test_file.py::test_name[{number}]"
-        self.marks = {"rotating": mark.mark}
+    def __init__(self, number: int, *marks: pytest.MarkDecorator, test: str = "test_name") -> None:
+        self.nodeid = f"tests/test_file.py::{test}[{number}]"
+        self.marks = {mark.name: mark.mark for mark in marks}
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
         return self.marks.get(name)
@@ -34,6 +34,24 @@ def test_successive_shards_run_all_cases(cases: int, at_once: int) -> None:
         assert len(run) == at_once
         visited |= run
     assert len(visited) == cases
+
+
+def test_two_shards_run_all_tests_and_more_run_all_cases() -> None:
+    visited: set[str] = set()
+    for shard in range(10, 16):
+        items: list[Any] = [
+            *(Case(0, pytest.mark.alternating, test=f"test_{letter}") for letter in "abc"),
+            *(Case(number, pytest.mark.alternating, pytest.mark.rotating) for number in range(3)),
+            Case(0, test="test_always"),
+        ]
+        leave_to_other_shards(items, shard)
+        run = {item.nodeid for item in items if "exhaustive" not in item.marks}
+        assert len(run) == 3, "two of the four that alternate, and the one that does not"
+        assert items[-1].nodeid in run
+        visited |= run
+        if shard == 11:
+            assert len(visited) == 5, "all tests; of the rotating one there are two more cases"
+    assert visited == {item.nodeid for item in items}
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])

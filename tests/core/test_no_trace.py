@@ -24,7 +24,7 @@ from torchtune_adaptive.core.search.strategies import STRATEGIES, find_largest
 from torchtune_adaptive.core.sizes.candidates import candidates
 from torchtune_adaptive.core.step.train_step import TrainStep
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 LIMIT = 250_000
 

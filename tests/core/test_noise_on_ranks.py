@@ -18,7 +18,7 @@ from torchtune_adaptive.core.sizes.noise import NoiseScale, NoiseSums
 from torchtune_adaptive.core.step.exchange import StepOutcome
 from torchtune_adaptive.core.step.train_step import TrainStep
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 Batch = dict[str, Any]
 

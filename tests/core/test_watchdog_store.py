@@ -18,7 +18,7 @@ from torchtune_adaptive.core.ranks import store as store_module
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 LIMIT = 2.0
 LIFETIMES = 20

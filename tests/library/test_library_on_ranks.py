@@ -25,7 +25,7 @@ from tests.helpers.samples import Sample
 from torchtune_adaptive import AdaptiveStep, UsageError, find_batch_size, steps_of
 from torchtune_adaptive.core.step.snapshot import Snapshot
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 
 def forget_the_sequence(step: AdaptiveStep) -> None:

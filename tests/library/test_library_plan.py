@@ -27,7 +27,7 @@ from torchtune_adaptive import (
     plan_batch_size,
 )
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 WIDTH = 64
 ROWS = 37

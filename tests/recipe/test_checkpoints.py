@@ -34,7 +34,7 @@ from torchtune_adaptive.common import FolderLock, durable
 from torchtune_adaptive.recipe.checkpoints import asynchronous
 from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 refused = partial(runs.refused, "CheckpointError")
 

@@ -45,7 +45,7 @@ from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.knob_table import changes
 from torchtune_adaptive.recipe.setup import host_memory
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 PLENTY = 1 << 40
 ROWS = 4

@@ -24,7 +24,7 @@ from tests.helpers.runs import (
     undisturbed,
 )
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 
 @pytest.mark.exhaustive

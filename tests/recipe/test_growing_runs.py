@@ -32,7 +32,7 @@ from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.train.growth import batch_increase
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 ROWS: list[list[int]] = []
 """Of each micro-batch that this process has collated: a number for each row, the same in every run."""

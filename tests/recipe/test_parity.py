@@ -31,7 +31,7 @@ from tests.helpers.runs import (
 )
 from torchtune_adaptive.recipe import tiny
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 CLIPPED = {"clip_grad_norm": 0.5}
 TO_ROUNDING: dict[str, Any] = {"assert_same": assert_near, "rtol": None, "atol": None}

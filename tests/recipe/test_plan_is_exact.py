@@ -19,7 +19,7 @@ from torchtune_adaptive.recipe.data.packed import collate_packed
 from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, measured_peaks, traced_peaks
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 CORNERS = [(2, 64), (3, 64), (2, 128), (3, 128)]
 HELD_OUT = (5, 256)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.runs import Record, assert_torchtunes, train
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 METRICS = [
     f"{name}/{side}"

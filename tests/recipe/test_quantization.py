@@ -12,7 +12,7 @@ from tests.helpers.recipes import run_torchtunes
 from tests.helpers.runs import Records, assert_torchtunes, losses, refused, train
 from torchtune_adaptive.recipe.upstream import fake_quantization_for_lora
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 KINDS = ("qat", "qat_lora")
 SMALL: dict[str, Any] = {"batch_size": 2}

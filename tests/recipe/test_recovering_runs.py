@@ -20,7 +20,7 @@ from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE
 from torchtune_adaptive.core.step import train_step
 from torchtune_adaptive.recipe.registry import with_overrides
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 LONG_ENOUGH = {"epochs": 2, "batch_size": 8, "max_steps_per_epoch": None, "clip_grad_norm": 1.0}
 

@@ -29,7 +29,7 @@ from torchtune_adaptive.planner import workers
 from torchtune_adaptive.recipe.plan import background
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 SEARCH = {
     "use_maximum_batch_size": True,

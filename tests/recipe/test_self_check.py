@@ -14,7 +14,7 @@ from torchtune_adaptive.planner.trace import recorder
 from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, check_method
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 
 def check(fault: str, cache: bool | str) -> str:

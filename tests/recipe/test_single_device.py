@@ -12,7 +12,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes_single_device, tiny_config
 from tests.helpers.runs import losses
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 # All settings of a kind at once; --exhaustive takes them one by one, so that a failure names its setting.
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {

@@ -32,7 +32,7 @@ from torchtune_adaptive.common.errors import Stopped
 from torchtune_adaptive.core.step.exchange import StepOutcome
 from torchtune_adaptive.core.step.train_step import TrainStep
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 CHANGES = {"max_steps_per_epoch": 3, "epochs": 2}
 

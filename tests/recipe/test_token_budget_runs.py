@@ -25,7 +25,7 @@ from tests.helpers.runs import (
 from torchtune_adaptive.core.step.snapshot import Snapshot
 from torchtune_adaptive.recipe.search import token_budget
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 PLAIN = {"batch_size": 16, "max_steps_per_epoch": 10, "clip_grad_norm": 1.0}
 BUDGET = {

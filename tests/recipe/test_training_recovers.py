@@ -22,7 +22,7 @@ from torchtune_adaptive.common.errors import OutOfMemoryElsewhere, TrainingOutOf
 from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE, Watchdog
 from torchtune_adaptive.core.sizes.recovery import Recovery
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 
 def fail_everywhere(sample: Sample, relieves: bool, settings: dict[str, Any]) -> Counter[str]:

@@ -21,7 +21,7 @@ from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.validation import Validation
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 LENGTHS = (3, 9, 5, 2, 7)
 

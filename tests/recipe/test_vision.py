@@ -38,7 +38,7 @@ from torchtune_adaptive.recipe.setup.model import parameters_by_name
 from torchtune_adaptive.recipe.tracing.self_check import measured_peaks, traced_peaks
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
-pytestmark = pytest.mark.runs
+pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
 use_torchvision()  # here, because ranks import this module, too
 
