@@ -25,7 +25,7 @@ from torchtune_adaptive.recipe.registry import load_config, with_overrides
 from torchtune_adaptive.recipe.settings.kind_table import has_images
 from torchtune_adaptive.recipe.tracing import self_check, tracer
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 LARGEST = 8.5
 """Billions of parameters."""
