@@ -26,7 +26,7 @@ from torchtune_adaptive.planner.trace.compiled_regions import CompiledRegions
 from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
 from torchtune_adaptive.recipe.tracing import packed_layer
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 ROWS, LENGTH, WIDTH = 2, 128, 64
 SIZES = {

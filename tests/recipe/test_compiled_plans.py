@@ -25,7 +25,7 @@ from torchtune_adaptive.recipe.registry import load_config, with_overrides
 from torchtune_adaptive.recipe.settings.kind_table import has_images
 from torchtune_adaptive.recipe.tracing import self_check, tracer
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 LARGEST = 8.5
 """Billions of parameters."""
@@ -112,26 +112,22 @@ def test_a_search_is_told_where_compiled_steps_are_not_followed(
     assert {11, 13} <= fake.traced and 20 not in fake.traced
 
 
-def predicted_for_searches() -> tuple[list[PredictedPeak], list[str], int]:
-    """Predictions for an eager and a compiled run that search; and what reaches the process that trains."""
-    found = []
-    for compiled in (False, True):
-        plain: Any = OmegaConf.to_container(on_a_gpu(compiled), resolve=True)
-        worker = Worker(background._Planner, plain, 1)
-        try:
-            found.append(worker.ask(PeakQuestion(64, 8 << 30, rows=20), 280.0))
-        finally:
-            worker.close()
+def predicted_for_a_search() -> tuple[PredictedPeak, list[str], int]:
+    """A prediction for a compiled run that searches; and what reaches the process that trains."""
+    plain: Any = OmegaConf.to_container(on_a_gpu(True), resolve=True)
+    worker = Worker(background._Planner, plain, 1)
+    try:
+        found = worker.ask(PeakQuestion(64, 8 << 30, rows=20), 550.0)
+    finally:
+        worker.close()
     inductor = [name for name in sys.modules if name.startswith("torch._inductor.codegen")]
     return found, inductor, private._let_inductor_know.cache_info().misses
 
 
 @pytest.mark.exhaustive
 def test_a_search_of_a_compiled_run_is_predicted_by_the_compiler_in_another_process() -> None:
-    [([eager, compiled], inductor, changed)] = run_ranks(
-        predicted_for_searches, 1, timeout=590, join=False
-    )
-    assert not compiled.as_written and 0 < compiled.allocated < 0.95 * eager.allocated
+    [(found, inductor, changed)] = run_ranks(predicted_for_a_search, 1, timeout=590, join=False)
+    assert found.allocated > 0 and not found.as_written
     assert inductor == [] and changed == 0
 
 
