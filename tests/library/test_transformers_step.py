@@ -1,4 +1,4 @@
-"""What the trainers of transformers and TRL add to a model, as planned; ``test_wheel`` has the real ones."""
+"""What the trainers of transformers and TRL add to a model, as planned; ``test_real_trainers`` has those."""
 
 from __future__ import annotations
 
