@@ -94,6 +94,22 @@ def test_autocast_computes_as_torchs() -> None:
     assert F.scaled_dot_product_attention is attention
 
 
+def test_casts_are_kept_as_long_as_torch_keeps_them() -> None:
+    trained, frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+    inputs = torch.randn(2, 4)
+
+    def kept(mode: _Autocast) -> int:
+        with mode, torch.no_grad():
+            for layer in (trained, frozen, trained):
+                layer(inputs)
+            number = len(mode._casts)
+        assert not mode._casts
+        return number
+
+    assert kept(_Autocast()) == 2  # a weight and a bias
+    assert kept(_Autocast(keeps_all=True)) == 4
+
+
 def test_the_head_has_a_gradient_for_all_it_is_given() -> None:
     hidden = torch.randn(5, 4, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(9, 4, requires_grad=True)
