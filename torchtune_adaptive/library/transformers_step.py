@@ -364,9 +364,8 @@ class _Autocast(TorchFunctionMode):
             args, kwargs = tree_map_only(torch.Tensor, self._half, (args, kwargs))
             return attention(*args, **kwargs)
 
-        F.scaled_dot_product_attention = (
-            in_half  # of which a tracer may have made a Python function
-        )
+        # A tracer may have made a Python function of it, which no mode sees.
+        F.scaled_dot_product_attention = in_half
         return self
 
     def __exit__(self, *error: Any) -> None:
