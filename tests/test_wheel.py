@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -140,22 +138,3 @@ def test_the_library_beside_peft_and_trl(beside_trl: Path, tmp_path: Path) -> No
         timeout=120,
     )
     assert done.returncode == 0 and "found" in done.stdout, done.stderr[-3000:]
-
-
-@pytest.mark.exhaustive
-def test_plans_of_the_real_trainers_steps(beside_trl: Path, tmp_path: Path) -> None:
-    """What ``TransformersStep`` plans is what the trainers themselves take on the simulated device."""
-    script = shutil.copy(ROOT / "tests" / "helpers" / "real_trainers.py", tmp_path)
-    done = subprocess.run(
-        [beside_trl, script],
-        cwd=tmp_path,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.splitlines()[-1])
-    assert len(results) == 8
-    for name, (planned, measured) in results.items():
-        assert planned == pytest.approx(measured, rel=0.005), name

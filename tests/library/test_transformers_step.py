@@ -1,4 +1,4 @@
-"""What the trainers of transformers and TRL add to a model, as planned; ``test_wheel`` has the real ones."""
+"""What the trainers of transformers and TRL add to a model, as planned; ``test_real_trainers`` has those."""
 
 from __future__ import annotations
 
@@ -92,6 +92,22 @@ def test_autocast_computes_as_torchs() -> None:
     for one, other in zip(ours, torchs, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
     assert F.scaled_dot_product_attention is attention
+
+
+def test_casts_are_kept_as_long_as_torch_keeps_them() -> None:
+    trained, frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+    inputs = torch.randn(2, 4)
+
+    def kept(mode: _Autocast) -> int:
+        with mode, torch.no_grad():
+            for layer in (trained, frozen, trained):
+                layer(inputs)
+            number = len(mode._casts)
+        assert not mode._casts
+        return number
+
+    assert kept(_Autocast()) == 2  # a weight and a bias
+    assert kept(_Autocast(keeps_all=True)) == 4
 
 
 def test_the_head_has_a_gradient_for_all_it_is_given() -> None:

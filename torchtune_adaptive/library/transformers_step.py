@@ -266,7 +266,10 @@ class TransformersStep:
         return torch.ones(batch_size, 1, kv_length, kv_length, dtype=torch.bool, device=device)
 
     def _mixed_precision(self) -> AbstractContextManager[Any]:
-        return _Autocast() if self.bf16 else nullcontext()
+        if not self.bf16:
+            return nullcontext()
+        # DPO's second model is not trained, but the trainer leaves it as if it were.
+        return _Autocast(keeps_all=not self.lora and not torch.is_grad_enabled())
 
     def _when_checkpointed(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The contexts of a layer in the forward pass, and when backward repeats it."""
@@ -307,12 +310,12 @@ class TransformersStep:
         for layer in layers_of(model):
             fully_shard(layer, **options)
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        norm = model.base_model.norm
+        norm = getattr(model.base_model, "norm", None)
+        tail = [head] if norm is None else [norm, head]
         if embedding.weight is head.weight:
-            tail = [norm, embedding, head]
+            tail.append(embedding)
         else:
             fully_shard(embedding, **options)
-            tail = [norm, head]
         fully_shard(tail, **options, reshard_after_forward=False)
         fully_shard(model, **options)
 
@@ -337,7 +340,10 @@ class _Prepared(nn.Module):
 class _Autocast(TorchFunctionMode):
     """``torch.autocast`` to bfloat16, also for devices that torch has no such kernels for.
 
-    As torch's, it keeps the casts of weights that are trained until it ends.
+    As torch's, it keeps the casts of weights that require a gradient until it ends.
+
+    Args:
+        keeps_all: whether it keeps those of all weights.
     """
 
     _LOWER = frozenset(
@@ -345,8 +351,9 @@ class _Autocast(TorchFunctionMode):
     )
     _HIGHER = frozenset(("softmax", "log_softmax", "cross_entropy", "nll_loss", "layer_norm"))
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_all: bool = False) -> None:
         super().__init__()
+        self._keeps_all = keeps_all
         self._casts: dict[int, torch.Tensor] = {}
 
     def __enter__(self) -> _Autocast:
@@ -357,9 +364,8 @@ class _Autocast(TorchFunctionMode):
             args, kwargs = tree_map_only(torch.Tensor, self._half, (args, kwargs))
             return attention(*args, **kwargs)
 
-        F.scaled_dot_product_attention = (
-            in_half  # of which a tracer may have made a Python function
-        )
+        # A tracer may have made a Python function of it, which no mode sees.
+        F.scaled_dot_product_attention = in_half
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -379,7 +385,8 @@ class _Autocast(TorchFunctionMode):
     def _half(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype != torch.float32:
             return tensor
-        if not (tensor.is_leaf and tensor.requires_grad):
+        kept = tensor.requires_grad or (self._keeps_all and isinstance(tensor, nn.Parameter))
+        if not (tensor.is_leaf and kept):
             return tensor.to(torch.bfloat16)
         if id(tensor) not in self._casts:
             self._casts[id(tensor)] = tensor.to(torch.bfloat16)
