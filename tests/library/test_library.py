@@ -34,7 +34,7 @@ SIGNATURES = {
     "plan_batch_size": "(build, *, optimizer, forward, batch, gpu='h100-80gb', memory=None, ranks=1, "
     "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, timeout=600.0)",
     "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions)",
-    "steps_of": "(data, rows, *, epoch=0, shuffle=True, seed=0, start=0)",
+    "steps_of": "(data, rows, *, epoch=0, shuffle=True, seed=0, start=0, mesh=None)",
     "NoiseScale": "(window=100, least_steps=10)",
     "lr_factor": "(rule, batch, start, noise=None, exponent=0.5)",
     "Outcome": "(loss, weight, gradient_norm, micro_batch, retried, allocation_retries, overflow, noise)",
