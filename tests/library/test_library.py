@@ -35,7 +35,7 @@ SIGNATURES = {
     "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, "
     "length=1, timeout=600.0)",
     "Plan": "(largest, rows, peak, parts, usable_bytes, assumptions, speed=None)",
-    "steps_of": "(data, rows, *, epoch=0, shuffle=True, seed=0, start=0)",
+    "steps_of": "(data, rows, *, epoch=0, shuffle=True, seed=0, start=0, mesh=None)",
     "NoiseScale": "(window=100, least_steps=10)",
     "Speed": "(seconds, tokens_per_second_per_gpu, mfu, parts, recomputing, band, "
     "rows_per_second_per_gpu=0.0)",

@@ -86,6 +86,35 @@ def test_clipping_with_tensor_parallelism(tmp_path: Path) -> None:
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
+TENSOR_PARALLEL = {
+    "tensor_parallel_dim": 2,
+    "tensor_parallel_plan._component_": "torchtune.models.llama3.base_llama_tp_plan",
+    "optimizer.foreach": False,
+    "shuffle": False,
+}
+
+
+@pytest.mark.exhaustive
+def test_search_and_growth_with_tensor_parallelism_and_fsdp(tmp_path: Path) -> None:
+    """A size that is searched for, and a batch that grows past it."""
+    limited = {**TENSOR_PARALLEL, "adaptive_batching.memory_limit": "14MiB"}
+    found = train(
+        "full", tmp_path / "found", 4, **limited, use_maximum_batch_size=True, max_steps_per_epoch=1
+    )
+    size = found[0]["micro_batch_size"]
+    assert size == 4, "8 rows of the longest do not fit"
+    growing = {
+        "batch_increase_function._component_": "torchtune_adaptive.schedule.Step",
+        "batch_increase_function.at": {0: 16, 32: 32},
+        "adaptive_batching.grow_past_memory": True,
+        "batch_size": 4,
+        "max_steps_per_epoch": 12,
+    }
+    grown = train("full", tmp_path / "grown", 4, **limited, **growing)
+    assert [record["global_batch_size"] for record in grown] == [16, 16, 32, 32]
+    assert [record["samples_seen"] for record in grown] == [16, 32, 64, 96]
+
+
 def test_rows_shorter_than_the_losss_chunks_with_the_output_sharded_apart(tmp_path: Path) -> None:
     """torchtune's ranks wait for each other for ever: batches of 30 and 33 tokens have 8 and 7 chunks."""
     layers = ["tok_embeddings", "output"]

@@ -39,6 +39,9 @@ class Ranks:
         compiled: whether ranks compile; then they wait an hour by default, if that is longer.
     """
 
+    communicate = True
+    """Whether there are other ranks; where a step is only traced, there are not."""
+
     def __init__(self, timeout: float | None = None, compiled: bool = False) -> None:
         self.rank, self.size = 0, 1
         if dist.is_initialized():

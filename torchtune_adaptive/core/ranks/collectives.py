@@ -209,7 +209,7 @@ class Collectives:
         self._unseen, self._refusal, self._asking = False, "", 0.0
 
     def _who_is_asked(self) -> _Asked:
-        if not self._survive or self._ranks.size == 1:
+        if not self._survive or self._ranks.size == 1 or not self._ranks.communicate:
             return _Asked.NOBODY
         if self._kind in self._follow_shape:
             new = self._ranks.any(not self._sequence.certain)

@@ -33,6 +33,7 @@ class _Buffer:
 
     shape: torch.Size
     dtype: torch.dtype
+    device: torch.device
 
     @property
     def bytes(self) -> int:
@@ -67,6 +68,8 @@ class Launch:
 
         def part(buffer: _Buffer) -> torch.Tensor:
             nonlocal taken
+            if buffer.device.type != scratch.device.type:  # on the host, which has its own memory
+                return torch.zeros(buffer.shape, dtype=buffer.dtype, device=buffer.device)
             start, taken = taken, taken + buffer.bytes
             plain = scratch[start:taken].view(buffer.dtype)
             return plain[: buffer.shape.numel()].view(buffer.shape)
@@ -91,7 +94,7 @@ def launch_of(call: partial[Any]) -> Launch:
 
 def _without_values(arguments: Any) -> Any:
     return tree_map_only(
-        torch.Tensor, lambda tensor: _Buffer(tensor.shape, tensor.dtype), arguments
+        torch.Tensor, lambda tensor: _Buffer(tensor.shape, tensor.dtype, tensor.device), arguments
     )
 
 

@@ -10,7 +10,7 @@ A tracer needs its own process (see ``fake_device``).
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Batch, DeviceMemory, Ranks, TrainStep, Usage
 from torchtune_adaptive.planner import private
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
@@ -91,8 +92,13 @@ class FakeMemory(DeviceMemory):
 class FakeRanks(Ranks):
     """Ranks of which only this one runs: the others always agree with it."""
 
+    communicate = False
+
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.size, self._group = rank, ranks, None
+
+    def alike(self, value: Hashable) -> Ranks:
+        raise NoPrediction("tensor parallelism splits tensors in ways that cannot be traced yet.")
 
 
 class StepTracer:
