@@ -16,6 +16,6 @@ def make_environment(folder: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=60)
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
     install = [*pip, "install", "--quiet", "--no-compile", "--constraint", ROOT / "constraints.txt"]
-    subprocess.run([*install, "torch"], check=True, timeout=300)
-    subprocess.run([*install, "./library", *OTHERS, "pytest"], cwd=ROOT, check=True, timeout=300)
+    subprocess.run([*install, "torch"], check=True, timeout=600)
+    subprocess.run([*install, "./library", *OTHERS, "pytest"], cwd=ROOT, check=True, timeout=600)
     return python

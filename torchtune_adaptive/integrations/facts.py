@@ -23,6 +23,7 @@ FACTS = {
     "callback states": "a callback that is an ExportableState is in stateful_callbacks by its class's name",
     "broadcast_buffers": "DistributedDataParallel is made with what accelerator.ddp_handler says",
     "host state": "compute_loss changes no attribute of a trainer but those in `restored`",
+    "checkpointing": "a model turns it on and off by two methods, and says whether it is on",
     "gathers": "gather_for_metrics launches by accelerator.gather",
 }
 

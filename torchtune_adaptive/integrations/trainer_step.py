@@ -20,6 +20,9 @@ from torchtune_adaptive.library import AdaptiveStep, find_batch_size
 TrainingStep = Callable[[Any, Any, Any], Any]
 """The trainer's own ``training_step``."""
 
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+"""How a model's methods for it begin; the older names warn where there are others."""
+
 
 class TrainerStep:
     """The steps of a trainer.
@@ -199,9 +202,12 @@ def _checkpointing(trainer: Any) -> tuple[Callable[[], Any], Callable[[], Any]] 
     """The two functions that turn activation checkpointing on and off, where it is off and can be on."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    is_on = getattr(model, "is_gradient_checkpointing", False)
-    elsewhere = trainer.args.torch_compile or getattr(plugin, "activation_checkpointing", False)
-    if is_on or elsewhere or not getattr(model, "supports_gradient_checkpointing", False):
+    if trainer.args.torch_compile or getattr(plugin, "activation_checkpointing", False):
         return None
-    kinds = {"use_reentrant": False}
-    return lambda: model.gradient_checkpointing_enable(kinds), model.gradient_checkpointing_disable
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        return None
+    name = next(each for each in _CHECKPOINTING if hasattr(model, f"{each}_enable"))
+    if getattr(model, f"is_{name}"):
+        return None
+    enable, disable = getattr(model, f"{name}_enable"), getattr(model, f"{name}_disable")
+    return lambda: enable({"use_reentrant": False}), disable

@@ -13,11 +13,13 @@ from tests.integrations.real.trainers import (
     Loss,
     distance,
     fsdp2_on_cpu,
+    lora,
     on_ranks,
     texts,
     tokens,
     trained,
 )
+from torchtune_adaptive import UsageError
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 CLOSE = 1e-6
@@ -30,7 +32,9 @@ CASES: dict[str, dict[str, Any]] = {
     "trainer": {"gradient_accumulation_steps": 4},
     "sft": {},
     "sft, padding-free": {"packing": True, "max_length": 16},
+    "sft, lora": {"peft_config": "lora"},
     "dpo": {},
+    "dpo, lora": {"peft_config": "lora"},
     "reward": {},
 }
 
@@ -40,6 +44,8 @@ def settings_of(name: str, way: str) -> dict[str, Any]:
     settings = CASES[name] | WAYS[way]
     if kind == "trainer":
         settings |= {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": tokens(16)}
+    if "peft_config" in settings:
+        settings["peft_config"] = lora()
     if "packing" in settings:
         settings["data"] = texts("text", count=200)
     if way == "fsdp2":
@@ -53,7 +59,8 @@ def compare(name: str, way: str) -> dict[str, Any]:
     plain = trained(kind, None, **settings)
     searched = trained(kind, SEARCHING, **settings)
     equal = trained(kind, AS_CONFIGURED, **settings)
-    wheres = ("policy", "reference") if kind == "dpo" else ("policy",)
+    other = "no adapter" if "peft_config" in settings else "reference"
+    wheres = ("policy", other) if kind == "dpo" else ("policy",)
     lost = {
         (on, where): trained(kind, AS_CONFIGURED, Loss(1 + on, on, 2, where), **settings)
         for on in (0, 1)
@@ -76,8 +83,11 @@ def compare(name: str, way: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    # LoRA with FSDP2 is refused: it launches collectives that FSDP's hooks do not see.
+    [(name, way) for name in CASES for way in WAYS if not ("lora" in name and way == "fsdp2")],
+)
 def test_two_ranks(name: str, way: str) -> None:
     for seen in on_ranks(compare, 2, name, way):
         assert seen["equal"] <= CLOSE, seen
@@ -86,3 +96,13 @@ def test_two_ranks(name: str, way: str) -> None:
         assert seen["found"][0] > 4, seen
         assert all(last < first for first, last in seen["sizes"]), seen
         assert all(each == seen["tokens"][0] for each in seen["tokens"])
+
+
+def refused() -> str:
+    with pytest.raises(UsageError) as error:
+        trained("sft", AS_CONFIGURED, **settings_of("sft, lora", "fsdp2"))
+    return str(error.value)
+
+
+def test_lora_with_fsdp2_is_refused() -> None:
+    assert all("it launches collectives of its own" in said for said in on_ranks(refused, 2))

@@ -12,6 +12,7 @@ from tests.integrations.real.trainers import (
     SEARCHING,
     Loss,
     distance,
+    lora,
     on_ranks,
     texts,
     tokens,
@@ -118,11 +119,8 @@ PREFERENCES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def with_lora(kind: str, settings: dict[str, Any], where: str) -> dict[str, Any]:
-    from peft import LoraConfig
-
     if "peft_config" in settings:
-        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        settings = settings | {"peft_config": lora}
+        settings = settings | {"peft_config": lora()}
     return compare(kind, settings, where)
 
 

@@ -150,6 +150,12 @@ def tokens(count: int = 64, ragged: bool = False) -> Any:
     return Dataset.from_list(rows)
 
 
+def lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
 class Padding:
     """A collate function for rows of different lengths."""
 
