@@ -6,7 +6,8 @@ allocation instead of at each one; settings are compared with torchtune's in com
 one that does not run at all without it is marked ``exhaustive``. Of the cases of a test that is marked
 ``rotating``, the quick tier runs one, or as many as the mark says, and with another SHARD others. Of the
 tests of a file that are marked ``alternating``, it runs every second one, and with the next SHARD the others.
-Of what the quick tier leaves out, ``--exhaustive --part K`` runs one in K, and with another SHARD others.
+Of what the quick tier leaves out, ``--exhaustive --part K`` runs one in K, and with another SHARD others; of
+the many cases of a test that is marked ``sweep``, one in ten times K.
 """
 
 from __future__ import annotations
@@ -149,7 +150,15 @@ def leave_to_other_shards(items: Iterable[pytest.Item], shard: int) -> None:
 def other_parts(items: Iterable[pytest.Item], shard: int, parts: int) -> list[pytest.Item]:
     """The tests that the quick tier samples or leaves out, and that are in another part than the shard's."""
     owed = [item for item in items if item.get_closest_marker("exhaustive")]
-    return [item for number, item in enumerate(owed) if (number - shard) % parts]
+    sweeps = [item for item in owed if item.get_closest_marker("sweep")]
+    others = [item for item in owed if not item.get_closest_marker("sweep")]
+    of_sweeps = 1 if parts == 1 else 10 * parts
+    return [
+        item
+        for some, each in ((others, parts), (sweeps, of_sweeps))
+        for number, item in enumerate(some)
+        if (number - shard) % each
+    ]
 
 
 @pytest.hookimpl(trylast=True)  # after the slowest tests

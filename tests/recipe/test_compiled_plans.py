@@ -67,6 +67,7 @@ def plans(name: str, ranks: int) -> list[Prediction]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [1, 8])
 @pytest.mark.parametrize("name", names_of_configs())
 def test_every_config_has_a_plan_compiled_and_eager(name: str, ranks: int) -> None:

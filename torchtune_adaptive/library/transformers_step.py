@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -130,8 +130,8 @@ class TransformersStep:
         headroom: float = 0.05,
         timeout: float = 600.0,
     ) -> Plan:
-        """Predict the peak of the step, and the largest micro-batch that fits; the arguments are those of
-        ``plan_batch_size``.
+        """Predict the peak of the step, and the largest micro-batch that fits, but no speed; the arguments
+        are those of ``plan_batch_size``.
 
         Raises:
             UsageError: an argument cannot be used.
@@ -142,7 +142,7 @@ class TransformersStep:
                 "transformers is not installed, so its step cannot be traced. Install it (pip install "
                 "transformers), or plan torchtune's step."
             )
-        return plan_batch_size(
+        found = plan_batch_size(
             self._build,
             optimizer=self._optimizer,
             forward=self._forward,  # type: ignore[arg-type]  # a share of the loss, which does as well
@@ -157,6 +157,8 @@ class TransformersStep:
             headroom=headroom,
             timeout=timeout,
         )
+        # Of ranks of DDP one is planned, and no speed of these steps has been compared with a real one.
+        return replace(found, speed=None)
 
     def about(self) -> tuple[str, ...]:
         """What is planned, for people."""
