@@ -19,7 +19,7 @@ from tests.helpers.models import batch, local_values
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 Shape = tuple[int, int, int]
 """The ranks that hold the same shard, those that share the parameters, those that hold the same rows."""

@@ -27,6 +27,7 @@ SIGNATURES = {
     "memory_limit=None, grow_back_after=100, measure_noise=False, relief=None, restore=None, frozen=(), "
     "compiled=None, wait_for_memory=0.0, timeout=None)",
     "AdaptiveStep.__call__": "(self, rows, collate, size)",
+    "AdaptiveStep.collective": "(self, launch, *arguments, **named)",
     "AdaptiveStep.state_dict": "(self)",
     "AdaptiveStep.load_state_dict": "(self, state)",
     "find_batch_size": "(step, batch, *, ceiling=16384, accumulation=1, rounding='power_of_two', "
@@ -39,6 +40,10 @@ SIGNATURES = {
     "NoiseScale": "(window=100, least_steps=10)",
     "Speed": "(seconds, tokens_per_second_per_gpu, mfu, parts, recomputing, band, "
     "rows_per_second_per_gpu=0.0)",
+    "TransformersStep": "(*, folder, trainer='SFTTrainer', per_device_train_batch_size=8, "
+    "gradient_accumulation_steps=1, max_length=1024, padded=False, dtype='float32', bf16=True, "
+    "gradient_checkpointing=True, optim='adamw_torch_fused', max_grad_norm=1.0, lora=False, r=8, "
+    "lora_dropout=0.0, target_modules='all-linear', precompute_ref_log_probs=False, ranks=1, fsdp=False)",
     "lr_factor": "(rule, batch, start, noise=None, exponent=0.5)",
     "Outcome": "(loss, weight, gradient_norm, micro_batch, retried, allocation_retries, overflow, noise)",
     "Moment": "(samples, epochs, start, current, lr_factor=1.0, noise=None)",
