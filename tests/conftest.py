@@ -7,7 +7,7 @@ one that does not run at all without it is marked ``exhaustive``. Of the cases o
 ``rotating``, the quick tier runs one, or as many as the mark says, and with another SHARD others. Of the
 tests of a file that are marked ``alternating``, it runs every second one, and with the next SHARD the others.
 Of what the quick tier leaves out, ``--exhaustive --part K`` runs one in K, and with another SHARD others; of
-the many cases of a test that is marked ``sweep``, one in ten times K.
+the many cases of a test that is marked ``sweep``, one in thirty times K.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def other_parts(items: Iterable[pytest.Item], shard: int, parts: int) -> list[py
     owed = [item for item in items if item.get_closest_marker("exhaustive")]
     sweeps = [item for item in owed if item.get_closest_marker("sweep")]
     others = [item for item in owed if not item.get_closest_marker("sweep")]
-    of_sweeps = 1 if parts == 1 else 10 * parts
+    of_sweeps = 1 if parts == 1 else 30 * parts
     return [
         item
         for some, each in ((others, parts), (sweeps, of_sweeps))

@@ -68,10 +68,10 @@ def test_successive_shards_run_all_parts(parts: int) -> None:
 
 
 def test_of_a_sweep_a_part_runs_little_and_all_shards_run_all() -> None:
-    items: list[Any] = [Case(number, pytest.mark.sweep) for number in range(70)]
+    items: list[Any] = [Case(number, pytest.mark.sweep) for number in range(190)]
     for item in items:
         item.add_marker("exhaustive")
     assert other_parts(items, 5, 1) == []
-    run = [set(items) - set(other_parts(items, shard, 3)) for shard in range(30)]
+    run = [set(items) - set(other_parts(items, shard, 3)) for shard in range(90)]
     assert max(map(len, run)) == 3
     assert set.union(*run) == set(items)
