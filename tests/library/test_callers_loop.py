@@ -303,3 +303,46 @@ def test_no_rank_waits_in_what_forward_gathers(way: str, exhaustive: bool) -> No
 def test_on_one_rank_a_collective_is_a_call() -> None:
     run = Shares("alone", optimizer_steps=False)
     assert run.step.collective(max, 1, 2) == 2
+
+
+class Freezes(Sums):
+    """A loss with a reference: the same model, some of whose weights are frozen meanwhile, as PEFT has it."""
+
+    def forward(self, batch: Any) -> Any:
+        inputs, targets = batch
+        outputs = self.model(inputs)
+        with torch.no_grad():
+            self.model[0].requires_grad_(False)  # type: ignore[index]
+            try:
+                reference = self.model(inputs)
+            finally:
+                self.model[0].requires_grad_(True)  # type: ignore[index]
+        return F.mse_loss(outputs, targets + reference, reduction="sum"), targets.numel()
+
+
+def weights_after_freezing(operation: int | None) -> tuple[bool, list[torch.Tensor]]:
+    """Whether a step was retried in which a rank fails, and the weights some steps later."""
+    run, memory = failing("fsdp", kind=Freezes, optimizer_steps=False)
+    rank, retried = run.step.ranks.rank, False
+    for number in range(6):
+        with memory.fail_at(operation if rank == 0 and number == 3 else None):
+            outcome, _ = run.take(rows_of(ROWS, 10 * number + rank), ROWS)  # type: ignore[attr-defined]
+        retried |= bool(outcome.retried)
+    return retried, local_values(run.model)
+
+
+def frozen_while_it_fails(operations: list[int]) -> int:
+    _, expected = weights_after_freezing(None)
+    lost = 0
+    for operation in operations:
+        retried, weights = weights_after_freezing(operation)
+        lost += retried
+        torch.testing.assert_close(weights, expected)
+    return lost
+
+
+@pytest.mark.ranks
+def test_what_is_frozen_while_memory_runs_out_is_trained_afterward(exhaustive: bool) -> None:
+    operations = list(range(1, 40)) if exhaustive else list(range(12, 24, 3))
+    for lost in run_ranks(frozen_while_it_fails, 2, operations, timeout=200):
+        assert lost >= 4

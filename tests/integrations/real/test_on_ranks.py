@@ -19,7 +19,6 @@ from tests.integrations.real.trainers import (
     tokens,
     trained,
 )
-from torchtune_adaptive import UsageError
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 CLOSE = 1e-6
@@ -83,11 +82,8 @@ def compare(name: str, way: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    # LoRA with FSDP2 is refused: it launches collectives that FSDP's hooks do not see.
-    [(name, way) for name in CASES for way in WAYS if not ("lora" in name and way == "fsdp2")],
-)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
 def test_two_ranks(name: str, way: str) -> None:
     for seen in on_ranks(compare, 2, name, way):
         assert seen["equal"] <= CLOSE, seen
@@ -96,13 +92,3 @@ def test_two_ranks(name: str, way: str) -> None:
         assert seen["found"][0] > 4, seen
         assert all(last < first for first, last in seen["sizes"]), seen
         assert all(each == seen["tokens"][0] for each in seen["tokens"])
-
-
-def refused() -> str:
-    with pytest.raises(UsageError) as error:
-        trained("sft", AS_CONFIGURED, **settings_of("sft, lora", "fsdp2"))
-    return str(error.value)
-
-
-def test_lora_with_fsdp2_is_refused() -> None:
-    assert all("it launches collectives of its own" in said for said in on_ranks(refused, 2))

@@ -119,7 +119,11 @@ def reset(model: nn.Module) -> None:
     silently trains only part of the model. Gradients that backward had left on unsharded parameters are
     dropped first, while the model still shows those parameters: FSDP2's own reset leaves them (torch
     2.13), and the next step would count them twice.
+
+    Whether a parameter is trained stays as the model shows it now. A forward pass that freezes parameters for
+    a while, as PEFT does with adapters, thaws the unsharded ones when an exception ends it.
     """
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     _drop_gradients(model)
     for root in roots(model):
         if private.has_run(root):
@@ -127,6 +131,8 @@ def reset(model: nn.Module) -> None:
             private.free_gathered(root)
         _check_sharded(root)  # type: ignore[arg-type]
     _drop_gradients(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained[name])
 
 
 def _drop_gradients(model: nn.Module) -> None:
