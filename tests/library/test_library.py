@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader
 
 import torchtune_adaptive
 from tests.helpers.library import Trained, collate, failing, rows_of, tiny_model
-from torchtune_adaptive import AdaptiveStep, UsageError, find_batch_size, steps_of
+from torchtune_adaptive import AdaptiveStep, NoPrediction, UsageError, find_batch_size, steps_of
 from torchtune_adaptive.core.step import retry
 from torchtune_adaptive.core.step.loss_scale import LossScale
+from torchtune_adaptive.library import planning
 
 SIGNATURES = {
     "AdaptiveStep": "(model, optimizer, forward, *, optimizer_steps=True, max_grad_norm=None, scaler=None, "
@@ -353,3 +354,14 @@ def test_the_reference_is_that_of_the_docstrings() -> None:
     docs = Path(__file__).parents[2] / "docs"
     page = runpy.run_path(str(docs / "make" / "api.py"))["page"]
     assert (docs / "api.md").read_text() == page(), "run: python docs/make/api.py > docs/api.md"
+
+
+def test_in_a_plan_autocast_is_refused_but_where_checkpointing_sets_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.autocast, "__init__", torch.autocast.__init__)
+    planning._refuse_autocast()
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=False, cache_enabled=True):
+        pass
+    with pytest.raises(NoPrediction, match="cannot be traced"):
+        torch.autocast("cuda")

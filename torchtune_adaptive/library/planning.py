@@ -368,13 +368,14 @@ def _refuse_autocast() -> None:
         device_type: str,
         dtype: Any = None,
         enabled: bool = True,
-        *more: Any,
+        cache_enabled: bool | None = None,
     ) -> None:
         if enabled and device_type != "cpu":
             raise NoPrediction(
                 "forward: torch.autocast cannot be traced. Use fully_shard with "
                 "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or a model in bf16."
             )
-        init(autocast, device_type, dtype, enabled, *more)
+        # Checkpointing sets what was set, which is nothing.
+        init(autocast, device_type, dtype, enabled, cache_enabled)
 
     torch.autocast.__init__ = begun  # type: ignore
