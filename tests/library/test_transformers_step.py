@@ -11,7 +11,13 @@ from torch import nn
 
 from torchtune_adaptive.common import NoPrediction, UsageError
 from torchtune_adaptive.library import TransformersStep, transformers_step
-from torchtune_adaptive.library.transformers_step import _Adapted, _Autocast, _TiledLogProbs
+from torchtune_adaptive.library.trainer_parts import (
+    Adapted,
+    Autocast,
+    TiledLogProbs,
+    adapt,
+    without_adapters,
+)
 
 
 def step(**settings: Any) -> TransformersStep:
@@ -62,14 +68,14 @@ def test_adapters_are_in_fp32_and_named_layers_get_them() -> None:
     with pytest.raises(
         UsageError, match=r"k_proj is not among .* some of q_proj, up_proj, or all-"
     ):
-        transformers_step._adapt(model, ["k_proj"], 2, 0.0)
-    transformers_step._adapt(model, ["q_proj"], 2, 0.0)
-    assert isinstance(model.q_proj, _Adapted) and isinstance(model.up_proj, nn.Linear)
+        adapt(model, ["k_proj"], 2, 0.0)
+    adapt(model, ["q_proj"], 2, 0.0)
+    assert isinstance(model.q_proj, Adapted) and isinstance(model.up_proj, nn.Linear)
     trained = [one for one in model.parameters() if one.requires_grad]
     assert [one.dtype for one in trained] == [torch.float32] * 2
     inputs = torch.randn(3, 4, dtype=torch.bfloat16)
     assert model.q_proj(inputs).dtype == torch.bfloat16
-    with transformers_step._without_adapters(model):
+    with without_adapters(model):
         assert not model.q_proj(inputs).requires_grad
     assert model.q_proj(inputs).requires_grad
 
@@ -88,7 +94,7 @@ def test_autocast_computes_as_torchs() -> None:
         return hidden, out, layer.weight.grad.clone()
 
     attention = F.scaled_dot_product_attention
-    ours, torchs = run(_Autocast()), run(torch.autocast("cpu", torch.bfloat16))
+    ours, torchs = run(Autocast()), run(torch.autocast("cpu", torch.bfloat16))
     for one, other in zip(ours, torchs, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
     assert F.scaled_dot_product_attention is attention
@@ -98,7 +104,7 @@ def test_casts_are_kept_as_long_as_torch_keeps_them() -> None:
     trained, frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
     inputs = torch.randn(2, 4)
 
-    def kept(mode: _Autocast) -> int:
+    def kept(mode: Autocast) -> int:
         with mode, torch.no_grad():
             for layer in (trained, frozen, trained):
                 layer(inputs)
@@ -106,15 +112,15 @@ def test_casts_are_kept_as_long_as_torch_keeps_them() -> None:
         assert not mode._casts
         return number
 
-    assert kept(_Autocast()) == 2  # a weight and a bias
-    assert kept(_Autocast(keeps_all=True)) == 4
+    assert kept(Autocast()) == 2  # a weight and a bias
+    assert kept(Autocast(keeps_all=True)) == 4
 
 
 def test_the_head_has_a_gradient_for_all_it_is_given() -> None:
     hidden = torch.randn(5, 4, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(9, 4, requires_grad=True)
     labels = torch.zeros(5, dtype=torch.long)
-    found = _TiledLogProbs.apply(hidden, weight, labels, torch.bfloat16)
+    found = TiledLogProbs.apply(hidden, weight, labels, torch.bfloat16)
     assert found.shape == (5,) and found.dtype == torch.float32
     found.sum().backward()
     assert hidden.grad.dtype == torch.bfloat16 and weight.grad.shape == (9, 4)

@@ -174,11 +174,8 @@ def spread_by(module: FSDPModule) -> Spread | None:
     """
     for group in _parameter_groups(module._get_fsdp_state()):
         about = group.mesh_info
-        size, rank = getattr(about, "shard_mesh_size", 1), getattr(about, "shard_mesh_rank", 0)
-        copies, copy = (
-            getattr(about, "replicate_mesh_size", 1),
-            getattr(about, "replicate_mesh_rank", 0),
-        )
+        size, copies = (getattr(about, f"{of}_mesh_size", 1) for of in ("shard", "replicate"))
+        rank, copy = (getattr(about, f"{of}_mesh_rank", 0) for of in ("shard", "replicate"))
         replicas = getattr(about, "replicate_process_group", None)
         return Spread(size * copies, (copy, rank), replicas)
     return None

@@ -1,7 +1,6 @@
 """The step of transformers' Trainer, and of TRL's SFTTrainer and DPOTrainer, to be planned.
 
-The model is transformers' own, made from its config. What the trainers add is written here: mixed precision
-as accelerate sets it up, adapters as PEFT has them, the head that TRL computes in tiles, DPO's reference.
+The model is transformers' own, made from its config; ``trainer_parts`` has what the trainers add to it.
 Checked against transformers 5.23, TRL 1.16, PEFT 0.21 and accelerate 1.15, none of which but transformers has
 to be installed. That one is imported where it is needed.
 """
@@ -9,7 +8,7 @@ to be installed. That one is imported where it is needed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -17,21 +16,28 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
-from torch.overrides import TorchFunctionMode
 
 from torchtune_adaptive.common import NoPrediction, UsageError
 from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library.planning import Plan, plan_batch_size
-from torchtune_adaptive.library.private import attends_by_sdpa, layers_of, tree_map_only
+from torchtune_adaptive.library.private import attends_by_sdpa, layers_of
+from torchtune_adaptive.library.trainer_parts import (
+    ALL_LINEAR,
+    Autocast,
+    TiledLogProbs,
+    adapt,
+    flat,
+    preference_loss,
+    without_adapters,
+)
 
 Batch = dict[str, torch.Tensor]
 SFT, DPO, PLAIN = "SFTTrainer", "DPOTrainer", "Trainer"
-ALL_LINEAR = "all-linear"
 _ATTENTION = "planned"
 """The name for transformers of its own attention with our mask."""
 _STEPS = {
@@ -147,7 +153,7 @@ class TransformersStep:
             optimizer=self._optimizer,
             forward=self._forward,  # type: ignore[arg-type]  # a share of the loss, which does as well
             batch=self._batch,
-            ranks=self.ranks if self.fsdp else 1,  # ranks of DDP are like one, but for its buckets
+            ranks=self.ranks,
             rows=self.per_device_train_batch_size,
             accumulation=self.gradient_accumulation_steps,
             max_grad_norm=self.max_grad_norm or None,
@@ -157,7 +163,7 @@ class TransformersStep:
             headroom=headroom,
             timeout=timeout,
         )
-        # Of ranks of DDP one is planned, and no speed of these steps has been compared with a real one.
+        # No speed of these steps has been compared with a real one.
         return replace(found, speed=None)
 
     def about(self) -> tuple[str, ...]:
@@ -188,7 +194,7 @@ class TransformersStep:
         """The model as the trainer has prepared it, and its reference."""
         model = self._made()
         if self.lora:
-            _adapt(model, self.target_modules, self.r, self.lora_dropout)
+            adapt(model, self.target_modules, self.r, self.lora_dropout)
         if self.gradient_checkpointing:
             model.gradient_checkpointing_enable(
                 {"use_reentrant": False, "context_fn": self._when_checkpointed}
@@ -203,7 +209,7 @@ class TransformersStep:
             for each in prepared.models:
                 self._shard(each)
         elif self.ranks > 1:
-            prepared.add_buckets()
+            return DistributedDataParallel(prepared, broadcast_buffers=False).train()
         return prepared.train()
 
     def _optimizer(self, parameters: Iterator[nn.Parameter]) -> Optimizer:
@@ -224,8 +230,10 @@ class TransformersStep:
         tokens = torch.zeros(rows, self.max_length, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": tokens.clone()}
 
-    def _forward(self, prepared: _Prepared, batch: Batch) -> torch.Tensor:
+    def _forward(self, built: nn.Module, batch: Batch) -> torch.Tensor:
         """The loss of a micro-batch."""
+        prepared = built.module if isinstance(built, DistributedDataParallel) else built
+        assert isinstance(prepared, _Prepared)
         model = prepared.models[0]
         tokens, labels = batch["input_ids"], batch["labels"]
         if self.trainer == PLAIN:
@@ -238,7 +246,7 @@ class TransformersStep:
         found = model(tokens, labels)
         if self.trainer == SFT:
             return -found.sum() / found.numel()
-        return _preference_loss(found, self._reference_log_probs(prepared, tokens, labels))
+        return preference_loss(found, self._reference_log_probs(prepared, tokens, labels))
 
     def _made(self) -> Any:
         from transformers import (
@@ -271,7 +279,7 @@ class TransformersStep:
         if not self.bf16:
             return nullcontext()
         # DPO's second model is not trained, but the trainer leaves it as if it were.
-        return _Autocast(keeps_all=not self.lora and not torch.is_grad_enabled())
+        return Autocast(keeps_all=not self.lora and not torch.is_grad_enabled())
 
     def _when_checkpointed(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The contexts of a layer in the forward pass, and when backward repeats it."""
@@ -286,8 +294,8 @@ class TransformersStep:
             if isinstance(weight, DTensor):
                 weight = weight.full_tensor()
             compute_in = torch.bfloat16 if self.bf16 else hidden.dtype
-            log_probs: torch.Tensor = _TiledLogProbs.apply(
-                _flat(hidden), weight, labels[:, 1:].reshape(-1), compute_in
+            log_probs: torch.Tensor = TiledLogProbs.apply(
+                flat(hidden), weight, labels[:, 1:].reshape(-1), compute_in
             )
         return log_probs.view(len(tokens), -1)
 
@@ -296,7 +304,7 @@ class TransformersStep:
     ) -> torch.Tensor:
         if self.precompute_ref_log_probs:
             return torch.zeros_like(labels[:, 1:], dtype=torch.float32)
-        with torch.no_grad(), _without_adapters(prepared.models[0]):
+        with torch.no_grad(), without_adapters(prepared.models[0]):
             found: torch.Tensor = prepared.models[-1](tokens, labels)
             return found
 
@@ -328,224 +336,3 @@ class _Prepared(nn.Module):
     def __init__(self, model: nn.Module, reference: nn.Module | None) -> None:
         super().__init__()
         self.models = nn.ModuleList([model] if reference is None else [model, reference])
-
-    def add_buckets(self) -> None:
-        """Add what DDP reduces gradients in: as much as the gradients once more."""
-        trained = [one for one in self.parameters() if one.requires_grad]
-        for dtype in {one.dtype for one in trained}:
-            size = sum(one.numel() for one in trained if one.dtype == dtype)
-            self.register_buffer(
-                f"buckets of {dtype}".replace(".", " "), torch.empty(size, dtype=dtype)
-            )
-
-
-class _Autocast(TorchFunctionMode):
-    """``torch.autocast`` to bfloat16, also for devices that torch has no such kernels for.
-
-    As torch's, it keeps the casts of weights that require a gradient until it ends.
-
-    Args:
-        keeps_all: whether it keeps those of all weights.
-    """
-
-    _LOWER = frozenset(
-        ("linear", "matmul", "__matmul__", "bmm", "mm", "addmm", "baddbmm", "conv1d")
-    )
-    _HIGHER = frozenset(("softmax", "log_softmax", "cross_entropy", "nll_loss", "layer_norm"))
-
-    def __init__(self, keeps_all: bool = False) -> None:
-        super().__init__()
-        self._keeps_all = keeps_all
-        self._casts: dict[int, torch.Tensor] = {}
-
-    def __enter__(self) -> _Autocast:
-        super().__enter__()
-        self._attention = attention = F.scaled_dot_product_attention
-
-        def in_half(*args: Any, **kwargs: Any) -> torch.Tensor:
-            args, kwargs = tree_map_only(torch.Tensor, self._half, (args, kwargs))
-            return attention(*args, **kwargs)
-
-        # A tracer may have made a Python function of it, which no mode sees.
-        F.scaled_dot_product_attention = in_half
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        F.scaled_dot_product_attention = self._attention
-        self._casts.clear()
-        super().__exit__(*error)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in self._LOWER:
-            args, kwargs = tree_map_only(torch.Tensor, self._half, (args, kwargs))
-        elif name in self._HIGHER:
-            args, kwargs = tree_map_only(torch.Tensor, _full, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def _half(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype != torch.float32:
-            return tensor
-        kept = tensor.requires_grad or (self._keeps_all and isinstance(tensor, nn.Parameter))
-        if not (tensor.is_leaf and kept):
-            return tensor.to(torch.bfloat16)
-        if id(tensor) not in self._casts:
-            self._casts[id(tensor)] = tensor.to(torch.bfloat16)
-        return self._casts[id(tensor)]
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
-
-
-class _Adapted(nn.Module):
-    """A linear layer with an adapter in fp32, as PEFT's."""
-
-    def __init__(self, base: nn.Linear, r: int, dropout: float) -> None:
-        super().__init__()
-        self.base = base
-        self.lora_a = nn.Linear(base.in_features, r, bias=False, dtype=torch.float32)
-        self.lora_b = nn.Linear(r, base.out_features, bias=False, dtype=torch.float32)
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
-        self.enabled = True
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.base(inputs)
-        if not self.enabled:
-            return result
-        dtype = result.dtype
-        inputs = inputs.to(torch.float32)
-        result = result + self.lora_b(self.lora_a(self.dropout(inputs))) * 2.0
-        return result.to(dtype)
-
-
-def _adapt(model: Any, targets: str | Sequence[str], r: int, dropout: float) -> None:
-    """Freeze a model, and add adapters to the linear layers that are named; all but the head."""
-    model.requires_grad_(False)
-    head = model.get_output_embeddings()
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    }
-    names = {name.rpartition(".")[2] for name in layers}
-    wanted = names if targets == ALL_LINEAR else set(targets)
-    if unknown := sorted(wanted - names):
-        raise UsageError(
-            f"target_modules: {', '.join(unknown)} is not among the model's linear layers. Use some of "
-            f"{', '.join(sorted(names))}, or {ALL_LINEAR}."
-        )
-    for name, module in layers.items():
-        parent, _, last = name.rpartition(".")
-        if last in wanted:
-            setattr(model.get_submodule(parent), last, _Adapted(module, r, dropout))
-
-
-@contextmanager
-def _without_adapters(model: nn.Module) -> Iterator[None]:
-    adapted = [module for module in model.modules() if isinstance(module, _Adapted)]
-    for module in adapted:
-        module.enabled = False
-    try:
-        yield
-    finally:
-        for module in adapted:
-            module.enabled = True
-
-
-def _flat(hidden: torch.Tensor) -> torch.Tensor:
-    """The hidden states of all positions, one after the other."""
-    if hidden.device.type == "cpu":
-        return hidden.reshape(-1, hidden.shape[-1])
-    # On a GPU, TRL picks positions by a mask, which torch turns into their numbers.
-    rows, length, _ = hidden.shape
-    at = torch.arange(rows * length, device=hidden.device)
-    return hidden[at // length, at % length]
-
-
-def _preference_loss(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    chosen, rejected = (policy.sum(1) - reference.sum(1)).chunk(2)
-    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
-
-
-class _TiledLogProbs(torch.autograd.Function):
-    """Log-probabilities of tokens without all logits at once: in tiles, which backward computes again.
-
-    With the memory of TRL's, and without its values: nothing runs. On a GPU, a kernel reduces a tile in
-    place. On a CPU, operations of torch do, and hold so many bytes for each logit of the tile at most.
-    """
-
-    TOKENS, COLUMNS = 4096, 32768
-    FORWARD, BACKWARD = 13, 29
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        compute_in: torch.dtype,
-    ) -> torch.Tensor:
-        sums = torch.zeros(7, len(hidden), device=hidden.device)
-        for tile, part, piece, *_ in _tiles(hidden, weight, compute_in):
-            _multiply(tile, part, piece)
-            _reduce(tile, _TiledLogProbs.FORWARD)
-        log_z, entropy = sums[0] + sums[1], sums[0] - sums[2]
-        ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
-        ctx.compute_in = compute_in
-        return sums[6] - log_z
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        hidden, weight, *_ = ctx.saved_tensors
-        of_hidden, of_weight = (
-            torch.zeros(one.shape, device=one.device) if needed else None
-            for one, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False)
-        )
-        for tile, part, piece, rows, columns in _tiles(hidden, weight, ctx.compute_in):
-            _multiply(tile, part, piece)
-            _reduce(tile, _TiledLogProbs.BACKWARD)
-            if of_hidden is not None:
-                _add_product(of_hidden[rows], tile, piece)
-            if of_weight is not None:
-                _add_product(of_weight[columns], tile.t(), part)
-        of_hidden, of_weight = (
-            None if grad is None else grad.to(one.dtype)
-            for grad, one in ((of_hidden, hidden), (of_weight, weight))
-        )
-        return of_hidden, of_weight, None, None
-
-
-def _tiles(
-    hidden: torch.Tensor, weight: torch.Tensor, compute_in: torch.dtype
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, slice, slice]]:
-    """The memory for each tile's logits, and what they are the product of, with its place."""
-    most = min(len(hidden), _TiledLogProbs.TOKENS), _TiledLogProbs.COLUMNS
-    memory = torch.empty(most, dtype=compute_in, device=hidden.device)
-    for row in range(0, len(hidden), most[0]):
-        rows = slice(row, row + most[0])
-        part = hidden[rows].to(compute_in)
-        for column in range(0, len(weight), most[1]):
-            columns = slice(column, column + most[1])
-            piece = weight[columns].to(compute_in)
-            yield memory[: len(part), : len(piece)], part, piece, rows, columns
-
-
-def _multiply(tile: torch.Tensor, part: torch.Tensor, piece: torch.Tensor) -> None:
-    torch.mm(part, piece.t(), out=tile)
-
-
-def _reduce(tile: torch.Tensor, bytes_each: int) -> None:
-    if tile.device.type == "cpu":
-        torch.empty(tile.numel() * bytes_each, dtype=torch.uint8)
-    else:
-        tile.mul_(1)  # as much is read and written
-
-
-def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
-    """Add a product to a sum in fp32; on a GPU, the product is one of bfloat16 and added in fp32 at once."""
-    if total.device.type == "cpu":
-        total.addmm_(one.float(), other.float())
-    else:
-        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)

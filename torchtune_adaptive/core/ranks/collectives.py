@@ -48,19 +48,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.common import RankLost, UsageError, counted
-from torchtune_adaptive.core.private import launches_of
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.ranks.counts import Counts, by_group, groups_of
 from torchtune_adaptive.core.ranks.recording import Launch, Recorder, launch_again, launch_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Launches = dict[str, list[Launch]]
-"""The launches of a pass, by stretch: a phase, or what lies between two votes of it."""
+"""The launches of a pass, by segment: a phase, or what lies between two votes of it."""
 
 
 class AnotherRankFailed(Exception):
@@ -98,7 +97,7 @@ class _Sequence:
 
     recorded: Launches = field(default_factory=dict)
     of_groups: dict[str, Counter[dist.ProcessGroup]] = field(default_factory=dict)
-    """The number of them that each group launches, by stretch."""
+    """The number of them that each group launches, by segment."""
     equal_passes: int = 0
 
     @property
@@ -108,7 +107,7 @@ class _Sequence:
     def learn(self, launches: Launches) -> None:
         self.equal_passes = self.equal_passes + 1 if launches == self.recorded else 1
         self.recorded = launches
-        self.of_groups = {phase: _by_group(each) for phase, each in launches.items()}
+        self.of_groups = {segment: by_group(each) for segment, each in launches.items()}
 
 
 class Collectives:
@@ -145,7 +144,7 @@ class Collectives:
         self._survive = survive
         self._compiled = compiled
         self._sees_all = holders.size > 1
-        self._groups = _groups_of(models) if survive else set()
+        self._groups = groups_of(models) if survive else set()
         self._of_fsdp = set[dist.ProcessGroup]().union(*map(fsdp.replicas, models))
         self._same: dict[Launch, Launch] = {}
         self._wide_sequences: dict[Hashable, _Sequence] = {}
@@ -159,10 +158,10 @@ class Collectives:
         self._in_step = False
         self._passes = 0
         self._kind: Hashable = None
-        self._phase = self._stretch = ""
+        self._phase = self._segment = ""
         self._votes = 0  # in this phase
         self._pass: Launches = {}
-        self._base: dict[str, dict[dist.ProcessGroup, int]] = {}
+        self._counts = Counts()
         self._unseen, self._refusal = False, ""
         self._holders_know = False
         self._asking = 0.0  # seconds, in this pass
@@ -205,7 +204,7 @@ class Collectives:
         self._asked = self._who_is_asked()
         self._passes += 1
         self._phase, self._votes = "", 0
-        self._pass, self._base = {}, {}
+        self._pass, self._counts = {}, Counts()
         self._unseen, self._refusal, self._asking = False, "", 0.0
 
     def _who_is_asked(self) -> _Asked:
@@ -222,25 +221,25 @@ class Collectives:
     def begin_phase(self, phase: str) -> AbstractContextManager[object]:
         """Begin a phase; gives the context in which it runs."""
         self._phase, self._votes = phase, 0
-        self._begin_stretch()
+        self._begin_segment()
         self._mode = self.recording and self._sees_all
         self._mode_was_on |= self._mode
         return Recorder(self._note_one) if self._mode else nullcontext()
 
-    def _begin_stretch(self) -> None:
-        stretch = self._stretch = _stretch_of(self._phase, self._votes)
-        self._pass[stretch] = []
-        groups: Iterable[dist.ProcessGroup] = self._sequence.of_groups.get(stretch, ())
+    def _begin_segment(self) -> None:
+        segment = self._segment = _segment_of(self._phase, self._votes)
+        self._pass[segment] = []
+        groups: Iterable[dist.ProcessGroup] = self._sequence.of_groups.get(segment, ())
         if self.recording:
             groups = self._groups
-        self._base[stretch] = {group: _launched_by(group) for group in groups}
+        self._counts.begin(segment, groups)
 
     def end_phase(self) -> None:
         """End a phase without failure on this rank."""
-        launched = self._launched_in(self._stretch)
+        launched = self._counts.launched_in(self._segment)
         if self.recording:
-            self._compare(launched, _by_group(self._pass[self._stretch]))
-        elif launched != self._sequence.of_groups.get(self._stretch, {}):
+            self._compare(launched, by_group(self._pass[self._segment]))
+        elif launched != self._sequence.of_groups.get(self._segment, {}):
             # Not a constant sequence after all: record it again, in agreement.
             self._sequence.equal_passes = self._wide.equal_passes = 0
 
@@ -252,9 +251,19 @@ class Collectives:
             if number != seen[group]:
                 self._unseen = True
                 if self._mode or self._compiled:
-                    self._refusal = _refusal(
-                        self._phase, group, number, seen[group], self._compiled
-                    )
+                    self._refusal = self._unseen_in(group, number, seen[group])
+
+    def _unseen_in(self, group: dist.ProcessGroup, launched: int, seen: int) -> str:
+        where = "compiled code" if self._compiled else "an operator of its own"
+        remedy = (
+            "Compile nothing that communicates" if self._compiled else "Use torch's own operators"
+        )
+        return (
+            f"model: in {self._phase}, a process group of {group.size()} ranks has launched "
+            f"{counted(launched, 'collective')}, of which {seen} could be seen: {where} launches the others. "
+            f"A rank that runs out of memory cannot complete them. {remedy}; or, in a recipe, choose "
+            "batch_size yourself and set adaptive_batching.on_out_of_memory=raise."
+        )
 
     def end_pass(self) -> None:
         """End a pass without failure on this rank.
@@ -280,8 +289,8 @@ class Collectives:
             self._sequence.equal_passes = 0
             self._say_what_it_costs(data.pop())
         wide = {
-            phase: [each for each in some if not self._is_local(each)]
-            for phase, some in launches.items()
+            segment: [each for each in some if not self._is_local(each)]
+            for segment, some in launches.items()
         }
         if self._asked is _Asked.EVERYONE:
             self._wide.learn(wide)
@@ -337,7 +346,7 @@ class Collectives:
         finally:
             self._unrecorded = False
             self._votes += 1
-            self._begin_stretch()
+            self._begin_segment()
 
     def _note_one(self, launch: Launch) -> None:
         if self._unrecorded:
@@ -358,14 +367,14 @@ class Collectives:
             try:
                 self._ask(wide)
             except RankLost as lost:
-                before = (
+                here = (
                     f"Rank {self._ranks.rank} stood before {launches[0].key[0]} in {self._phase}."
                 )
-                raise RankLost(f"{lost} {before}") from lost
+                raise RankLost(f"{lost} {here}") from lost
         for launch in launches:
             self._groups.add(launch.group)
-            self._base[self._stretch].setdefault(launch.group, _launched_by(launch.group))
-            self._pass[self._stretch].append(self._same.setdefault(launch, launch))
+            self._counts.add(self._segment, launch.group)
+            self._pass[self._segment].append(self._same.setdefault(launch, launch))
             if launch.of_fsdp:
                 self._launched()
             elif wide and launch.group not in self._of_fsdp:
@@ -408,9 +417,7 @@ class Collectives:
         if self._asked is _Asked.EVERYONE:
             return self._ask(failed=failed)
         if self._asked is _Asked.HOLDERS and not self._holders_know:
-            failed = self._holders.any(
-                failed
-            )  # where one of them has failed, it tells the others first
+            failed = self._holders.any(failed)  # where one has failed, it tells them first
         if self._ranks.any(failed):
             raise AnotherRankFailed(everywhere=True)
 
@@ -421,19 +428,19 @@ class Collectives:
         freed, which is more than the scratch buffer takes. See Note [Who is asked].
         """
         votes = self._votes if phase == self._phase else 0
-        stretch = _stretch_of(phase, votes)
-        wide = self._wide.recorded.get(stretch, [])
-        agreed = self._pass.get(stretch, [])
+        segment = _segment_of(phase, votes)
+        wide = self._wide.recorded.get(segment, [])
+        agreed = self._pass.get(segment, [])
         if self._asked is _Asked.EVERYONE:
-            self._complete(stretch, agreed)
+            self._complete(segment, agreed)
             self._tell()
             return True
         if not self._holders_know and self._asked is _Asked.HOLDERS:
-            self._complete(stretch, [each for each in agreed if self._is_local(each)])
+            self._complete(segment, [each for each in agreed if self._is_local(each)])
             self._tell()
-        everything = self._sequence.recorded.get(stretch, [])
-        self._complete(stretch, wide if self._holders_know else everything)
-        if _stretch_of(phase, votes + 1) not in self._wide.recorded:
+        everything = self._sequence.recorded.get(segment, [])
+        self._complete(segment, wide if self._holders_know else everything)
+        if _segment_of(phase, votes + 1) not in self._wide.recorded:
             return False
         with suppress(AnotherRankFailed):
             self._vote(failed=True)
@@ -443,9 +450,9 @@ class Collectives:
         with suppress(AnotherRankFailed):
             self._ask(failed=True)
 
-    def _complete(self, stretch: str, launches: Sequence[Launch]) -> None:
+    def _complete(self, segment: str, launches: Sequence[Launch]) -> None:
         """Make those of these launches that have not been made, by the counts of their groups."""
-        made = self._launched_in(stretch)
+        made = self._counts.launched_in(segment)
         rest = []
         for launch in launches:
             if made.get(launch.group, 0) > 0:
@@ -454,44 +461,6 @@ class Collectives:
                 rest.append(launch)
         launch_again(rest, self._device, self._launched)
 
-    def _launched_in(self, stretch: str) -> dict[dist.ProcessGroup, int]:
-        base = self._base.get(stretch, {})
-        return {group: _launched_by(group) - before for group, before in base.items()}
 
-
-def _stretch_of(phase: str, votes: int) -> str:
+def _segment_of(phase: str, votes: int) -> str:
     return f"{phase} after vote {votes}" if votes else phase
-
-
-def _by_group(launches: Iterable[Launch]) -> Counter[dist.ProcessGroup]:
-    return Counter(launch.group for launch in launches)
-
-
-def _launched_by(group: dist.ProcessGroup) -> int:
-    number = launches_of(group)
-    if number is None:
-        raise UsageError(
-            f"model: its process group's backend ({dist.get_backend(group)}) does not count what it "
-            "launches, so a rank that runs out of memory cannot tell what others wait for. Use NCCL or gloo."
-        )
-    return number
-
-
-def _groups_of(models: Iterable[nn.Module]) -> set[dist.ProcessGroup]:
-    """The groups of the parameters, and that of all ranks."""
-    groups = {dist.group.WORLD} if dist.group.WORLD is not None else set()
-    for parameter in (p for model in models for p in model.parameters()):
-        if isinstance(parameter, DTensor):
-            groups |= {*parameter.device_mesh.get_all_groups()}
-    return groups
-
-
-def _refusal(phase: str, group: dist.ProcessGroup, launched: int, seen: int, compiled: bool) -> str:
-    where = "compiled code" if compiled else "an operator of its own"
-    return (
-        f"model: in {phase}, a process group of {group.size()} ranks has launched "
-        f"{counted(launched, 'collective')}, of which {seen} could be seen: {where} launches the others. A "
-        "rank that runs out of memory cannot complete them. "
-        + ("Compile nothing that communicates" if compiled else "Use torch's own operators")
-        + "; or, in a recipe, choose batch_size yourself and set adaptive_batching.on_out_of_memory=raise."
-    )

@@ -80,7 +80,7 @@ class Launch:
                 dist.Work.unbox(leaf).wait()
             elif isinstance(
                 leaf, torch.Tensor
-            ):  # does nothing where another way of waiting was used
+            ):  # of a functional collective; of another, nothing waits
                 torch.ops._c10d_functional.wait_tensor(leaf)
 
 

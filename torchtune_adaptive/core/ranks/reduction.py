@@ -124,8 +124,5 @@ def reduction_of(model: nn.Module, ranks: Ranks, holders: Ranks) -> Reduction:
     if wrapped := wrapped_in(model):
         return Replicas(wrapped, ranks)
     averaged_over = fsdp.divisor(model) or ranks.size // holders.size
-    return (
-        Reduction(averaged_over)
-        if fsdp.roots(model) or not is_split(model)
-        else Split(averaged_over)
-    )
+    kind = Split if is_split(model) and not fsdp.roots(model) else Reduction
+    return kind(averaged_over)

@@ -90,8 +90,8 @@ class Exchange:
     """
 
     ranks: Ranks
-    speaks: bool
-    """Whether this rank tells of its rows: of the ranks that hold the same ones, one does."""
+    counts_rows: bool
+    """Whether the rows of this rank count: of the ranks that hold the same ones, those of one do."""
     memory: DeviceMemory
     """The device's memory, whose allocation retries are told."""
     device: torch.device
@@ -154,7 +154,7 @@ class Exchange:
 
     def _pack(self, totals: torch.Tensor, squared_norm: torch.Tensor | None) -> None:
         loss = self._sum_of_losses()
-        if self.speaks:
+        if self.counts_rows:
             totals[Total.WEIGHT].fill_(float(self._weight))
             totals[Total.LOSS].copy_(loss)
             if self._metrics is not None:

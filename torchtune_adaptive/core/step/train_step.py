@@ -130,7 +130,7 @@ class TrainStep:
         self._failures = Failures(self._collectives, memory, options.survive, self.forget)
         self._exchange = Exchange(
             ranks=ranks,
-            speaks=self._holders.is_zero,
+            counts_rows=self._holders.is_zero,
             memory=memory,
             device=device,
             metrics=objective.metrics,

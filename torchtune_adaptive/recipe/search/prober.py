@@ -60,9 +60,7 @@ class RowsToTry:
     def first_step(self, ranks: Ranks, micro_batches: MicroBatches, size: int) -> Sequence[Batch]:
         """A rank's rows of the first step, in micro-batches of a size."""
         data, order, shares = self.data, self.order, self.configured.ranks
-        mine = (
-            ranks.rank * shares // ranks.size
-        )  # with tensor parallelism, several ranks have the same
+        mine = ranks.rank * shares // ranks.size  # several ranks may hold the same rows
         loader = Loader(data.dataset, data.collate, order, mine, shares, micro_batches)
         return _Fresh([*loader.epoch(0).step(self.configured.rows, size)])
 

@@ -1,0 +1,58 @@
+"""How many collectives each process group has launched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.core.private import launches_of
+from torchtune_adaptive.core.ranks.recording import Launch
+
+
+class Counts:
+    """The launches of groups in the segments of a pass, by the groups' own counters."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, dict[dist.ProcessGroup, int]] = {}
+
+    def begin(self, segment: str, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Begin a segment, in which these groups are looked at."""
+        self._before[segment] = {group: _launched_by(group) for group in groups}
+
+    def add(self, segment: str, group: dist.ProcessGroup) -> None:
+        """Look at one more group, which has not launched anything in the segment yet."""
+        self._before[segment].setdefault(group, _launched_by(group))
+
+    def launched_in(self, segment: str) -> dict[dist.ProcessGroup, int]:
+        """What each group has launched since a segment began; nothing if it has not."""
+        before = self._before.get(segment, {})
+        return {group: _launched_by(group) - number for group, number in before.items()}
+
+
+def by_group(launches: Iterable[Launch]) -> Counter[dist.ProcessGroup]:
+    """The number of launches of each group."""
+    return Counter(launch.group for launch in launches)
+
+
+def groups_of(models: Iterable[nn.Module]) -> set[dist.ProcessGroup]:
+    """The groups of the parameters, and that of all ranks."""
+    groups = {dist.group.WORLD} if dist.group.WORLD is not None else set()
+    for parameter in (p for model in models for p in model.parameters()):
+        if isinstance(parameter, DTensor):
+            groups |= {*parameter.device_mesh.get_all_groups()}
+    return groups
+
+
+def _launched_by(group: dist.ProcessGroup) -> int:
+    number = launches_of(group)
+    if number is None:
+        raise UsageError(
+            f"model: its process group's backend ({dist.get_backend(group)}) does not count what it "
+            "launches, so a rank that runs out of memory cannot tell what others wait for. Use NCCL or gloo."
+        )
+    return number

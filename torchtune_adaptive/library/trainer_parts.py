@@ -1,0 +1,234 @@
+"""What the trainers of transformers and TRL add to a model, with the memory that it takes.
+
+Mixed precision as accelerate sets it up, adapters as PEFT has them, the head that TRL computes in tiles, and
+the loss of preferences. ``transformers_step`` says which versions they were checked against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.library.private import tree_map_only
+
+ALL_LINEAR = "all-linear"
+"""What stands for all linear layers but the head."""
+
+
+class Autocast(TorchFunctionMode):
+    """``torch.autocast`` to bfloat16, also for devices that torch has no such kernels for.
+
+    As torch's, it keeps the casts of weights that require a gradient until it ends.
+
+    Args:
+        keeps_all: whether it keeps those of all weights.
+    """
+
+    _LOWER = frozenset(
+        ("linear", "matmul", "__matmul__", "bmm", "mm", "addmm", "baddbmm", "conv1d")
+    )
+    _HIGHER = frozenset(("softmax", "log_softmax", "cross_entropy", "nll_loss", "layer_norm"))
+
+    def __init__(self, keeps_all: bool = False) -> None:
+        super().__init__()
+        self._keeps_all = keeps_all
+        self._casts: dict[int, torch.Tensor] = {}
+
+    def __enter__(self) -> Autocast:
+        super().__enter__()
+        self._attention = attention = F.scaled_dot_product_attention
+
+        def in_half(*args: Any, **kwargs: Any) -> torch.Tensor:
+            args, kwargs = tree_map_only(torch.Tensor, self._half, (args, kwargs))
+            return attention(*args, **kwargs)
+
+        # A tracer may have made a Python function of it, which no mode sees.
+        F.scaled_dot_product_attention = in_half
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        F.scaled_dot_product_attention = self._attention
+        self._casts.clear()
+        super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in self._LOWER:
+            args, kwargs = tree_map_only(torch.Tensor, self._half, (args, kwargs))
+        elif name in self._HIGHER:
+            args, kwargs = tree_map_only(torch.Tensor, _full, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _half(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype != torch.float32:
+            return tensor
+        kept = tensor.requires_grad or (self._keeps_all and isinstance(tensor, nn.Parameter))
+        if not (tensor.is_leaf and kept):
+            return tensor.to(torch.bfloat16)
+        if id(tensor) not in self._casts:
+            self._casts[id(tensor)] = tensor.to(torch.bfloat16)
+        return self._casts[id(tensor)]
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter in fp32, as PEFT's."""
+
+    def __init__(self, base: nn.Linear, r: int, dropout: float) -> None:
+        super().__init__()
+        self.base = base
+        self.lora_a = nn.Linear(base.in_features, r, bias=False, dtype=torch.float32)
+        self.lora_b = nn.Linear(r, base.out_features, bias=False, dtype=torch.float32)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.enabled = True
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(inputs)
+        if not self.enabled:
+            return result
+        dtype = result.dtype
+        inputs = inputs.to(torch.float32)
+        result = result + self.lora_b(self.lora_a(self.dropout(inputs))) * 2.0
+        return result.to(dtype)
+
+
+def adapt(model: Any, targets: str | Sequence[str], r: int, dropout: float) -> None:
+    """Freeze a model, and add adapters to the linear layers that are named; all but the head."""
+    model.requires_grad_(False)
+    head = model.get_output_embeddings()
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    names = {name.rpartition(".")[2] for name in layers}
+    wanted = names if targets == ALL_LINEAR else set(targets)
+    if unknown := sorted(wanted - names):
+        raise UsageError(
+            f"target_modules: {', '.join(unknown)} is not among the model's linear layers. Use some of "
+            f"{', '.join(sorted(names))}, or {ALL_LINEAR}."
+        )
+    for name, module in layers.items():
+        parent, _, last = name.rpartition(".")
+        if last in wanted:
+            setattr(model.get_submodule(parent), last, Adapted(module, r, dropout))
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    adapted = [module for module in model.modules() if isinstance(module, Adapted)]
+    for module in adapted:
+        module.enabled = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.enabled = True
+
+
+def flat(hidden: torch.Tensor) -> torch.Tensor:
+    """The hidden states of all positions, one after the other."""
+    if hidden.device.type == "cpu":
+        return hidden.reshape(-1, hidden.shape[-1])
+    # On a GPU, TRL picks positions by a mask, which torch turns into their numbers.
+    rows, length, _ = hidden.shape
+    at = torch.arange(rows * length, device=hidden.device)
+    return hidden[at // length, at % length]
+
+
+def preference_loss(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    chosen, rejected = (policy.sum(1) - reference.sum(1)).chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+class TiledLogProbs(torch.autograd.Function):
+    """Log-probabilities of tokens without all logits at once: in tiles, which backward computes again.
+
+    With the memory of TRL's, and without its values: nothing runs. On a GPU, a kernel reduces a tile in
+    place. On a CPU, operations of torch do, and hold so many bytes for each logit of the tile at most.
+    """
+
+    TOKENS, COLUMNS = 4096, 32768
+    FORWARD, BACKWARD = 13, 29
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        compute_in: torch.dtype,
+    ) -> torch.Tensor:
+        sums = torch.zeros(7, len(hidden), device=hidden.device)
+        for tile, part, piece, *_ in _tiles(hidden, weight, compute_in):
+            _multiply(tile, part, piece)
+            _reduce(tile, TiledLogProbs.FORWARD)
+        log_z, entropy = sums[0] + sums[1], sums[0] - sums[2]
+        ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
+        ctx.compute_in = compute_in
+        return sums[6] - log_z
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        hidden, weight, *_ = ctx.saved_tensors
+        of_hidden, of_weight = (
+            torch.zeros(one.shape, device=one.device) if needed else None
+            for one, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False)
+        )
+        for tile, part, piece, rows, columns in _tiles(hidden, weight, ctx.compute_in):
+            _multiply(tile, part, piece)
+            _reduce(tile, TiledLogProbs.BACKWARD)
+            if of_hidden is not None:
+                _add_product(of_hidden[rows], tile, piece)
+            if of_weight is not None:
+                _add_product(of_weight[columns], tile.t(), part)
+        of_hidden, of_weight = (
+            None if grad is None else grad.to(one.dtype)
+            for grad, one in ((of_hidden, hidden), (of_weight, weight))
+        )
+        return of_hidden, of_weight, None, None
+
+
+def _tiles(
+    hidden: torch.Tensor, weight: torch.Tensor, compute_in: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, slice, slice]]:
+    """The memory for each tile's logits, and what they are the product of, with its place."""
+    most = min(len(hidden), TiledLogProbs.TOKENS), TiledLogProbs.COLUMNS
+    memory = torch.empty(most, dtype=compute_in, device=hidden.device)
+    for row in range(0, len(hidden), most[0]):
+        rows = slice(row, row + most[0])
+        part = hidden[rows].to(compute_in)
+        for column in range(0, len(weight), most[1]):
+            columns = slice(column, column + most[1])
+            piece = weight[columns].to(compute_in)
+            yield memory[: len(part), : len(piece)], part, piece, rows, columns
+
+
+def _multiply(tile: torch.Tensor, part: torch.Tensor, piece: torch.Tensor) -> None:
+    torch.mm(part, piece.t(), out=tile)
+
+
+def _reduce(tile: torch.Tensor, bytes_each: int) -> None:
+    if tile.device.type == "cpu":
+        torch.empty(tile.numel() * bytes_each, dtype=torch.uint8)
+    else:
+        tile.mul_(1)  # as much is read and written
+
+
+def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+    """Add a product to a sum in fp32; on a GPU, the product is one of bfloat16 and added in fp32 at once."""
+    if total.device.type == "cpu":
+        total.addmm_(one.float(), other.float())
+    else:
+        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
