@@ -114,14 +114,19 @@ class _WholeOutput(NextTokenPrediction):
 
 
 class _Gathers(NextTokenPrediction):
-    """The loss of logits in chunks, and two collectives of its own for metrics, of any size."""
+    """The loss of logits in chunks, and collectives of its own for metrics, of any size: two, then one."""
 
     step: TrainStep
 
     def summed_loss(self, forward: Any, batch: Any, weight: int) -> torch.Tensor:
-        for part in (weight, 1):
-            self.step.together(partial(dist.all_reduce, torch.zeros(part)))
+        for sizes in ((weight, 1), (3,)):
+            self.step.together(partial(_sum_zeros, sizes))
         return super().summed_loss(forward, batch, weight)
+
+
+def _sum_zeros(sizes: tuple[int, ...]) -> None:
+    for size in sizes:
+        dist.all_reduce(torch.zeros(size))
 
 
 def objective_of(way: str, chunks: int = 2) -> NextTokenPrediction:

@@ -230,8 +230,8 @@ class AdaptiveStep:
     def collective(self, launch: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """Call a function that launches collectives of one's own, in ``forward`` or anywhere else.
 
-        In a step the ranks first agree that none has failed, so that no rank waits in it for another. Every
-        micro-batch calls the same.
+        In a step the ranks agree before each of them that none has failed, so that no rank waits in it for
+        another. All ranks call the same for every micro-batch, and it launches as many each time.
         """
         return self.train_step.together(lambda: launch(*arguments, **named))
 

@@ -10,8 +10,9 @@ This is the first part of Note [Failure before a collective] in ``step.failures`
   sequence* with scratch buffers: each group tells how far it has come. Nobody waits, nobody asks, and a
   healthy step pays nothing. The others learn that the step is lost from the all-reduce that ends it anyway.
 - Before a collective of the caller's own that it announces, such as a gather of metrics, the ranks always
-  *vote*. It is not recorded, so its sizes may follow anything. A rank that has failed launches what is
-  recorded up to there, and votes; then all know.
+  *vote*. So its sizes may follow anything. A rank that has failed launches what is recorded up to there, and
+  votes; then all know. One that fails in the collective itself, after the vote, knows its sizes and launches
+  it first.
 
 Note [Who is asked]
 ~~~~~~~~~~~~~~~~~~~
@@ -331,22 +332,32 @@ class Collectives:
             self._in_hook = False
 
     def together(self, launch: Callable[[], T]) -> T:
-        """Launch a collective of the caller's own; where a rank of a step has failed, on none.
+        """Launch collectives of the caller's own, as many on each rank; where a rank has failed, on none.
+
+        The ranks vote before each of them. So memory may also run out before the first, and between two.
 
         Raises:
-            AnotherRankFailed: it must not be made.
+            AnotherRankFailed: the next one must not be made.
         """
-        if not self._survive or not self._in_step or self._ranks.size == 1:
+        if not self._survive or not self._in_step or self._ranks.size == 1 or self._unrecorded:
             return launch()
-        self.end_phase()
-        self._unrecorded = True  # the vote and the launch
+        self._unrecorded = True  # the votes, and what is launched
         try:
-            self._vote()
-            return launch()
+            with Recorder(self._vote_on):
+                return launch()
         finally:
             self._unrecorded = False
-            self._votes += 1
-            self._begin_segment()
+
+    def _vote_on(self, launch: Launch) -> None:
+        """Begin a segment with a launch of the caller's own, if no rank has failed."""
+        if launch.refused:
+            raise UsageError(launch.refused)
+        self.end_phase()
+        self._vote()
+        self._votes += 1
+        self._begin_segment()
+        self._counts.add(self._segment, launch.group)
+        self._pass[self._segment].append(launch.of_any_size())
 
     def _note_one(self, launch: Launch) -> None:
         if self._unrecorded:
@@ -429,17 +440,19 @@ class Collectives:
         """
         votes = self._votes if phase == self._phase else 0
         segment = _segment_of(phase, votes)
-        wide = self._wide.recorded.get(segment, [])
         agreed = self._pass.get(segment, [])
         if self._asked is _Asked.EVERYONE:
             self._complete(segment, agreed)
             self._tell()
             return True
+        own = [each for each in agreed if each.any_size]  # others wait in it, whoever they are
         if not self._holders_know and self._asked is _Asked.HOLDERS:
-            self._complete(segment, [each for each in agreed if self._is_local(each)])
+            local = [each for each in agreed if self._is_local(each) and not each.any_size]
+            self._complete(segment, own + local)
             self._tell()
-        everything = self._sequence.recorded.get(segment, [])
-        self._complete(segment, wide if self._holders_know else everything)
+        sequence = self._wide if self._holders_know else self._sequence
+        rest = [each for each in sequence.recorded.get(segment, []) if not each.any_size]
+        self._complete(segment, own + rest)
         if _segment_of(phase, votes + 1) not in self._wide.recorded:
             return False
         with suppress(AnotherRankFailed):

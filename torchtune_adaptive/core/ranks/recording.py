@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -57,10 +57,16 @@ class Launch:
     of its parts. With one part, as in a rotation, there is nothing to choose."""
     refused: str = ""
     """The reason why a rank cannot make it by itself, or cannot tell whether it has been made."""
+    any_size: bool = False
+    """Whether it is compared by its group alone."""
 
     @property
     def bytes(self) -> int:
         return sum(leaf.bytes for leaf in tree_leaves(self.arguments) if isinstance(leaf, _Buffer))
+
+    def of_any_size(self) -> Launch:
+        """The same launch, compared by its group alone."""
+        return replace(self, key=(self.group.group_name,), any_size=True)
 
     def again(self, scratch: torch.Tensor) -> None:
         """Launch it on parts of a buffer, and wait for it."""

@@ -220,7 +220,7 @@ class TrainStep:
                 fsdp.reset(model)
 
     def together(self, launch: Callable[[], T]) -> T:
-        """Launch a collective of the objective's own in a forward pass, as every rank does in each."""
+        """Launch collectives of the objective's own in a forward pass, as every rank does in each."""
         return self._collectives.together(launch)
 
     # --- forward and backward -------------------------------------------------------------------
