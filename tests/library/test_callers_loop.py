@@ -258,7 +258,7 @@ class TestSearch:
 
 
 class Gathers(Shares):
-    """A loss that gathers a metric over all ranks, once before the model runs and once after it."""
+    """A loss that tells other ranks about its rows, once before the model runs and once after it."""
 
     def forward(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
         before = self._counted(len(batch[0]))
@@ -269,7 +269,15 @@ class Gathers(Shares):
     def _counted(self, rows: int) -> int:
         count = torch.tensor(rows)
         self.step.collective(dist.all_reduce, count)
+        self.step.collective(_deal_out)
         return int(count)
+
+
+def _deal_out() -> None:
+    """Send parts of different sizes to two ranks."""
+    sent, received = ([1, 2], [1, 3]) if dist.get_rank() == 0 else ([3, 4], [2, 4])
+    output, given = torch.empty(sum(received)), torch.ones(sum(sent))
+    dist.all_to_all_single(output, given, received, sent)
 
 
 def gathering(way: str, fails: dict[int, tuple[int, int]]) -> list[float]:
@@ -282,6 +290,7 @@ def gathering(way: str, fails: dict[int, tuple[int, int]]) -> list[float]:
             outcome, _ = run.take(rows_of(ROWS, 10 * number + rank), ROWS)  # type: ignore[attr-defined]
         assert outcome.retried == (number in fails)
         losses.append(outcome.loss)
+    assert not run.step.train_step._collectives.recording
     return losses
 
 
@@ -296,7 +305,7 @@ def beside_an_undisturbed_run(way: str, operations: list[int]) -> None:
 @pytest.mark.parametrize("way", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_no_rank_waits_in_what_forward_gathers(way: str, exhaustive: bool) -> None:
     """While the sequence of collectives is recorded, and afterward."""
-    operations = list(range(1, 12)) if exhaustive else [2, 9]
+    operations = list(range(1, 16)) if exhaustive else [3, 14]
     run_ranks(beside_an_undisturbed_run, 2, way, operations, timeout=200)
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 Kind = TypeVar("Kind", bound=type)
-Host: Any = object
-"""The trainer, which comes next among the bases of a class."""
+_Trainer: Any = object
+"""What stands for the trainer, which is the next base of a class with the mixin."""
 
 
 def adaptive(trainer: Kind) -> Kind:
@@ -39,7 +39,7 @@ def adaptive(trainer: Kind) -> Kind:
     return type(f"Adaptive{trainer.__name__}", (AdaptiveTrainerMixin, trainer), {})  # type: ignore[return-value]
 
 
-class AdaptiveTrainerMixin(Host):
+class AdaptiveTrainerMixin(_Trainer):
     """Makes a trainer take its steps in micro-batches of the size that fits.
 
         class AdaptiveSFTTrainer(AdaptiveTrainerMixin, SFTTrainer): ...

@@ -58,15 +58,15 @@ class Launch:
     refused: str = ""
     """The reason why a rank cannot make it by itself, or cannot tell whether it has been made."""
     any_size: bool = False
-    """Whether it is compared by its group alone."""
+    """Whether it may have other sizes each time, so that it is compared by its group alone."""
 
     @property
     def bytes(self) -> int:
         return sum(leaf.bytes for leaf in tree_leaves(self.arguments) if isinstance(leaf, _Buffer))
 
     def of_any_size(self) -> Launch:
-        """The same launch, compared by its group alone."""
-        return replace(self, key=(self.group.group_name,), any_size=True)
+        """The same launch, which may have other sizes the next time."""
+        return replace(self, key=(self.group.group_name,), any_size=True, follows_data=False)
 
     def again(self, scratch: torch.Tensor) -> None:
         """Launch it on parts of a buffer, and wait for it."""
