@@ -37,6 +37,7 @@ FILLED_IN = {
     "my_config.yaml": "tiny/lora",
     "CONFIG": "tiny/full",
     "$SLURM_NNODES": "2",
+    "DIR": "Qwen3-0.6B",
     "HOST": "localhost",
     "JOB": "job",
     "~/models/Qwen2.5-7B": "Qwen2.5-7B",
