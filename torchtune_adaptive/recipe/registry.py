@@ -72,7 +72,7 @@ def nearest_recipe(name: str) -> str | None:
 
 def our_recipe_for(name: str) -> str | None:
     """Our recipe that does what one of torchtune's does; None if there is none."""
-    ours = f"adaptive_{name.replace('_single_device', '_distributed')}"
+    ours = f"adaptive_{name.replace('_single_device', '_distributed').removeprefix('dev/')}"
     return ours if ours in RECIPES else None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -20,11 +21,33 @@ except ImportError:  # before torchao 0.18, and torchtune 0.6.1 needs it to be
 
 __all__ = [
     "NF4Tensor",
+    "component_path",
     "fake_quantization_for_lora",
     "give_output_to_loss",
     "labels_are_shifted",
     "to_nf4",
 ]
+
+
+_OURS = {
+    "gsm8k_dataset": "torchtune_adaptive.recipe.data.prompts",
+    "FormattedMathCorrectnessReward": "torchtune_adaptive.recipe.rewards",
+    "ThinkingAnswerFormattingReward": "torchtune_adaptive.recipe.rewards",
+}
+"""Parts of reinforcement learning that torchtune has on main only, and where ours of the same name are."""
+
+
+def component_path(path: str) -> str:
+    """The path of a component or, where only torchtune's main branch has it, of ours in its place."""
+    module, _, name = path.rpartition(".")
+    if name in _OURS and module.startswith("torchtune.dev.") and not _has_reinforcement_learning():
+        return f"{_OURS[name]}.{name}"
+    return path
+
+
+@cache
+def _has_reinforcement_learning() -> bool:
+    return find_spec("torchtune.dev") is not None
 
 
 @cache

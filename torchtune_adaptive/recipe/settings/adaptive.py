@@ -122,6 +122,13 @@ class AdaptiveSettings:
     """Size micro-batches in tokens instead of samples: ``True`` finds how many samples of each length fit; a
     number is the most tokens in a micro-batch, padding included (docs/token-budgets.md)."""
 
+    generation_batch_size: Annotated[int, at_least(1)] | None = None
+    """Rows that are generated at once on each rank in reinforcement learning (docs/reinforcement.md); a
+    search does not change it. By default a search finds it, or forward_batch_size says it."""
+
+    scoring_batch_size: Annotated[int, at_least(1)] | None = None
+    """Rows whose log-probabilities are computed at once on each rank; the same otherwise."""
+
     grow_past_memory: bool = False
     """Let the global batch grow by accumulation once the micro-batch is the largest that fits."""
 

@@ -58,7 +58,8 @@ def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
         settings = AdaptiveSettings.from_config(cfg)
         blocks = [key for each in kind.frozen for key in (each.model, each.checkpointer)]
         blocks += sorted(kind.more_blocks)
-        check_values({str(key): value for key, value in values.items()}, blocks)
+        by_key = {str(key): value for key, value in values.items()}
+        check_values(by_key, blocks, kind.generates)
         for there_is, key, reason, remedy in _conflicts(cfg, kind, settings):
             if there_is:
                 raise ConfigError(key, _value(cfg, settings, key), reason, remedy)
@@ -106,6 +107,8 @@ def _conflicts(cfg: DictConfig, kind: Kind, settings: AdaptiveSettings) -> Itera
         yield from _conflicts_with_optimizer_in_backward(settings)
     yield from _conflicts_of_decisions(settings)
     yield from _conflicts_with_config(cfg, settings)
+    if kind.generates:
+        yield from _conflicts_of_rollouts(cfg, settings)
 
 
 def _value(cfg: DictConfig, settings: AdaptiveSettings, key: str) -> object:
@@ -186,7 +189,7 @@ def _conflicts_of_recipe(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
         in_backward and "optimizer_in_bwd" not in kind.keys,
         "optimizer_in_bwd",
         f"is not available in {kind.recipe}",
-        "Remove it: adapters have little optimizer state to save",
+        "Remove it" + (": adapters have little optimizer state to save" if kind.adapters else ""),
     )
     yield (
         in_backward and cfg.get("clip_grad_norm") is not None,
@@ -360,6 +363,38 @@ def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
         "cannot be asynchronous: torchtune finds asynchronous checkpoints by their epoch",
         "Set enable_async_checkpointing=False, or save_every_n_steps=null",
     )
+
+
+def _conflicts_of_rollouts(cfg: DictConfig, settings: AdaptiveSettings) -> Iterator[Conflict]:
+    """What is not there yet where rows are generated."""
+    batch = "changes the batch, and that of a rollout is batch_size x grpo_samples, always"
+    rows = "is about rows of a dataset, and these are generated"
+    unsupported: dict[str, tuple[object, str, object]] = {
+        "use_fastest_configuration": (
+            settings.use_fastest_configuration,
+            "needs predictions, and there are none of rollouts",
+            False,
+        ),
+        "batch_increase_function": (settings.batch_increase_function, batch, None),
+        f"{BLOCK}.gradient_noise": (settings.gradient_noise != "off", batch, "off"),
+        f"{BLOCK}.grow_past_memory": (settings.grow_past_memory, batch, False),
+        f"{BLOCK}.token_budget": (settings.budgets, rows, False),
+        f"{BLOCK}.probe_length": (settings.probe_length, rows, None),
+        f"{BLOCK}.search": (
+            settings.search == "predict",
+            "needs predictions, and there are none of rollouts",
+            "extrapolate",
+        ),
+        knobs.COMPILE: (
+            cfg.get(knobs.COMPILE, False),
+            "is not supported where rows are generated: each token would be another shape",
+            False,
+        ),
+        "dataset.packed": (is_packed(cfg), rows, False),
+    }
+    for key, (is_set, reason, instead) in unsupported.items():
+        value = "null" if instead is None else instead
+        yield is_set, key, reason, f"Set {key}={value}"
 
 
 def _require_knobs(settings: AdaptiveSettings) -> None:

@@ -65,19 +65,26 @@ class Kind:
     frozen: tuple[FrozenModel, ...] = ()
     """The models that are in memory besides the one that is trained."""
 
-    sample: Literal["row", "pair"] = "row"
-    """The kind of a sample: a row of tokens, or two rows that are compared."""
+    sample: Literal["row", "pair", "prompt"] = "row"
+    """The kind of a sample: a row of tokens, two rows that are compared, or a prompt."""
 
     @property
     def recipe(self) -> str:
         """Our recipe."""
-        return f"adaptive_{self.torchtunes}"
+        return f"adaptive_{self.torchtunes.removeprefix('dev/')}"
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model that is trained makes the rows, from prompts: reinforcement learning."""
+        return self.sample == "prompt"
 
     @property
     def keys(self) -> frozenset[str]:
         """The top-level keys that it knows."""
         named = {key for each in self.frozen for key in (each.model, each.checkpointer)}
-        unused = {"collate_fn"} if self.sample == "pair" else set()
+        unused = set() if self.sample == "row" else {"collate_fn"}
+        if self.generates:
+            unused |= _NOT_OF_ROLLOUTS
         return (_COMMON_KEYS | self.more_keys | self.more_blocks | named) - unused
 
 
@@ -88,6 +95,15 @@ _REFERENCE = FrozenModel("model", "ref_checkpointer")
 _QAT_KEYS = frozenset({"fake_quant_after_n_steps"})
 _QUANTIZER = frozenset({"quantizer"})
 _TEACHER = FrozenModel("teacher_model", "teacher_checkpointer")
+_GRPO_KEYS = frozenset(
+    """
+    grpo_samples max_generated_tokens temperature top_k forward_batch_size ppo_epochs num_steps
+    save_every_n_epochs stop_token_ids reward_functions ac_mode ac_option enable_async_checkpointing
+    """.split()
+)
+_NOT_OF_ROLLOUTS = frozenset(
+    {"dataset_val", "run_val_every_n_steps", "batch_size_val", "max_steps_per_epoch"}
+)
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
@@ -111,6 +127,13 @@ KINDS: dict[str, Kind] = {
             _LORA_KEYS | _QAT_KEYS,
             _QUANTIZER,
             adapters=True,
+        ),
+        Kind(
+            "grpo",
+            "dev/grpo_full_finetune_distributed",
+            _GRPO_KEYS,
+            frozen=(_REFERENCE,),
+            sample="prompt",
         ),
     )
 }
@@ -194,6 +217,7 @@ _MARKS: tuple[tuple[str, Mark, bool | None], ...] = (
     ("generate", _has("max_new_tokens"), None),
     ("quantize", _has_without("quantizer", "optimizer"), None),
     ("ppo_full_finetune_single_device", _has("policy_model"), None),
+    ("dev/async_grpo_full_finetune_distributed", _has("orchestration"), None),
     ("dev/grpo_full_finetune_distributed", _has("grpo_samples"), None),
     ("dev/early_exit_finetune_distributed", _has("early_exit_loss", "layer_dropout"), None),
     ("dev/lora_finetune_distributed_multi_dataset", _has("datasets"), None),

@@ -27,12 +27,16 @@ FUSED = "optimizer.fused"
 
 
 def configured_accumulation(cfg: Config) -> int:
-    """The micro-batches in a step of a config."""
-    return int(cfg[ACCUMULATION])
+    """The micro-batches in a step of a config; one where rows are generated and it does not say."""
+    return int(cfg.get(ACCUMULATION) or 1)
 
 
 def configured_batch(cfg: DictConfig, ranks: int) -> Split:
-    """The batch that a checked config asks for, on a number of ranks."""
+    """The batch that a checked config asks for, on a number of ranks; of a rollout, its rows."""
+    if kind_of(cfg).generates:
+        rows = cfg[knobs.MICRO_BATCH] * cfg.grpo_samples
+        micro_batch = -(-rows // configured_accumulation(cfg))
+        return Split(micro_batch, -(-rows // micro_batch), ranks, rows)
     return Split(cfg[knobs.MICRO_BATCH], configured_accumulation(cfg), ranks)
 
 

@@ -177,6 +177,11 @@ CHECKPOINTING = Rule(
 KEYS = Rule(("a list of keys",), _parse_keys)
 FUNCTION = Rule(("the dotted path of a function (package.module.function)",), _PATH_OF_CODE)
 COMPONENT = Rule(("a block whose _component_ is a dotted path",), _parse_component)
+IDS = Rule(("a list of numbers of tokens",), _list_of(at_least(0)).parse)
+REWARDS = Rule(
+    ("a list of rewards: dotted paths of functions, and blocks whose _component_ is one",),
+    _list_of(either(FUNCTION, COMPONENT)).parse,
+)
 SHARE = number("at least 0 and less than 1, e.g. 0.05", lambda value: 0 <= value < 1)
 PATIENCE = number("a number of seconds from 0 to 3600", lambda n: 0 <= n <= 3600)
 SECONDS = number("a number of seconds from 1 to 86400, e.g. 45", lambda value: 1 <= value <= 86400)

@@ -20,8 +20,10 @@ from torchtune_adaptive.recipe.settings.rules import (
     FINITE,
     FOLDER,
     FUNCTION,
+    IDS,
     POSITIVE,
     RATIO,
+    REWARDS,
     SCALE,
     SHARE,
     TEXT,
@@ -66,6 +68,18 @@ _OPTIONAL: dict[str, Rule] = {
     "fake_quant_after_n_steps": at_least(0),
     "profiler": BLOCK_OF_KEYS,
 }
+_NUMBERS_OF_ROLLOUTS = """
+grpo_samples max_generated_tokens forward_batch_size ppo_epochs num_steps save_every_n_epochs top_k
+"""
+_OF_ROLLOUTS: dict[str, Rule] = {
+    **dict.fromkeys(_NUMBERS_OF_ROLLOUTS.split(), at_least(1)),
+    "gradient_accumulation_steps": at_least(1),
+    "temperature": SCALE,
+    "stop_token_ids": IDS,
+    "reward_functions": REWARDS,
+}
+"""What recipes that generate know, and what they need not be told."""
+_NEEDED_BY_ROLLOUTS = ("grpo_samples", "max_generated_tokens")
 _NOT_NULL: dict[str, Rule] = {"log_every_n_steps": at_least(1), "tensor_parallel_dim": at_least(1)}
 # Of torchtune's main branch: they change what is trained or how, and these recipes do not know them.
 _UNKNOWN_UNLESS: dict[str, Any] = {
@@ -92,7 +106,10 @@ _OF_CHECKPOINTERS = {
     "recipe_checkpoint": FILE,
     "adapter_checkpoint": FILE,
 }
-_OF_LOSSES = {"beta": SCALE, "label_smoothing": RATIO, "num_output_chunks": at_least(1, 1 << 20)}
+_OF_LOSSES = {
+    "kl_coeff": FINITE,
+    "epsilon": FINITE,
+    "beta": SCALE, "label_smoothing": RATIO, "num_output_chunks": at_least(1, 1 << 20)}
 _OF_BLOCKS: dict[str, dict[str, Rule]] = {
     "tokenizer": {"max_seq_len": _LENGTH},
     "dataset": _OF_DATA,
@@ -111,12 +128,15 @@ _OF_BLOCKS: dict[str, dict[str, Rule]] = {
 }
 
 
-def check_values(cfg: Mapping[str, Any], more_blocks: Iterable[str] = ()) -> None:
+def check_values(
+    cfg: Mapping[str, Any], more_blocks: Iterable[str] = (), generates: bool = False
+) -> None:
     """Stop at a value that is none of those that its key may have.
 
     Args:
         cfg: the whole config, resolved.
         more_blocks: the blocks that the recipe needs besides those that all do.
+        generates: whether the recipe generates its rows.
 
     Raises:
         ConfigError: there is one.
@@ -129,12 +149,19 @@ def check_values(cfg: Mapping[str, Any], more_blocks: Iterable[str] = ()) -> Non
             "Must be an integer >= 1; to search for the largest that fits, set "
             "use_maximum_batch_size=True and leave batch_size a number",
         )
-    for key, rule in {**_REQUIRED, **dict.fromkeys(more_blocks, COMPONENT)}.items():
+    required = {**_REQUIRED, **dict.fromkeys(more_blocks, COMPONENT)}
+    given, optional = [*_MUST_BE_GIVEN], dict(_OPTIONAL)
+    if generates:
+        required |= {key: _OF_ROLLOUTS[key] for key in _NEEDED_BY_ROLLOUTS}
+        required.pop("gradient_accumulation_steps")
+        given.remove("max_steps_per_epoch")
+        optional |= _OF_ROLLOUTS
+    for key, rule in required.items():
         rule.read(key, cfg.get(key))
-    for key in _MUST_BE_GIVEN:
+    for key in given:
         if key not in cfg:
             raise ConfigError(key, None, "is missing", f"Add {key}; it may be null")
-    for key, rule in _OPTIONAL.items():
+    for key, rule in optional.items():
         if (value := cfg.get(key)) is not None:
             rule.read(key, value)
     for key, rule in _NOT_NULL.items():
