@@ -77,7 +77,7 @@ def _of_the_loss(
     # Batches are made for a projection that is sharded by itself and runs once a chunk (``data.rows``).
     apart = "output" in (cfg.get(SHARDED_LAYERS) or ())
     setters: dict[str, Any] = {} if apart else {knobs.LOSS: loss}
-    head = _head(model)
+    head = head_of(model)
     if head is not None and isinstance(objective.loss_fn, CEWithChunkedOutputLoss):
         objective.recomputed = chunks = recompute.RecomputedChunks(
             head, lambda logits, labels: objective.loss_fn.compute_cross_entropy(logits, labels)
@@ -86,7 +86,7 @@ def _of_the_loss(
     return setters
 
 
-def _head(model: nn.Module) -> nn.Module | None:
+def head_of(model: nn.Module) -> nn.Module | None:
     """The last projection of a model, which gives its logits."""
     decoder = model.decoder if isinstance(model, DeepFusionModel) else model
     head = getattr(decoder, "output", None)

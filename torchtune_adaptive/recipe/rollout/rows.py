@@ -1,0 +1,123 @@
+"""Rows of a rollout: all that lasts of it, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+
+@dataclass(eq=False)
+class Row:
+    """A prompt and the response to it, with what the phases have found out about them.
+
+    All tensors are one-dimensional and on the host. What no phase has set yet is None.
+    """
+
+    index: int
+    """Its place in the rollout, among the rows of all ranks."""
+    prompt: Sequence[int]
+    draws: torch.Tensor
+    """Uniform numbers in [0, 1), one for each token of the longest response."""
+    data: Any = None
+    """What the dataset says besides the prompt, such as the right answer."""
+    response: torch.Tensor | None = None
+    """Tokens up to the first stop token, which is included."""
+    stopped: bool = False
+    """Whether the response ends with a stop token."""
+    old: torch.Tensor | None = None
+    """Log-probabilities of the response's tokens, by the policy that generated it."""
+    reference: torch.Tensor | None = None
+    """The same by the reference."""
+    values: torch.Tensor | None = None
+    """The values before each of the response's tokens, and after the last, where that counts."""
+    reward: float = 0.0
+    advantages: torch.Tensor | float | None = None
+    """Of each token of the response, or one for all of them."""
+    returns: torch.Tensor | None = None
+    """What ``values`` are to become."""
+
+
+_NUMBERS = {
+    "old": "response",
+    "reference": "response",
+    "advantages": "response",
+    "values": "valued",
+    "returns": "valued",
+}
+"""The numbers of rows that batches have, each with the mask of the positions where it has them."""
+
+
+def collate(rows: Sequence[Row], padding_id: int) -> dict[str, torch.Tensor]:
+    """A batch of rows, padded on the right: so it needs no mask of attention, and no positions.
+
+    Everything has a place for each token; what tells of a prediction stands where it is made, one place before
+    the token that is predicted. ``tokens`` are the rows, and ``response`` is true where a token of a response is
+    predicted. ``valued`` is true where values count, if the rows have values. The rest is as in ``Row``, as far
+    as the rows have it.
+    """
+    whole = [torch.cat([torch.as_tensor(row.prompt), _response(row)]) for row in rows]
+    tokens = pad_sequence(whole, batch_first=True, padding_value=padding_id)
+    batch = {"tokens": tokens, "response": _places(rows, tokens, [len(_response(r)) for r in rows])}
+    if rows[0].values is not None:
+        lengths = [len(row.values) for row in rows if row.values is not None]
+        batch["valued"] = _places(rows, tokens, lengths)
+    for name, mask in _NUMBERS.items():
+        if getattr(rows[0], name) is not None:
+            numbers = torch.cat([_spread(row, name) for row in rows])
+            batch[name] = torch.zeros(tokens.shape).masked_scatter_(batch[mask], numbers)
+    return batch
+
+
+def _places(rows: Sequence[Row], tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The mask of as many places in each row, from where its response is predicted."""
+    place = torch.arange(tokens.shape[1])
+    first = torch.tensor([len(row.prompt) - 1 for row in rows])[:, None]
+    return (first <= place) & (place < first + torch.tensor(lengths)[:, None])
+
+
+def _spread(row: Row, name: str) -> torch.Tensor:
+    """A row's numbers, one for each place of their mask."""
+    numbers = getattr(row, name)
+    if isinstance(numbers, torch.Tensor):
+        return numbers.float()
+    return torch.full((len(_response(row)),), float(numbers))
+
+
+def _response(row: Row) -> torch.Tensor:
+    assert row.response is not None, f"row {row.index} has no response yet"
+    return row.response
+
+
+def longest_rows(number: int, prompt: int, response: int, values: bool = False) -> list[Row]:
+    """Rows as long as rows can be, with every number that a phase may need: for trials.
+
+    Args:
+        number: how many.
+        prompt: tokens of the longest prompt.
+        response: tokens of the longest response.
+        values: whether they have values and returns.
+    """
+    zeros = torch.zeros(response)
+    return [
+        Row(
+            index,
+            prompt=[0] * prompt,
+            draws=zeros.double(),
+            response=torch.zeros(response, dtype=torch.int64),
+            old=zeros,
+            reference=zeros,
+            advantages=zeros,
+            values=zeros if values else None,
+            returns=zeros if values else None,
+        )
+        for index in range(number)
+    ]
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host that is no device's memory, not even the simulated device's."""
+    return torch.from_numpy(tensor.detach().cpu().numpy().copy())
