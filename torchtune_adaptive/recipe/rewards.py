@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.recipe.registry import component
 from torchtune_adaptive.recipe.setup.components import make
+from torchtune_adaptive.recipe.upstream import component_path
 
 RewardFunction = Callable[[torch.Tensor, list[str], list[Any]], Any]
 
@@ -89,7 +90,7 @@ class Rewards:
 def _function(block: Any, number: int) -> tuple[str, RewardFunction]:
     """A reward function and its name: a function by its path, or what a block makes."""
     path = block._component_ if OmegaConf.is_config(block) else block
-    found = component(path)
+    found = component(component_path(path))
     name = path.rpartition(".")[2]
     if not OmegaConf.is_config(block):
         return name, found

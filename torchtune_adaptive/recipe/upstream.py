@@ -33,6 +33,9 @@ _OURS = {
     "gsm8k_dataset": "torchtune_adaptive.recipe.data.prompts",
     "FormattedMathCorrectnessReward": "torchtune_adaptive.recipe.rewards",
     "ThinkingAnswerFormattingReward": "torchtune_adaptive.recipe.rewards",
+    "GRPOLoss": "torchtune_adaptive.recipe.kinds.grpo",
+    "GRPOSimpleLoss": "torchtune_adaptive.recipe.kinds.grpo",
+    "GRPOWithChunkedOutputLoss": "torchtune_adaptive.recipe.kinds.grpo",
 }
 """Parts of reinforcement learning that torchtune has on main only, and where ours of the same name are."""
 

@@ -37,15 +37,19 @@ class LoadedRows(NamedTuple):
     """The rows to validate on while training, if that is asked for."""
 
 
-def load_rows(cfg: DictConfig) -> LoadedRows:
+def load_rows(cfg: DictConfig, validates: bool = True) -> LoadedRows:
     """The tokenizer and the rows of a config; each dataset can give its first row.
+
+    Args:
+        cfg: the config.
+        validates: whether its recipe can validate.
 
     Raises:
         ConfigError: a file, a column or all rows are missing, or a dataset cannot say how many it has.
     """
     tokenizer = make(cfg.tokenizer, "tokenizer")
     training = _rows_at(cfg, "dataset", tokenizer)
-    if cfg.get("run_val_every_n_steps") is None:
+    if not validates or cfg.get("run_val_every_n_steps") is None:
         return LoadedRows(tokenizer, training)
     return LoadedRows(tokenizer, training, _rows_at(cfg, "dataset_val", tokenizer))
 

@@ -10,12 +10,35 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from omegaconf import DictConfig
 from torch.utils.data import Dataset
+
+from torchtune_adaptive.recipe.data.rows import Collate, Row, Rows
 
 GSM8K_PROMPT = (
     "The user asks a question. The assistant first thinks, inside of <think></think> tags, and then answers, "
     "inside of <answer></answer> tags. User: {question} Assistant: <think>"
 )
+
+
+class Prompts(Rows):
+    """Prompts, which rows are generated from; batches are made of those rows, so not here."""
+
+    sample = "prompt"
+    keys = ("tokens", "answer")
+
+    def length(self, row: Row) -> int:
+        return len(row["tokens"])
+
+    def stretched(self, row: Row, length: int) -> Row:
+        raise NotImplementedError
+
+    def collate(self, cfg: DictConfig, tokenizer: Any, objective: Any) -> Collate:
+        raise NotImplementedError
+
+    def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
 
 
 class PromptDataset(Dataset[dict[str, Any]]):

@@ -27,6 +27,7 @@ from torchtune_adaptive.recipe.settings.checks import missing_torchvision
 from torchtune_adaptive.recipe.settings.kind_table import Kind
 from torchtune_adaptive.recipe.settings.rules import Rule, rule_of_argument
 from torchtune_adaptive.recipe.settings.torchtune_keys import blocks
+from torchtune_adaptive.recipe.upstream import component_path
 
 _GIVEN: dict[str, tuple[int, tuple[str, ...]]] = {
     # What the recipe itself gives to a component: so many arguments by position, and these by name.
@@ -35,6 +36,8 @@ _GIVEN: dict[str, tuple[int, tuple[str, ...]]] = {
     "dataset_val": (1, ()),
     "lr_scheduler": (1, ("num_training_steps", "last_epoch")),
 }
+_OF_REWARD_FUNCTIONS = 3
+"""Arguments that the recipe gives to a reward function."""
 _OURS = ("batch_increase_function",)  # made elsewhere, as soon as the config is read
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _WITH_HONEST_TYPES = ("torch", "torchao", "torchtune")
@@ -55,6 +58,8 @@ def check_components(cfg: DictConfig, kind: Kind) -> None:
         for name, block in blocks(values, key) if key in kind.keys and key not in _OURS else ():
             if isinstance(block, Mapping) and "_component_" in block:
                 _check(key, name, block)
+            elif key == "reward_functions":
+                _find(name, block)
     if (collate := values.get("collate_fn")) is not None:
         _find("collate_fn", collate)
     for key in ("checkpointer", *(each.checkpointer for each in kind.frozen)):
@@ -74,6 +79,8 @@ def make(block: DictConfig, name: str, *given: Any, **more: Any) -> Any:
         ConfigError: the component refuses an argument. What goes wrong in a component of the user's own is
             left to its traceback, unless a file is missing.
     """
+    if (path := component_path(block._component_)) != block._component_:
+        more["_component_"] = path
     try:
         return config.instantiate(block, *given, **more)
     except (AdaptiveBatchingError, torch.OutOfMemoryError):
@@ -125,6 +132,8 @@ def _check(key: str, name: str, block: Mapping[str, Any]) -> None:
     path = block["_component_"]
     found = _find(f"{name}._component_", path)
     by_position, by_name = _GIVEN.get(key, (0, ()))
+    if key == "reward_functions" and not inspect.isclass(found):
+        by_position = _OF_REWARD_FUNCTIONS
     parameters = _parameters(found)[by_position:]
     given = {argument: value for argument, value in block.items() if argument != "_component_"}
     names = _names(parameters)
@@ -173,7 +182,7 @@ def _find(key: str, path: str) -> Callable[..., Any]:
         ConfigError: there is none.
     """
     try:
-        return component(path)
+        return component(component_path(path))
     except Exception as error:
         cause = error.__cause__ or error
         if isinstance(cause, SyntaxError):

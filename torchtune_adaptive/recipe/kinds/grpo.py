@@ -1,0 +1,76 @@
+"""Group relative policy optimization (GRPO) of all weights, with the reference as a second model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torchtune.training import disable_dropout
+
+from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.core import Objective
+from torchtune_adaptive.recipe.data.prompts import Prompts
+from torchtune_adaptive.recipe.data.rows import Rows
+from torchtune_adaptive.recipe.kinds.full import Full
+from torchtune_adaptive.recipe.rollout.losses import GRPO as Loss
+from torchtune_adaptive.recipe.rollout.projection import LogProbs
+from torchtune_adaptive.recipe.setup.components import make
+
+
+@dataclass(frozen=True)
+class GRPOLoss:
+    """Clipped ratios, a mean over the tokens of all responses."""
+
+    epsilon: float = 0.1
+    """The range in which ratios are not clipped."""
+    kl_coeff: float = 0.1
+    """The part of the divergence from the reference in the loss."""
+
+
+@dataclass(frozen=True)
+class GRPOSimpleLoss:
+    """A mean over responses, each of which counts the same; ratios are not clipped."""
+
+    epsilon: float = 0.1
+    """Not used, as in torchtune's."""
+    kl_coeff: float = 0.1
+
+
+@dataclass(frozen=True)
+class GRPOWithChunkedOutputLoss(GRPOSimpleLoss):
+    """The same: here logits are always in chunks."""
+
+    num_output_chunks: int = 8
+    """Not used."""
+
+
+_PER_ROW = {"GRPOLoss": False, "GRPOSimpleLoss": True, "GRPOWithChunkedOutputLoss": True}
+"""Losses of torchtune's main branch, and whether rows or tokens count the same."""
+
+
+class GRPO(Full):
+    """Trains every weight on responses that the model itself has given."""
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        disable_dropout(model)  # or log-probabilities would differ from the reference's by chance
+        return model
+
+    def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
+        loss = make(self.cfg.loss, "loss")
+        name = type(loss).__name__
+        if name not in _PER_ROW:
+            raise ConfigError(
+                "loss._component_",
+                self.cfg.loss._component_,
+                "is not a loss that this recipe knows",
+                f"Use one of {', '.join(_PER_ROW)} of torchtune.dev.grpo.loss",
+            )
+        log_probs = LogProbs(model, self.cfg.get("temperature") or 1.0)
+        return Loss(log_probs, loss.epsilon, loss.kl_coeff, _PER_ROW[name], frozen)
+
+    def rows(self) -> Rows:
+        return Prompts()
+
+
+TheKind = GRPO

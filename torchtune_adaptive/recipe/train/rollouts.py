@@ -1,0 +1,291 @@
+"""Rollouts: prompts become rows to train on, which the policy generates and models and functions score.
+
+For the training loop they are what a loader is for a dataset: the rows of an epoch, a step at a time. A rollout
+is made before its first step, in phases, each with micro-batches of its own size. A run stops, saves and
+resumes between two rollouts only. So rows are never saved: what they draw is a function of the seed, the rollout
+and the row.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.common import OutOfMemoryElsewhere
+from torchtune_adaptive.core import (
+    Batch,
+    ByRows,
+    DeviceMemory,
+    MicroBatch,
+    Phase,
+    Ranks,
+    SampleOrder,
+    Watchdog,
+)
+from torchtune_adaptive.core.sizes.micro_batches import Portion
+from torchtune_adaptive.recipe.rewards import Rewards
+from torchtune_adaptive.recipe.rollout.advantages import relative
+from torchtune_adaptive.recipe.rollout.draws import draws
+from torchtune_adaptive.recipe.rollout.generate import Generation, Response
+from torchtune_adaptive.recipe.rollout.rows import Row, collate
+from torchtune_adaptive.recipe.train.events import Events
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RolloutSizes:
+    """What a rollout is made of. It is part of the training, and nothing changes it."""
+
+    prompts: int
+    """Prompts on each rank."""
+    samples: int
+    """Responses to each prompt."""
+    epochs: int
+    """Times that its rows are trained on."""
+    max_new: int
+    """Tokens of the longest response."""
+
+    @property
+    def rows(self) -> int:
+        """Rows on each rank."""
+        return self.prompts * self.samples
+
+    @property
+    def trained_rows(self) -> int:
+        """Rows that each rank trains on, each as often as it does."""
+        return self.rows * self.epochs
+
+
+@dataclass
+class Rollouts:
+    """The rollouts of a run, on this rank.
+
+    Args:
+        dataset: prompts, with whatever reward functions want to know of them.
+        order: the order of prompts in each epoch.
+        rank: the rank whose prompts are used.
+        ranks: all ranks.
+        sizes: what a rollout is made of.
+        limit: the number of rollouts after which training ends; None for that of the epochs.
+        seed: that of the run.
+        padding_id: the token that rows are padded with.
+        generation: the phase that generates responses.
+        generator: what does so.
+        scoring: the phase that computes log-probabilities.
+        rewards: the reward functions.
+        micro_batches: how rows are divided for training.
+        watchdog: the watchdog, which is notified of what is being done.
+        step_timeout: seconds that scoring, or a reward function, may stand still.
+        stop_requested: whether this rank has been asked to stop.
+        events: the record of what changes.
+    """
+
+    dataset: Any
+    order: SampleOrder
+    ranks: Ranks
+    sizes: RolloutSizes
+    limit: int | None
+    seed: int
+    padding_id: int
+    generation: Phase[Sequence[Row], Sequence[Response]]
+    generator: Generation
+    scoring: Phase[Sequence[Row], Sequence[dict[str, torch.Tensor]]]
+    rewards: Rewards
+    micro_batches: ByRows
+    watchdog: Watchdog
+    step_timeout: float
+    stop_requested: Callable[[], bool]
+    events: Events
+
+    metrics: dict[str, float] = field(init=False, default_factory=dict)
+    """What is logged of the last rollout."""
+    _adjusted: list[tuple[str, str, int, int]] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        for phase in (self.generation, self.scoring):
+            phase.adjusted = partial(self._note, phase.name)
+
+    @property
+    def per_epoch(self) -> int:
+        """Rollouts in an epoch."""
+        return self.order.rows_per_rank // self.sizes.prompts
+
+    def epoch(self, epoch: int, used: int) -> RolloutRows:
+        """The rows of an epoch, of which each rank has trained on the first ``used``."""
+        return RolloutRows(self, epoch, used)
+
+    def number(self, epoch: int, used: int) -> int:
+        """The number of a rollout in the run, counted from 0."""
+        return epoch * self.per_epoch + used // self.sizes.trained_rows
+
+    def are_over(self, epoch: int, used: int) -> bool:
+        """Whether training ends here, whatever is left of the epochs."""
+        return self.limit is not None and self.number(epoch, used) >= self.limit
+
+    # --- one rollout ------------------------------------------------------------------------------
+
+    def make(self, epoch: int, number: int) -> list[Row] | None:
+        """The rows of a rollout on this rank; None if a rank has been asked to stop meanwhile."""
+        self._number, started = number + 1, time.perf_counter()
+        rows = self._prompts(epoch, number)
+        memory = self.generation.step.memory
+        try:
+            # Ranks generate on their own, some for longer than others.
+            self.watchdog.enter(f"rollout {number + 1}, generating", patience=None)
+            memory.release()
+            self._generate(rows)
+            generated = time.perf_counter()
+            self.watchdog.enter(f"rollout {number + 1}, scoring", self.step_timeout)
+            memory.release()
+            self._score(rows)
+            scored = time.perf_counter()
+            memory.release()
+        except Exception as error:
+            if not DeviceMemory.is_out_of_memory(error):
+                raise
+            raise self._out_of_memory(error) from error
+        rewarded = self._reward(rows)
+        stop = self._share(rows, rewarded)
+        self.metrics |= {
+            "generation_seconds": generated - started,
+            "scoring_seconds": scored - generated,
+            "reward_seconds": time.perf_counter() - scored,
+        }
+        return None if stop else rows
+
+    def _prompts(self, epoch: int, number: int) -> list[Row]:
+        """This rank's rows of a rollout, as far as they are known before it."""
+        sizes, ranks = self.sizes, self.ranks
+        first = (number - epoch * self.per_epoch) * sizes.prompts * ranks.size
+        mine = range(ranks.rank, sizes.prompts * ranks.size, ranks.size)
+        in_epoch = self.order.epoch(epoch)
+        rows = []
+        for place in mine:
+            sample = self.dataset[in_epoch[first + place]]
+            for index in range(place * sizes.samples, (place + 1) * sizes.samples):
+                numbers = draws(self.seed, number, index, sizes.max_new)
+                rows.append(Row(index, sample["tokens"], numbers, data=sample["answer"]))
+        return rows
+
+    def _generate(self, rows: list[Row]) -> None:
+        # The longest of all ranks, so that a row's numbers do not depend on the rank that it is on.
+        self.generator.width = max(self.ranks.gather(max(len(row.prompt) for row in rows)))
+        for row, response in zip(rows, self.generation.of_rows(rows), strict=True):
+            row.response, row.stopped = response.tokens, response.stopped
+
+    def _score(self, rows: list[Row]) -> None:
+        for row, found in zip(rows, self.scoring.of_rows(rows), strict=True):
+            for name, numbers in found.items():
+                setattr(row, name, numbers)
+
+    def _reward(self, rows: list[Row]) -> dict[str, torch.Tensor]:
+        """Set rewards and advantages; gives what is logged of each row."""
+        responses = [row.response for row in rows if row.response is not None]
+        found = self.rewards.of(responses, [row.data for row in rows])
+        advantages = relative(found.rewards.view(-1, self.sizes.samples)).flatten()
+        for row, reward, advantage in zip(rows, found.rewards, advantages, strict=True):
+            row.reward, row.advantages = float(reward), float(advantage)
+        each = found.each if len(found.each) > 1 else {}
+        return {
+            "rewards": found.rewards,
+            "successes": found.successes,
+            "response_lengths": torch.tensor([float(len(response)) for response in responses]),
+            "num_stop_tokens": torch.tensor([float(row.stopped) for row in rows]),
+            **{f"rewards/{name}": rewards for name, rewards in each.items()},
+        }
+
+    def _share(self, rows: list[Row], found: dict[str, torch.Tensor]) -> bool:
+        """Tell the other ranks what this rollout came to; whether a rank has been asked to stop."""
+        self.watchdog.enter(f"rollout {self._number}, after the rewards", self.step_timeout)
+        sums = {name: float(values.double().sum()) for name, values in found.items()}
+        seen = self.ranks.gather((sums, self._adjusted, self.stop_requested()))
+        total = {name: sum(each[0][name] for each in seen) for name in sums}
+        in_all = len(rows) * self.ranks.size
+        self.metrics = {
+            name: value if name == "num_stop_tokens" else value / in_all
+            for name, value in total.items()
+        }
+        for rank, (_, adjusted, _) in enumerate(seen):
+            for phase, reason, before, after in adjusted:
+                self._record(rank, phase, reason, before, after)
+        self._adjusted = []
+        return any(stop for *_, stop in seen)
+
+    def _note(self, phase: str, reason: str, before: int, after: int) -> None:
+        self._adjusted.append((phase, reason, before, after))
+
+    def _record(self, rank: int, phase: str, reason: str, before: int, after: int) -> None:
+        if rank > 0 and phase == self.scoring.name:
+            return  # all ranks do the same
+        if before == after:
+            self.events.noticed(self._number, f"{phase}: {reason}")
+        else:
+            changed = {f"{phase}_batch": (before, after)}
+            self.events.changed(self._number, f"rank {rank}: {reason}", **changed)
+
+    def _out_of_memory(self, error: Exception) -> OutOfMemoryElsewhere:
+        return OutOfMemoryElsewhere(
+            f"Out of memory on rank {self.ranks.rank} in rollout {self._number}, in micro-batches of "
+            f"{self.generation.size} (generation) and {self.scoring.size} (scoring). Set a smaller "
+            f"adaptive_batching.generation_batch_size or .scoring_batch_size. ({' '.join(str(error).split())})"
+        )
+
+    # --- checkpoints --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes of phases, on each rank."""
+        phases = {phase.name: phase.state_dict() for phase in (self.generation, self.scoring)}
+        return {"phases": self.ranks.gather(phases)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state_dict`` was called."""
+        of_ranks = state["phases"]
+        if len(of_ranks) != self.ranks.size:
+            return
+        for phase in (self.generation, self.scoring):
+            phase.load_state_dict(of_ranks[self.ranks.rank][phase.name])
+
+
+class RolloutRows:
+    """One rank's rows of an epoch, a step at a time; a step is all rows of a rollout, in micro-batches."""
+
+    def __init__(self, rollouts: Rollouts, epoch: int, used: int) -> None:
+        self._rollouts = rollouts
+        self._epoch = epoch
+        self._rows: list[Row] = []
+        self.used = used
+        self.loaded: list[MicroBatch] = []
+        """The micro-batches of the last step that have been made so far."""
+
+    @property
+    def are_between_rollouts(self) -> bool:
+        return self.used % self._rollouts.sizes.trained_rows == 0
+
+    def begin_step(self) -> bool:
+        """Make the next rollout, if it is time for it; False if a rank has been asked to stop meanwhile."""
+        if not self.are_between_rollouts:
+            return True
+        number = self._rollouts.number(self._epoch, self.used)
+        rows = self._rollouts.make(self._epoch, number)
+        self._rows = rows or []
+        return rows is not None
+
+    def step(self, rows: int, size: int) -> Iterator[Batch]:
+        """The rows of the next step, in portions of ``size``; the last may be smaller."""
+        self.loaded = []
+        for at in range(0, rows, size):
+            some = self._rows[at : at + size]
+            batch = collate(some, self._rollouts.padding_id)
+            self.loaded.append(MicroBatch.of(Portion([row.index for row in some]), batch))
+            yield batch
+
+    def advance(self, rows: int) -> None:
+        """Go on to the next step."""
+        self.used += rows
