@@ -1,23 +1,39 @@
-"""Advantages: how much better a response, or one of its tokens, was than expected. On the host."""
+"""Advantages: how much better a response, or one of its tokens, is than was expected. On the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from torchtune_adaptive.recipe.rollout.rows import Row
+
+Total = Callable[[torch.Tensor], torch.Tensor]
+"""The function that sums a tensor over all ranks."""
+
+
+def of_this_rank(sums: torch.Tensor) -> torch.Tensor:
+    """The total where there is one rank."""
+    return sums
 
 
 def relative(rewards: torch.Tensor) -> torch.Tensor:
     """How much better each reward is than the others of its group, in standard deviations.
 
-    A reward that is alone in its group, or like all others in it, is as expected: 0.
+    Where a group is one reward, or has equal ones, each is as was expected: its advantage is 0.
 
     Args:
         rewards: a row for each group.
     """
-    raise NotImplementedError
+    rewards = rewards.double()
+    away = rewards - rewards.mean(1, keepdim=True)
+    if rewards.shape[1] > 1:
+        away = away / (rewards.std(1, keepdim=True) + 1e-4)
+    # A mean is rounded, so that equal rewards need not be equal to it.
+    alike = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
+    return away.masked_fill(alike, 0.0).float()
 
 
 def estimate(
@@ -26,16 +42,60 @@ def estimate(
     kl_coeff: float,
     gamma: float,
     lmbda: float,
-    total: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums,
+    total: Total = of_this_rank,
 ) -> None:
     """Set the advantages and returns of rows by generalized advantage estimation.
 
+    The reward comes after the last token, if there is room for one more, and with the last token otherwise.
+    Values that count are those up to the reward. As in torchtune, advantages are whitened over all rows and
+    keep their mean.
+
     Args:
-        rows: with ``old``, ``reference``, ``reward``, and ``values`` before each token and after the last.
-        max_new: tokens of the longest response.
-        kl_coeff: what the divergence from the reference costs.
-        gamma: the discount of rewards.
-        lmbda: that of advantages.
-        total: the function that sums a tensor over all ranks: advantages are whitened over the whole rollout.
+        rows: with ``old``, ``reference``, ``reward``, and the values before each token and after the last.
+        max_new: the tokens of the longest response.
+        kl_coeff: the price of the divergence from the reference.
+        gamma: the discount of what comes a token later.
+        lmbda: the discount of what is estimated a token later.
+        total: the function that sums a tensor over all ranks, whose rows are whitened together.
     """
-    raise NotImplementedError
+    for row in rows:
+        assert row.old is not None and row.values is not None
+        # Not after a response of one token: so it is in torchtune.
+        row.values = row.values[: len(row.old) + (1 < len(row.old) < max_new)]
+    values = _padded([row.values for row in rows])
+    deltas = _padded([_rewards(row, kl_coeff) for row in rows])
+    deltas += gamma * F.pad(values[:, 1:], (0, 1)) - values
+    for at in reversed(range(deltas.shape[1] - 1)):
+        deltas[:, at] += gamma * lmbda * deltas[:, at + 1]
+    advantages, returns = deltas, deltas + values
+    lengths = torch.tensor([len(_of(row.old)) for row in rows])
+    advantages = _whitened(advantages, torch.arange(values.shape[1]) < lengths[:, None], total)
+    for row, advantage, expected in zip(rows, advantages, returns, strict=True):
+        row.advantages = advantage[: len(_of(row.old))].float()
+        row.returns = expected[: len(_of(row.values))].float()
+
+
+def _rewards(row: Row, kl_coeff: float) -> torch.Tensor:
+    """Of each value that counts."""
+    divergence = _of(row.old) - _of(row.reference)
+    rewards = F.pad(-kl_coeff * divergence, (0, len(_of(row.values)) - len(divergence)))
+    rewards[-1] += row.reward
+    return rewards
+
+
+def _whitened(numbers: torch.Tensor, counted: torch.Tensor, total: Total) -> torch.Tensor:
+    """Numbers of variance 1 and the mean that they had, among those that count on all ranks."""
+    kept = numbers[counted]
+    count, summed, squares = total(torch.stack([counted.sum(), kept.sum(), kept.square().sum()]))
+    mean = summed / count
+    variance = ((squares - summed * mean) / (count - 1).clamp_min(1)).clamp_min(0)
+    return (numbers - mean) * torch.rsqrt(variance + 1e-8) + mean
+
+
+def _padded(numbers: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    return pad_sequence([_of(each).double() for each in numbers], batch_first=True)
+
+
+def _of(numbers: torch.Tensor | None) -> torch.Tensor:
+    assert numbers is not None
+    return numbers

@@ -18,6 +18,6 @@ def draws(seed: int, rollout: int, row: int, tokens: int) -> torch.Tensor:
         row: the index of the row among those of all ranks.
         tokens: how many numbers; of more numbers, the first are the same.
     """
-    # Not torch's generator: on a CPU it uses 32 bits of its seed, so among a million rows some would be twins.
+    # Not torch's generator: on a CPU it takes 32 bits of its seed, and among a million rows some were twins.
     bits = np.random.Philox(np.random.SeedSequence((seed, rollout, row)))
     return torch.from_numpy(np.random.Generator(bits).random(tokens))

@@ -1,15 +1,14 @@
 """The last projection of a model, which makes logits: by far the largest tensors of a rollout.
 
-What is wanted of them is small: those of the last token, or one number of each position. So the projection is
-replaced by one that gives just this, and whole logits never exist.
+Little is wanted of them: those of the last token, or one number for each position. So the projection is
+replaced by one that gives just that, and whole logits never exist.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,21 +18,22 @@ from torch.utils.checkpoint import checkpoint
 from torchtune_adaptive.recipe.setup.model_switches import head_of
 
 _CHUNKS = 8
-"""As many as torchtune's losses take a model's output in."""
+"""The parts in which positions are projected: as many as in torchtune's losses."""
 
 Project = Callable[..., torch.Tensor]
-"""From hidden states, and the weight where it is another layer's, to logits."""
+"""A projection: from hidden states, and the weight where it is another layer's, to logits."""
 
 
 @contextmanager
 def _replaced(model: nn.Module, projection: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """A context in which a model ends with ``projection``, which gets the usual one as first argument.
+    """A context in which a model ends with ``projection``, whose first argument is the usual one.
 
-    It takes the place of ``forward`` alone, so the hooks stay: FSDP gathers weights once, as always.
+    It takes the place of the module's ``forward`` only. So hooks stay, and FSDP gathers what it always does.
     """
     head = head_of(model)
+    assert head is not None, f"{type(model).__name__} has no last projection"
     usual: Project = head.forward
-    own = vars(head).get("forward")
+    own = vars(head).get("forward")  # where something else has replaced it already
     head.forward = partial(projection, usual)
     try:
         yield
@@ -44,19 +44,23 @@ def _replaced(model: nn.Module, projection: Callable[..., torch.Tensor]) -> Iter
             head.forward = own
 
 
-def only_last(model: nn.Module) -> Any:
-    """A context in which a model gives the logits of the last position only."""
-    return _replaced(model, lambda project, hidden, *weight: project(hidden[:, -1:], *weight))
+def last_logits_only(model: nn.Module) -> AbstractContextManager[None]:
+    """A context in which a model gives logits of the last position only."""
+
+    def of_last(project: Project, hidden: torch.Tensor, *weight: torch.Tensor) -> torch.Tensor:
+        return project(hidden[:, -1:], *weight)
+
+    return _replaced(model, of_last)
 
 
 class LogProbs:
-    """The log-probability that a model gives to the token that comes next, at each position.
+    """The log-probabilities that a model gives to the tokens that come next.
 
-    Logits are computed in chunks of positions, and again in backward.
+    Logits are computed in chunks, and in backward again, so those of one chunk exist at a time.
 
     Args:
         model: the model.
-        temperature: what logits are divided by.
+        temperature: the number that logits are divided by.
     """
 
     def __init__(self, model: nn.Module, temperature: float = 1.0) -> None:
@@ -64,18 +68,26 @@ class LogProbs:
         self._temperature = temperature
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Those of padded rows, in float32; at the last position there is nothing to predict, so 0... """
+        """A number for each position, in float32. The last has no next token, and its number no meaning."""
         with self.replacing_logits(tokens):
-            return self._model(tokens)
+            log_probs: torch.Tensor = self._model(tokens)
+        return log_probs
 
-    @contextmanager
-    def replacing_logits(self, tokens: torch.Tensor) -> Iterator[None]:
-        """A context in which the model gives log-probabilities of its input ``tokens``, in place of logits."""
+    def replacing_logits(self, tokens: torch.Tensor) -> AbstractContextManager[None]:
+        """A context in which the model gives the log-probabilities of its input in the place of logits."""
         following = F.pad(tokens[:, 1:], (0, 1))
-        with _replaced(self._model, partial(self._in_chunks, following)):
-            yield
+        return _replaced(self._model, partial(self._in_chunks, following))
 
     def _in_chunks(
         self, following: torch.Tensor, project: Project, hidden: torch.Tensor, *weight: torch.Tensor
     ) -> torch.Tensor:
-        raise NotImplementedError
+        def of_chunk(hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+            logits = project(hidden, *weight).float()
+            if self._temperature != 1.0:
+                logits = logits / self._temperature
+            return logits.gather(-1, following[..., None])[..., 0] - logits.logsumexp(-1)
+
+        run = partial(checkpoint, of_chunk, use_reentrant=False)
+        chunks = zip(hidden.chunk(_CHUNKS, 1), following.chunk(_CHUNKS, 1), strict=True)
+        again = torch.is_grad_enabled()
+        return torch.cat([run(*chunk) if again else of_chunk(*chunk) for chunk in chunks], 1)

@@ -52,12 +52,11 @@ _NUMBERS = {
 
 
 def collate(rows: Sequence[Row], padding_id: int) -> dict[str, torch.Tensor]:
-    """A batch of rows, padded on the right: so it needs no mask of attention, and no positions.
+    """A batch of rows, padded on the right: it needs no mask of attention, and no positions.
 
-    Everything has a place for each token; what tells of a prediction stands where it is made, one place before
-    the token that is predicted. ``tokens`` are the rows, and ``response`` is true where a token of a response is
-    predicted. ``valued`` is true where values count, if the rows have values. The rest is as in ``Row``, as far
-    as the rows have it.
+    Every tensor has a place for each token. What belongs to a prediction stands where it is made, one place
+    before the token that is predicted. So ``response`` is true where a token of the response is predicted,
+    and ``valued``, if rows have values, where these count. The rest is as in ``Row``, as far as rows have it.
     """
     whole = [torch.cat([torch.as_tensor(row.prompt), _response(row)]) for row in rows]
     tokens = pad_sequence(whole, batch_first=True, padding_value=padding_id)

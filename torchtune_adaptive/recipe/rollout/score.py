@@ -1,4 +1,4 @@
-"""Scoring: what models say about whole rows, one number for each position."""
+"""Scoring: what models say about whole rows, in one number for each position."""
 
 from __future__ import annotations
 
@@ -6,24 +6,50 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
-from torchtune_adaptive.recipe.rollout.rows import Row
+from torchtune_adaptive.recipe.rollout.rows import Row, collate, on_host
 
 OfTokens = Callable[[torch.Tensor], torch.Tensor]
-"""From the tokens of padded rows to a number for each position."""
+"""A function of the tokens of padded rows, which gives a number for each position."""
+
+
+def values_of(model: nn.Module) -> OfTokens:
+    """The values of all positions, by a model with one output."""
+    return lambda tokens: model(tokens)[..., 0]
 
 
 @dataclass
 class Scoring:
-    """Gives numbers for the responses of rows; of a micro-batch, nothing stays on the device."""
+    """Scores the responses of rows. Of a micro-batch, nothing stays on the device.
+
+    Evaluation mode, and no gradients, are the caller's part.
+    """
 
     padding_id: int
     device: torch.device
     log_probs: Mapping[str, OfTokens]
-    """By name, what gives a number for each token of the response, such as ``LogProbs`` of a model."""
+    """By name, what gives a number for each token of a response: ``LogProbs`` of models."""
     values: Mapping[str, OfTokens] = field(default_factory=dict)
-    """By name, what gives a number before each token of the response, and one after the last."""
+    """By name, what gives a number before each token of a response, and after the last: ``values_of`` models.
+    The last of a reward model's is the reward."""
 
     def __call__(self, rows: Sequence[Row]) -> list[dict[str, torch.Tensor]]:
-        """The numbers of each row by name, on the host."""
-        raise NotImplementedError
+        """The numbers of each row by name, on the host, in float32."""
+        batch = collate(rows, self.padding_id)
+        scores = self.of_tokens(batch["tokens"].to(self.device))
+        first = [len(row.prompt) - 1 for row in rows]
+        end = (batch["response"].sum(1) + torch.tensor(first)).tolist()
+        return [
+            {
+                name: each[at, first[at] : end[at] + (name in self.values)]
+                for name, each in scores.items()
+            }
+            for at in range(len(rows))
+        ]
+
+    def of_tokens(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The numbers of all positions by name, on the host: one model after the other, copied at once."""
+        models = {**self.log_probs, **self.values}
+        made = torch.stack([model(tokens).float() for model in models.values()])
+        return dict(zip(models, on_host(made), strict=True))
