@@ -15,9 +15,9 @@ from torchtune_adaptive.recipe import AdaptiveRecipe, launch
 class AdaptiveGRPOFullFinetuneRecipeDistributed(AdaptiveRecipe):
     """GRPO of all weights with FSDP2, on one rank or many; the reference is a second model.
 
-    It accepts the keys of ``dev/grpo_full_finetune_distributed`` of torchtune's main branch. A rollout has three
-    phases: rows are generated, scored and trained on. ``use_maximum_batch_size: True`` finds the most rows that
-    fit in each; prompts, samples, and steps stay as configured.
+    It accepts the keys of ``dev/grpo_full_finetune_distributed`` of torchtune's main branch. In a rollout,
+    rows are generated, scored and trained on. ``use_maximum_batch_size: True`` finds the most rows that fit
+    in each of these phases; prompts, samples and steps stay as configured.
     """
 
     kind = "grpo"

@@ -10,7 +10,9 @@ from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
 from torchtune_adaptive.recipe.checkpoints.resume_from import Finished
+from torchtune_adaptive.recipe.rollout_run import RolloutRun
 from torchtune_adaptive.recipe.run import Run
+from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
 from torchtune_adaptive.recipe.train.loop import TrainingLoop
 
@@ -31,7 +33,8 @@ class AdaptiveRecipe(FTRecipeInterface):
     """One of ``recipe.settings.kind_table.KINDS``."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self.run = Run(cfg, self.kind)
+        run = RolloutRun if KINDS[self.kind].generates else Run
+        self.run = run(cfg, self.kind)
         self._loop: TrainingLoop | None = None
 
     def setup(self, cfg: DictConfig) -> None:

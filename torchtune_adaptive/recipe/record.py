@@ -30,7 +30,7 @@ from torchtune_adaptive.common import (
 )
 from torchtune_adaptive.core import Split
 from torchtune_adaptive.recipe.search.report import Report
-from torchtune_adaptive.recipe.settings.kind_table import FOUND
+from torchtune_adaptive.recipe.settings.kind_table import FOUND, KINDS
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME
 from torchtune_adaptive.recipe.train.instruments import PLOT_NAME
 from torchtune_adaptive.recipe.train.metrics import Trained
@@ -89,7 +89,8 @@ class Record:
             self.logger.log_dict(
                 {f"search/{key}": value for key, value in found.items()}, step=step
             )
-        self.cfg.batch_size = batch.micro_batch
+        if not KINDS[self.kind].generates:  # there it is prompts
+            self.cfg.batch_size = batch.micro_batch
         self.cfg.gradient_accumulation_steps = batch.accumulation
         self._log_config()
         if report is not None:

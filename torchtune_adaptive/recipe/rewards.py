@@ -1,8 +1,8 @@
 """Rewards of responses: the user's functions, called and checked, and a few of our own.
 
 A reward function takes ``(completion_ids, completions, answers)``: the tokens of responses, padded on the
-right, their texts, and the answers of their prompts. It gives a number for each response or, as in torchtune's
-main branch, an object with ``total_reward`` and ``successes``.
+right, their texts, and the answers of their prompts. It gives a number for each response or, as in
+torchtune's main branch, an object with ``total_reward`` and ``successes``.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def _numbers(name: str, given: Any, rows: int) -> torch.Tensor:
         numbers = torch.as_tensor(given, dtype=torch.float32, device="cpu").flatten()
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadReward(
-            f"reward_functions: {name} gave {type(given).__name__}, not numbers. Return one for each response."
+            f"reward_functions: {name} gave {type(given).__name__}, not numbers. Return one for each "
+            "response."
         ) from error
     if len(numbers) != rows:
         raise BadReward(
@@ -169,9 +170,7 @@ class FormattedMathCorrectnessReward:
     positive_reward: float
     negative_reward: float = 0.0
 
-    def __call__(
-        self, _: torch.Tensor, completions: list[str], answers: list[str]
-    ) -> RewardOutput:
+    def __call__(self, _: torch.Tensor, completions: list[str], answers: list[str]) -> RewardOutput:
         def reward(completion: str, answer: str) -> float:
             if is_same(answer, inside_of(self.answer_tag, completion) or ""):
                 return self.positive_reward
@@ -190,10 +189,10 @@ class ThinkingAnswerFormattingReward:
     positive_reward: float
     negative_reward: float = 0.0
 
-    def __call__(
-        self, _: torch.Tensor, completions: list[str], answers: list[str]
-    ) -> RewardOutput:
-        tags = [f"<{slash}{tag}>" for tag in (self.think_tag, self.answer_tag) for slash in ("", "/")]
+    def __call__(self, _: torch.Tensor, completions: list[str], answers: list[str]) -> RewardOutput:
+        tags = [
+            f"<{slash}{tag}>" for tag in (self.think_tag, self.answer_tag) for slash in ("", "/")
+        ]
         on_lines = "\n.*?\n".join(tags[:2]) + "\n" + "\n.*?\n".join(tags[2:]) + "\n"
 
         def reward(completion: str) -> float:

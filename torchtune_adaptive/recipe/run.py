@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -73,6 +74,7 @@ from torchtune_adaptive.recipe.train.learning_rate import LearningRate
 from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_go_on, how_to_resume
 from torchtune_adaptive.recipe.train.metric_logger import start_metric_logger
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
+from torchtune_adaptive.recipe.train.rollouts import Rollouts
 from torchtune_adaptive.recipe.train.stop import StopSignals
 from torchtune_adaptive.recipe.train.validation import Validation
 
@@ -93,6 +95,8 @@ class Run:
     Raises:
         ConfigError: a setting cannot work; nothing has been built yet.
     """
+
+    _save_every_n_epochs = 1
 
     def __init__(self, cfg: DictConfig, kind: str) -> None:
         install()
@@ -121,7 +125,7 @@ class Run:
         self.progress = Progress(
             seed,
             cfg.epochs,
-            cfg.max_steps_per_epoch,
+            cfg.max_steps_per_epoch if "max_steps_per_epoch" in self.kind.about.keys else None,
             config=training_config(cfg, KINDS[kind]),
             adapts=self.settings.adapts,
             takes_rate=self._takes_rate,
@@ -184,9 +188,18 @@ class Run:
         """
         self.watchdog.enter("loading the data", patience=None)
         generators = Generators(self.environment.device)
-        rows = load_rows(self._cfg)
+        rows = self._load_rows()
         self._rows = None if generators.have_moved() else rows
         generators.restore()
+
+    def _load_rows(self) -> LoadedRows:
+        return load_rows(self._cfg, validates="dataset_val" in self.kind.about.keys)
+
+    def _loaded(self) -> LoadedRows:
+        """The rows, which are loaded now if ``load_rows`` could not keep them."""
+        self.watchdog.enter("loading the data", patience=None)
+        loaded, self._rows = self._rows or self._load_rows(), None
+        return loaded
 
     def prepare(
         self, model: Model, optimizers: Optimizers, objective: Objective, save: Save
@@ -200,13 +213,9 @@ class Run:
             The loop, or None where only the search was asked for.
         """
         cfg, settings = self._cfg, self.settings
-        self.watchdog.enter("loading the data", patience=None)
-        loaded, self._rows = self._rows or load_rows(cfg), None
+        loaded = self._loaded()
         data = data_of(cfg, loaded.tokenizer, loaded.training, self.kind.rows(), objective)
-        changed = self.progress.require_data(len(data.dataset))
-        if changed is not None and self.ranks.is_zero:
-            log.warning(changed)
-        order = SampleOrder(len(data.dataset), model.data_ranks, self.progress.shuffle)
+        order = self._order(data.dataset, model)
         measures_noise = settings.gradient_noise != "off" or getattr(
             self._grow, "needs_noise", False
         )
@@ -221,21 +230,41 @@ class Run:
         if settings.search_only:
             self._note(batch, batch.start)
             return None
-        return self._training_loop(model, optimizers, step, rows, batch, save)
+        loader = Loader(
+            data.dataset,
+            data.collate,
+            order,
+            model.data_rank,
+            model.data_ranks,
+            batch.micro_batches,
+            settings.workers,
+        )
+        epochs = Epochs.of(order.rows_per_rank, batch.start, self.progress.max_steps_per_epoch)
+        sample = data.rows.sample
+        loop = self._training_loop(model, optimizers, step, batch, loader, epochs, sample, save)
+        loop.validation = self._validation(step, validation, batch, model, loop)
+        return loop
+
+    def _order(self, dataset: Any, model: Model) -> SampleOrder:
+        """The order of samples; a resumed run must have the same ones."""
+        changed = self.progress.require_data(len(dataset))
+        if changed is not None and self.ranks.is_zero:
+            log.warning(changed)
+        return SampleOrder(len(dataset), model.data_ranks, self.progress.shuffle)
 
     def _training_loop(
         self,
         model: Model,
         optimizers: Optimizers,
         step: TrainStep,
-        rows: RowsToTry,
         batch: DecidedBatch,
+        loader: Loader | Rollouts,
+        epochs: Epochs,
+        sample: str,
         save: Save,
     ) -> TrainingLoop:
         """The loop that trains with the batch that was decided on."""
         cfg, settings = self._cfg, self.settings
-        epochs = Epochs.of(rows.order.rows_per_rank, batch.start, self.progress.max_steps_per_epoch)
-        events = Events(Path(cfg.output_dir) if self.ranks.is_zero else None)
         noise = NoiseScale() if step.options.measure_noise else None
         metrics = Metrics(
             Logging.from_config(cfg, self.metrics, self.environment),
@@ -243,12 +272,12 @@ class Run:
             self.memory,
             watch_memory=settings.shrinks,
             counts_tokens=step.objective.unit == "tokens",
-            sample=rows.data.rows.sample,
+            sample=sample,
         )
         runner = StepRunner(
             step,
             advice=self._advice,
-            unit=batch.micro_batches.unit or rows.data.rows.sample,
+            unit=batch.micro_batches.unit or sample,
             wait_for_memory=settings.wait_for_memory,
         )
         loop = TrainingLoop(
@@ -256,31 +285,26 @@ class Run:
             recovery=partial(self._recovery, batch.micro_batches, len(runner.reliefs) - 1),
             watchdog=self.watchdog,
             step_timeout=settings.step_timeout,
-            adaptation=self._adaptation(batch, optimizers, epochs, noise, events),
-            loader=Loader(
-                rows.data.dataset,
-                rows.data.collate,
-                rows.order,
-                model.data_rank,
-                model.data_ranks,
-                batch.micro_batches,
-                settings.workers,
-            ),
+            adaptation=self._adaptation(batch, optimizers, epochs, noise),
+            loader=loader,
             progress=self.progress,
             metrics=metrics,
             profiling=Profiling(*build_profiler(cfg), self.environment, self.memory),
             save=lambda name: save(model, optimizers, self.progress, name),
             last_checkpoint=self._last_checkpoint,
             save_every_n_steps=cfg.get("save_every_n_steps"),
+            save_every_n_epochs=self._save_every_n_epochs,
             stop=self.stop,
             before_step=partial(self.kind.before_step, model.module),
-            validation=self._validation(step, rows.validation, batch, model, events, metrics),
-            sample=rows.data.rows.sample,
+            sample=sample,
         )
         self._note(batch, loop.adaptation.split)
         self._compare_batch(loop.adaptation.split)
         self._loop = loop
         return loop
+
+    def _events(self) -> Events:
+        return Events(Path(self._cfg.output_dir) if self.ranks.is_zero else None)
 
     def _lengths(self, data: Data, cfg: DictConfig) -> RowLengths:
         return RowLengths(data.dataset, cfg, self.ranks, self.settings.cache, data.rows.length)
@@ -301,8 +325,7 @@ class Run:
         rows: ValidationRows | None,
         batch: DecidedBatch,
         model: Model,
-        events: Events,
-        metrics: Metrics,
+        loop: TrainingLoop,
     ) -> Validation | None:
         cfg, settings = self._cfg, self.settings
         if rows is None:
@@ -318,8 +341,8 @@ class Run:
             workers=settings.workers,
             watchdog=self.watchdog,
             step_timeout=settings.step_timeout,
-            events=events,
-            record=metrics.record_validation,
+            events=loop.adaptation.events,
+            record=loop.metrics.record_validation,
         )
 
     def _note(self, batch: DecidedBatch, split: Split) -> None:
@@ -359,7 +382,6 @@ class Run:
         optimizers: Optimizers,
         epochs: Epochs,
         noise: NoiseScale | None,
-        events: Events,
     ) -> Adaptation:
         """How the batch and the learning rate change from here on; restored if the run is resumed."""
         settings, progress, saved = self.settings, self.progress, self.progress.training
@@ -387,7 +409,7 @@ class Run:
             total=total,
             anew=self._takes_rate,
         )
-        adaptation = Adaptation(growth, learning_rate, noise, epochs, events)
+        adaptation = Adaptation(growth, learning_rate, noise, epochs, self._events())
         if self._grow is not None and not saved:
             adaptation.announce(progress.total_epochs)
         return adaptation

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, tee
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -68,6 +68,12 @@ class Loader:
         """This rank's samples of an epoch, of which the first ``used`` rows have been used."""
         return EpochRows(self, self.order.epoch(epoch), used)
 
+    def state_dict(self) -> None:
+        """Nothing: the order of samples is a function of the epoch."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to restore."""
+
     def bring(self, steps: Iterable[list[Portion]]) -> Iterator[tuple[MicroBatch, dict[str, Any]]]:
         """Load the samples of each portion as one micro-batch."""
         # Twice: once to fetch, ahead if there are workers, and once to say what has come.
@@ -99,6 +105,11 @@ class EpochRows:
     smaller ones loses and repeats nothing.
     """
 
+    can_be_left: ClassVar = True
+    """Whether a resumed run could continue from here."""
+    are_over: ClassVar = False
+    """Whether training ends here, although there may be more rows."""
+
     def __init__(self, loader: Loader, sample_ids: list[int], used: int = 0) -> None:
         self._loader = loader
         self._sample_ids = sample_ids  # of all ranks
@@ -121,9 +132,17 @@ class EpochRows:
             self.loaded.append(micro_batch)
             yield batch
 
+    def begin_step(self) -> bool:
+        """Get ready for the next step; False if there was a request to stop meanwhile."""
+        return True
+
     def advance(self, rows: int) -> None:
         """Go on to the next step."""
         self.used += rows
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged of the last step's rows."""
+        return self._loader.micro_batches.metrics(self.loaded)
 
     def _steps(self, used: int, rows: int, size: int) -> Iterator[list[Portion]]:
         """The portions of each full step; rows that do not fill one are left out."""

@@ -69,6 +69,13 @@ class Phase(Generic[P, R]):
         """The rows in a micro-batch right now."""
         return self._recovery.size
 
+    def state_dict(self) -> dict[str, Any]:
+        return self._recovery.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state_dict`` was called, if that was after the same ``begin``."""
+        self._recovery.load_state_dict(state)
+
     def of_rows(self: Phase[Sequence[Any], Sequence[R]], rows: Sequence[Any]) -> list[R]:
         """The result of each row; every rank has equally many rows."""
 

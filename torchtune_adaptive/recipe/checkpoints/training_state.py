@@ -58,13 +58,18 @@ class TrainingState:
     recovery: dict[str, Any] | None
     retried_steps: int
     allocation_retries: int
+    rollouts: dict[str, Any] | None = None
+    """The sizes of the phases of rollouts, where rows are generated."""
 
     def write(self) -> dict[str, Any]:
         """The state in types that a checkpoint may hold."""
         growth = dict(vars(self.growth))
         if self.growth.start_rows is None:
             del growth["start_rows"]  # older versions do not know it
-        return {"version": VERSION, **vars(self), "growth": growth}
+        written = {"version": VERSION, **vars(self), "growth": growth}
+        if self.rollouts is None:
+            del written["rollouts"]  # older versions do not know it
+        return written
 
     @classmethod
     def read(cls, saved: Any) -> TrainingState:

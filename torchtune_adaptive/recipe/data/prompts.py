@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
 from torchtune_adaptive.recipe.data.rows import Collate, Row, Rows
+from torchtune_adaptive.recipe.rollout.rows import collate
 
 GSM8K_PROMPT = (
     "The user asks a question. The assistant first thinks, inside of <think></think> tags, and then answers, "
@@ -23,7 +25,7 @@ GSM8K_PROMPT = (
 
 
 class Prompts(Rows):
-    """Prompts, which rows are generated from; batches are made of those rows, so not here."""
+    """Prompts. Batches are not made of them, but of the rows that are generated from them."""
 
     sample = "prompt"
     keys = ("tokens", "answer")
@@ -32,13 +34,13 @@ class Prompts(Rows):
         return len(row["tokens"])
 
     def stretched(self, row: Row, length: int) -> Row:
-        raise NotImplementedError
+        return {**row, "tokens": (list(row["tokens"]) * length)[:length]}
 
     def collate(self, cfg: DictConfig, tokenizer: Any, objective: Any) -> Collate:
-        raise NotImplementedError
+        return partial(collate, padding_id=tokenizer.pad_id)
 
     def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
+        raise NotImplementedError("rows that are generated cannot be planned yet")
 
 
 class PromptDataset(Dataset[dict[str, Any]]):

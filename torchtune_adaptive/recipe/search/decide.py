@@ -88,7 +88,7 @@ def _searched(
     if not settings.searches:
         return DecidedBatch(configured, None, by_rows)
     report = find_micro_batch(prober, rows, known, planner)
-    _announce(prober.cfg, prober.ranks, report)
+    announce(prober.cfg, prober.ranks, report)
     if not settings.use_maximum_batch_size and configured.micro_batch > report.largest:
         raise ConfigError(
             "batch_size",
@@ -111,7 +111,7 @@ def _fastest(
     compared = [each for each in report.timed if each.predicted and each.measured]
     if planner is not None and compared and not prober.compiled:
         planner.learn_seconds(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
-    _announce(prober.cfg, prober.ranks, report)
+    announce(prober.cfg, prober.ranks, report)
     return DecidedBatch(report.split, None, ByRows("divisor"), report=report)
 
 
@@ -127,11 +127,11 @@ def _by_tokens(prober: Prober, rows: RowsToTry, saved: TrainingState | None) -> 
     lengths = rows.lengths.all(say_progress=prober.ranks.is_zero)
     budget = Budget(tuple((length, size) for length, size in known)) if known else None
     report = find_token_budget(prober, rows, lengths, budget)
-    _announce(prober.cfg, prober.ranks, report)
+    announce(prober.cfg, prober.ranks, report)
     return report
 
 
-def _announce(cfg: DictConfig, ranks: Ranks, report: Report) -> None:
+def announce(cfg: DictConfig, ranks: Ranks, report: Report) -> None:
     """Log what was found, and write it to files; on rank 0."""
     if not ranks.is_zero:
         return

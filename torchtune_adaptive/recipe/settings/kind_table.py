@@ -95,12 +95,11 @@ _REFERENCE = FrozenModel("model", "ref_checkpointer")
 _QAT_KEYS = frozenset({"fake_quant_after_n_steps"})
 _QUANTIZER = frozenset({"quantizer"})
 _TEACHER = FrozenModel("teacher_model", "teacher_checkpointer")
-_GRPO_KEYS = frozenset(
-    """
-    grpo_samples max_generated_tokens temperature top_k forward_batch_size ppo_epochs num_steps
-    save_every_n_epochs stop_token_ids reward_functions ac_mode ac_option enable_async_checkpointing
-    """.split()
-)
+_OF_GRPO = """
+grpo_samples max_generated_tokens temperature top_k forward_batch_size ppo_epochs num_steps
+save_every_n_epochs stop_token_ids reward_functions ac_mode ac_option enable_async_checkpointing
+"""
+_GRPO_KEYS = frozenset(_OF_GRPO.split())
 _NOT_OF_ROLLOUTS = frozenset(
     {"dataset_val", "run_val_every_n_steps", "batch_size_val", "max_steps_per_epoch"}
 )

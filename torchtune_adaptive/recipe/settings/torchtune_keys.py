@@ -109,7 +109,10 @@ _OF_CHECKPOINTERS = {
 _OF_LOSSES = {
     "kl_coeff": FINITE,
     "epsilon": FINITE,
-    "beta": SCALE, "label_smoothing": RATIO, "num_output_chunks": at_least(1, 1 << 20)}
+    "beta": SCALE,
+    "label_smoothing": RATIO,
+    "num_output_chunks": at_least(1, 1 << 20),
+}
 _OF_BLOCKS: dict[str, dict[str, Rule]] = {
     "tokenizer": {"max_seq_len": _LENGTH},
     "dataset": _OF_DATA,

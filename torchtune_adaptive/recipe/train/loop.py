@@ -29,6 +29,7 @@ from torchtune_adaptive.recipe.train.adaptation import Adaptation
 from torchtune_adaptive.recipe.train.display import EpochDisplay, messages_beside_the_bar
 from torchtune_adaptive.recipe.train.instruments import Profiling
 from torchtune_adaptive.recipe.train.metrics import Metrics, Summary, Trained
+from torchtune_adaptive.recipe.train.rollouts import Rollouts
 from torchtune_adaptive.recipe.train.stop import StopSignals
 from torchtune_adaptive.recipe.train.validation import Validation
 
@@ -65,7 +66,7 @@ class TrainingLoop:
     step_timeout: float
     """Seconds that a step may stand still."""
     adaptation: Adaptation
-    loader: Loader
+    loader: Loader | Rollouts
     progress: Progress
     metrics: Metrics
     profiling: Profiling
@@ -74,6 +75,7 @@ class TrainingLoop:
     last_checkpoint: Callable[[], str]
     """A function that names the newest one."""
     save_every_n_steps: int | None
+    save_every_n_epochs: int
     stop: StopSignals
     """The signals that ask for an early end; training then saves after the step that is running."""
     before_step: Callable[[int], None] = lambda number: None
@@ -105,16 +107,22 @@ class TrainingLoop:
         with self.stop.while_training():
             for epoch in range(self.progress.epochs_run, self.progress.total_epochs):
                 with messages_beside_the_bar():
-                    self._epoch(epoch, used)
-                if self.stop.saved is not None:
+                    goes_on = self._epoch(epoch, used)
+                if not goes_on:
                     break
                 used = 0
                 self.progress.epochs_run += 1
-                self._save(f"{epoch}", used)
+                if self._is_saved(self.progress.epochs_run):
+                    self._save(f"{epoch}", used)
         self.profiling.stop()
         self._summarize()
 
-    def _epoch(self, epoch: int, used: int) -> None:
+    def _is_saved(self, epochs: int) -> bool:
+        """Whether a checkpoint is saved after so many epochs."""
+        return epochs % self.save_every_n_epochs == 0 or epochs == self.progress.total_epochs
+
+    def _epoch(self, epoch: int, used: int) -> bool:
+        """Train an epoch, of which some rows have been used; whether training goes on after it."""
         adaptation, epochs = self.adaptation, self.adaptation.epochs
         self._rows = rows = self.loader.epoch(epoch, used)
         if used == 0:
@@ -127,27 +135,42 @@ class TrainingLoop:
             epoch, self.progress.total_epochs, epochs.base_steps, epochs.position(0, used)
         )
         number = 0
+        stop = is_due = False
+        saved = used
         while self._is_room_for_a_step(epoch):
+            if rows.are_over:  # before the epoch is
+                if rows.used > saved:
+                    self._save(f"{epoch}_step_{self.global_step}", rows.used)
+                display.close()
+                return False
             self.profiling.before_step(epoch, number)
-            outcome = self._step(epoch)
-            done, speed = epochs.position(0, rows.used), self.metrics.tokens_per_second
-            display.step(done, self.global_step, outcome.loss, speed)
-            self.profiling.after_step(epoch, number)
-            number += 1
-            stop = outcome.stop or self._validate()
-            is_due = self.save_every_n_steps and self.global_step % self.save_every_n_steps == 0
+            if rows.begin_step():
+                outcome = self._step(epoch)
+                done, speed = epochs.position(0, rows.used), self.metrics.tokens_per_second
+                display.step(done, self.global_step, outcome.loss, speed)
+                self.profiling.after_step(epoch, number)
+                number += 1
+                stop |= outcome.stop or self._validate()
+                every = self.save_every_n_steps
+                is_due |= every is not None and self.global_step % every == 0
+            else:
+                stop = True
+            if not rows.can_be_left:
+                continue
             if is_due or stop:
                 self._save(f"{epoch}_step_{self.global_step}", rows.used)
+                is_due, saved = False, rows.used
             if stop:
                 self.stop.saved = self.last_checkpoint()
                 display.close()
-                return
+                return False
         display.close()
         # Rows that do not fill a step are left out, not carried into the next epoch's first step.
         if left := epochs.rows - rows.used:
             samples = counted(left, self.sample)
             log.info(f"Epoch {epoch}: leaving out {samples} per rank, too few for a step.")
         adaptation.learning_rate.move_to(epochs.position(epoch, epochs.rows))
+        return True
 
     def _is_room_for_a_step(self, epoch: int) -> bool:
         """Whether the epoch has rows for a step of the size that the schedule wants."""
@@ -169,7 +192,7 @@ class TrainingLoop:
         self.global_step += 1
         self.samples += split.global_batch
         adaptation.after_step(epoch, rows.used, outcome)
-        more = self.loader.micro_batches.metrics(rows.loaded)
+        more = rows.metrics()
         if self.runner.recovery is not None:
             more["retried_steps"] = self.runner.retried_steps
             more["alloc_retries"] = self.runner.allocation_retries
@@ -250,6 +273,7 @@ class TrainingLoop:
             growth=adaptation.growth.state(),
             learning_rate=adaptation.learning_rate.state_dict(),
             noise=adaptation.noise.state_dict() if adaptation.noise else None,
+            rollouts=self.loader.state_dict(),
             **self.runner.state_dict(),
         )
 
@@ -258,6 +282,8 @@ class TrainingLoop:
         self.global_step, self.samples = saved.global_step, saved.samples
         self.adaptation.resume(saved.learning_rate, saved.noise)
         self.runner.load_state_dict(saved.write())
+        if saved.rollouts is not None:
+            self.loader.load_state_dict(saved.rollouts)
         if self.validation is not None:
             self.validation.done = saved.validated
         ranks, device = self.runner.step.ranks, self.runner.step.device

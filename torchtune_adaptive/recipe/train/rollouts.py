@@ -1,16 +1,16 @@
 """Rollouts: prompts become rows to train on, which the policy generates and models and functions score.
 
-For the training loop they are what a loader is for a dataset: the rows of an epoch, a step at a time. A rollout
-is made before its first step, in phases, each with micro-batches of its own size. A run stops, saves and
-resumes between two rollouts only. So rows are never saved: what they draw is a function of the seed, the rollout
-and the row.
+For the training loop they are what a loader is for a dataset: the rows of an epoch, a step at a time. A
+rollout is made before its first step, in phases, each with micro-batches of its own size. A run stops, saves
+and resumes between two rollouts only. So rows are never saved: what they draw is a function of the seed, the
+rollout and the row.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,47 +20,23 @@ import torch
 from torchtune_adaptive.common import OutOfMemoryElsewhere
 from torchtune_adaptive.core import (
     Batch,
-    ByRows,
     DeviceMemory,
     MicroBatch,
+    MicroBatches,
     Phase,
-    Ranks,
     SampleOrder,
+    TrainStep,
     Watchdog,
 )
 from torchtune_adaptive.core.sizes.micro_batches import Portion
 from torchtune_adaptive.recipe.rewards import Rewards
 from torchtune_adaptive.recipe.rollout.advantages import relative
 from torchtune_adaptive.recipe.rollout.draws import draws
-from torchtune_adaptive.recipe.rollout.generate import Generation, Response
 from torchtune_adaptive.recipe.rollout.rows import Row, collate
+from torchtune_adaptive.recipe.setup.phases import Phases, RolloutSizes
 from torchtune_adaptive.recipe.train.events import Events
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RolloutSizes:
-    """What a rollout is made of. It is part of the training, and nothing changes it."""
-
-    prompts: int
-    """Prompts on each rank."""
-    samples: int
-    """Responses to each prompt."""
-    epochs: int
-    """Times that its rows are trained on."""
-    max_new: int
-    """Tokens of the longest response."""
-
-    @property
-    def rows(self) -> int:
-        """Rows on each rank."""
-        return self.prompts * self.samples
-
-    @property
-    def trained_rows(self) -> int:
-        """Rows that each rank trains on, each as often as it does."""
-        return self.rows * self.epochs
 
 
 @dataclass
@@ -70,15 +46,9 @@ class Rollouts:
     Args:
         dataset: prompts, with whatever reward functions want to know of them.
         order: the order of prompts in each epoch.
-        rank: the rank whose prompts are used.
-        ranks: all ranks.
-        sizes: what a rollout is made of.
         limit: the number of rollouts after which training ends; None for that of the epochs.
         seed: that of the run.
-        padding_id: the token that rows are padded with.
-        generation: the phase that generates responses.
-        generator: what does so.
-        scoring: the phase that computes log-probabilities.
+        phases: those before training.
         rewards: the reward functions.
         micro_batches: how rows are divided for training.
         watchdog: the watchdog, which is notified of what is being done.
@@ -89,16 +59,11 @@ class Rollouts:
 
     dataset: Any
     order: SampleOrder
-    ranks: Ranks
-    sizes: RolloutSizes
     limit: int | None
     seed: int
-    padding_id: int
-    generation: Phase[Sequence[Row], Sequence[Response]]
-    generator: Generation
-    scoring: Phase[Sequence[Row], Sequence[dict[str, torch.Tensor]]]
+    phases: Phases
     rewards: Rewards
-    micro_batches: ByRows
+    micro_batches: MicroBatches
     watchdog: Watchdog
     step_timeout: float
     stop_requested: Callable[[], bool]
@@ -106,11 +71,31 @@ class Rollouts:
 
     metrics: dict[str, float] = field(init=False, default_factory=dict)
     """What is logged of the last rollout."""
+    found: dict[str, int] = field(init=False)
+    """The sizes that phases begin with."""
     _adjusted: list[tuple[str, str, int, int]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        for phase in (self.generation, self.scoring):
+        self.found = {phase.name: phase.size for phase in self._both}
+        for phase in self._both:
             phase.adjusted = partial(self._note, phase.name)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks, which share the prompts."""
+        return self.order.ranks
+
+    @property
+    def sizes(self) -> RolloutSizes:
+        return self.phases.sizes
+
+    @property
+    def _step(self) -> TrainStep:
+        return self.phases.generation.step
+
+    @property
+    def _both(self) -> tuple[Phase[Any, Any], Phase[Any, Any]]:
+        return self.phases.generation, self.phases.scoring
 
     @property
     def per_epoch(self) -> int:
@@ -135,7 +120,7 @@ class Rollouts:
         """The rows of a rollout on this rank; None if a rank has been asked to stop meanwhile."""
         self._number, started = number + 1, time.perf_counter()
         rows = self._prompts(epoch, number)
-        memory = self.generation.step.memory
+        memory = self._step.memory
         try:
             # Ranks generate on their own, some for longer than others.
             self.watchdog.enter(f"rollout {number + 1}, generating", patience=None)
@@ -162,7 +147,7 @@ class Rollouts:
 
     def _prompts(self, epoch: int, number: int) -> list[Row]:
         """This rank's rows of a rollout, as far as they are known before it."""
-        sizes, ranks = self.sizes, self.ranks
+        sizes, ranks = self.sizes, self._step.ranks
         first = (number - epoch * self.per_epoch) * sizes.prompts * ranks.size
         mine = range(ranks.rank, sizes.prompts * ranks.size, ranks.size)
         in_epoch = self.order.epoch(epoch)
@@ -176,12 +161,14 @@ class Rollouts:
 
     def _generate(self, rows: list[Row]) -> None:
         # The longest of all ranks, so that a row's numbers do not depend on the rank that it is on.
-        self.generator.width = max(self.ranks.gather(max(len(row.prompt) for row in rows)))
-        for row, response in zip(rows, self.generation.of_rows(rows), strict=True):
+        self.phases.generator.width = max(
+            self._step.ranks.gather(max(len(row.prompt) for row in rows))
+        )
+        for row, response in zip(rows, self.phases.generation.of_rows(rows), strict=True):
             row.response, row.stopped = response.tokens, response.stopped
 
     def _score(self, rows: list[Row]) -> None:
-        for row, found in zip(rows, self.scoring.of_rows(rows), strict=True):
+        for row, found in zip(rows, self.phases.scoring.of_rows(rows), strict=True):
             for name, numbers in found.items():
                 setattr(row, name, numbers)
 
@@ -205,9 +192,9 @@ class Rollouts:
         """Tell the other ranks what this rollout came to; whether a rank has been asked to stop."""
         self.watchdog.enter(f"rollout {self._number}, after the rewards", self.step_timeout)
         sums = {name: float(values.double().sum()) for name, values in found.items()}
-        seen = self.ranks.gather((sums, self._adjusted, self.stop_requested()))
+        seen = self._step.ranks.gather((sums, self._adjusted, self.stop_requested()))
         total = {name: sum(each[0][name] for each in seen) for name in sums}
-        in_all = len(rows) * self.ranks.size
+        in_all = len(rows) * self._step.ranks.size
         self.metrics = {
             name: value if name == "num_stop_tokens" else value / in_all
             for name, value in total.items()
@@ -222,7 +209,7 @@ class Rollouts:
         self._adjusted.append((phase, reason, before, after))
 
     def _record(self, rank: int, phase: str, reason: str, before: int, after: int) -> None:
-        if rank > 0 and phase == self.scoring.name:
+        if rank > 0 and phase == self.phases.scoring.name:
             return  # all ranks do the same
         if before == after:
             self.events.noticed(self._number, f"{phase}: {reason}")
@@ -231,26 +218,26 @@ class Rollouts:
             self.events.changed(self._number, f"rank {rank}: {reason}", **changed)
 
     def _out_of_memory(self, error: Exception) -> OutOfMemoryElsewhere:
+        sizes = ", ".join(f"{phase.name} in micro-batches of {phase.size}" for phase in self._both)
         return OutOfMemoryElsewhere(
-            f"Out of memory on rank {self.ranks.rank} in rollout {self._number}, in micro-batches of "
-            f"{self.generation.size} (generation) and {self.scoring.size} (scoring). Set a smaller "
-            f"adaptive_batching.generation_batch_size or .scoring_batch_size. ({' '.join(str(error).split())})"
+            f"Out of memory on rank {self._step.ranks.rank} in rollout {self._number}, with {sizes}. Set a "
+            "smaller adaptive_batching.generation_batch_size or adaptive_batching.scoring_batch_size. "
+            f"({' '.join(str(error).split())})"
         )
 
     # --- checkpoints --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes of phases, on each rank."""
-        phases = {phase.name: phase.state_dict() for phase in (self.generation, self.scoring)}
-        return {"phases": self.ranks.gather(phases)}
+        """The sizes of phases, as they were found and as they are now on each rank."""
+        now = {phase.name: phase.state_dict() for phase in self._both}
+        return {"found": self.found, "phases": self._step.ranks.gather(now)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state_dict`` was called."""
+        """Continue where ``state_dict`` was called, on as many ranks."""
         of_ranks = state["phases"]
-        if len(of_ranks) != self.ranks.size:
-            return
-        for phase in (self.generation, self.scoring):
-            phase.load_state_dict(of_ranks[self.ranks.rank][phase.name])
+        if len(of_ranks) == self._step.ranks.size:
+            for phase in self._both:
+                phase.load_state_dict(of_ranks[self._step.ranks.rank][phase.name])
 
 
 class RolloutRows:
@@ -265,12 +252,18 @@ class RolloutRows:
         """The micro-batches of the last step that have been made so far."""
 
     @property
-    def are_between_rollouts(self) -> bool:
+    def can_be_left(self) -> bool:
+        """Whether this is between two rollouts."""
         return self.used % self._rollouts.sizes.trained_rows == 0
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the last rollout has been trained on."""
+        return self.can_be_left and self._rollouts.are_over(self._epoch, self.used)
 
     def begin_step(self) -> bool:
         """Make the next rollout, if it is time for it; False if a rank has been asked to stop meanwhile."""
-        if not self.are_between_rollouts:
+        if not self.can_be_left:
             return True
         number = self._rollouts.number(self._epoch, self.used)
         rows = self._rollouts.make(self._epoch, number)
@@ -282,10 +275,14 @@ class RolloutRows:
         self.loaded = []
         for at in range(0, rows, size):
             some = self._rows[at : at + size]
-            batch = collate(some, self._rollouts.padding_id)
+            batch = collate(some, self._rollouts.phases.padding_id)
             self.loaded.append(MicroBatch.of(Portion([row.index for row in some]), batch))
             yield batch
 
     def advance(self, rows: int) -> None:
         """Go on to the next step."""
         self.used += rows
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged of the rollout."""
+        return {**self._rollouts.metrics, "batch_size": self._rollouts.sizes.prompts}

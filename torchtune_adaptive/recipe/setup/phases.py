@@ -1,0 +1,134 @@
+"""The phases of a rollout besides training: what generates rows, and what scores them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.common import ConfigError, counted
+from torchtune_adaptive.core import Phase, TrainStep
+from torchtune_adaptive.recipe.rollout.generate import Generation
+from torchtune_adaptive.recipe.rollout.projection import LogProbs
+from torchtune_adaptive.recipe.rollout.score import Scoring
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+from torchtune_adaptive.recipe.setup.environment import Environment
+
+
+@dataclass(frozen=True)
+class RolloutSizes:
+    """What a rollout is made of. It is part of the training, and nothing changes it."""
+
+    prompts: int
+    """Prompts on each rank."""
+    samples: int
+    """Responses to each prompt."""
+    epochs: int
+    """Times that its rows are trained on."""
+    max_new: int
+    """Tokens of the longest response."""
+
+    @property
+    def rows(self) -> int:
+        """Rows on each rank."""
+        return self.prompts * self.samples
+
+    @property
+    def trained_rows(self) -> int:
+        """Rows that each rank trains on, each as often as it does."""
+        return self.rows * self.epochs
+
+    def require_prompts(self, prompts: int) -> None:
+        """Raise if an epoch of so many prompts on each rank has no rollout."""
+        if prompts < self.prompts:
+            raise ConfigError(
+                "batch_size",
+                self.prompts,
+                f"makes rollouts of {counted(self.prompts, 'prompt')} per rank, and the data has {prompts}",
+                "Lower it, or use more data",
+            )
+
+
+def rollout_sizes(cfg: DictConfig) -> RolloutSizes:
+    """The sizes that a checked config asks for."""
+    epochs = cfg.get("ppo_epochs") or 1
+    return RolloutSizes(cfg.batch_size, cfg.grpo_samples, epochs, cfg.max_generated_tokens)
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The phases of a rollout, and what they were made for."""
+
+    generation: Phase[Any, Any]
+    generator: Generation
+    scoring: Phase[Any, Any]
+    padding_id: int
+    sizes: RolloutSizes
+    longest: int
+    """Tokens of the longest prompt."""
+
+
+def build_phases(
+    cfg: DictConfig,
+    environment: Environment,
+    step: TrainStep,
+    tokenizer: Any,
+    sizes: RolloutSizes,
+    longest: int,
+) -> Phases:
+    """The phases of a run, which have no size yet.
+
+    Raises:
+        ConfigError: the longest prompt leaves no room for a response.
+    """
+    model, temperature = step.model, cfg.get("temperature") or 1.0
+    most = getattr(model, "max_seq_len", None)
+    if most is not None and longest + sizes.max_new > most:
+        raise ConfigError(
+            "max_generated_tokens",
+            sizes.max_new,
+            f"is too much: the longest prompt has {counted(longest, 'token')}, and the model takes {most}",
+            f"Set it to {most - longest} or less, or leave out long prompts (dataset.filter_fn)"
+            if most > longest
+            else "Leave out prompts that long (dataset.filter_fn)",
+        )
+    generator = Generation(
+        model,
+        tokenizer.pad_id,
+        list(cfg.get("stop_token_ids") or tokenizer.stop_tokens),
+        sizes.max_new,
+        temperature,
+        cfg.get("top_k"),
+        longest,
+        environment.dtype,
+        step.device,
+    )
+    [reference] = step.objective.frozen
+    models = {"reference": reference}
+    if sizes.epochs > 1 and step.objective.unit == "tokens":
+        # Otherwise the policy that is trained is the one that has generated, and their ratio is 1.
+        models = {"old": model, **models}
+    scoring = Scoring(
+        tokenizer.pad_id,
+        step.device,
+        {name: LogProbs(each, temperature) for name, each in models.items()},
+    )
+    sharded = step.ranks.size > 1
+    return Phases(
+        Phase(
+            "generation",
+            step,
+            generator.alone,
+            gathers=model if sharded else None,
+            sharded=generator.together if sharded else None,
+            tried=generator.trial,
+            shape=len,
+            advice=f"Lower max_generated_tokens, or leave out long prompts; see {BLOCK}.memory_limit.",
+        ),
+        generator,
+        Phase("scoring", step, scoring, shape=len),
+        tokenizer.pad_id,
+        sizes,
+        longest,
+    )
