@@ -139,7 +139,6 @@ def two_more_rows(epoch: int, current_batch_size: int) -> int:
     return 2 if epoch > 0 else 0
 
 
-def short_words(completion_ids: object, completions: list[str], answers: list[str]) -> list[float]:
-    """A reward function: the share of words that are short."""
-    words = [completion.split() for completion in completions]
-    return [sum(len(word) < 5 for word in each) / max(1, len(each)) for each in words]
+def vowels(completion_ids: object, completions: list[str], answers: list[str]) -> list[float]:
+    """A reward function: the share of vowels among the characters of a response."""
+    return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in completions]

@@ -196,10 +196,9 @@ class _Search:
             return probe.trial_of(phase, size, self._rows(size))
 
         self.phases.generator.width = self.phases.longest
-        trial(1)  # not counted: the device loads its kernels
         first = trial(1)
         _require(first, name)
-        return self._find(name, first, trial, known)
+        return self._find(name, first, trial, known, {1: first})
 
     def _find(
         self,
@@ -207,6 +206,7 @@ class _Search:
         first: SizeTrial,
         trial: Callable[[int], SizeTrial],
         known: dict[str, int],
+        tried: dict[int, SizeTrial] | None = None,
     ) -> Found:
         prober, settings, rows = self.prober, self.prober.settings, self.phases.sizes.rows
         ceiling = rows
@@ -226,7 +226,9 @@ class _Search:
         )
         assert settings.search != "predict", "it is refused"
         cache = SizeSearch.remembered(settings.cache)
-        search = SizeSearch(trial, first, possible, settings.search, prober.ranks, cache)
+        search = SizeSearch(
+            trial, first, possible, settings.search, prober.ranks, cache, tried=tried or {}
+        )
         found = search.result(about, known.get(name))
         if found.size is None:
             _require(found.trials[-1], name)
