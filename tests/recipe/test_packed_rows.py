@@ -27,6 +27,7 @@ from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.search.strategies import find_largest
 from torchtune_adaptive.core.sizes.recovery import Recovery
+from torchtune_adaptive.core.step.phase import Phase
 from torchtune_adaptive.core.step.retry import StepRunner
 from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.data.packed import ImaginedMask, PackedMask, collate_packed
@@ -94,11 +95,12 @@ def test_workers_make_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_size_whose_mask_does_not_fit_is_a_trial_that_failed() -> None:
-    probe = probe_of(new_step())
+    step = new_step()
+    probe = probe_of(step)
     with room_for_masks_of(5), probe:
         assert probe.prime(worst).fits
         result = find_largest("bisect", SIZES, partial(probe.trial, batch=worst))
-        validating = probe.trial_of_validation(8, worst(8))
+        validating = probe.trial_of(Phase("validation", step, step.sums), 8, worst(8))
     assert [(trial.size, trial.fits) for trial in result.trials] == [
         (1, True),
         (2, True),
@@ -106,7 +108,7 @@ def test_a_size_whose_mask_does_not_fit_is_a_trial_that_failed() -> None:
         (8, False),
     ]
     assert result.trials[-1].reports[0].failed_in == "forward"
-    assert validating.reports[0].failed_in == "evaluation"
+    assert validating.reports[0].failed_in == "validation"
 
 
 def trained(fits: int) -> tuple[list[torch.Tensor], int, int]:
@@ -165,7 +167,7 @@ def test_attention_is_compiled_for_every_size(exhaustive: bool) -> None:
         with probe_of(step) as probe:
             for rows in range(1, sizes + 1):
                 assert probe.trial(rows, worst).fits
-            assert probe.trial_of_validation(2, worst(2)).fits
+            assert probe.trial_of(Phase("validation", step, step.sums), 2, worst(2)).fits
             # The limit is each thread's own; backward's, on a GPU, compute again what forward has compiled.
             other = Thread(target=step.forward_backward, args=(worst(1),))
             other.start()

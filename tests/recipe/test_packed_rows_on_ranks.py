@@ -15,6 +15,7 @@ from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.sizes.recovery import Recovery
+from torchtune_adaptive.core.step.phase import Phase
 from torchtune_adaptive.core.step.retry import StepRunner
 from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.data.packed import collate_packed
@@ -44,7 +45,7 @@ def searched(step: TrainStep) -> list[Any]:
     with probe:
         assert probe.prime(worst).fits
         trials = [probe.trial(4, worst), probe.trial(8, worst)]
-        trials.append(probe.trial_of_validation(8, worst(8)))
+        trials.append(probe.trial_of(Phase("validation", step, step.sums), 8, worst(8)))
     return [[report.failed_in for report in trial.reports] for trial in trials]
 
 
@@ -74,6 +75,6 @@ def one_rank_has_room_for_five(kind: str) -> list[Any]:
 @pytest.mark.rotating
 @pytest.mark.parametrize("kind", ["full", "lora", "kd"])
 def test_what_one_rank_has_no_room_for_is_lost_on_all(kind: str) -> None:
-    failed = [[None, None], [None, "forward"], [None, "evaluation"]]
+    failed = [[None, None], [None, "forward"], [None, "validation"]]
     for found in run_ranks(one_rank_has_room_for_five, 2, kind):
         assert found == [(4, 1), failed, (4, 1)]

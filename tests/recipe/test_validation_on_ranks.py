@@ -59,6 +59,7 @@ class Run:
             data=Data(dataset, None, padded_collate_sft, False),
             every_n_steps=1,
             size=2,
+            grow_back_after=None,
             rank=self.ranks.rank,
             ranks=self.ranks.size,
             workers=0,
@@ -127,7 +128,7 @@ def losses_of_sizes() -> list[list[float]]:
     for rows in NUMBERS_OF_ROWS:
         run = Run(rows=rows, layers=2, dropout=0.3)
         for number, size in enumerate((2, 1, 3, 8), start=1):
-            run.validation.size = size
+            run.validation.phase.begin(size)
             run.validate(number)
         losses.append(run.losses)
     return losses
@@ -159,10 +160,10 @@ def fail_in_validation(sample: Sample, recording: bool, settings: dict[str, Any]
             reference = Run(layers=2, **settings)
         elif number == 2:
             run.validate(number)
-        run.validation.size = 2
+        run.validation.phase.begin(2)
         with failure:
             run.validate(number)
-        failed += run.validation.size == 1
+        failed += run.validation.phase.size == 1
         assert run.losses[-1] == pytest.approx(expected, rel=1e-6) or number > 2
         before = run.losses[-1]
         run.validate(number)
@@ -198,7 +199,7 @@ def test_one_rank_at_every_operation_of_validation(
 def give_up(folder: Path) -> tuple[int, list[float], bool]:
     """Validation that does not fit, not even with one row; then one that does."""
     run = Run(folder, layers=2)
-    run.validation.size = 1
+    run.validation.phase.begin(1)
     run.validate(1)
     run.validate(2)
     with run.memory.fail_at(5):
@@ -213,7 +214,7 @@ def test_validation_that_cannot_fit_is_left_out(tmp_path: Path) -> None:
         assert done == 4 and len(losses) == 3 and not lost
     (events,) = tmp_path.glob("*.jsonl")
     assert (
-        "validation is left out: out of memory in evaluation on ranks 0 and 1" in events.read_text()
+        "validation is left out: out of memory in validation on ranks 0 and 1" in events.read_text()
     )
 
 

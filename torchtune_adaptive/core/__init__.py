@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         Objective,
         Summed,
     )
+    from torchtune_adaptive.core.step.phase import Phase
     from torchtune_adaptive.core.step.retry import Adjustment, StepRunner
     from torchtune_adaptive.core.step.snapshot import Generators
     from torchtune_adaptive.core.step.switches import Switches

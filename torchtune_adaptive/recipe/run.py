@@ -312,6 +312,7 @@ class Run:
             data=rows.data,
             every_n_steps=cfg.run_val_every_n_steps,
             size=batch.validation or rows.size or batch.start.micro_batch,
+            grow_back_after=settings.grow_back_after,
             rank=model.data_rank,
             ranks=model.data_ranks,
             workers=settings.workers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -133,6 +134,28 @@ def reset(model: nn.Module) -> None:
     _drop_gradients(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained[name])
+
+
+@contextmanager
+def kept_gathered(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """A context in which parameters stay gathered after a forward pass; gives what gathers them first.
+
+    Afterward they are still gathered: ``reset`` shards them.
+    """
+    modules = [*_sharded(model)]
+
+    def gather() -> None:
+        for module in modules:
+            module.unshard()
+
+    before = [(module, private.resharding(module)) for module in modules]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield gather
+    finally:
+        for module, resharding in before:
+            private.set_resharding(module, resharding)
 
 
 def _drop_gradients(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.step.exchange import StepDone
 from torchtune_adaptive.core.step.failures import StepHalfApplied
+from torchtune_adaptive.core.step.phase import Phase
 from torchtune_adaptive.core.step.snapshot import Snapshot
 from torchtune_adaptive.core.step.train_step import TrainStep
 
@@ -71,10 +72,15 @@ class Probe:
         self.entering(f"trial of {counted(size, 'row')}")
         return self._trial(size, self._step_of(size, batch), self._take_step)
 
-    def trial_of_validation(self, size: int, batch: dict[str, Any]) -> SizeTrial:
-        """Try a micro-batch of validation."""
-        self.entering(f"trial of {counted(size, 'row')} in validation")
-        return self._trial(size, [batch], self._evaluate)
+    def trial_of(self, phase: Phase[Any, Any], size: int, rows: Any) -> SizeTrial:
+        """Try a micro-batch of another phase."""
+
+        def attempt(micro_batches: Sequence[Any]) -> str | None:
+            outcome = phase.attempt(*micro_batches)
+            return outcome.failures[self.ranks.rank] if outcome.lost else None
+
+        self.entering(f"trial of {counted(size, 'row')} in {phase.name}")
+        return self._trial(size, [rows], attempt)
 
     def timed(
         self, what: str, micro_batches: Sequence[dict[str, Any]], steps: int = 1
@@ -159,9 +165,3 @@ class Probe:
             )
         self.observe(self.step.objective.rows(micro_batches[0]), outcome)
         return None
-
-    def _evaluate(self, micro_batches: Sequence[dict[str, Any]]) -> str | None:
-        """The same, of validation."""
-        [batch] = micro_batches
-        outcome = self.step.evaluate(batch)
-        return outcome.failures[self.ranks.rank] if outcome.lost else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar, Literal
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torchtune_adaptive.core.sizes.noise import NoiseSums
 from torchtune_adaptive.core.step.gradients import Scaling, divide, whole
 from torchtune_adaptive.core.step.objective import Summed
 from torchtune_adaptive.core.step.small_batches import SmallBatches
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,18 @@ class StepDone:
 
 StepOutcome = StepDone | StepLost
 """The outcome of a step; ``lost`` tells which."""
+
+
+@dataclass(frozen=True)
+class ForwardDone(Generic[T]):
+    """The outcome of a pass without gradients that was done on all ranks."""
+
+    lost: ClassVar[Literal[False]] = False
+
+    result: T
+    """What it gave on this rank."""
+    stop: bool = False
+    """Whether a rank has been asked to stop."""
 
 
 class Total(IntEnum):
@@ -123,11 +137,6 @@ class Exchange:
         self._weight += weight
         loss = whole(summed.loss.detach())
         self.loss = loss if self.loss is None else self.loss + loss
-
-    def count_nothing(self) -> None:
-        """Make what has been added contribute nothing."""
-        self._weight, self._metrics = 0, None
-        self.loss = torch.zeros_like(self._sum_of_losses())
 
     def run(self, failed: bool, squared_norm: torch.Tensor | None) -> StepDone | None:
         """Tell the others, in the one moment of a step when the host waits for the device.

@@ -34,7 +34,12 @@ from torchtune_adaptive.core.ranks.supported import (
     require_watchable,
 )
 from torchtune_adaptive.core.step import gradients
-from torchtune_adaptive.core.step.exchange import Exchange, StepLost, StepOutcome
+from torchtune_adaptive.core.step.exchange import (
+    Exchange,
+    ForwardDone,
+    StepLost,
+    StepOutcome,
+)
 from torchtune_adaptive.core.step.failures import Failures, StepHalfApplied
 from torchtune_adaptive.core.step.knobs import Choice
 from torchtune_adaptive.core.step.loss_scale import LossScale
@@ -44,6 +49,10 @@ from torchtune_adaptive.core.step.switches import Switches
 from torchtune_adaptive.core.step.trees import mapped, shape_of, tensors_in
 
 T = TypeVar("T")
+_STOP, _FAILED = (
+    1,
+    2,
+)  # what ranks tell each other after a pass without gradients: the largest counts
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,7 @@ class TrainStep:
         self._failures = Failures(self._collectives, memory, options.survive, self.forget)
         self._exchange = Exchange(
             ranks=ranks,
-            counts_rows=self._holders.is_zero,
+            counts_rows=self.counts_rows,
             memory=memory,
             device=device,
             metrics=objective.metrics,
@@ -168,6 +177,11 @@ class TrainStep:
         self._noise.begin()
         self._exchange.begin()
         self._collectives.end_step()
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether the rows of this rank count: of the ranks that hold the same ones, those of one do."""
+        return self._holders.is_zero
 
     @property
     def phase(self) -> str:
@@ -241,18 +255,16 @@ class TrainStep:
 
     def _forward(self, batch: Batch) -> None:
         self._noise.before_forward(self._squared_gradient_norm)
-        weight, rows = self.objective.weight(batch), self.objective.rows(batch)
-        inputs = self._to_device(batch)
+        rows = self.objective.rows(batch)
         with self._reduction.apart():
-            loss = self.objective.summed_loss(self._run_model, inputs, weight)
-        summed = loss if isinstance(loss, Summed) else Summed(loss)
-        if summed.weight is not None:
-            weight = summed.weight
+            summed, weight = self._summed_loss(batch)
         self._exchange.add(summed, weight)
         self._noise.after_forward(weight, rows)
         self._graph = summed.loss
 
-    def _to_device(self, batch: Batch) -> Batch:
+    def to_device(self, batch: Batch) -> Batch:
+        """A micro-batch on the device."""
+
         def copied(value: Any) -> Any:  # tensors, and the masks of packed rows, which it makes
             return value.to(self.device) if hasattr(value, "to") else value
 
@@ -274,34 +286,93 @@ class TrainStep:
         with self._reduction.apart():
             loss.backward()
 
-    def evaluate(self, batch: Batch, counts: bool = True) -> StepOutcome:
-        """The loss of one micro-batch in evaluation mode, without gradients; nothing of it stays.
+    # --- between steps, without gradients -----------------------------------------------------------
+
+    def forward_only(
+        self,
+        kind: str,
+        work: Callable[[], T],
+        shape: Callable[[], Hashable] = lambda: None,
+        reset: bool = True,
+    ) -> ForwardDone[T] | StepLost:
+        """Do something in evaluation mode, without gradients; on all ranks or, if memory runs out, on none.
 
         Only between steps: FSDP is reset, which drops gradients.
 
         Args:
-            batch: the micro-batch, on the host; if memory runs out, the outcome is lost on every rank.
-            counts: whether its tokens count. A rank that has no row left, where others have, evaluates one
-                for nothing, to take part in the collectives.
+            kind: the name of what is done, on all ranks; each kind launches the same collectives each time.
+            work: the function that does it.
+            shape: that of its rows; where layers are split, it decides what is launched.
+            reset: whether parameters that were gathered are freed.
         """
-        self._collectives.begin_pass("evaluation", partial(_shape_of, batch))
-        with _evaluating(self.model):
-            self._failures.do("evaluation", self._forward_only, batch, counts)
-        self._failures.end_pass()
+        made: list[T] = []
+
+        def attempt() -> None:
+            with self._reduction.apart():
+                made.append(work())
+            if reset:
+                # FSDP remembers a forward pass until its backward: without this, the next step would gather
+                # a layer once more than before. And some parameters would stay gathered between the two.
+                for model in self._models:
+                    fsdp.reset(model)
+
         try:
-            return self._agree()
+            self._collectives.begin_pass(kind, shape)
+            with _evaluating(self._models):
+                self._failures.do(kind, attempt)
+            self._failures.end_pass()
+            if not self._failures.known:
+                # On the host, so the device goes on: where memory has run out, the host knows at once.
+                stop = self.options.stop_requested()
+                heard = self.ranks.spread(_STOP * stop if self._failures.none else _FAILED)[1]
+                if heard < _FAILED:
+                    return ForwardDone(made.pop(), heard == _STOP)
+            made.clear()
+            return self._lost()
+        except BaseException:
+            self.forget()
+            raise
         finally:
             self._begin()
 
-    def _forward_only(self, batch: Batch, counts: bool) -> None:
-        self._forward(batch)
-        self._graph = None
-        if not counts:
-            self._exchange.count_nothing()
-        # FSDP remembers a forward pass until its backward: without this, the next step would gather a layer
-        # once more than before. And parameters would stay gathered where they do between the two.
-        for model in self._models:
-            fsdp.reset(model)
+    def alone(self, kind: str, work: Callable[[], T]) -> ForwardDone[T] | StepLost:
+        """Do something that launches no collective in the same way, but on this rank only."""
+        try:
+            with self.memory.running(), _evaluating(self._models):
+                return ForwardDone(work())
+        except Exception as error:
+            if not self._failures.is_survived(error):
+                raise
+        self.memory.release()  # only now: the exception is gone, and what its frames held with it
+        here = range(self.ranks.size)
+        return StepLost(tuple(kind if rank == self.ranks.rank else None for rank in here))
+
+    @contextmanager
+    def gathered(self, model: nn.Module) -> Iterator[ForwardDone[None] | StepLost]:
+        """A context in which each rank has all parameters of a sharded model, which then launches nothing.
+
+        Its value says whether they fit. Where memory runs out, they stay sharded on all ranks.
+        """
+        try:
+            with fsdp.kept_gathered(model) as gather:
+                yield self.forward_only(f"gathering {type(model).__name__}", gather, reset=False)
+        finally:
+            self.forget()
+
+    def sums(self, batch: Batch) -> torch.Tensor:
+        """The weight, the loss and the objective's metrics of a micro-batch, each summed over its terms."""
+        summed, weight = self._summed_loss(batch)
+        metrics = summed.metrics or {}
+        terms = [summed.loss, *(metrics[name] for name in self.objective.metrics)]
+        values = [gradients.whole(term).double() for term in terms]
+        return torch.stack([values[0].new_tensor(weight), *values])
+
+    def _summed_loss(self, batch: Batch) -> tuple[Summed, int]:
+        """The loss of a micro-batch that is on the host, and its weight."""
+        weight = self.objective.weight(batch)
+        loss = self.objective.summed_loss(self._run_model, self.to_device(batch), weight)
+        summed = loss if isinstance(loss, Summed) else Summed(loss)
+        return summed, weight if summed.weight is None else summed.weight
 
     # --- what follows all micro-batches -----------------------------------------------------------
 
@@ -377,6 +448,10 @@ class TrainStep:
             if done is not None:
                 return done
             self._failures.known = True
+        return self._lost()
+
+    def _lost(self) -> StepLost:
+        """Nothing, as all ranks know, and where each has failed."""
         failures = self.ranks.gather(self._failures.here)
         self.forget()
         self._exchange.new_retries()  # those of a lost step say nothing about the size that follows
@@ -405,10 +480,11 @@ def _shape_of(batch: Batch) -> Hashable:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluating(models: Sequence[nn.Module]) -> Iterator[None]:
     """Evaluation mode, without gradients; afterward each module has the mode that it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
     try:
         with torch.no_grad():
             yield

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from torchtune_adaptive.core import Probe, SizeTrial
+from torchtune_adaptive.core import Phase, Probe, SizeTrial
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 
 log = logging.getLogger(__name__)
@@ -32,9 +32,10 @@ def fit_validation(
     worst = prober.worst_case(validation.data, validation.lengths)
     worst = replace(worst, source=f"dataset_val, {worst.source}")
     size = validation.size or default(worst.length)
+    phase = Phase("validation", prober.step, prober.step.sums)
     size = max(1, min(size, -(-len(validation.data.dataset) // rows.configured.ranks)))
     while True:
-        trial = probe.trial_of_validation(size, worst.batch(size))
+        trial = probe.trial_of(phase, size, worst.batch(size))
         log.info(f"Validation, {worst.length} tokens a row: {trial.line()}")
         if trial.fits:
             return trial

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch.utils.data import DataLoader
 
-from torchtune_adaptive.common import OutOfMemoryElsewhere, counted
+from torchtune_adaptive.common import OutOfMemoryElsewhere, TrainingOutOfMemory, counted
 from torchtune_adaptive.core import (
     Batch,
     DeviceMemory,
     Generators,
     Loader,
+    Phase,
     TrainStep,
     Watchdog,
 )
@@ -43,7 +43,8 @@ class Validation:
         step: the step of training.
         data: the data to validate on.
         every_n_steps: the interval in steps.
-        size: rows in a micro-batch; fewer after memory has run out, for the rest of the run.
+        size: rows in a micro-batch; fewer after memory has run out.
+        grow_back_after: steps of training after which a size that failed is tried again; None: never.
         rank: the rank whose share of the rows to use, of so many ranks.
         workers: processes that fetch and collate ahead.
         watchdog: the watchdog, which is notified of what is being done.
@@ -56,6 +57,7 @@ class Validation:
     data: Data
     every_n_steps: int
     size: int
+    grow_back_after: int | None
     rank: int
     ranks: int
     workers: int
@@ -66,6 +68,11 @@ class Validation:
 
     done: int = field(init=False, default=0)
     """The step after which it last ran, or was last given up."""
+
+    def __post_init__(self) -> None:
+        self.phase = Phase("validation", self.step, self._sums, adjusted=self._adjusted)
+        steps = self.grow_back_after
+        self.phase.begin(self.size, None if steps is None else -(-steps // self.every_n_steps))
 
     def is_due(self, number: int) -> bool:
         return number > self.done and number % self.every_n_steps == 0
@@ -80,23 +87,18 @@ class Validation:
         started = time.perf_counter()
         generators = Generators(self.step.device)
         self.step.memory.release()  # what training has cached is not of validation's sizes
+        self._number = number
+        sums: torch.Tensor | int = 0
         try:
-            weight, used = 0, 0
-            sums: dict[str, float] = defaultdict(float)
-            while used < self._rows_per_rank:
-                for batch, counts in self._micro_batches(used):
-                    self.watchdog.tick()
-                    outcome = self.step.evaluate(batch, counts=counts)
-                    if outcome.lost:
-                        break
-                    if outcome.stop:
-                        return True
-                    weight += outcome.weight
-                    for name, mean in {"loss": outcome.loss, **outcome.metrics}.items():
-                        sums[name] += mean * outcome.weight
-                    used += self.size
-                if outcome.lost and not self._shrink(outcome.trouble, number):
-                    return False
+            for micro_batch in self.phase.run(self._rows_per_rank, self._micro_batches):
+                self.watchdog.tick()
+                if micro_batch.stop:
+                    return True
+                sums = sums + micro_batch.result
+        except TrainingOutOfMemory as lost:
+            self.done = number
+            self.events.noticed(number, f"validation is left out: {str(lost).rstrip('.')}")
+            return False
         except Exception as error:
             if not DeviceMemory.is_out_of_memory(error):
                 raise
@@ -105,20 +107,34 @@ class Validation:
             generators.restore()
             self.step.memory.release()
         self.done = number
+        weight, means = self._means(sums)
         if weight == 0:
             self.events.noticed(number, "dataset_val has nothing to predict: all labels are masked")
             return False
         log.info(
-            f"Validation after step {number}: loss {sums['loss'] / weight:.4f}, of {weight:,} "
+            f"Validation after step {number}: loss {means['loss']:.4f}, of {weight:,} "
             f"{self.step.objective.unit} in {counted(len(self.data.dataset), self.data.rows.sample)}, "
             f"{time.perf_counter() - started:.1f} s."
         )
-        self.record(number, {f"val_{name}": value / weight for name, value in sums.items()})
+        self.record(number, {f"val_{name}": value for name, value in means.items()})
         return False
+
+    def _sums(self, micro_batch: tuple[Batch, bool]) -> torch.Tensor:
+        batch, counts = micro_batch
+        sums = self.step.sums(batch)
+        return sums if counts else torch.zeros_like(sums)
+
+    def _means(self, sums: torch.Tensor | int) -> tuple[int, dict[str, float]]:
+        """The weight of all ranks, and the means over it."""
+        assert isinstance(sums, torch.Tensor)
+        counted_sums = sums.tolist() if self.step.counts_rows else [0.0] * len(sums)
+        weight, *others = map(sum, zip(*self.step.ranks.gather(counted_sums), strict=True))
+        names = ("loss", *self.step.objective.metrics)
+        return int(weight), {n: v / weight for n, v in zip(names, others, strict=True) if weight}
 
     def _out_of_memory(self, error: Exception, number: int) -> OutOfMemoryElsewhere:
         """What ends a run where running out of memory is raised; where it is survived, an outcome tells."""
-        samples = counted(self.size, self.data.rows.sample)
+        samples = counted(self.phase.size, self.data.rows.sample)
         return OutOfMemoryElsewhere(
             f"Out of memory on rank {self.step.ranks.rank} in the validation after step {number}, in "
             f"micro-batches of {samples}. Set a smaller batch_size_val. ({' '.join(str(error).split())})"
@@ -128,10 +144,10 @@ class Validation:
     def _rows_per_rank(self) -> int:
         return -(-len(self.data.dataset) // self.ranks)
 
-    def _micro_batches(self, used: int) -> Iterator[tuple[Batch, bool]]:
+    def _micro_batches(self, used: int, size: int) -> Iterator[tuple[Batch, bool]]:
         """Micro-batches after this many rows on each rank, each with whether it counts."""
         mine = range(self.rank, len(self.data.dataset), self.ranks)
-        portions = [mine[at : at + self.size] for at in range(used, self._rows_per_rank, self.size)]
+        portions = [mine[at : at + size] for at in range(used, self._rows_per_rank, size)]
         loader = DataLoader(
             self.data.dataset,
             batch_sampler=[list(portion) or [0] for portion in portions],
@@ -143,13 +159,5 @@ class Validation:
         for portion, batch in zip(portions, loader, strict=True):
             yield batch, len(portion) > 0
 
-    def _shrink(self, where: str, number: int) -> bool:
-        """Use smaller micro-batches; False, and validation is given up this time, if there are none."""
-        if self.size == 1:
-            self.done = number
-            what = f"validation is left out: {where}, with a single row"
-            self.events.noticed(number, what)
-            return False
-        before, self.size = self.size, self.size // 2
-        self.events.changed(number, where, validation_batch=(before, self.size))
-        return True
+    def _adjusted(self, reason: str, before: int, after: int) -> None:
+        self.events.changed(self._number, reason, validation_batch=(before, after))

@@ -1,0 +1,142 @@
+"""Phases of a run besides training, such as scoring: rows go through in micro-batches that fit.
+
+    score = Phase("scoring", step, log_probs)
+    score.begin(size)
+    found = score.of_rows(rows)
+
+When memory runs out, only the micro-batch in which it did is done again, as smaller ones. What is done stays
+done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from torchtune_adaptive.common import TrainingOutOfMemory
+from torchtune_adaptive.core.sizes.recovery import Recovery
+from torchtune_adaptive.core.step.exchange import ForwardDone, StepLost
+from torchtune_adaptive.core.step.train_step import TrainStep
+from torchtune_adaptive.core.step.trees import shape_of
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+
+@dataclass(eq=False, repr=False)
+class Phase(Generic[P, R]):
+    """Work without gradients on any number of rows, the same on every rank, between steps."""
+
+    name: str
+    """The name in messages."""
+    step: TrainStep
+    work: Callable[[P], R]
+    """What is done with a micro-batch: function of its rows. Nothing that it returns should be on the device,
+    where it would take memory from what follows."""
+    gathers: nn.Module | None = None
+    """A sharded model of which each rank gathers all parameters first, if they fit. Then ``work`` launches
+    nothing, so ranks need not do the same, and run out of memory by themselves."""
+    sharded: Callable[[P], R] | None = None
+    """What is done in place of ``work`` if they do not fit; launches the same on all ranks."""
+    tried: Callable[[P], Any] | None = None
+    """What a trial does in place of ``work``, with as much memory in less time."""
+    shape: Callable[[P], Hashable] = shape_of
+    """The shape of a micro-batch; where layers are split, it decides what is launched."""
+    adjusted: Callable[[str, int, int], None] = lambda reason, before, after: None
+    """Function called with the reason when micro-batches change from one size to another."""
+    advice: str = ""
+    """Advice for the message where not even one row fits."""
+
+    _recovery: Recovery = field(init=False)
+
+    def begin(self, size: int, grow_back_after: int | None = None) -> None:
+        """Use micro-batches of this size from now on, and smaller ones when memory runs out.
+
+        Args:
+            size: the rows in a micro-batch.
+            grow_back_after: runs without trouble after which a size that failed is tried again; None: never.
+        """
+        halves = (size >> n for n in range(1, size.bit_length()))
+        self._recovery = Recovery(size, halves, grow_back_after)
+
+    @property
+    def size(self) -> int:
+        """The rows in a micro-batch right now."""
+        return self._recovery.size
+
+    def of_rows(self: Phase[Sequence[Any], Sequence[R]], rows: Sequence[Any]) -> list[R]:
+        """The result of each row; every rank has equally many rows."""
+
+        def portions(start: int, size: int) -> Iterator[Sequence[Any]]:
+            return (rows[at : at + size] for at in range(start, len(rows), size))
+
+        return [each for done in self.run(len(rows), portions) for each in done.result]
+
+    def run(
+        self, rows: int, portions: Callable[[int, int], Iterable[P]]
+    ) -> Iterator[ForwardDone[R]]:
+        """Do the work, a micro-batch at a time.
+
+        Args:
+            rows: the number of rows, the same on every rank.
+            portions: function that makes micro-batches of the rows from one on, given their size.
+
+        Raises:
+            TrainingOutOfMemory: not even one row fits.
+        """
+        with self._attempts(self.work, self.sharded) as attempt:
+            done = 0
+            while done < rows:
+                size, lost = self.size, None
+                for portion in portions(done, size):
+                    outcome = attempt(portion)
+                    if outcome.lost:
+                        lost = outcome
+                        break
+                    done += size
+                    yield outcome
+                if lost is not None:
+                    self._shrink(lost)
+        before = self.size
+        if self._recovery.grow_back():
+            self.adjusted("no OOM since", before, self.size)
+
+    def _shrink(self, lost: StepLost) -> None:
+        before = self.size
+        if not self._recovery.shrink():
+            what = f"{lost.trouble}, with a single row. {self.advice}"
+            raise TrainingOutOfMemory(what.strip(), everywhere=self.gathers is None)
+        self.adjusted(lost.trouble, before, self.size)
+
+    def attempt(self, portion: P) -> ForwardDone[Any] | StepLost:
+        """Try one micro-batch."""
+        with self._attempts(self.tried or self.work, self.tried or self.sharded) as attempt:
+            return attempt(portion)
+
+    @contextmanager
+    def _attempts(
+        self, work: Callable[[P], Any], sharded: Callable[[P], Any] | None
+    ) -> Iterator[Callable[[P], ForwardDone[Any] | StepLost]]:
+        """A context in which micro-batches can be done; gives what attempts one."""
+        if self.gathers is None:
+            yield partial(self._together, work)
+            return
+        with self.step.gathered(self.gathers) as gathered:
+            if not gathered.lost:
+                yield lambda portion: self.step.alone(self.name, partial(work, portion))
+                return
+        if sharded is None:
+            yield lambda portion: gathered
+            return
+        self.adjusted(f"{gathered.trouble}: parameters stay sharded", self.size, self.size)
+        yield partial(self._together, sharded)
+
+    def _together(self, work: Callable[[P], Any], portion: P) -> ForwardDone[Any] | StepLost:
+        return self.step.forward_only(
+            self.name, partial(work, portion), partial(self.shape, portion)
+        )
