@@ -85,7 +85,9 @@ class LogProbs:
             logits = project(hidden, *weight).float()
             if self._temperature != 1.0:
                 logits = logits / self._temperature
-            return logits.gather(-1, following[..., None])[..., 0] - logits.logsumexp(-1)
+            return -F.cross_entropy(
+                logits.flatten(0, 1), following.flatten(), reduction="none"
+            ).view_as(following)
 
         run = partial(checkpoint, of_chunk, use_reentrant=False)
         chunks = zip(hidden.chunk(_CHUNKS, 1), following.chunk(_CHUNKS, 1), strict=True)
