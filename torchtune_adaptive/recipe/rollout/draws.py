@@ -18,7 +18,7 @@ def draws(seed: int, rollout: int, row: int, tokens: int) -> torch.Tensor:
         row: the index of the row among those of all ranks.
         tokens: how many numbers; of more numbers, the first are the same.
     """
-    # It counts, so any place of its sequence is reached at once. Not torch's generator: on a CPU that takes 32
-    # bits of its seed, and among a million rows some would be twins.
+    # It counts, so that every row has a place in its sequence. Not torch's generator: on a CPU, that takes 32
+    # bits of a seed, and among a million rows some would be twins.
     place = np.random.Philox(key=[seed, rollout], counter=[0, row, 0, 0])
     return torch.from_numpy(np.random.Generator(place).random(tokens))
