@@ -18,6 +18,7 @@ def draws(seed: int, rollout: int, row: int, tokens: int) -> torch.Tensor:
         row: the index of the row among those of all ranks.
         tokens: how many numbers; of more numbers, the first are the same.
     """
-    # Not torch's generator: on a CPU it takes 32 bits of its seed, and among a million rows some were twins.
-    bits = np.random.Philox(np.random.SeedSequence((seed, rollout, row)))
-    return torch.from_numpy(np.random.Generator(bits).random(tokens))
+    # It counts, so that every row has a place in its sequence. Not torch's generator: on a CPU, that takes 32
+    # bits of a seed, and among a million rows some would be twins.
+    place = np.random.Philox(key=[seed, rollout], counter=[0, row, 0, 0])
+    return torch.from_numpy(np.random.Generator(place).random(tokens))

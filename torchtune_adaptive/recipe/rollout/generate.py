@@ -69,7 +69,7 @@ class Generation:
         tokens, valid, numbers = self._inputs(rows)
         position = (valid.cumsum(1) - 1).clamp_min(0)
         stops = torch.tensor(self.stop_tokens, dtype=tokens.dtype, device=self.device)
-        made = tokens.new_full((len(rows), count), self.padding_id)
+        made = tokens.new_full((len(rows), self.max_new), self.padding_id)
         stopped = torch.zeros_like(valid[:, 0])
         first, last = 0, self.width
         with _kv_caches(self, len(rows)), last_logits_only(self.model):
@@ -82,7 +82,7 @@ class Generation:
                 if early and bool(stopped.all()):
                     break
                 tokens, first, last = made[:, at, None], last, last + 1
-        return [self._response(row) for row in on_host(made)]
+        return [self._response(row) for row in on_host(made)[:, :count]]
 
     def _inputs(self, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Prompts, padded; the places that are not padding, up to the last that may be generated; draws."""

@@ -82,10 +82,11 @@ class LogProbs:
         self, following: torch.Tensor, project: Project, hidden: torch.Tensor, *weight: torch.Tensor
     ) -> torch.Tensor:
         def of_chunk(hidden: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-            logits = project(hidden, *weight).float()
+            logits = project(hidden, *weight).float().flatten(0, 1)
             if self._temperature != 1.0:
                 logits = logits / self._temperature
-            return logits.gather(-1, following[..., None])[..., 0] - logits.logsumexp(-1)
+            log_probs = -F.cross_entropy(logits, following.flatten(), reduction="none")
+            return log_probs.view_as(following)
 
         run = partial(checkpoint, of_chunk, use_reentrant=False)
         chunks = zip(hidden.chunk(_CHUNKS, 1), following.chunk(_CHUNKS, 1), strict=True)

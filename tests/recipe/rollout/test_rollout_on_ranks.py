@@ -1,0 +1,128 @@
+"""Rollouts of a sharded model: the responses and numbers of the same model on one rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torchtune.modules import KVCache
+
+from tests.helpers.faults import FailingMemory, fail_at_each
+from tests.helpers.models import adamw, train_step
+from tests.helpers.ranks import run_ranks
+from tests.helpers.rollouts import PADDING, answered, generation, policy, prompted
+from tests.helpers.samples import Sample
+from torchtune_adaptive.core import Phase
+from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.recipe.rollout.losses import GRPO
+from torchtune_adaptive.recipe.rollout.projection import LogProbs
+from torchtune_adaptive.recipe.rollout.rows import Row, collate
+from torchtune_adaptive.recipe.rollout.score import Scoring
+
+pytestmark = pytest.mark.ranks
+
+
+class Run:
+    """A policy that is sharded, generates, scores and is trained."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.ranks, self.memory = Ranks(timeout=20), FailingMemory()
+        self.model = policy(sharded=True, **settings)
+        self.objective = GRPO(LogProbs(self.model))
+        self.step = train_step(
+            self.model,
+            [adamw(self.model)],
+            objective=self.objective,
+            memory=self.memory,
+            ranks=self.ranks,
+            clip_grad_norm=1.0,
+        )
+        generate = generation(self.model)
+        self.together = Phase("generation, sharded", self.step, generate.together)
+        self.alone = Phase(
+            "generation", self.step, generate.alone, self.model, generate.together, generate.trial
+        )
+        score = Scoring(PADDING, torch.device("cpu"), {"old": LogProbs(self.model)})
+        self.scoring = Phase("scoring", self.step, score)
+
+    def responses(self, phase: Phase[Any, Any], rows: list[Row], size: int) -> list[list[int]]:
+        phase.begin(size)
+        return [each.tokens.tolist() for each in phase.of_rows(rows)]
+
+    def scores(self, rows: list[Row], size: int) -> list[torch.Tensor]:
+        self.scoring.begin(size)
+        return [each["old"] for each in self.scoring.of_rows(rows)]
+
+    def gradient_norm(self, rows: list[Row], size: int) -> float | None:
+        for at in range(0, len(rows), size):
+            self.step.forward_backward(collate(rows[at : at + size], PADDING))
+        outcome = self.step.apply()
+        assert not outcome.lost
+        return outcome.gradient_norm
+
+
+def roll_out(settings: dict[str, Any]) -> None:
+    run, rows = Run(**settings), prompted(8)
+    with torch.no_grad():
+        whole = policy(**settings)
+        expected = [each.tokens.tolist() for each in generation(whole).alone(rows)]
+        log_probs = LogProbs(whole)(collate(answered(4), PADDING)["tokens"])
+    for phase in (run.alone, run.together):
+        assert run.responses(phase, rows, 8) == expected
+        assert run.responses(phase, rows, 3) == expected
+    for row, found, wanted in zip(answered(4), run.scores(answered(4), 3), log_probs, strict=True):
+        wanted = wanted[len(row.prompt) - 1 :][: len(found)]
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0.0)
+        assert row.response is not None and len(row.response) == len(found)
+    at_once, in_parts = (
+        run.gradient_norm(answered(4), 4),
+        Run(**settings).gradient_norm(answered(4), 1),
+    )
+    assert at_once is not None and at_once == pytest.approx(in_parts, rel=1e-5)
+
+
+SETTINGS = {
+    "full": {},
+    "output sharded apart": {"output_apart": True},
+    "not resharded": {"reshard": False},
+    "lora": {"lora": True},
+}
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_sharded_model_gives_what_a_whole_one_does(settings: dict[str, Any]) -> None:
+    run_ranks(roll_out, 2, settings)
+
+
+def fail_in_a_rollout(sample: Sample) -> tuple[int, int]:
+    """Run out of memory on one rank after the other, in each phase."""
+    run, rows = Run(), prompted(4)
+    tried = shrunk = 0
+    for phase in (run.alone, run.together, run.scoring):
+        take = (
+            partial(run.scores, answered(4))
+            if phase is run.scoring
+            else partial(run.responses, phase, rows)
+        )
+        expected = take(4)
+        with run.memory.fail_at(0) as fault:
+            take(4)
+        for _, failing, failure in fail_at_each(sample.of(fault.seen), run.memory, run.ranks):
+            with failure:
+                found = take(4)
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+            tried += 1
+            shrunk += phase.size < 4
+            assert not any(isinstance(module, KVCache) for module in run.model.modules())
+            if failing == run.ranks.rank:
+                assert phase.size == 2 or phase is run.alone, "or parameters stayed sharded"
+    return tried, shrunk
+
+
+def test_a_rollout_survives_running_out_of_memory(sample: Sample) -> None:
+    """At operations of each phase: the same responses and numbers, and no caches are left."""
+    for tried, shrunk in run_ranks(fail_in_a_rollout, 2, sample.every(7, 101), timeout=500):
+        assert tried >= 3 and shrunk >= 2
