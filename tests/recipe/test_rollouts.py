@@ -12,11 +12,12 @@ from torchtune.models.llama2 import llama2_tokenizer
 
 from tests.helpers.ranks import Alone
 from tests.recipe.test_config import config
-from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.common.errors import ConfigError, NoPrediction
 from torchtune_adaptive.core.sizes.loader import SampleOrder
 from torchtune_adaptive.core.sizes.micro_batches import ByRows
 from torchtune_adaptive.recipe import rewards, tiny
 from torchtune_adaptive.recipe.data.prompts import gsm8k_dataset, prompt_dataset
+from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import our_recipe_for
 from torchtune_adaptive.recipe.rewards import BadReward, Rewards
 from torchtune_adaptive.recipe.rollout.generate import Response
@@ -59,8 +60,8 @@ def test_configs_of_torchtunes_main_branch_are_ours() -> None:
         **{"think_tag": "think", "answer_tag": "answer", "positive_reward": 1.0},
     }
     check_components(as_on_main(reward_functions=[formats]), GRPO)
+    wrong = {**formats, "positive_rewards": 2}
     with pytest.raises(ConfigError, match="positive_rewards: 2 is no argument"):
-        wrong = {**formats, "positive_rewards": 2}
         check_components(as_on_main(reward_functions=[wrong]), GRPO)
     with pytest.raises(ConfigError, match=r"reward_functions\[0\]: 'mine.reward' cannot be found"):
         check_components(as_on_main(reward_functions=["mine.reward"]), GRPO)
@@ -104,12 +105,19 @@ def test_what_rollouts_cannot_do_is_refused_by_its_key(override: str) -> None:
     assert raised.value.key.startswith(override.partition("=")[0])
 
 
+def test_a_plan_is_refused_by_name() -> None:
+    with pytest.raises(NoPrediction, match=f"{GRPO.recipe} generates the rows that it trains on"):
+        plan_request(config("tiny/grpo"), 1)
+
+
 def test_what_rollouts_need_is_named() -> None:
     cfg = config("tiny/grpo")
     del cfg["max_generated_tokens"]
     with pytest.raises(ConfigError, match="max_generated_tokens: None is not valid"):
         check(cfg, GRPO)
-    with pytest.raises(ConfigError, match="makes rollouts of 4 prompts per rank, and the data has 3"):
+    with pytest.raises(
+        ConfigError, match="makes rollouts of 4 prompts per rank, and the data has 3"
+    ):
         RolloutSizes(4, 2, 1, 8).require_prompts(3)
 
 
@@ -124,7 +132,12 @@ def test_prompts_are_made_of_columns(tmp_path: Any) -> None:
     file = tmp_path / "rows.json"
     file.write_text('[{"q": "Say river.", "a": "river"}]')
     made = prompt_dataset(
-        tokenizer(), source="json", data_files=str(file), split="train", prompt="Q: {q} A:", answer="a"
+        tokenizer(),
+        source="json",
+        data_files=str(file),
+        split="train",
+        prompt="Q: {q} A:",
+        answer="a",
     )
     row = made[0]
     assert len(made) == 1 and row["answer"] == "river" and row["question"] == "Q: Say river. A:"
@@ -161,7 +174,9 @@ def length(ids: torch.Tensor, texts: list[str], answers: list[Any]) -> list[int]
 
 
 def right(ids: torch.Tensor, texts: list[str], answers: list[Any], worth: float = 1.0) -> Any:
-    found = torch.tensor([float(text == answer) for text, answer in zip(texts, answers, strict=True)])
+    found = torch.tensor(
+        [float(text == answer) for text, answer in zip(texts, answers, strict=True)]
+    )
     return rewards.RewardOutput(worth * found, found)
 
 
@@ -206,7 +221,13 @@ def test_a_reward_that_is_no_number_for_each_response_is_named(
 
 @pytest.mark.parametrize(
     ("answer", "attempt", "same"),
-    [("5", "5", True), ("1,000", "$1000", True), ("0.5", "1/2", True), ("5", "6", False), ("", "", False)],
+    [
+        ("5", "5", True),
+        ("1,000", "$1000", True),
+        ("0.5", "1/2", True),
+        ("5", "6", False),
+        ("", "", False),
+    ],
 )
 def test_answers_are_the_same_text_or_number(answer: str, attempt: str, same: bool) -> None:
     assert rewards.is_same(answer, attempt) is same
@@ -236,13 +257,17 @@ class Ranks(Alone):
         self.rank = rank
 
 
-def rollouts(rank: int = 0, ranks: int = 1, prompts: int = 4, epochs: int = 1, **more: Any) -> Rollouts:
+def rollouts(
+    rank: int = 0, ranks: int = 1, prompts: int = 4, epochs: int = 1, **more: Any
+) -> Rollouts:
     """Rollouts of ten prompts, whose responses are made of a row's index."""
     memory = SimpleNamespace(release=lambda: None)
     step = SimpleNamespace(ranks=Ranks(rank, ranks), memory=memory)
 
     def phase(name: str, work: Any) -> Any:
-        return SimpleNamespace(name=name, size=2, step=step, of_rows=lambda rows: [*map(work, rows)])
+        return SimpleNamespace(
+            name=name, size=2, step=step, of_rows=lambda rows: [*map(work, rows)]
+        )
 
     response = lambda row: Response(torch.tensor([row.index % 7 + 2, 1]), True)  # noqa: E731
     sizes = RolloutSizes(prompts, samples=2, epochs=epochs, max_new=3)

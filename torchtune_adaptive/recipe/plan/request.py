@@ -113,7 +113,12 @@ def plan_request(
         NoPrediction: its memory cannot be predicted.
     """
     cfg, stand_in = _with_installed_optimizer(cfg)
-    settings = check(cfg, kind_of(cfg))
+    settings = check(cfg, kind := kind_of(cfg))
+    if kind.generates:
+        raise NoPrediction(
+            f"{kind.recipe} generates the rows that it trains on, which cannot be traced yet. "
+            "use_maximum_batch_size=True finds sizes by trials, and `tune-adaptive find` prints them."
+        )
     if (ways := cfg.get("tensor_parallel_dim") or 1) > 1:
         raise NoPrediction(
             f"tensor_parallel_dim: {ways} splits tensors in ways that cannot be traced yet. "

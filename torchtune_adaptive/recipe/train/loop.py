@@ -328,7 +328,9 @@ class TrainingLoop:
                 found.append(f"{BLOCK}.token_budget={size}")
         elif (split := self._split) is not self.adaptation.split:
             fitting = next(n for n in range(size, 0, -1) if split.rows % n == 0)
-            found += [f"batch_size={fitting}", f"{ACCUMULATION}={split.rows // fitting}"]
+            if not isinstance(self.loader, Rollouts):  # where it is prompts
+                found.append(f"batch_size={fitting}")
+            found.append(f"{ACCUMULATION}={split.rows // fitting}")
             if growth.largest is not None:
                 found.append("use_maximum_batch_size=False")
         return " ".join(found)

@@ -1,0 +1,178 @@
+"""Runs whose rows are generated: three sizes found, memory run out in each phase, resumed, ended by a reward."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from tests.helpers.recipes import run_ours, tiny_config
+from tests.helpers.runs import (
+    RESUME,
+    Record,
+    Records,
+    assert_same_weights,
+    losses,
+    refused,
+    train,
+)
+from torchtune_adaptive.recipe.train.rollouts import Rollouts
+
+pytestmark = pytest.mark.runs
+
+SHORT: dict[str, Any] = {
+    "batch_size": 2,
+    "grpo_samples": 4,
+    "max_generated_tokens": 8,
+    "num_steps": 4,
+    "lr_scheduler.num_warmup_steps": 0,
+}
+CLOCK = {"generation_seconds", "scoring_seconds", "reward_seconds", "tokens_per_second_per_gpu"}
+"""What is logged of the machine."""
+
+
+def of_training(records: Records) -> list[Record]:
+    """What was logged of each step, without what differs from run to run."""
+    left_out = {*CLOCK, "memory_unused_share"}
+    return [{k: v for k, v in each.items() if k not in left_out} for each in records]
+
+
+def test_three_sizes_are_found_on_two_ranks(tmp_path: Path) -> None:
+    """Each was tried, and the next one failed, or there are no more rows."""
+    found = {"use_maximum_batch_size": True, "adaptive_batching.memory_limit": "8MiB"}
+    more = {**SHORT, "batch_size": 8, "grpo_samples": 8, "num_steps": 2}
+    records = train("grpo", tmp_path, 2, **{**more, **found})
+    assert len(losses(records)) == 2
+    report = json.loads((tmp_path / "batch_size_search.json").read_text())
+    sizes = {phase: report[f"{phase}_batch_size"] for phase in report["trials"]}
+    assert set(sizes) == {"generation", "scoring", "training"}
+    for phase, trials in report["trials"].items():
+        fits = {trial["size"]: trial["fits"] for trial in trials}
+        assert fits[sizes[phase]] and (fits.get(2 * sizes[phase]) is False or sizes[phase] == 64)
+    assert sizes["training"] < 64
+    assert f"adaptive_batching.generation_batch_size={sizes['generation']}" in report["overrides"]
+    assert records[0]["micro_batch_size"] == sizes["training"]
+    assert records[0]["global_batch_size"] == 128 and records[0]["batch_size"] == 8
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_after_a_search_is_the_run_without_one(ranks: int, tmp_path: Path) -> None:
+    limit = {"adaptive_batching.memory_limit": "9MiB", "clip_grad_norm": 1.0}
+    searching, plain = (tmp_path / name for name in ("searching", "plain"))
+    more = {**SHORT, **limit, "grpo_samples": 16, "ppo_epochs": 2}
+    found = train("grpo", searching, ranks, **more, use_maximum_batch_size=True)
+    report = json.loads((searching / "batch_size_search.json").read_text())
+    sizes = {
+        "gradient_accumulation_steps": report["gradient_accumulation_steps"],
+        "adaptive_batching.generation_batch_size": report["generation_batch_size"],
+        "adaptive_batching.scoring_batch_size": report["scoring_batch_size"],
+    }
+    expected = train("grpo", plain, ranks, **more, **sizes)
+    assert of_training(found) == of_training(expected) and len(losses(found)) == 8
+    assert_same_weights(searching, plain)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("loss", ["GRPOLoss", "GRPOSimpleLoss"])
+def test_a_resumed_run_has_the_same_responses_and_losses(
+    loss: str, ranks: int, tmp_path: Path
+) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    changes = {
+        **SHORT,
+        **{"ppo_epochs": 2, "save_every_n_steps": 3, "keep_last_n_checkpoints": 9},
+        "loss._component_": f"torchtune_adaptive.recipe.kinds.grpo.{loss}",
+    }
+    expected = train("grpo", whole, ranks, **changes)
+    assert len(losses(expected)) == 8
+    shutil.copytree(whole, resumed, symlinks=True)
+    # Step 3 is in the middle of a rollout, which is not left before it has been trained on.
+    saved = sorted(path.name for path in whole.glob("epoch_*"))
+    assert saved == ["epoch_0_step_4", "epoch_0_step_6", "epoch_0_step_8"]
+    for name in saved[1:]:
+        shutil.rmtree(resumed / name)
+    rest = train("grpo", resumed, ranks, **changes, **RESUME)
+    assert of_training(rest) == of_training(expected)[4:]
+    assert_same_weights(whole / saved[-1], resumed / saved[-1])
+    finished = train("grpo", resumed, ranks, **changes, **RESUME)
+    assert losses(finished) == []
+
+
+def run_short_of_memory(kind: str, cfg: DictConfig, phase: str | None, factor: float) -> Records:
+    """Run with less memory on the last rank in one phase of the second rollout."""
+    usual = {name: getattr(Rollouts, name) for name in ("_generate", "_score")}
+
+    def short(name: str) -> Any:
+        def run(self: Rollouts, rows: Any) -> None:
+            step = self.phases.generation.step
+            memory, ranks = step.memory, step.ranks
+            less = memory.in_use() + int((memory.capacity() - memory.in_use()) * factor)
+            is_short = name == phase and self._number == 2 and ranks.rank == ranks.size - 1
+            with memory.capped(less) if is_short else nullcontext():
+                usual[name](self, rows)
+
+        return run
+
+    for name in usual:
+        setattr(Rollouts, name, short(name))
+    try:
+        return run_ours(kind, cfg)
+    finally:
+        for name, method in usual.items():
+            setattr(Rollouts, name, method)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("phase", "factor"), [("_generate", 0.2), ("_generate", 0.02), ("_score", 0.1)]
+)
+def test_memory_that_runs_out_on_one_rank_changes_no_response(
+    phase: str, factor: float, tmp_path: Path
+) -> None:
+    from tests.helpers.ranks import run_ranks
+
+    changes = {**SHORT, "adaptive_batching.memory_limit": "9MiB", "gradient_accumulation_steps": 4}
+    made = []
+    for name, which in (("plain", None), ("short", phase)):
+        cfg = tiny_config("grpo", tmp_path / name, **changes)
+        records, *_ = run_ranks(
+            run_short_of_memory, 2, "grpo", cfg, which, factor, join=False, timeout=120
+        )
+        made.append(records)
+    plain, short = made
+    for one, other in zip(plain, short, strict=True):
+        for key in ("rewards", "response_lengths", "num_stop_tokens"):
+            assert one[key] == other[key]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-7)
+    events = (tmp_path / "short" / "batch_size_events.jsonl").read_text()
+    assert "out of memory in" in events and "rank 1" in events
+
+
+def fails_on_one_rank(ids: Any, texts: list[str], answers: list[str]) -> list[float]:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise KeyError("no such answer")
+    return [0.0] * len(texts)
+
+
+@pytest.mark.exhaustive
+def test_a_reward_that_raises_on_one_rank_ends_all_of_them(tmp_path: Path) -> None:
+    said = refused(
+        "KeyError", "grpo", tmp_path, 2, **SHORT, reward_functions=[f"{__name__}.fails_on_one_rank"]
+    )
+    assert "no such answer" in said and "fails_on_one_rank" in said
+
+
+def test_groups_of_one_sample_and_responses_of_one_token_train(tmp_path: Path) -> None:
+    more = {**SHORT, "grpo_samples": 1, "max_generated_tokens": 1, "num_steps": 2}
+    records = train("grpo", tmp_path, **more)
+    assert [record["response_lengths"] for record in records] == [1.0, 1.0]
+    assert all(abs(record["policy_loss"]) == 0.0 for record in records)
