@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torchtune.modules import KVCache
 from tests.helpers.faults import FailingMemory, fail_at_each
 from tests.helpers.models import adamw, train_step
 from tests.helpers.ranks import run_ranks
-from tests.helpers.rollouts import PADDING, answered, generation, policy, prompted
+from tests.helpers.rollouts import MAX_NEW, PADDING, answered, generation, policy, prompted
 from tests.helpers.samples import Sample
 from torchtune_adaptive.core import Phase
 from torchtune_adaptive.core.ranks.agreement import Ranks
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.ranks
 class Run:
     """A policy that is sharded, generates, scores and is trained."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, max_new: int = MAX_NEW, **settings: Any) -> None:
         self.ranks, self.memory = Ranks(timeout=20), FailingMemory()
         self.model = policy(sharded=True, **settings)
         self.objective = GRPO(LogProbs(self.model))
@@ -39,7 +40,7 @@ class Run:
             ranks=self.ranks,
             clip_grad_norm=1.0,
         )
-        generate = generation(self.model)
+        generate = generation(self.model, max_new=max_new)
         self.together = Phase("generation, sharded", self.step, generate.together)
         self.alone = Phase(
             "generation", self.step, generate.alone, self.model, generate.together, generate.trial
@@ -99,14 +100,12 @@ def test_a_sharded_model_gives_what_a_whole_one_does(settings: dict[str, Any]) -
 
 def fail_in_a_rollout(sample: Sample) -> tuple[int, int]:
     """Run out of memory on one rank after the other, in each phase."""
-    run, rows = Run(), prompted(4)
+    run, rows = Run(max_new=4), prompted(4)
     tried = shrunk = 0
     for phase in (run.alone, run.together, run.scoring):
-        take = (
-            partial(run.scores, answered(4))
-            if phase is run.scoring
-            else partial(run.responses, phase, rows)
-        )
+        take: Callable[[int], Any] = partial(run.responses, phase, rows)
+        if phase is run.scoring:
+            take = partial(run.scores, answered(4))
         expected = take(4)
         with run.memory.fail_at(0) as fault:
             take(4)
@@ -124,5 +123,5 @@ def fail_in_a_rollout(sample: Sample) -> tuple[int, int]:
 
 def test_a_rollout_survives_running_out_of_memory(sample: Sample) -> None:
     """At operations of each phase: the same responses and numbers, and no caches are left."""
-    for tried, shrunk in run_ranks(fail_in_a_rollout, 2, sample.every(7, 101), timeout=500):
-        assert tried >= 3 and shrunk >= 2
+    for tried, shrunk in run_ranks(fail_in_a_rollout, 2, sample.every(7, 499), timeout=500):
+        assert tried >= 3 and shrunk >= 1
