@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.library import (
         AdaptiveStep,
         BatchSize,
+        ForwardOnly,
         Outcome,
         Plan,
         Speed,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.helpers.faults import fail_at_each
 from tests.helpers.mesh import (
     ROWS,
     OnMesh,
@@ -15,9 +16,10 @@ from tests.helpers.mesh import (
     fail_on_mesh,
     lengths_of,
 )
-from tests.helpers.models import batch, local_values
+from tests.helpers.models import batch, local_values, same_bits
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
+from torchtune_adaptive.core.step.phase import Phase
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
@@ -173,3 +175,48 @@ def gradients_after_a_step() -> list[bool]:
 def test_gradients_are_placed_as_their_parameters_are() -> None:
     for placed in run_ranks(gradients_after_a_step, 2):
         assert len(placed) > 10 and all(placed)
+
+
+def fail_without_gradients(way: str, shape: Shape, known: str, sample: Sample) -> dict[str, int]:
+    """Run out of memory in a validation of rows, on one rank after the other; train after each."""
+    with context_of(way):
+        run, reference = OnMesh(way, shape), OnMesh(way, shape)
+        for each in (run, reference):
+            each.take(1)
+        counts = dict.fromkeys(("tried", "lost", "wrong", "unequal"), 0)
+        phase = Phase("validation", run.step, run.step.sums)
+        expected = [phase.attempt(run.rows) for _ in range(3)][-1]
+        assert not expected.lost
+        with run.memory.fail_at(0) as fault:
+            phase.attempt(run.rows)
+        for _, _, failure in fail_at_each(sample.of(fault.seen), run.memory, run.ranks):
+            if known == "nothing":
+                run.step._collectives._sequences.clear()
+                run.step._collectives._wide_sequences.clear()
+            with failure:
+                outcome = phase.attempt(run.rows)
+            counts["tried"] += 1
+            counts["lost"] += outcome.lost
+            counts["unequal"] += not run.launched()
+            again = phase.attempt(run.rows)
+            counts["wrong"] += again.lost or not torch.equal(again.result, expected.result)
+        assert run.take(1) == reference.take(1)
+        counts["wrong"] += not same_bits(local_values(run.model), local_values(reference.model))
+        return counts
+
+
+@pytest.mark.rotating(1)
+@pytest.mark.parametrize("known", ["everything", "nothing"])
+@pytest.mark.parametrize(
+    ("way", "shape"),
+    [("tensor", (1, 1, 2)), ("sequence", (1, 2, 2)), ("loss", (1, 1, 2)), ("tensor", (1, 2, 2))],
+    ids=str,
+)
+def test_memory_runs_out_at_operations_of_a_validation(
+    way: str, shape: Shape, known: str, sample: Sample
+) -> None:
+    sample = sample.every(exhaustive=1, quick=17)
+    arguments = (way, shape, known, sample)
+    for counts in run_ranks(fail_without_gradients, math.prod(shape), *arguments, timeout=280):
+        assert counts["lost"] == counts["tried"] > 0
+        assert counts["wrong"] == counts["unequal"] == 0

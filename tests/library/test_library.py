@@ -29,9 +29,11 @@ SIGNATURES = {
     "compiled=None, wait_for_memory=0.0, timeout=None)",
     "AdaptiveStep.__call__": "(self, rows, collate, size)",
     "AdaptiveStep.collective": "(self, launch, *arguments, **named)",
+    "AdaptiveStep.forward_only": "(self, work, *, name=None, worst=None, gathers=False)",
     "AdaptiveStep.state_dict": "(self)",
     "AdaptiveStep.load_state_dict": "(self, state)",
-    "find_batch_size": "(step, batch, *, ceiling=16384, accumulation=1, rounding='power_of_two', "
+    "ForwardOnly.__call__": "(self, rows, collate, size)",
+    "find_batch_size": "(step, batch, *, phase=None, ceiling=16384, accumulation=1, rounding='power_of_two', "
     "search='extrapolate', headroom=0.05)",
     "plan_batch_size": "(build, *, optimizer, forward, batch, gpu='h100-80gb', memory=None, ranks=1, "
     "rows=None, ceiling=16384, accumulation=1, max_grad_norm=None, headroom=0.05, "
@@ -53,8 +55,8 @@ SIGNATURES = {
 
 
 def test_names_and_signatures_are_what_was_promised() -> None:
-    classes = {"AdaptiveBatchingError", "BatchSize", "NoPrediction", "NothingFits", "Schedule"}
-    classes |= {"RankLost", "TrainingOutOfMemory", "UsageError"}
+    classes = {"AdaptiveBatchingError", "BatchSize", "ForwardOnly", "NoPrediction", "NothingFits"}
+    classes |= {"RankLost", "Schedule", "TrainingOutOfMemory", "UsageError"}
     assert set(torchtune_adaptive.__all__) == classes | {
         name for name in SIGNATURES if "." not in name
     }

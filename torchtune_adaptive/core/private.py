@@ -181,21 +181,20 @@ def spread_by(module: FSDPModule) -> Spread | None:
     return None
 
 
-def resharding(module: FSDPModule) -> tuple[bool, list[Any]]:
-    """Whether FSDP decides by itself about resharding after forward, and what it does; public to set only."""
-    state = module._get_fsdp_state()
-    groups = _parameter_groups(state)
-    own_choice = bool(getattr(state, "_auto_reshard_after_forward", False))
-    return own_choice, [group.post_forward_mesh_info for group in groups]
+def begin(root: FSDPModule) -> None:
+    """What FSDP does before a root runs for the first time."""
+    root._get_fsdp_state()._lazy_init()
 
 
-def set_resharding(module: FSDPModule, before: tuple[bool, list[Any]]) -> None:
-    """Set what ``resharding`` gave. FSDP decides when a root runs first, which may have been meanwhile."""
-    own_choice, infos = before
-    state = module._get_fsdp_state()
-    state._auto_reshard_after_forward = own_choice
-    for group, info in zip(_parameter_groups(state), infos, strict=True):
-        group.post_forward_mesh_info = None if own_choice and state._is_root else info
+def resharding(module: FSDPModule) -> list[Any]:
+    """What FSDP does with the parameters of a module after forward; public to set only."""
+    return [group.post_forward_mesh_info for group in _parameter_groups(module._get_fsdp_state())]
+
+
+def set_resharding(module: FSDPModule, before: list[Any]) -> None:
+    """Set what ``resharding`` gave."""
+    for group, info in zip(_parameter_groups(module._get_fsdp_state()), before, strict=True):
+        group.post_forward_mesh_info = info
 
 
 def communications(module: FSDPModule) -> list[tuple[Any, Any]]:

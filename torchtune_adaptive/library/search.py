@@ -10,6 +10,7 @@ from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import Probe, Rounding, SizeTrial, StepDone, candidates, strategies
 from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
+from torchtune_adaptive.library.forward_only import ForwardOnly
 from torchtune_adaptive.library.step import AdaptiveStep, SummedLoss
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ def find_batch_size(
     step: AdaptiveStep,
     batch: Callable[[int], Any],
     *,
+    phase: ForwardOnly | None = None,
     ceiling: int = 1 << 14,
     accumulation: int = 1,
     rounding: Rounding = "power_of_two",
@@ -51,6 +53,8 @@ def find_batch_size(
         step: the step that training will take.
         batch: function that makes a micro-batch of so many rows on the host, each as long as the data can
             make it: the worst case.
+        phase: what to find the size of in place of training: what ``step.forward_only`` made. The optimizer's
+            state is in memory meanwhile.
         ceiling: the largest size to try; no more than there are rows in a step.
         accumulation: micro-batches in a step; from two on, trials have gradients in memory.
         rounding: sizes that may be found: ``power_of_two``, ``divisor`` (of the ceiling), or ``none``.
@@ -65,6 +69,10 @@ def find_batch_size(
     if not isinstance(step, AdaptiveStep):
         raise UsageError(f"step: a {type(step).__name__} is not an AdaptiveStep.")
     arguments.function("batch", batch)
+    if phase is not None and (
+        not isinstance(phase, ForwardOnly) or phase.step is not step.train_step
+    ):
+        raise UsageError("phase: pass what forward_only of this step made.")
     ceiling = arguments.whole("ceiling", ceiling)
     accumulation = arguments.whole("accumulation", accumulation)
     headroom = arguments.share("headroom", headroom)
@@ -77,6 +85,7 @@ def find_batch_size(
             "AdaptiveStep(..., memory_limit='1GiB'), say."
         )
     worst = CheckedBatch(batch)
+    of_phase = CheckedBatch(phase.worst) if phase is not None and phase.worst else worst
     objective = step.objective
     objective.begins = True
     probe = Probe(
@@ -90,7 +99,10 @@ def find_batch_size(
     )
 
     def trial(size: int) -> SizeTrial:
-        tried = probe.trial(size, worst)
+        if phase is None:
+            tried = probe.trial(size, worst)
+        else:
+            tried = probe.trial_of(phase.phase, size, (of_phase(size), size))
         log.info(tried.line())
         return tried
 
@@ -107,7 +119,8 @@ def find_batch_size(
     size = BatchSize(found.size)
     size.status, size.trials = found.status, found.trials
     if step.ranks.is_zero:
-        log.info(f"micro-batch {size}: {found.status.value}")
+        of = f" of {phase.phase.name}" if phase is not None else ""
+        log.info(f"micro-batch{of} {size}: {found.status.value}")
     return size
 
 

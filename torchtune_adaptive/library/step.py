@@ -31,6 +31,7 @@ from torchtune_adaptive.core import (
 )
 from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
+from torchtune_adaptive.library.forward_only import ForwardOnly
 from torchtune_adaptive.library.private import is_compiled
 
 log = logging.getLogger(__name__)
@@ -234,6 +235,37 @@ class AdaptiveStep:
         another. All ranks call the same for every micro-batch, and it launches as many each time.
         """
         return self.train_step.together(lambda: launch(*arguments, **named))
+
+    def forward_only(
+        self,
+        work: Callable[[Any], Any],
+        *,
+        name: str | None = None,
+        worst: Callable[[int], Any] | None = None,
+        gathers: bool = False,
+    ) -> ForwardOnly:
+        """Make a phase of its own of what runs without gradients between steps: scoring, generating, ...
+
+            score = step.forward_only(log_probs)
+            scoring_size = find_batch_size(step, worst_case, phase=score)
+            old = score(rows, collate, scoring_size)
+
+        Args:
+            work: function of a micro-batch on the device. Returns a tensor or a list with one result for each
+                row; the model is in evaluation mode, and no gradients are computed.
+            name: the name in messages; by default, that of the function.
+            worst: function that makes its largest micro-batch of so many rows, on the host; by default, the
+                one that ``find_batch_size`` is given.
+            gathers: whether each rank gets all parameters of a sharded model first. Then ``work`` may do
+                something else on each rank, such as generating until its rows have stopped.
+        """
+        arguments.function("work", work)
+        if worst is not None:
+            arguments.function("worst", worst)
+        name = name or getattr(work, "__name__", "forward_only").strip("<>_")
+        return ForwardOnly(
+            self.train_step, work, name, worst, gathers, self._agreed_size, self._grow_back_after
+        )
 
     def _agreed_size(self, rows: Sequence[Any], collate: Callable[..., Any], size: int) -> int:
         """The size, once all ranks have told each other theirs, and how many rows they have."""

@@ -142,6 +142,8 @@ def kept_gathered(model: nn.Module) -> Iterator[Callable[[], None]]:
 
     Afterward they are still gathered: ``reset`` shards them.
     """
+    for root in roots(model):
+        private.begin(root)  # or there would be nothing to reset
     modules = [*_sharded(model)]
 
     def gather() -> None:

@@ -351,7 +351,8 @@ class TrainStep:
     def gathered(self, model: nn.Module) -> Iterator[ForwardDone[None] | StepLost]:
         """A context in which each rank has all parameters of a sharded model, which then launches nothing.
 
-        Its value says whether they fit. Where memory runs out, they stay sharded on all ranks.
+        Its value says whether they fit. Where memory runs out, they stay sharded on all ranks. The model is
+        not part of one that FSDP shards as well.
         """
         try:
             with fsdp.kept_gathered(model) as gather:

@@ -1,0 +1,146 @@
+"""Phases without gradients in a caller's loop: a size of their own, and the same results whatever fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.faults import fail_at_each
+from tests.helpers.library import Trained, collate, failing, rows_of
+from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import Sample
+from torchtune_adaptive import UsageError, find_batch_size
+
+ROWS = 16
+
+
+class Scored(Trained):
+    """A model that scores rows between steps."""
+
+    def __init__(self, way: str, gathers: bool = False, **settings: Any) -> None:
+        super().__init__(way, **settings)
+        self.score = self.step.forward_only(self.distances, gathers=gathers)
+        self.rows = rows_of(ROWS, seed=self.step.ranks.rank)
+
+    def distances(self, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        assert not self.model.training and not torch.is_grad_enabled()
+        return (self.model(inputs) - targets).square().sum(1)
+
+    def scores(self, size: int = 8) -> torch.Tensor:
+        return torch.stack(self.score(self.rows, collate, size))
+
+    def train(self) -> float:
+        return self.step(self.rows, collate, 8).loss
+
+
+def worst(rows: int) -> Any:
+    return collate(rows_of(rows))
+
+
+def scored_and_trained(way: str, gathers: bool) -> tuple[bool, bool]:
+    """Whether scores are those of the model, and whether training continues as without them."""
+    run, plain = Scored(way, gathers), Scored(way)
+    expected = [plain.train() for _ in range(3)]
+    before = run.scores()
+    losses = [run.train()]
+    same = torch.equal(before, run.scores()), torch.equal(before, Scored(way).scores())
+    losses += [run.train(), run.train()]
+    return same == (False, True), losses == expected
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("ranks", "way", "gathers"),
+    [
+        (1, "alone", False),
+        (2, "fsdp", False),
+        (2, "fsdp", True),
+        (2, "ddp", True),
+        (4, "hsdp", True),
+    ],
+)
+def test_scores_are_those_of_the_model_and_training_is_as_without(
+    ranks: int, way: str, gathers: bool
+) -> None:
+    assert run_ranks(scored_and_trained, ranks, way, gathers) == [(True, True)] * ranks
+
+
+def search(gathers: bool) -> tuple[int, int, bool, bool]:
+    """The sizes of training and of scoring in little memory; the next is too large; there is no trace."""
+    run = Scored("fsdp", gathers, width=32, layers=4, memory_limit="150KiB")
+    rows = lambda count: collate(rows_of(count, width=32))  # noqa: E731
+    state = torch.get_rng_state()
+    training = find_batch_size(run.step, rows, ceiling=512)
+    scoring = find_batch_size(run.step, rows, phase=run.score, ceiling=512)
+    larger = any(trial.size == 2 * scoring and not trial.fits for trial in scoring.trials)
+    clean = torch.equal(state, torch.get_rng_state()) and not run.optimizer.state
+    return int(training), int(scoring), larger, clean
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("gathers", [False, True], ids=["together", "gathered"])
+def test_a_phase_has_a_size_of_its_own(gathers: bool) -> None:
+    for training, scoring, larger_fails, clean in run_ranks(search, 2, gathers):
+        assert training < scoring and larger_fails and clean
+
+
+def fail_at_operations(sample: Sample, way: str, gathers: bool) -> int:
+    """Score where memory runs out on one rank after the other; train after each; how often it failed."""
+    run, memory = failing(way, Scored, gathers=gathers)
+    plain = Scored(way, gathers)
+    assert isinstance(run, Scored)
+    expected = run.scores()
+    with memory.fail_at(0) as fault:
+        run.scores()
+    failed = 0
+    for _, _, failure in fail_at_each(sample.of(fault.seen), memory, run.step.ranks):
+        run.score = run.step.forward_only(run.distances, gathers=gathers)
+        with failure:
+            found = run.scores()
+        failed += run.score.phase.size < 8
+        torch.testing.assert_close(found, expected)
+        assert run.train() == plain.train()
+        expected = plain.scores()
+        assert torch.equal(run.scores(), expected)
+    return failed
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("way", "gathers"), [("fsdp", False), ("ddp", True)])
+def test_memory_runs_out_at_operations_of_a_phase(way: str, gathers: bool, sample: Sample) -> None:
+    sample = sample.every(exhaustive=1, quick=7)
+    failed = run_ranks(fail_at_operations, 2, sample, way, gathers, timeout=300)
+    assert all(failed)
+
+
+class TestRefused:
+    """What cannot work is refused in one line."""
+
+    def test_the_phase_of_another_step(self) -> None:
+        run, other = Scored("alone", memory_limit="1MiB"), Scored("alone", memory_limit="1MiB")
+        with pytest.raises(UsageError, match="phase: pass what forward_only of this step made"):
+            find_batch_size(run.step, worst, phase=other.score)
+
+    @pytest.mark.parametrize("value", [3, None])
+    def test_work_that_is_no_function(self, value: Any) -> None:
+        with pytest.raises(UsageError, match="work: "):
+            Scored("alone").step.forward_only(value)
+
+    @pytest.mark.parametrize(
+        ("made", "said"),
+        [
+            (lambda batch: None, "gave a NoneType for 8 rows"),
+            (lambda batch: torch.zeros(3), "gave a Tensor of 3 for 8 rows"),
+            (lambda batch: torch.zeros(()), "gave a Tensor for 8 rows"),
+            (lambda batch: [1.0], "gave a list of 1 for 8 rows"),
+        ],
+    )
+    def test_not_one_result_for_each_row(self, made: Any, said: str) -> None:
+        run = Scored("alone")
+        score = run.step.forward_only(made, name="scoring")
+        with pytest.raises(UsageError, match=f"forward_only: scoring {said}"):
+            score(run.rows, collate, 8)
+        assert run.train() == Scored("alone").train()  # nothing is left of it

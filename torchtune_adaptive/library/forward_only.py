@@ -1,0 +1,102 @@
+"""Work without gradients between steps, such as scoring or generating, in micro-batches that fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.common import UsageError, counted
+from torchtune_adaptive.core import Phase, TrainStep
+from torchtune_adaptive.library.private import tree_map_only
+
+log = logging.getLogger(__name__)
+
+
+class ForwardOnly:
+    """Work without gradients on any number of rows; made by ``AdaptiveStep.forward_only``.
+
+    When memory runs out, only the micro-batch in which it did is done again, as smaller ones. It has a size
+    of its own, which ``find_batch_size(step, batch, phase=...)`` finds.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        work: Callable[[Any], Any],
+        name: str,
+        worst: Callable[[int], Any] | None,
+        gathers: bool,
+        agreed_size: Callable[[Sequence[Any], Callable[[list[Any]], Any], int], int],
+        grow_back_after: int | None,
+    ) -> None:
+        self.step = step
+        self.worst = worst
+        self._work = work
+        self._agreed_size = agreed_size
+        self._grow_back_after = grow_back_after
+        self._size = 0
+        self.phase: Phase[tuple[Any, int], list[Any]] = Phase(
+            name,
+            step,
+            self._results,
+            gathers=step.model if gathers else None,
+            adjusted=self._adjusted,
+            advice="Use shorter rows, or allow more memory (memory_limit).",
+        )
+
+    def __call__(
+        self, rows: Sequence[Any], collate: Callable[[list[Any]], Any], size: int
+    ) -> list[Any]:
+        """Do the work.
+
+        Args:
+            rows: this rank's rows, the same number on every rank.
+            collate: function that makes a micro-batch of some of them.
+            size: rows in a micro-batch, the same on every rank, as long as memory suffices.
+
+        Returns:
+            The result of each row, on the host.
+
+        Raises:
+            TrainingOutOfMemory: not even one row fits.
+            UsageError: the ranks have different numbers of rows or sizes, or the work does not give one
+                result for each row.
+        """
+        size = self._agreed_size(rows, collate, size)
+        if size != self._size:
+            self._size = size
+            self.phase.begin(size, self._grow_back_after)
+
+        def micro_batches(start: int, size: int) -> Iterator[tuple[Any, int]]:
+            for at in range(start, len(rows), size):
+                some = list(rows[at : at + size])
+                yield collate(some), len(some)
+
+        done = self.phase.run(len(rows), micro_batches)
+        return [result for each in done for result in each.result]
+
+    def _results(self, micro_batch: tuple[Any, int]) -> list[Any]:
+        batch, rows = micro_batch
+        made = self._work(self.step.to_device(batch))
+        what = type(made).__name__
+        found = None
+        if isinstance(made, torch.Tensor):
+            made = made.cpu()  # one copy for all rows: what is kept of a micro-batch is on the host
+            found = len(made) if made.dim() else None
+        elif isinstance(made, (list, tuple)):
+            found = len(made)
+            made = tree_map_only(torch.Tensor, torch.Tensor.cpu, made)
+        if found != rows:
+            size = "" if found is None else f" of {found}"
+            raise UsageError(
+                f"forward_only: {self.phase.name} gave a {what}{size} for {counted(rows, 'row')}. Return a "
+                "tensor or a list with one result for each row."
+            )
+        return list(made)
+
+    def _adjusted(self, reason: str, before: int, after: int) -> None:
+        level = logging.WARNING if self.step.ranks.is_zero else logging.DEBUG
+        log.log(level, f"micro-batch of {self.phase.name} {before} -> {after} ({reason})")
