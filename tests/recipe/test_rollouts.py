@@ -162,7 +162,7 @@ def test_gsm8k_has_numbers_as_answers_and_can_be_parted(tmp_path: Any) -> None:
 class Words:
     """A tokenizer whose tokens are letters."""
 
-    pad_id, stop_tokens = 0, (1,)
+    pad_id = 0
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(chr(96 + token) for token in tokens)
@@ -190,7 +190,7 @@ RESPONSES = [torch.tensor([3, 1]), torch.tensor([2, 2, 1])]
 
 def of(*functions: Any) -> Rewards:
     cfg = OmegaConf.create({"reward_functions": list(functions)})
-    return Rewards(cfg, Words())
+    return Rewards(cfg, Words(), [1])
 
 
 def test_rewards_are_sums_over_functions_of_texts() -> None:

@@ -56,13 +56,19 @@ class Rewards:
     Args:
         cfg: the config, with its ``reward_functions``.
         tokenizer: the tokenizer, which makes texts of responses.
+        stop_tokens: the tokens that end a response, and are not in its text.
         entering: called with the name of each function, before it is.
     """
 
     def __init__(
-        self, cfg: DictConfig, tokenizer: Any, entering: Callable[[str], None] = lambda name: None
+        self,
+        cfg: DictConfig,
+        tokenizer: Any,
+        stop_tokens: Sequence[int],
+        entering: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._stop_tokens = frozenset(stop_tokens)
         self._entering = entering
         blocks = cfg.get("reward_functions") or DEFAULT
         self.functions = dict(_function(block, number) for number, block in enumerate(blocks))
@@ -83,8 +89,8 @@ class Rewards:
         return Rewarded(torch.stack([*each.values()]).sum(0), successes, each)
 
     def _text(self, response: torch.Tensor) -> str:
-        stops = {*getattr(self._tokenizer, "stop_tokens", ())}
-        return str(self._tokenizer.decode([t for t in response.tolist() if t not in stops]))
+        tokens = [token for token in response.tolist() if token not in self._stop_tokens]
+        return str(self._tokenizer.decode(tokens))
 
 
 def _function(block: Any, number: int) -> tuple[str, RewardFunction]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from torchtune_adaptive.common import counted
+from torchtune_adaptive.common import CheckpointError, counted
 from torchtune_adaptive.core import Epochs, Objective
+from torchtune_adaptive.recipe.checkpoints.config_changes import BEGIN_ANEW
 from torchtune_adaptive.recipe.data.dataset import checked_row, data_of
 from torchtune_adaptive.recipe.rewards import Rewards
 from torchtune_adaptive.recipe.run import Run, Save
@@ -13,7 +14,12 @@ from torchtune_adaptive.recipe.search.phase_sizes import decide_sizes
 from torchtune_adaptive.recipe.search.prober import Prober
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
-from torchtune_adaptive.recipe.setup.phases import build_phases, rollout_sizes
+from torchtune_adaptive.recipe.setup.phases import (
+    RolloutSizes,
+    build_phases,
+    rollout_sizes,
+    stop_tokens,
+)
 from torchtune_adaptive.recipe.train.loop import TrainingLoop
 from torchtune_adaptive.recipe.train.rollouts import Rollouts
 
@@ -34,10 +40,12 @@ class RolloutRun(Run):
         loaded = self._loaded()
         prompts = data_of(cfg, loaded.tokenizer, loaded.training, self.kind.rows(), objective)
         checked_row(prompts, 0)
-        rewards = Rewards(cfg, loaded.tokenizer, self._entering_reward)
+        stops = stop_tokens(cfg, loaded.tokenizer)
+        rewards = Rewards(cfg, loaded.tokenizer, stops, self._entering_reward)
         order = self._order(prompts.dataset, model)
         sizes = rollout_sizes(cfg)
         sizes.require_prompts(order.rows_per_rank)
+        self._require_same_rollouts(sizes)
         step = self.train_step(model, optimizers, objective)
         self.watchdog.enter("looking up the lengths of all prompts", patience=None)
         longest = max(self._lengths(prompts, cfg).all(say_progress=ranks.is_zero))
@@ -66,6 +74,18 @@ class RolloutRun(Run):
             )
         epochs = Epochs(rollouts.per_epoch * sizes.trained_rows, sizes.rows)
         return self._training_loop(model, optimizers, step, batch, rollouts, epochs, "row", save)
+
+    def _require_same_rollouts(self, sizes: RolloutSizes) -> None:
+        """Raise where a resumed run would go on with rollouts of another size: a place in an epoch is one
+        between two of them."""
+        saved = self.progress.training
+        rows = sizes.rows * self.ranks.size
+        if saved is not None and saved.growth.global_batch != rows:
+            raise CheckpointError(
+                f"The checkpoint's rollouts have {counted(saved.growth.global_batch, 'row')}, and the "
+                f"config's {rows:,}: batch_size {sizes.prompts} x grpo_samples {sizes.samples} x "
+                f"{counted(self.ranks.size, 'rank')}. Resume with as many, {BEGIN_ANEW}."
+            )
 
     def _entering_reward(self, name: str) -> None:
         self.watchdog.enter(f"reward function {name}", self.settings.step_timeout)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from omegaconf import DictConfig, OmegaConf
+
 from torchtune_adaptive.common import Block, NothingFits, Paragraph, Table, counted
 from torchtune_adaptive.core import ByRows, Phase, Probe, SizeTrial, Split, candidates, strategies
 from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
@@ -82,6 +84,11 @@ class PhaseReport(Report):
         sizes = " ".join(f"{key}={self.size(phase)}" for phase, key in _KEYS.items())
         accumulation = f"{ACCUMULATION}={self.split.accumulation}"
         return f"{accumulation} {sizes} use_maximum_batch_size=False"
+
+    def applied_to(self, cfg: DictConfig) -> DictConfig:
+        for phase, key in _KEYS.items():
+            OmegaConf.update(cfg, key, self.size(phase), force_add=True)
+        return cfg
 
     def numbers(self) -> dict[str, float]:
         return {

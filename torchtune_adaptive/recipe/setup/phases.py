@@ -56,6 +56,12 @@ def rollout_sizes(cfg: DictConfig) -> RolloutSizes:
     return RolloutSizes(cfg.batch_size, cfg.grpo_samples, epochs, cfg.max_generated_tokens)
 
 
+def stop_tokens(cfg: DictConfig, tokenizer: Any) -> list[int]:
+    """The tokens that end a response."""
+    given = cfg.get("stop_token_ids") or getattr(tokenizer, "stop_tokens", None)
+    return list(given or [tokenizer.eos_id])
+
+
 @dataclass(frozen=True)
 class Phases:
     """The phases of a rollout, and what they were made for."""
@@ -96,7 +102,7 @@ def build_phases(
     generator = Generation(
         model,
         tokenizer.pad_id,
-        list(cfg.get("stop_token_ids") or tokenizer.stop_tokens),
+        stop_tokens(cfg, tokenizer),
         sizes.max_new,
         temperature,
         cfg.get("top_k"),

@@ -103,8 +103,11 @@ class Rollouts:
         return self.order.rows_per_rank // self.sizes.prompts
 
     def epoch(self, epoch: int, used: int) -> RolloutRows:
-        """The rows of an epoch, of which each rank has trained on the first ``used``."""
-        return RolloutRows(self, epoch, used)
+        """The rows of an epoch, of which each rank has trained on the first ``used``.
+
+        If that is in the middle of a rollout, as with another ``ppo_epochs``, it begins again.
+        """
+        return RolloutRows(self, epoch, used - used % self.sizes.trained_rows)
 
     def number(self, epoch: int, used: int) -> int:
         """The number of a rollout in the run, counted from 0."""
