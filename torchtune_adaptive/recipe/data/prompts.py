@@ -106,7 +106,7 @@ def gsm8k_dataset(
     tokenizer: Any,
     *,
     source: str = "openai/gsm8k",
-    name: str = "main",
+    name: str | None = "main",
     split: str = "train",
     partition: str | None = None,
     filter_fn: Callable[[Mapping[str, Any], int], bool] | None = None,
