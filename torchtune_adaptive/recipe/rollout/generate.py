@@ -72,7 +72,12 @@ class Generation:
         made = tokens.new_full((len(rows), self.max_new), self.padding_id)
         stopped = torch.zeros_like(valid[:, 0])
         first, last = 0, self.width
-        with _kv_caches(self, len(rows)), last_logits_only(self.model):
+        # Compiled layers would be compiled for each number of rows, up to a limit after which all are eager.
+        with (
+            torch.compiler.set_stance("force_eager"),
+            _kv_caches(self, len(rows)),
+            last_logits_only(self.model),
+        ):
             for at in range(count):
                 here = slice(first, last)
                 logits = self.model(tokens, input_pos=position[:, here], mask=_mask(valid, here))
