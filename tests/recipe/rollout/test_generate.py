@@ -145,3 +145,20 @@ def test_a_trial_takes_the_memory_of_a_whole_generation() -> None:
         peaks.append(memory.usage().peak_allocated_bytes)
         assert memory.in_use() == 0 and len(responses) == 4
     assert len({*peaks}) == 1
+
+
+def test_compiled_layers_generate_as_they_are() -> None:
+    """They would be compiled for each number of rows, until torch compiles nothing more."""
+    model, rows = policy(), prompted(2)
+    expected = tokens_of(generation(model).alone(rows))
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    assert tokens_of(generation(model).alone(rows)) == expected and not compiled
+    model(torch.tensor([[3, 4]]))
+    assert compiled
