@@ -23,7 +23,7 @@ from torchtune_adaptive.recipe.rollout.projection import LogProbs
 from torchtune_adaptive.recipe.rollout.rows import Row, collate
 from torchtune_adaptive.recipe.rollout.score import Scoring
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 
 class Run:

@@ -156,5 +156,5 @@ class PPO(_Clipped):
 
 
 def _of_response(now: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Log-probabilities, 0 where they do not count: ratios might be infinite there."""
+    """Log-probabilities, and 0 where they do not count: ratios might be infinite there."""
     return now.masked_fill(~batch["response"], 0.0)
