@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torchtune.modules import KVCache
 
 from tests.helpers.faults import FailingMemory, fail_at_each
@@ -22,7 +23,7 @@ from torchtune_adaptive.recipe.rollout.projection import LogProbs
 from torchtune_adaptive.recipe.rollout.rows import Row, collate
 from torchtune_adaptive.recipe.rollout.score import Scoring
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 
 class Run:
@@ -65,10 +66,12 @@ class Run:
 
 
 def roll_out(settings: dict[str, Any]) -> None:
-    run, rows = Run(**settings), prompted(8)
+    run, rows = Run(MAX_NEW // 2, **settings), prompted(8)
     with torch.no_grad():
         whole = policy(**settings)
-        expected = [each.tokens.tolist() for each in generation(whole).alone(rows)]
+        expected = [
+            each.tokens.tolist() for each in generation(whole, max_new=MAX_NEW // 2).alone(rows)
+        ]
         log_probs = LogProbs(whole)(collate(answered(4), PADDING)["tokens"])
     for phase in (run.alone, run.together):
         assert run.responses(phase, rows, 8) == expected
@@ -77,11 +80,19 @@ def roll_out(settings: dict[str, Any]) -> None:
         wanted = wanted[len(row.prompt) - 1 :][: len(found)]
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0.0)
         assert row.response is not None and len(row.response) == len(found)
-    at_once, in_parts = (
-        run.gradient_norm(answered(4), 4),
-        Run(**settings).gradient_norm(answered(4), 1),
+    expected_norm = pytest.approx(norm_of(whole), rel=1e-5)
+    assert run.gradient_norm(answered(4), 4) == expected_norm
+    assert Run(**settings).gradient_norm(answered(4), 1) == expected_norm
+
+
+def norm_of(model: nn.Module) -> float:
+    """The gradient's norm of the same rows on one rank."""
+    objective, batch = GRPO(LogProbs(model)), collate(answered(4), PADDING)
+    weight = objective.weight(batch)
+    (objective.summed_loss(model, batch, weight).loss / weight).backward()
+    return float(
+        torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     )
-    assert at_once is not None and at_once == pytest.approx(in_parts, rel=1e-5)
 
 
 SETTINGS = {

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from torchtune_adaptive.recipe.rollout.rows import Row
+from torchtune_adaptive.recipe.rollout.rows import Row, known
 
 Total = Callable[[torch.Tensor], torch.Tensor]
 """The function that sums a tensor over all ranks."""
@@ -59,26 +59,26 @@ def estimate(
         total: the function that sums a tensor over all ranks, whose rows are whitened together.
     """
     for row in rows:
-        assert row.old is not None and row.values is not None
+        tokens = len(known(row.old))
         # Not after a response of one token: so it is in torchtune.
-        row.values = row.values[: len(row.old) + (1 < len(row.old) < max_new)]
+        row.values = known(row.values)[: tokens + (1 < tokens < max_new)]
     values = _padded([row.values for row in rows])
     deltas = _padded([_rewards(row, kl_coeff) for row in rows])
     deltas += gamma * F.pad(values[:, 1:], (0, 1)) - values
     for at in reversed(range(deltas.shape[1] - 1)):
         deltas[:, at] += gamma * lmbda * deltas[:, at + 1]
     advantages, returns = deltas, deltas + values
-    lengths = torch.tensor([len(_of(row.old)) for row in rows])
+    lengths = torch.tensor([len(known(row.old)) for row in rows])
     advantages = _whitened(advantages, torch.arange(values.shape[1]) < lengths[:, None], total)
     for row, advantage, expected in zip(rows, advantages, returns, strict=True):
-        row.advantages = advantage[: len(_of(row.old))].float()
-        row.returns = expected[: len(_of(row.values))].float()
+        row.advantages = advantage[: len(known(row.old))].float()
+        row.returns = expected[: len(known(row.values))].float()
 
 
 def _rewards(row: Row, kl_coeff: float) -> torch.Tensor:
     """Of each value that counts."""
-    divergence = _of(row.old) - _of(row.reference)
-    rewards = F.pad(-kl_coeff * divergence, (0, len(_of(row.values)) - len(divergence)))
+    divergence = known(row.old) - known(row.reference)
+    rewards = F.pad(-kl_coeff * divergence, (0, len(known(row.values)) - len(divergence)))
     rewards[-1] += row.reward
     return rewards
 
@@ -93,9 +93,4 @@ def _whitened(numbers: torch.Tensor, counted: torch.Tensor, total: Total) -> tor
 
 
 def _padded(numbers: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    return pad_sequence([_of(each).double() for each in numbers], batch_first=True)
-
-
-def _of(numbers: torch.Tensor | None) -> torch.Tensor:
-    assert numbers is not None
-    return numbers
+    return pad_sequence([known(each).double() for each in numbers], batch_first=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torchtune.modules import MultiHeadAttention
 
 from torchtune_adaptive.recipe.rollout.projection import last_logits_only
@@ -136,12 +135,14 @@ def sampled(
 def _kv_caches(generation: Generation, rows: int) -> Iterator[None]:
     """A context in which the model has caches. torchtune's own leaves those of some layers behind if memory
     runs out while it makes them, and its way to delete them wants all to be there."""
-    model: nn.Module = generation.model
-    length = generation.width + generation.max_new
+    model, length = generation.model, generation.width + generation.max_new
     try:
         with generation.device:
-            model.setup_caches(rows, generation.dtype, decoder_max_seq_len=length)  # type: ignore[operator]
-        yield
+            model.setup_caches(rows, generation.dtype, decoder_max_seq_len=length)
+        # Layers would be compiled for each number of rows again, and after a few of them no more: torch has a
+        # limit, which is the same for training.
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for module in model.modules():
             if isinstance(module, MultiHeadAttention):

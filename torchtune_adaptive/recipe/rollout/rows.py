@@ -58,12 +58,14 @@ def collate(rows: Sequence[Row], padding_id: int) -> dict[str, torch.Tensor]:
     before the token that is predicted. So ``response`` is true where a token of the response is predicted,
     and ``valued``, if rows have values, where these count. The rest is as in ``Row``, as far as rows have it.
     """
-    whole = [torch.cat([torch.as_tensor(row.prompt), _response(row)]) for row in rows]
+    whole = [torch.cat([torch.as_tensor(row.prompt), known(row.response)]) for row in rows]
     tokens = pad_sequence(whole, batch_first=True, padding_value=padding_id)
-    batch = {"tokens": tokens, "response": _places(rows, tokens, [len(_response(r)) for r in rows])}
+    batch = {
+        "tokens": tokens,
+        "response": _places(rows, tokens, [len(known(r.response)) for r in rows]),
+    }
     if rows[0].values is not None:
-        lengths = [len(row.values) for row in rows if row.values is not None]
-        batch["valued"] = _places(rows, tokens, lengths)
+        batch["valued"] = _places(rows, tokens, [len(known(row.values)) for row in rows])
     for name, mask in _NUMBERS.items():
         if getattr(rows[0], name) is not None:
             numbers = torch.cat([_spread(row, name) for row in rows])
@@ -83,12 +85,13 @@ def _spread(row: Row, name: str) -> torch.Tensor:
     numbers = getattr(row, name)
     if isinstance(numbers, torch.Tensor):
         return numbers.float()
-    return torch.full((len(_response(row)),), float(numbers))
+    return torch.full((len(known(row.response)),), float(numbers))
 
 
-def _response(row: Row) -> torch.Tensor:
-    assert row.response is not None, f"row {row.index} has no response yet"
-    return row.response
+def known(numbers: torch.Tensor | None) -> torch.Tensor:
+    """What a phase has set."""
+    assert numbers is not None, "an earlier phase sets it"
+    return numbers
 
 
 def longest_rows(number: int, prompt: int, response: int, values: bool = False) -> list[Row]:
