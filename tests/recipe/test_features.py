@@ -115,6 +115,27 @@ def test_search_and_growth_with_tensor_parallelism_and_fsdp(tmp_path: Path) -> N
     assert [record["samples_seen"] for record in grown] == [16, 32, 64, 96]
 
 
+@pytest.mark.exhaustive
+def test_validation_and_a_resumed_run_with_tensor_parallelism(tmp_path: Path) -> None:
+    """A resumed run continues with the same bits, and validation sees each row once."""
+    data = {"_component_": "torchtune.datasets.instruct_dataset", "source": "json"}
+    data |= {"data_files": "${assets}/data.json", "split": "train[:11]"}
+    changes = {"dataset_val": data, "run_val_every_n_steps": 2, "save_every_n_steps": 2}
+    changes |= {"max_steps_per_epoch": 4, "keep_last_n_checkpoints": 9, "shuffle": False}
+    plain = train("full", tmp_path / "plain", 2, **changes)
+    split = tmp_path / "split"
+    whole = train("full", split, 4, **{**TENSOR_PARALLEL, **changes})
+    for one, other in zip(validation_losses(whole), validation_losses(plain), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    for name in ("epoch_0", "epoch_0_step_4"):
+        shutil.rmtree(split / name)
+    assert_same_end(train("full", split, 4, **{**TENSOR_PARALLEL, **changes, **RESUME}), whole)
+
+
+def validation_losses(records: Records) -> list[float]:
+    return [step["val_loss"] for step in records if "val_loss" in step]
+
+
 def test_rows_shorter_than_the_losss_chunks_with_the_output_sharded_apart(tmp_path: Path) -> None:
     """torchtune's ranks wait for each other for ever: batches of 30 and 33 tokens have 8 and 7 chunks."""
     layers = ["tok_embeddings", "output"]
