@@ -28,7 +28,6 @@ from torchtune_adaptive.core import (
     TrainStep,
     Watchdog,
 )
-from torchtune_adaptive.core.sizes.micro_batches import Portion
 from torchtune_adaptive.recipe.rewards import Rewards
 from torchtune_adaptive.recipe.rollout.advantages import relative
 from torchtune_adaptive.recipe.rollout.draws import draws
@@ -279,7 +278,9 @@ class RolloutRows:
         for at in range(0, rows, size):
             some = self._rows[at : at + size]
             batch = collate(some, self._rollouts.phases.padding_id)
-            self.loaded.append(MicroBatch.of(Portion([row.index for row in some]), batch))
+            tokens = batch["tokens"]
+            ids = tuple(row.index for row in some)
+            self.loaded.append(MicroBatch(ids, tokens.shape[1], tokens.numel()))
             yield batch
 
     def advance(self, rows: int) -> None:
