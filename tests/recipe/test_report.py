@@ -17,7 +17,7 @@ from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.recipe.data.images import RowSize
 from torchtune_adaptive.recipe.registry import find_config, with_overrides
-from torchtune_adaptive.recipe.search.decide import _announce
+from torchtune_adaptive.recipe.search.decide import announce
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
 from torchtune_adaptive.recipe.search.report import write
 from torchtune_adaptive.recipe.search.size_report import SearchReport
@@ -145,7 +145,7 @@ def test_a_folder_in_the_way_of_the_report_is_a_warning(
     monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "propagate", True)
     (tmp_path / name).mkdir()
     cfg = OmegaConf.create({"output_dir": str(tmp_path)})
-    _announce(cfg, Alone(), report())  # type: ignore[arg-type]
+    announce(cfg, Alone(), report())  # type: ignore[arg-type]
     assert "The report of the search was not written" in caplog.text and name in caplog.text
 
 

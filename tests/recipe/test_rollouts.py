@@ -16,7 +16,7 @@ from torchtune_adaptive.common.errors import ConfigError, NoPrediction
 from torchtune_adaptive.core.sizes.loader import SampleOrder
 from torchtune_adaptive.core.sizes.micro_batches import ByRows
 from torchtune_adaptive.recipe import rewards, tiny
-from torchtune_adaptive.recipe.data.prompts import gsm8k_dataset, prompt_dataset
+from torchtune_adaptive.recipe.data.prompts import PromptDataset, gsm8k_dataset
 from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import our_recipe_for
 from torchtune_adaptive.recipe.rewards import BadReward, Rewards
@@ -131,7 +131,7 @@ def tokenizer() -> Any:
 def test_prompts_are_made_of_columns(tmp_path: Any) -> None:
     file = tmp_path / "rows.json"
     file.write_text('[{"q": "Say river.", "a": "river"}]')
-    made = prompt_dataset(
+    made = PromptDataset(
         tokenizer(),
         source="json",
         data_files=str(file),

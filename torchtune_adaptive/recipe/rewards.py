@@ -170,7 +170,7 @@ DEFAULT = tuple(f"{__name__}.{function.__name__}" for function in (thought, answ
 
 @dataclass(frozen=True)
 class FormattedMathCorrectnessReward:
-    """One number for the right answer in its tags, half of it where it stands anywhere, another for none."""
+    """For the right answer in its tags, and half of it where it stands anywhere."""
 
     answer_tag: str
     positive_reward: float

@@ -29,10 +29,6 @@ log = logging.getLogger(__name__)
 class RolloutRun(Run):
     """A run as others are, where a rollout takes the place of a loader's rows."""
 
-    @property
-    def _save_every_n_epochs(self) -> int:  # type: ignore[override]
-        return self._cfg.get("save_every_n_epochs") or 1
-
     def prepare(
         self, model: Model, optimizers: Optimizers, objective: Objective, save: Save
     ) -> TrainingLoop | None:
@@ -73,7 +69,9 @@ class RolloutRun(Run):
                 f"Each epoch leaves out {counted(left, 'prompt')} per rank, too few for a rollout."
             )
         epochs = Epochs(rollouts.per_epoch * sizes.trained_rows, sizes.rows)
-        return self._training_loop(model, optimizers, step, batch, rollouts, epochs, "row", save)
+        loop = self._training_loop(model, optimizers, step, batch, rollouts, epochs, "row", save)
+        loop.save_every_n_epochs = cfg.get("save_every_n_epochs") or 1
+        return loop
 
     def _require_same_rollouts(self, sizes: RolloutSizes) -> None:
         """Raise where a resumed run would go on with rollouts of another size: a place in an epoch is one

@@ -96,8 +96,6 @@ class Run:
         ConfigError: a setting cannot work; nothing has been built yet.
     """
 
-    _save_every_n_epochs = 1
-
     def __init__(self, cfg: DictConfig, kind: str) -> None:
         install()
         self._cfg = cfg
@@ -293,7 +291,6 @@ class Run:
             save=lambda name: save(model, optimizers, self.progress, name),
             last_checkpoint=self._last_checkpoint,
             save_every_n_steps=cfg.get("save_every_n_steps"),
-            save_every_n_epochs=self._save_every_n_epochs,
             stop=self.stop,
             before_step=partial(self.kind.before_step, model.module),
             sample=sample,

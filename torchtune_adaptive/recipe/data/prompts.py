@@ -44,11 +44,11 @@ class Prompts(Rows):
 
 
 class PromptDataset(Dataset[dict[str, Any]]):
-    """Prompts made of a table's rows.
+    """Prompts made of the columns of any table: ``prompt: "User: {question} Assistant:"``.
 
     Args:
         tokenizer: the tokenizer of the model.
-        source: what ``datasets.load_dataset`` loads.
+        source: what ``datasets.load_dataset`` loads: a name, or ``json`` with ``data_files``.
         prompt: the text of a prompt, with columns in braces.
         answer: the column of the answer, or a function that gives the answer of a row.
         filter_fn: a function of a row and its index that says whether to keep it.
@@ -61,7 +61,7 @@ class PromptDataset(Dataset[dict[str, Any]]):
         *,
         source: str,
         prompt: str,
-        answer: str | Callable[[Mapping[str, Any]], str],
+        answer: str | Callable[[Mapping[str, Any]], str] = "answer",
         filter_fn: Callable[[Mapping[str, Any], int], bool] | None = None,
         **load_dataset_kwargs: Any,
     ) -> None:
@@ -83,23 +83,6 @@ class PromptDataset(Dataset[dict[str, Any]]):
         answer = row[self._answer] if isinstance(self._answer, str) else self._answer(row)
         tokens = self._tokenizer.encode(text, add_eos=False)
         return {"question": text, "tokens": tokens, "answer": answer}
-
-
-def prompt_dataset(
-    tokenizer: Any, *, source: str, prompt: str, answer: str = "answer", **load_dataset_kwargs: Any
-) -> PromptDataset:
-    """Prompts made of the columns of any table: ``prompt: "User: {question} Assistant:"``.
-
-    Args:
-        tokenizer: the tokenizer of the model.
-        source: what ``datasets.load_dataset`` loads: a name, or ``json`` with ``data_files``.
-        prompt: the text of a prompt, with columns in braces.
-        answer: the column of the answer.
-        load_dataset_kwargs: everything else that ``load_dataset`` takes, such as ``split``.
-    """
-    return PromptDataset(
-        tokenizer, source=source, prompt=prompt, answer=answer, **load_dataset_kwargs
-    )
 
 
 def gsm8k_dataset(

@@ -75,13 +75,13 @@ class TrainingLoop:
     last_checkpoint: Callable[[], str]
     """A function that names the newest one."""
     save_every_n_steps: int | None
-    save_every_n_epochs: int
     stop: StopSignals
     """The signals that ask for an early end; training then saves after the step that is running."""
     before_step: Callable[[int], None] = lambda number: None
     """A function called before each step with its number, counted from 1."""
     validation: Validation | None = None
     sample: str = "row"
+    save_every_n_epochs: int = 1
 
     global_step: int = field(init=False, default=0)
     samples: int = field(init=False, default=0)
@@ -112,14 +112,11 @@ class TrainingLoop:
                     break
                 used = 0
                 self.progress.epochs_run += 1
-                if self._is_saved(self.progress.epochs_run):
+                is_last = not self.progress.is_unfinished
+                if is_last or self.progress.epochs_run % self.save_every_n_epochs == 0:
                     self._save(f"{epoch}", used)
         self.profiling.stop()
         self._summarize()
-
-    def _is_saved(self, epochs: int) -> bool:
-        """Whether a checkpoint is saved after so many epochs."""
-        return epochs % self.save_every_n_epochs == 0 or epochs == self.progress.total_epochs
 
     def _epoch(self, epoch: int, used: int) -> bool:
         """Train an epoch, of which some rows have been used; whether training goes on after it."""
