@@ -31,6 +31,7 @@ from torchtune_adaptive.core import (
 )
 from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
+from torchtune_adaptive.library.division import by_rows, by_tokens
 from torchtune_adaptive.library.private import is_compiled
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Outcome:
     gradient_norm: float | None
     """The norm of the whole gradient before clipping, with ``max_grad_norm``."""
     micro_batch: int
-    """The rows in a micro-batch, as the step went through."""
+    """The size of a micro-batch, as the step went through: rows or, with ``lengths``, tokens."""
     retried: int
     """The number of times that the step was done again because memory ran out on some rank."""
     allocation_retries: int
@@ -179,7 +180,11 @@ class AdaptiveStep:
         """Steps taken."""
 
     def __call__(
-        self, rows: Sequence[Any], collate: Callable[[list[Any]], Any], size: int
+        self,
+        rows: Sequence[Any],
+        collate: Callable[[list[Any]], Any],
+        size: int,
+        lengths: Sequence[int] | None = None,
     ) -> Outcome:
         """Take a step.
 
@@ -188,20 +193,23 @@ class AdaptiveStep:
                 ``collate_fn=list`` are a list of rows; a batch that has been collated is none.
             collate: function that makes a micro-batch of some of them.
             size: rows in a micro-batch, the same on every rank, as long as memory suffices; the last may have
-                fewer.
+                fewer. With ``lengths``: tokens in a micro-batch, padding included.
+            lengths: the tokens in each of the rows. A micro-batch then has as many rows of similar length as
+                ``size`` allows at the longest of them.
 
         Raises:
             TrainingOutOfMemory: not even one row fits, on every rank; or memory ran out in the optimizer,
                 on the rank where it did.
-            UsageError: the ranks have different numbers of rows or sizes, or ``forward`` returns neither a
-                sum and its weight nor a share.
+            UsageError: the ranks have different numbers of rows or sizes, a row is longer than ``size``
+                allows, or ``forward`` returns neither a sum and its weight nor a share.
             RankLost: another rank has not answered in time, or has ended; the ranks cannot go on.
 
         After any other exception nothing is left of the step, so another can be taken, on all ranks.
         """
-        size = self._agreed_size(rows, collate, size)
-        if size != self._size:
-            self._begin(size)
+        size, lengths = self._agreed_size(rows, collate, size, lengths)
+        unit = "row" if lengths is None else "token"
+        if (size, unit) != (self._size, self._runner.unit):
+            self._begin(size, unit)
         self.steps += 1
         sizes: list[int] = []  # one for each attempt
         if not self.train_step.options.optimizer_steps:
@@ -211,16 +219,21 @@ class AdaptiveStep:
             if sizes:
                 self.restore()
             sizes.append(size)
-            for start in range(0, len(rows), size):
-                self.objective.begins = start == 0
-                yield collate(list(rows[start : start + size]))
+            parts = (
+                by_rows(len(rows), size)
+                if lengths is None
+                else by_tokens(lengths, size, self.ranks)
+            )
+            for number, part in enumerate(parts):
+                self.objective.begins = number == 0
+                yield collate([rows[position] for position in part])
 
         outcome = self._runner.run(micro_batches, self.steps, self._adjusted)
         return Outcome(
             loss=outcome.loss,
             weight=outcome.weight,
             gradient_norm=outcome.gradient_norm,
-            micro_batch=min(sizes[-1], len(rows)),
+            micro_batch=min(sizes[-1], len(rows)) if lengths is None else sizes[-1],
             retried=len(sizes) - 1,
             allocation_retries=outcome.retries,
             overflow=outcome.overflow,
@@ -235,14 +248,24 @@ class AdaptiveStep:
         """
         return self.train_step.together(lambda: launch(*arguments, **named))
 
-    def _agreed_size(self, rows: Sequence[Any], collate: Callable[..., Any], size: int) -> int:
-        """The size, once all ranks have told each other theirs, and how many rows they have."""
+    def _agreed_size(
+        self,
+        rows: Sequence[Any],
+        collate: Callable[..., Any],
+        size: int,
+        lengths: Sequence[int] | None,
+    ) -> tuple[int, Sequence[int] | None]:
+        """The size and lengths, once all ranks have told each other what they have."""
         wrong = None
         both = -1
         try:
             arguments.function("collate", collate)
             size = arguments.whole("size", size)
-            both = checks.number_of_rows(rows) << 32 | size  # in one number, so in one exchange
+            count = checks.number_of_rows(rows)
+            if lengths is not None:
+                lengths = checks.row_lengths(lengths, count, size)
+            # In one number, so in one exchange.
+            both = count << 32 | size << 1 | (lengths is not None)
         except UsageError as error:
             wrong = error
         least, most = self.ranks.spread(both)
@@ -256,17 +279,21 @@ class AdaptiveStep:
                 f"rows: one rank has {fewest} and another {most_rows}. Give every rank the same number, as "
                 "steps_of does."
             )
-        if smallest != largest:
+        if smallest >> 1 != largest >> 1:
             raise UsageError(
-                f"size: {smallest} on one rank and {largest} on another. Pass the same size on every rank, "
-                "as find_batch_size gives it."
+                f"size: {smallest >> 1} on one rank and {largest >> 1} on another. Pass the same size on "
+                "every rank, as find_batch_size gives it."
             )
-        return size
+        if smallest != largest:
+            raise UsageError("lengths: given on one rank and not on another. Pass them on all.")
+        return size, lengths
 
-    def _begin(self, size: int) -> None:
+    def _begin(self, size: int, unit: str = "row") -> None:
         """Use micro-batches of this size from the next step on."""
-        self._size = size
-        smaller = candidates("power_of_two", size, size)
+        self._size, self._runner.unit = size, unit
+        smaller: Sequence[int] = candidates("power_of_two", size, size)
+        if unit == "token":
+            smaller = [size >> halvings for halvings in range(size.bit_length())]
         reliefs = len(self._runner.reliefs) - 1
         self._runner.begin(size, Recovery(size, smaller, self._grow_back_after, reliefs))
 
@@ -274,7 +301,8 @@ class AdaptiveStep:
         """Log what is done about memory, on rank 0."""
         reason, (before, after) = adjustment.reason, adjustment.size
         what = f"{reason} (step {adjustment.step})"
-        changes = [f"micro-batch {before} -> {after}"] if before != after else []
+        name = "micro-batch" if self._runner.unit == "row" else "token budget"
+        changes = [f"{name} {before} -> {after}"] if before != after else []
         changes += [f"{knob} {old} -> {new}" for knob, (old, new) in adjustment.knobs.items()]
         if changes:
             what = f"{', '.join(changes)} ({reason}, step {adjustment.step})"
@@ -282,7 +310,12 @@ class AdaptiveStep:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of recovery, for a checkpoint."""
-        return {"size": self._size, "steps": self.steps, **self._runner.state_dict()}
+        return {
+            "size": self._size,
+            "unit": self._runner.unit,
+            "steps": self.steps,
+            **self._runner.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state_dict`` was called."""
@@ -293,7 +326,7 @@ class AdaptiveStep:
             )
         self._size, self.steps = state["size"], state["steps"]
         if self._size:
-            self._begin(self._size)
+            self._begin(self._size, state.get("unit", "row"))
         self._runner.load_state_dict(state)
 
 
