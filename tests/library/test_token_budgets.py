@@ -59,27 +59,27 @@ class Speaking(Trained):
         return self.step(rows, padded, tokens, lengths=[*map(len, rows)])
 
 
-class OfOther(Ranks):
-    """Two ranks, of which the other has so many micro-batches."""
+class Together(Ranks):
+    """Ranks of which the others have these lengths."""
 
-    def __init__(self, micro_batches: int) -> None:
-        self._micro_batches = micro_batches
+    def __init__(self, *others: list[int]) -> None:
+        self._others = others
 
-    def spread(self, number: int) -> tuple[int, int]:
-        return min(number, self._micro_batches), max(number, self._micro_batches)
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *map(sorted, self._others)]
 
 
-def test_every_row_is_in_a_micro_batch_within_the_budget_and_ranks_have_as_many() -> None:
+def test_each_row_is_in_a_micro_batch_within_the_budget_and_ranks_have_as_many() -> None:
     draw = random.Random(0)
     for _ in range(200):
-        lengths = [draw.randint(1, 100) for _ in range(draw.randint(1, 30))]
-        tokens, others = draw.choice([1, 50, 100, 400]), draw.randint(1, len(lengths))
-        parts = by_tokens(lengths, tokens, OfOther(others))
-        assert sorted(row for part in parts for row in part) == [*range(len(lengths))]
-        for part in parts:
-            assert len(part) == 1 or len(part) * max(lengths[row] for row in part) <= tokens
-        alone = by_tokens(lengths, tokens, Ranks())
-        assert len(parts) == max(len(alone), others)
+        count, tokens = draw.randint(1, 30), draw.choice([1, 50, 100, 400])
+        one, other = ([draw.randint(1, 100) for _ in range(count)] for _ in range(2))
+        divided = [by_tokens(a, Together(b))(tokens) for a, b in ((one, other), (other, one))]
+        for lengths, parts in zip((one, other), divided, strict=True):
+            assert sorted(row for part in parts for row in part) == [*range(count)]
+            for part in parts:
+                assert len(part) == 1 or len(part) * max(lengths[row] for row in part) <= tokens
+        assert [*map(len, divided[0])] == [*map(len, divided[1])]
 
 
 def test_a_step_has_the_terms_that_it_has_in_rows() -> None:

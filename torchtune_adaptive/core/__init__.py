@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         MicroBatches,
     )
     from torchtune_adaptive.core.sizes.noise import NoiseScale, NoiseSums
-    from torchtune_adaptive.core.sizes.packing import Budget, pack
+    from torchtune_adaptive.core.sizes.packing import Budget
     from torchtune_adaptive.core.sizes.recovery import Recovery
     from torchtune_adaptive.core.sizes.scaling import LrScaling, lr_factor
     from torchtune_adaptive.core.sizes.split import Epochs, Split

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchtune_adaptive.common import UsageError, counted
-from torchtune_adaptive.integrations.rows import Keeping, Rows, keeping_in, longest
+from torchtune_adaptive.integrations.rows import Keeping, Rows, keeping_in, longest, tokens_in
 from torchtune_adaptive.integrations.votes import voting
 from torchtune_adaptive.library import AdaptiveStep, find_batch_size
 
@@ -63,7 +63,7 @@ class TrainerStep:
             self._keeping.require_repeatable(batches[0])
             self._step = self._begin(model, len(rows))
         with self._own_backward(self._step):
-            outcome = self._step(rows, self._micro_batch, self._size)
+            outcome = self._step(rows, self._micro_batch, self._size, self._lengths(rows))
         state_in(trainer).learned = {
             "size": self._size,
             "for": self._circumstances(),
@@ -81,6 +81,12 @@ class TrainerStep:
     def _micro_batch(self, rows: Sequence[Any]) -> dict[str, Any]:
         # Rows are told apart from inputs: the tensors of some collate functions have no row for each.
         return {"inputs": _Held(self._keeping.again(rows)), "rows": torch.empty(len(rows))}
+
+    def _lengths(self, rows: Sequence[Any]) -> list[int] | None:
+        """The tokens in each row, where micro-batches are sized in them; a row may have all there may be."""
+        if not self._trainer.adaptive.tokens:
+            return None
+        return [max(1, min(tokens_in(self._keeping.again([row])), self._size)) for row in rows]
 
     def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """The part of a micro-batch in the loss of this rank."""
@@ -132,20 +138,26 @@ class TrainerStep:
         if learned and learned["for"] == self._circumstances():
             self._size = learned["size"]
             step.load_state_dict(learned["step"])
-        elif options.search and step.train_step.memory.measured:
-            self._size = self._search(step, ceiling, several=rows > 1)
+            return step
+        searches = options.search and step.train_step.memory.measured
+        if searches or options.tokens:
+            row = longest(self._loader.dataset, self._loader.collate_fn, trainer.args.device)
+            [row] = self._loader.collate_fn([row]).rows
+        if searches:
+            self._size = self._search(step, row, ceiling, several=rows > 1)
+        if options.tokens:
+            self._size *= tokens_in(self._keeping.again([row]))
         return step
 
-    def _search(self, step: AdaptiveStep, ceiling: int, several: bool) -> int:
+    def _search(self, step: AdaptiveStep, row: Any, ceiling: int, several: bool) -> int:
         trainer = self._trainer
-        row = longest(self._loader.dataset, self._loader.collate_fn, trainer.args.device)
-        [row] = self._loader.collate_fn([row]).rows
         with self._own_backward(step):
             found = find_batch_size(
                 step,
                 lambda rows: self._micro_batch([row] * rows),
                 ceiling=ceiling,
                 accumulation=1 + several,
+                rounding="none" if trainer.adaptive.tokens else "power_of_two",
                 headroom=trainer.adaptive.headroom,
             )
         return int(found)

@@ -1,27 +1,35 @@
 """The division of a rank's rows into micro-batches: of so many rows, or of as many as a token budget allows.
 
-Each gives the positions of the rows in each micro-batch, as many micro-batches on every rank.
+Each is a function that is given the size, and gives the positions of the rows in each micro-batch. On every
+rank there are as many micro-batches, and as many rows in each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from torchtune_adaptive.core import Budget, Ranks, pack
+from torchtune_adaptive.core import Budget, Ranks
 
-
-def by_rows(count: int, size: int) -> list[Sequence[int]]:
-    """Micro-batches of ``size`` of the rows; the last may have fewer."""
-    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+Division = Callable[[int], list[Sequence[int]]]
 
 
-def by_tokens(lengths: Sequence[int], tokens: int, ranks: Ranks) -> list[Sequence[int]]:
-    """Micro-batches of at most ``tokens`` tokens, padding included; a row that has more is alone.
+def by_rows(count: int) -> Division:
+    """Micro-batches of so many rows; the last may have fewer."""
+    return lambda size: [range(start, min(start + size, count)) for start in range(0, count, size)]
 
-    Every rank has its own rows, as many as the others but of other lengths, and splits some micro-batches
-    once more where another rank has more of them.
+
+def by_tokens(lengths: Sequence[int], ranks: Ranks) -> Division:
+    """Micro-batches of at most so many tokens, padding included; a row that has more is alone.
+
+    The shortest rows of all ranks go together, then those after them, and so on. As long as they are on the
+    rank where they are longest, they are taken to be on each.
     """
-    budget = Budget(tuple((length, 1) for length in sorted({tokens, max(tokens, *lengths)})))
-    [parts] = pack(lengths, budget, ranks=1)
-    [parts] = pack(lengths, budget, ranks=1, at_least=ranks.spread(len(parts))[1])
-    return [*parts]
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    everyones = ranks.gather([lengths[row] for row in order])
+    longest = [max(each) for each in zip(*everyones, strict=True)]
+
+    def divide(tokens: int) -> list[Sequence[int]]:
+        budget = Budget(tuple((length, 1) for length in sorted({tokens, max(tokens, *longest)})))
+        return [[order[at] for at in part] for part in budget.micro_batches(longest)]
+
+    return divide

@@ -31,7 +31,7 @@ from torchtune_adaptive.core import (
 )
 from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
-from torchtune_adaptive.library.division import by_rows, by_tokens
+from torchtune_adaptive.library.division import Division, by_rows, by_tokens
 from torchtune_adaptive.library.private import is_compiled
 
 log = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class AdaptiveStep:
 
         After any other exception nothing is left of the step, so another can be taken, on all ranks.
         """
-        size, lengths = self._agreed_size(rows, collate, size, lengths)
+        size, divide = self._agreed(rows, collate, size, lengths)
         unit = "row" if lengths is None else "token"
         if (size, unit) != (self._size, self._runner.unit):
             self._begin(size, unit)
@@ -219,12 +219,7 @@ class AdaptiveStep:
             if sizes:
                 self.restore()
             sizes.append(size)
-            parts = (
-                by_rows(len(rows), size)
-                if lengths is None
-                else by_tokens(lengths, size, self.ranks)
-            )
-            for number, part in enumerate(parts):
+            for number, part in enumerate(divide(size)):
                 self.objective.begins = number == 0
                 yield collate([rows[position] for position in part])
 
@@ -248,14 +243,14 @@ class AdaptiveStep:
         """
         return self.train_step.together(lambda: launch(*arguments, **named))
 
-    def _agreed_size(
+    def _agreed(
         self,
         rows: Sequence[Any],
         collate: Callable[..., Any],
         size: int,
         lengths: Sequence[int] | None,
-    ) -> tuple[int, Sequence[int] | None]:
-        """The size and lengths, once all ranks have told each other what they have."""
+    ) -> tuple[int, Division]:
+        """The size, and how rows are divided, once all ranks have told each other what they have."""
         wrong = None
         both = -1
         try:
@@ -286,7 +281,7 @@ class AdaptiveStep:
             )
         if smallest != largest:
             raise UsageError("lengths: given on one rank and not on another. Pass them on all.")
-        return size, lengths
+        return size, by_rows(len(rows)) if lengths is None else by_tokens(lengths, self.ranks)
 
     def _begin(self, size: int, unit: str = "row") -> None:
         """Use micro-batches of this size from the next step on."""

@@ -65,17 +65,20 @@ class Budget:
         """The budget with 1/``divisor`` of the rows at every length, but at least one."""
         return Budget(tuple((length, max(1, rows // divisor)) for length, rows in self.measured))
 
+    def micro_batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """The micro-batches of rows of these lengths on one rank, as positions; see ``pack``."""
+        [parts] = pack(lengths, self, ranks=1)
+        return parts
 
-def pack(
-    lengths: Sequence[int], budget: Budget, ranks: int, at_least: int = 1
-) -> list[list[list[int]]]:
+
+def pack(lengths: Sequence[int], budget: Budget, ranks: int) -> list[list[list[int]]]:
     """The micro-batches of one step for each rank, as positions in ``lengths``, each of which occurs once.
 
     All ranks get the same number of micro-batches; some of the last ones may be empty. Rows are sorted by
     length and cut where the budget is reached, shortest first. This takes as few micro-batches as possible,
     and the one that is not full has the longest rows, where padding costs most. Then they are cut once more
     where that saves more padding than a micro-batch costs. If some ranks would have nothing to do at the
-    end, or there are fewer micro-batches in all than ``at_least``, the largest are split.
+    end, the largest micro-batches are split for them.
     """
     parts: list[list[int]] = [[]]
     for row in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
@@ -93,9 +96,7 @@ def pack(
         return len(part) * lengths[part[-1]]
 
     parts = [piece for part in parts for piece in _pieces(part, lengths, budget)]
-    while (len(parts) % ranks or len(parts) < at_least) and (
-        divisible := [part for part in parts if len(part) > 1]
-    ):
+    while len(parts) % ranks and (divisible := [part for part in parts if len(part) > 1]):
         largest = max(divisible, key=work)
         half = len(largest) // 2
         parts.append(largest[half:])
