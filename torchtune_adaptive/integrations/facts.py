@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-TESTED = {"transformers": "5.23", "trl": "1.16", "accelerate": "1.15"}
+TESTED = {"transformers": "5.23", "trl": "1.16", "accelerate": "1.15", "lightning": "2.6"}
 """The versions that the tests have run with."""
 
 FACTS = {
@@ -25,6 +25,9 @@ FACTS = {
     "host state": "compute_loss changes no attribute of a trainer but those in `restored`",
     "checkpointing": "a model turns it on and off by two methods, and says whether it is on",
     "gathers": "gather_for_metrics launches by accelerator.gather",
+    "source of a loader": "fit_loop._data_source.dataloader gives Lightning's loader, after setup",
+    "order of a batch": "automatic optimization calls training_step, optimizer_zero_grad and backward once",
+    "end of a step": "the optimizer steps with each accumulate_grad_batches-th batch, and with the last",
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from torchtune_adaptive.common import UsageError
@@ -124,6 +125,9 @@ class AdaptiveStep:
         wait_for_memory: float = 0.0,
         timeout: float | None = None,
     ) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after evaluation, the parameters of the root are whole, and others
         optimizer = checks.plain_optimizer(optimizer)
         checks.require_trainable(model, optimizer)
         arguments.function("forward", forward)

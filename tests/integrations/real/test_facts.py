@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.integrations.real.trainers import AS_CONFIGURED, make, on_ranks, tokens
@@ -170,12 +171,66 @@ def checkpointing(folder: str) -> None:
 
 @check("gathers")
 def gathers(folder: str) -> None:
-    import torch
-
     trainer, calls = make("trainer", None, folder), []
     watched(trainer.accelerator, "gather", lambda value: calls.append(value))
     trainer.accelerator.gather_for_metrics(torch.ones(2))
     assert len(calls) == 1
+
+
+def lightning_calls(**settings: Any) -> list[str]:
+    """The hooks that Lightning's trainer calls in a training of five batches, in their order."""
+    pl = pytest.importorskip("lightning.pytorch")
+    calls: list[str] = []
+
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def setup(self, stage: str) -> None:
+            source = self.trainer.fit_loop._data_source
+            own = type(source).dataloader
+            source.dataloader = lambda: (calls.append("loader"), own(source))[1]
+
+        def training_step(self, batch: Any) -> Any:
+            calls.append("step")
+            return self.layer(batch).sum()
+
+        def optimizer_zero_grad(self, *args: Any) -> None:
+            calls.append("zero")
+            super().optimizer_zero_grad(*args)
+
+        def backward(self, loss: Any) -> None:
+            calls.append("backward")
+            super().backward(loss)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            calls.append("optimizer")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters())
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", **quiet, **settings)
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(5, 1)))
+    return calls
+
+
+@check("source of a loader")
+def source_of_a_loader(folder: str) -> None:
+    assert lightning_calls()[:2] == ["loader", "step"]
+
+
+@check("order of a batch")
+def order_of_a_batch(folder: str) -> None:
+    assert lightning_calls()[1:] == ["step", "zero", "backward", "optimizer"] * 5
+
+
+@check("end of a step")
+def end_of_a_step(folder: str) -> None:
+    calls = lightning_calls(accumulate_grad_batches=2)
+    steps = [call for call in calls if call in ("step", "optimizer")]
+    assert steps == ["step", "step", "optimizer"] * 2 + ["step", "optimizer"]
 
 
 @pytest.mark.parametrize("name", FACTS)
