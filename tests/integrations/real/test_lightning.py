@@ -311,7 +311,6 @@ def refusals() -> list[str]:
         (Manual, {"gradient_clip_val": None}),
         (Iterating, {}),
         (Skipping, {}),
-        (Module, {"precision": "16-mixed"}),
     ):
         with pytest.raises(UsageError) as refused:
             fit(AS_CONFIGURED, kind=kind, **settings)
@@ -321,6 +320,6 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_kept_is_refused_by_name() -> None:
     [said] = on_ranks(refusals, 1)
-    names = ("automatic_optimization: ", "training_step: ", "training_step: ", "precision: ")
+    names = ("automatic_optimization: ", "training_step: ", "training_step: ")
     assert all(each.startswith(name) for each, name in zip(said, names, strict=True)), said
     assert not any("\n" in each for each in said)
