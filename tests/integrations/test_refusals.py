@@ -50,6 +50,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "train_dataset: one that can only be iterated over": {"dataset": Stream()},
     "dispatch_batches": {"dataset": [1], "dispatch_batches": True},
     "loss_type: aot sorts the rows": {"loss_type": ["sigmoid", "aot"]},
+    "loss_type: kto compares each row": {"loss_type": "kto"},
     "loss_type: sft is a mean over the tokens": {"loss_type": "sft"},
     "output_router_logits": {"config": SimpleNamespace(output_router_logits=True)},
 }
@@ -108,8 +109,8 @@ def test_a_loader_of_lightning_is_kept_as_it_was() -> None:
 def test_a_trainer_of_trl_that_nobody_has_tried_is_refused() -> None:
     base = type("_BaseTrainer", (), {"__module__": "trl.trainer.base_trainer"})
     known = type("SFTTrainer", (base,), {"__module__": "trl.trainer.sft_trainer"})
-    unknown = type("KTOTrainer", (base,), {"__module__": "trl.trainer.kto_trainer"})
+    unknown = type("GRPOTrainer", (base,), {"__module__": "trl.trainer.grpo_trainer"})
     refusals.require_known_trainer(type("Mine", (known,), {}))
     refusals.require_known_trainer(type("Other", (), {}))
-    with pytest.raises(UsageError, match="KTOTrainer: of TRL's trainers, "):
+    with pytest.raises(UsageError, match="GRPOTrainer: of TRL's trainers, "):
         refusals.require_known_trainer(type("Mine", (unknown,), {}))

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.integrations import private
 from torchtune_adaptive.integrations.facts import warn_of_untested_versions
 from torchtune_adaptive.integrations.module_step import ModuleStep
 from torchtune_adaptive.integrations.options import Adaptive
@@ -72,10 +73,9 @@ class AdaptiveModuleMixin(_Module):
             return
         warn_of_untested_versions()
         _require_supported(self, super().training_step)
-        source = self.trainer.fit_loop._data_source
         self._step = None
         self._rows = []
-        source.dataloader = lambda: _keeping_rows(type(source).dataloader(source))
+        private.pass_loader_through(self.trainer, _keeping_rows)
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -104,7 +104,7 @@ class AdaptiveModuleMixin(_Module):
         if (batch_idx + 1) % batches and not trainer.is_last_batch:
             return torch.zeros((), device=self.device)
         if self._step is None:
-            self._step = ModuleStep(self, trainer, super().training_step)
+            self._step = ModuleStep(self, trainer, super().training_step, self._resumed)
         rows, self._rows = self._rows, []
         loss = self._step.take(rows, batch_idx, super().log)
         # Of which the trainer takes the share of one batch.

@@ -25,15 +25,23 @@ class ModuleStep(RowStep):
         module: the module.
         trainer: its trainer.
         training_step: the module's own.
+        saved: what was ``learned`` in the checkpoint that training resumes from.
     """
 
-    def __init__(self, module: Any, trainer: Any, training_step: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        module: Any,
+        trainer: Any,
+        training_step: Callable[..., Any],
+        saved: dict[str, Any] | None,
+    ) -> None:
         # The mixin comes before the classes that may have these, so it has no defaults of its own.
         options, restored = getattr(module, "adaptive", Adaptive()), getattr(module, "restored", ())
         super().__init__(module, restored, options, trainer.train_dataloader, module.device)
         self._terms_of = getattr(module, "terms", None)
         self._module, self._trainer = module, trainer
         self._training_step = training_step
+        self._resumed = saved
         self._takes_index = len(inspect.signature(training_step).parameters) > 1
         self._rows, self._weight = 0, 0
         """The rows of the micro-batch, and the terms in its loss."""
@@ -124,7 +132,7 @@ class ModuleStep(RowStep):
             memory_limit=options.memory_limit,
             grow_back_after=options.grow_back_after,
             relief=getattr(module, "relief", None),
-            restore=self._restore,
+            restore=self.restore,
         )
 
     def _configured(self) -> tuple[int, int, int]:
@@ -133,11 +141,10 @@ class ModuleStep(RowStep):
         return rows, rows * self._trainer.accumulate_grad_batches, self._trainer.world_size
 
     def _saved(self) -> dict[str, Any] | None:
-        saved: dict[str, Any] | None = self._module._resumed
-        return saved
+        return self._resumed
 
-    def _restore(self) -> None:
-        super()._restore()
+    def restore(self) -> None:
+        super().restore()
         if self._logged is not None:
             self._logged.clear()
 

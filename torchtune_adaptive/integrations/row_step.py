@@ -46,7 +46,7 @@ class RowStep(ABC):
 
     @abstractmethod
     def _new_step(self) -> AdaptiveStep:
-        """The step, with ``_forward`` and ``_restore`` of this object."""
+        """The step, with ``_forward`` and ``restore`` of this object."""
 
     @abstractmethod
     def _around(self, step: AdaptiveStep) -> AbstractContextManager[None]:
@@ -157,7 +157,8 @@ class RowStep(ABC):
             if hasattr(owner, name)
         }
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Set back what a lost attempt has changed."""
         for name, value in self._kept.items():
             setattr(self._owner, name, copy.deepcopy(value))
 

@@ -92,7 +92,7 @@ class TrainerStep(RowStep):
             memory_limit=options.memory_limit,
             grow_back_after=options.grow_back_after,
             relief=_checkpointing(trainer),
-            restore=self._restore,
+            restore=self.restore,
             frozen=[each for each in (getattr(trainer, "ref_model", None),) if each is not None],
         )
 

@@ -42,7 +42,7 @@ def watched(owner: Any, name: str, seen: Callable[..., Any]) -> None:
 
 @check("one backward")
 def one_backward(folder: str) -> None:
-    for kind in ("trainer", "sft", "dpo", "reward"):
+    for kind in ("trainer", "sft", "dpo", "kto", "reward"):
         assert backwards(make(kind, None, folder)) == ["step", "loss"] * 8
 
 
@@ -99,7 +99,7 @@ def data_collator(folder: str) -> None:
 
     trainer = make("trainer", None, folder, data=Listed(tokens(16)))
     assert trainer.get_train_dataloader().collate_fn.data_collator is trainer.data_collator
-    for kind in ("trainer", "sft", "dpo", "reward"):
+    for kind in ("trainer", "sft", "dpo", "kto", "reward"):
         trainer = make(kind, None, folder)
         assert trainer.get_train_dataloader().collate_fn is trainer.data_collator
 
@@ -141,7 +141,7 @@ def broadcast_buffers(folder: str) -> None:
 
 @check("host state")
 def host_state(folder: str) -> None:
-    for kind in ("trainer", "sft", "dpo", "reward"):
+    for kind in ("trainer", "sft", "dpo", "kto", "reward"):
         trainer = make(kind, None, folder, max_steps=1, gradient_accumulation_steps=1)
         compute_loss = trainer.compute_loss
 
