@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import private
-from torchtune_adaptive.integrations.facts import warn_of_untested_versions
+from torchtune_adaptive.integrations.facts import check_versions
 from torchtune_adaptive.integrations.module_step import ModuleStep
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, Rows
@@ -71,7 +71,7 @@ class AdaptiveModuleMixin(_Module):
         super().setup(stage)
         if stage != "fit":
             return
-        warn_of_untested_versions()
+        check_versions("lightning")
         _require_supported(self, super().training_step)
         self._step = None
         self._rows = []

@@ -54,6 +54,11 @@ def backwards(trainer: Any) -> list[str]:
     return calls
 
 
+@check("no scaling")
+def no_scaling(folder: str) -> None:
+    assert make("trainer", None, folder).accelerator.gradient_accumulation_steps == 1
+
+
 @check("sync_gradients")
 def sync_gradients(folder: str) -> None:
     trainer, flags = make("trainer", None, folder), []
@@ -179,7 +184,8 @@ def gathers(folder: str) -> None:
 
 def lightning_calls(**settings: Any) -> list[str]:
     """The hooks that Lightning's trainer calls in a training of five batches, in their order."""
-    pl = pytest.importorskip("lightning.pytorch")
+    import lightning.pytorch as pl
+
     calls: list[str] = []
 
     class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
@@ -235,6 +241,8 @@ def end_of_a_step(folder: str) -> None:
 
 @pytest.mark.parametrize("name", FACTS)
 def test_fact(name: str) -> None:
+    if CHECKS[name].__name__ in ("source_of_a_loader", "order_of_a_batch", "end_of_a_step"):
+        pytest.importorskip("lightning.pytorch")
     on_ranks(_in_a_folder, 2 if name == "broadcast_buffers" else 1, name)
 
 
