@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("transformers", "peft", "trl")
+OTHERS = ("transformers", "peft", "trl", "lightning")
 
 
 def make_environment(folder: Path) -> Path:

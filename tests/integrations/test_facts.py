@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+import tomllib
+from pathlib import Path
 
+import pytest
+import yaml
+
+from torchtune_adaptive import UsageError
 from torchtune_adaptive.integrations import facts
 
 
 def test_a_newer_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"transformers": "5.24.0.dev0", "trl": "1.16.9"}
-    monkeypatch.setattr(facts, "version", lambda name: installed.get(name, "0.1"))
+    monkeypatch.setattr(facts, "version", lambda name: installed.get(name, "2.6"))
     monkeypatch.setattr(
-        facts, "TESTED", {"transformers": "5.23", "trl": "1.16", "accelerate": "1.15"}
+        facts, "TESTED", {"transformers": "5.23", "trl": "1.16", "lightning": "2.6"}
     )
     with pytest.warns(UserWarning, match=r"transformers 5\.23, and 5\.24\.0\.dev0") as seen:
-        facts.warn_of_untested_versions()
+        facts.check_versions("transformers", "trl", "lightning")
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("name", facts.LOWEST)
+def test_a_version_that_is_too_old_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "version", lambda _: "1.8.3")
+    with pytest.raises(UsageError, match=rf"{name}: 1\.8\.3 is installed, and \d+\.\d+ or newer"):
+        facts.check_versions(name)
+
+
+def test_ci_runs_the_lowest_versions() -> None:
+    workflow = Path(__file__).parents[2] / ".github" / "workflows" / "trainers.yml"
+    rows = yaml.safe_load(workflow.read_text())["jobs"]["trainers"]["strategy"]["matrix"]["include"]
+    lowest = dict(re.findall(r"(\w+)==(\d+\.\d+)", " ".join(row["trainers"] for row in rows)))
+    assert lowest == facts.LOWEST
+    extras = tomllib.loads((Path(__file__).parents[2] / "library" / "pyproject.toml").read_text())
+    bounds = extras["project"]["optional-dependencies"]["trainers"]
+    assert dict(bound.split(">=") for bound in bounds) == facts.LOWEST

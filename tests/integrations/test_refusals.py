@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from torchtune_adaptive import UsageError
-from torchtune_adaptive.integrations import refusals
+from torchtune_adaptive.integrations import lightning, refusals
 
 
 def trainer(dataset: Any = (), config: Any = None, **settings: Any) -> Any:
@@ -50,6 +50,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "train_dataset: one that can only be iterated over": {"dataset": Stream()},
     "dispatch_batches": {"dataset": [1], "dispatch_batches": True},
     "loss_type: aot sorts the rows": {"loss_type": ["sigmoid", "aot"]},
+    "loss_type: kto compares each row": {"loss_type": "kto"},
     "loss_type: sft is a mean over the tokens": {"loss_type": "sft"},
     "output_router_logits": {"config": SimpleNamespace(output_router_logits=True)},
 }
@@ -64,11 +65,52 @@ def test_a_setting_is_refused_by_name(message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def lightning_module(**of_trainer: Any) -> Any:
+    own = {"automatic_optimization": of_trainer.pop("automatic_optimization", True)}
+    precision = SimpleNamespace(scaler=of_trainer.pop("scaler", None))
+    strategy = SimpleNamespace(handles_gradient_accumulation=of_trainer.pop("handles", False))
+    trainer = SimpleNamespace(precision_plugin=precision, strategy=strategy, **of_trainer)
+    return SimpleNamespace(trainer=trainer, **own)
+
+
+def of_batch(batch: Any) -> None: ...
+
+
+def of_iterator(dataloader_iter: Any) -> None: ...
+
+
+OF_LIGHTNING: dict[str, tuple[dict[str, Any], Any]] = {
+    "automatic_optimization: False": ({"automatic_optimization": False}, of_batch),
+    "training_step: takes dataloader_iter": ({}, of_iterator),
+    "precision: the trainer's gradient scaler": ({"scaler": object()}, of_batch),
+    "strategy: a SimpleNamespace takes the step itself": ({"handles": True}, of_batch),
+}
+
+
+@pytest.mark.parametrize("message", OF_LIGHTNING)
+def test_a_setting_of_lightning_is_refused_by_name(message: str) -> None:
+    lightning._require_supported(lightning_module(), of_batch)
+    settings, training_step = OF_LIGHTNING[message]
+    with pytest.raises(UsageError) as error:
+        lightning._require_supported(lightning_module(**settings), training_step)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_loader_of_lightning_is_kept_as_it_was() -> None:
+    loader = DataLoader([1, 2])
+    keeping = lightning._keeping_rows(loader)
+    assert [batch.rows for batch in keeping] == [[1], [2]]
+    assert [batch.tolist() for batch in loader] == [[1], [2]]
+    assert lightning._keeping_rows(keeping) is keeping
+    with pytest.raises(UsageError, match=r"train_dataloader: a dict is not a .*DataLoader"):
+        lightning._keeping_rows({"one": loader})
+
+
 def test_a_trainer_of_trl_that_nobody_has_tried_is_refused() -> None:
     base = type("_BaseTrainer", (), {"__module__": "trl.trainer.base_trainer"})
     known = type("SFTTrainer", (base,), {"__module__": "trl.trainer.sft_trainer"})
-    unknown = type("KTOTrainer", (base,), {"__module__": "trl.trainer.kto_trainer"})
+    unknown = type("GRPOTrainer", (base,), {"__module__": "trl.trainer.grpo_trainer"})
     refusals.require_known_trainer(type("Mine", (known,), {}))
     refusals.require_known_trainer(type("Other", (), {}))
-    with pytest.raises(UsageError, match="KTOTrainer: of TRL's trainers, "):
+    with pytest.raises(UsageError, match="GRPOTrainer: of TRL's trainers, "):
         refusals.require_known_trainer(type("Mine", (unknown,), {}))

@@ -10,7 +10,14 @@ import torch
 from torch.utils.data import Dataset
 
 from torchtune_adaptive import UsageError
-from torchtune_adaptive.integrations.rows import Keeping, Rows, longest, longest_by, numbers_in
+from torchtune_adaptive.integrations.rows import (
+    Keeping,
+    Rows,
+    longest,
+    longest_by,
+    numbers_in,
+    tokens_in,
+)
 
 CPU = torch.device("cpu")
 
@@ -99,4 +106,6 @@ def test_numbers_of_nested_batches() -> None:
         numbers_in({"a": [torch.zeros(2), torch.zeros(3)], "b": {"c": torch.zeros(1)}, "d": "x"})
         == 6
     )
+    assert tokens_in({"input_ids": torch.zeros(2, 5), "labels": torch.zeros(2)}) == 10
+    assert tokens_in([]) == 0
     assert isinstance(Keeping(list)([1]), Rows)

@@ -10,11 +10,18 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-TESTED = {"transformers": "5.23", "trl": "1.16", "accelerate": "1.15"}
+from torchtune_adaptive.common import UsageError
+
+TESTED = {"transformers": "5.23", "trl": "1.16", "accelerate": "1.15", "lightning": "2.6"}
 """The versions that the tests have run with."""
+
+LOWEST = {"transformers": "5.16", "trl": "1.9", "accelerate": "1.10", "lightning": "2.6"}
+"""The lowest versions that the tests pass with. Below, gradients would silently be others: transformers 5.4
+scales the loss in ``accelerator.backward`` as well, and 5.14 takes a mean of label smoothing over a batch."""
 
 FACTS = {
     "one backward": "Trainer.training_step calls accelerator.backward once, with the loss",
+    "no scaling": "accelerator.backward does not divide the loss by the number of batches",
     "sync_gradients": "the loop sets accelerator.sync_gradients before the last batch of a step, only",
     "mean over batches": "a loss that is a mean is divided by current_gradient_accumulation_steps",
     "batches of a step": "get_batch_samples takes the batches of a step, once, before training_step",
@@ -25,16 +32,25 @@ FACTS = {
     "host state": "compute_loss changes no attribute of a trainer but those in `restored`",
     "checkpointing": "a model turns it on and off by two methods, and says whether it is on",
     "gathers": "gather_for_metrics launches by accelerator.gather",
+    "source of a loader": "fit_loop._data_source.dataloader gives Lightning's loader, after setup",
+    "order of a batch": "automatic optimization calls training_step, optimizer_zero_grad and backward once",
+    "end of a step": "the optimizer steps with each accumulate_grad_batches-th batch, and with the last",
 }
 
 
-def warn_of_untested_versions() -> None:
-    """Warn, once, where a library is newer than what has been tested."""
-    for name, tested in TESTED.items():
+def check_versions(*names: str) -> None:
+    """Warn, once, where a library is newer than what has been tested, and refuse one that is too old."""
+    for name in names:
+        tested = TESTED[name]
         try:
             installed = Version(version(name))
         except PackageNotFoundError:
             continue
+        if installed.release[:2] < Version(LOWEST[name]).release[:2]:
+            raise UsageError(
+                f"{name}: {installed} is installed, and {LOWEST[name]} or newer is needed: before, gradients "
+                f"or logs would differ. Upgrade it."
+            )
         if installed.release[:2] > Version(tested).release[:2]:
             warnings.warn(
                 f"torchtune_adaptive has been tested with {name} {tested}, and {installed} is installed.",

@@ -12,7 +12,7 @@ class Adaptive:
     memory_limit: int | str | None = None
     """The most capacity that this process may have, such as ``"24GiB"``. A search on a CPU needs it."""
     ceiling: int | None = None
-    """The most rows in a micro-batch; by default, those of a step."""
+    """The most rows in a micro-batch; by default, those of a step. With ``tokens``, of the longest rows."""
     headroom: float = 0.05
     """The share of the capacity that must stay free in the search."""
     grow_back_after: int | None = 100
@@ -20,3 +20,6 @@ class Adaptive:
     search: bool = True
     """Whether micro-batches have the size that a search finds before the first step; otherwise that of
     ``per_device_train_batch_size``, until memory runs out."""
+    tokens: bool = False
+    """Whether a micro-batch has as many tokens, padding included, as that size has of the longest row: more
+    rows where they are shorter."""

@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 
 from torchtune_adaptive.common import UsageError
 
-OF_TRL = {"SFTTrainer", "DPOTrainer", "RewardTrainer"}
+OF_TRL = {"SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer"}
 """Trainers of TRL whose loss does not depend on how rows are split, or that refuse where it does."""
 
 Setting = Callable[[Any], Any]
@@ -46,8 +46,9 @@ _OF_A_BATCH = {
     "aot": "sorts the rows of a micro-batch",
     "aot_unpaired": "sorts the rows of a micro-batch",
     "sft": "is a mean over the tokens of a micro-batch",
+    "kto": "compares each row with the mean divergence of a micro-batch",
 }
-"""Losses of DPO that depend on how rows are split."""
+"""Losses of DPO and KTO that depend on how rows are split."""
 
 
 def require_known_trainer(kind: type) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -129,12 +129,19 @@ def _list_lengths(column: Any) -> list[int | None]:
     return lengths
 
 
+def tokens_in(batch: Any) -> int:
+    """The tokens of a batch, padding included: the numbers in its largest tensor."""
+    return max((tensor.numel() for tensor in _tensors(batch)), default=0)
+
+
 def numbers_in(batch: Any) -> int:
     """The numbers in the tensors of a batch."""
+    return sum(tensor.numel() for tensor in _tensors(batch))
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
-        return batch.numel()
-    if isinstance(batch, Mapping):
-        return sum(map(numbers_in, batch.values()))
-    if isinstance(batch, (list, tuple)):
-        return sum(map(numbers_in, batch))
-    return 0
+        yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for value in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(value)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cache
 from typing import Any
 
 import torch
 
 from torchtune_adaptive.common import UsageError, counted
-from torchtune_adaptive.integrations.rows import Keeping, Rows, keeping_in, longest
+from torchtune_adaptive.integrations.row_step import RowStep
+from torchtune_adaptive.integrations.rows import Rows
 from torchtune_adaptive.integrations.votes import voting
-from torchtune_adaptive.library import AdaptiveStep, find_batch_size
+from torchtune_adaptive.library import AdaptiveStep
 
 TrainingStep = Callable[[Any, Any, Any], Any]
 """The trainer's own ``training_step``."""
@@ -24,7 +23,7 @@ _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """How a model's methods for it begin; the older names warn where there are others."""
 
 
-class TrainerStep:
+class TrainerStep(RowStep):
     """The steps of a trainer.
 
     Args:
@@ -33,12 +32,9 @@ class TrainerStep:
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
+        args = trainer.args
+        super().__init__(trainer, trainer.restored, trainer.adaptive, loader, args.device)
         self._trainer = trainer
-        self._loader = loader
-        self._step: AdaptiveStep | None = None
-        self._size = 0
-        self._rows_of_step = 0
-        self._kept: dict[str, Any] = {}
 
     def take(
         self, model: Any, batches: Sequence[Rows], training_step: TrainingStep, items: Any
@@ -51,36 +47,12 @@ class TrainerStep:
             training_step: the trainer's own.
             items: what that divides a sum by.
         """
-        trainer = self._trainer
-        device = trainer.args.device
-        if not trainer.accelerator.sync_gradients:
-            return torch.zeros((), device=device)
-        rows = [row for batch in batches for row in batch.rows]
+        if not self._trainer.accelerator.sync_gradients:
+            return torch.zeros((), device=self._device)
         self._training_step, self._model, self._items = training_step, model, items
-        self._rows_of_step = len(rows)
-        self._keep()
-        if self._step is None:
-            self._keeping.require_repeatable(batches[0])
-            self._step = self._begin(model, len(rows))
-        with self._own_backward(self._step):
-            outcome = self._step(rows, self._micro_batch, self._size)
-        state_in(trainer).learned = {
-            "size": self._size,
-            "for": self._circumstances(),
-            "step": self._step.state_dict(),
-        }
-        return torch.tensor(outcome.loss, device=device)
-
-    # --- one micro-batch ------------------------------------------------------------------------
-
-    @property
-    def _keeping(self) -> Keeping:
-        """The collate function of the loader, which may drop columns of a row first."""
-        return keeping_in(self._loader.collate_fn)
-
-    def _micro_batch(self, rows: Sequence[Any]) -> dict[str, Any]:
-        # Rows are told apart from inputs: the tensors of some collate functions have no row for each.
-        return {"inputs": _Held(self._keeping.again(rows)), "rows": torch.empty(len(rows))}
+        outcome = self._take(batches)
+        state_in(self._trainer).learned = self.learned
+        return torch.tensor(outcome.loss, device=self._device)
 
     def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """The part of a micro-batch in the loss of this rank."""
@@ -97,7 +69,7 @@ class TrainerStep:
         return found.pop()  # or what it refers to would outlive a lost step
 
     @contextmanager
-    def _own_backward(self, step: AdaptiveStep) -> Iterator[None]:
+    def _around(self, step: AdaptiveStep) -> Iterator[None]:
         """The trainer's ``backward`` only tells the loss: that of the step follows."""
         trainer = self._trainer
         batches = trainer.current_gradient_accumulation_steps
@@ -110,69 +82,29 @@ class TrainerStep:
             del trainer.accelerator.backward
             trainer.current_gradient_accumulation_steps = batches
 
-    # --- before the first step ------------------------------------------------------------------
-
-    def _begin(self, model: Any, rows: int) -> AdaptiveStep:
-        trainer, options = self._trainer, self._trainer.adaptive
-        step = AdaptiveStep(
-            model,
+    def _new_step(self) -> AdaptiveStep:
+        trainer, options = self._trainer, self._options
+        return AdaptiveStep(
+            self._model,
             trainer.optimizer,
             self._forward,
             optimizer_steps=False,
             memory_limit=options.memory_limit,
             grow_back_after=options.grow_back_after,
             relief=_checkpointing(trainer),
-            restore=self._restore,
+            restore=self.restore,
             frozen=[each for each in (getattr(trainer, "ref_model", None),) if each is not None],
         )
-        ceiling = min(rows, options.ceiling or rows)
-        self._size = min(trainer.args.per_device_train_batch_size, ceiling)
-        saved = trainer.state.stateful_callbacks.get(_state_class().__name__) or {}
-        learned = saved.get("attributes", {}).get("learned")
-        if learned and learned["for"] == self._circumstances():
-            self._size = learned["size"]
-            step.load_state_dict(learned["step"])
-        elif options.search and step.train_step.memory.measured:
-            self._size = self._search(step, ceiling, several=rows > 1)
-        return step
 
-    def _search(self, step: AdaptiveStep, ceiling: int, several: bool) -> int:
-        trainer = self._trainer
-        row = longest(self._loader.dataset, self._loader.collate_fn, trainer.args.device)
-        [row] = self._loader.collate_fn([row]).rows
-        with self._own_backward(step):
-            found = find_batch_size(
-                step,
-                lambda rows: self._micro_batch([row] * rows),
-                ceiling=ceiling,
-                accumulation=1 + several,
-                headroom=trainer.adaptive.headroom,
-            )
-        return int(found)
-
-    def _circumstances(self) -> str:
-        """What the size was found for; with anything else, a resumed run searches again."""
+    def _configured(self) -> tuple[int, int, int]:
         trainer, args = self._trainer, self._trainer.args
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        return json.dumps([asdict(trainer.adaptive), trainer.accelerator.num_processes, rows])
+        rows = args.per_device_train_batch_size
+        return rows, rows * args.gradient_accumulation_steps, trainer.accelerator.num_processes
 
-    # --- what a forward pass changes on the host ------------------------------------------------
-
-    def _keep(self) -> None:
-        own = vars(self._trainer)
-        self._kept = {
-            name: copy.deepcopy(own[name]) for name in self._trainer.restored if name in own
-        }
-
-    def _restore(self) -> None:
-        vars(self._trainer).update(copy.deepcopy(self._kept))
-
-
-class _Held:
-    """A collated batch; it goes to the device where the trainer sends it."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def _saved(self) -> dict[str, Any] | None:
+        saved = self._trainer.state.stateful_callbacks.get(_state_class().__name__) or {}
+        learned: dict[str, Any] | None = saved.get("attributes", {}).get("learned")
+        return learned
 
 
 @cache

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import refusals
-from torchtune_adaptive.integrations.facts import warn_of_untested_versions
+from torchtune_adaptive.integrations.facts import check_versions
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, Rows
 from torchtune_adaptive.integrations.trainer_step import TrainerStep, state_in
@@ -51,12 +51,13 @@ class AdaptiveTrainerMixin(_Trainer):
         UsageError: a setting of the trainer cannot be kept.
     """
 
-    restored: tuple[str, ...] = ("_metrics", "_total_train_tokens")
+    restored: tuple[str, ...] = ("_metrics", "_total_train_tokens", "_stored_metrics")
     """Attributes that a forward pass changes; set back before a step is done again."""
     data_collator: Any
 
     def __init__(self, *args: Any, adaptive: Adaptive | None = None, **kwargs: Any) -> None:
-        warn_of_untested_versions()
+        of_trl = any(base.__module__.startswith("trl.") for base in type(self).__mro__)
+        check_versions("transformers", "accelerate", *["trl"] * of_trl)
         refusals.require_known_trainer(type(self))
         self.adaptive = adaptive or Adaptive()
         self._step: TrainerStep | None = None

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from torchtune_adaptive.common import UsageError
@@ -31,6 +32,7 @@ from torchtune_adaptive.core import (
 )
 from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
+from torchtune_adaptive.library.division import Division, by_rows, by_tokens
 from torchtune_adaptive.library.forward_only import ForwardOnly
 from torchtune_adaptive.library.private import is_compiled
 
@@ -49,7 +51,7 @@ class Outcome:
     gradient_norm: float | None
     """The norm of the whole gradient before clipping, with ``max_grad_norm``."""
     micro_batch: int
-    """The rows in a micro-batch, as the step went through."""
+    """The size of a micro-batch, as the step went through: rows or, with ``lengths``, tokens."""
     retried: int
     """The number of times that the step was done again because memory ran out on some rank."""
     allocation_retries: int
@@ -124,6 +126,9 @@ class AdaptiveStep:
         wait_for_memory: float = 0.0,
         timeout: float | None = None,
     ) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after evaluation, the parameters of the root are whole, and others
         optimizer = checks.plain_optimizer(optimizer)
         checks.require_trainable(model, optimizer)
         arguments.function("forward", forward)
@@ -180,7 +185,11 @@ class AdaptiveStep:
         """Steps taken."""
 
     def __call__(
-        self, rows: Sequence[Any], collate: Callable[[list[Any]], Any], size: int
+        self,
+        rows: Sequence[Any],
+        collate: Callable[[list[Any]], Any],
+        size: int,
+        lengths: Sequence[int] | None = None,
     ) -> Outcome:
         """Take a step.
 
@@ -189,20 +198,23 @@ class AdaptiveStep:
                 ``collate_fn=list`` are a list of rows; a batch that has been collated is none.
             collate: function that makes a micro-batch of some of them.
             size: rows in a micro-batch, the same on every rank, as long as memory suffices; the last may have
-                fewer.
+                fewer. With ``lengths``: tokens in a micro-batch, padding included.
+            lengths: the tokens in each of the rows. A micro-batch then has as many rows of similar length as
+                ``size`` allows at the longest of them.
 
         Raises:
             TrainingOutOfMemory: not even one row fits, on every rank; or memory ran out in the optimizer,
                 on the rank where it did.
-            UsageError: the ranks have different numbers of rows or sizes, or ``forward`` returns neither a
-                sum and its weight nor a share.
+            UsageError: the ranks have different numbers of rows or sizes, a row is longer than ``size``
+                allows, or ``forward`` returns neither a sum and its weight nor a share.
             RankLost: another rank has not answered in time, or has ended; the ranks cannot go on.
 
         After any other exception nothing is left of the step, so another can be taken, on all ranks.
         """
-        size = self._agreed_size(rows, collate, size)
-        if size != self._size:
-            self._begin(size)
+        size, divide = self._agreed(rows, collate, size, lengths)
+        unit = "row" if lengths is None else "token"
+        if (size, unit) != (self._size, self._runner.unit):
+            self._begin(size, unit)
         self.steps += 1
         sizes: list[int] = []  # one for each attempt
         if not self.train_step.options.optimizer_steps:
@@ -212,16 +224,16 @@ class AdaptiveStep:
             if sizes:
                 self.restore()
             sizes.append(size)
-            for start in range(0, len(rows), size):
-                self.objective.begins = start == 0
-                yield collate(list(rows[start : start + size]))
+            for number, part in enumerate(divide(size)):
+                self.objective.begins = number == 0
+                yield collate([rows[position] for position in part])
 
         outcome = self._runner.run(micro_batches, self.steps, self._adjusted)
         return Outcome(
             loss=outcome.loss,
             weight=outcome.weight,
             gradient_norm=outcome.gradient_norm,
-            micro_batch=min(sizes[-1], len(rows)),
+            micro_batch=min(sizes[-1], len(rows)) if lengths is None else sizes[-1],
             retried=len(sizes) - 1,
             allocation_retries=outcome.retries,
             overflow=outcome.overflow,
@@ -263,18 +275,28 @@ class AdaptiveStep:
         if worst is not None:
             arguments.function("worst", worst)
         name = name or getattr(work, "__name__", "forward_only").strip("<>_")
-        return ForwardOnly(
-            self.train_step, work, name, worst, gathers, self._agreed_size, self._grow_back_after
-        )
+        agreed = lambda rows, collate, size: self._agreed(rows, collate, size, None)[0]  # noqa: E731
+        step, grow_back_after = self.train_step, self._grow_back_after
+        return ForwardOnly(step, work, name, worst, gathers, agreed, grow_back_after)
 
-    def _agreed_size(self, rows: Sequence[Any], collate: Callable[..., Any], size: int) -> int:
-        """The size, once all ranks have told each other theirs, and how many rows they have."""
+    def _agreed(
+        self,
+        rows: Sequence[Any],
+        collate: Callable[..., Any],
+        size: int,
+        lengths: Sequence[int] | None,
+    ) -> tuple[int, Division]:
+        """The size, and how rows are divided, once all ranks have told each other what they have."""
         wrong = None
         both = -1
         try:
             arguments.function("collate", collate)
             size = arguments.whole("size", size)
-            both = checks.number_of_rows(rows) << 32 | size  # in one number, so in one exchange
+            count = checks.number_of_rows(rows)
+            if lengths is not None:
+                lengths = checks.row_lengths(lengths, count, size)
+            # In one number, so in one exchange.
+            both = count << 32 | size << 1 | (lengths is not None)
         except UsageError as error:
             wrong = error
         least, most = self.ranks.spread(both)
@@ -288,17 +310,21 @@ class AdaptiveStep:
                 f"rows: one rank has {fewest} and another {most_rows}. Give every rank the same number, as "
                 "steps_of does."
             )
-        if smallest != largest:
+        if smallest >> 1 != largest >> 1:
             raise UsageError(
-                f"size: {smallest} on one rank and {largest} on another. Pass the same size on every rank, "
-                "as find_batch_size gives it."
+                f"size: {smallest >> 1} on one rank and {largest >> 1} on another. Pass the same size on "
+                "every rank, as find_batch_size gives it."
             )
-        return size
+        if smallest != largest:
+            raise UsageError("lengths: given on one rank and not on another. Pass them on all.")
+        return size, by_rows(len(rows)) if lengths is None else by_tokens(lengths, self.ranks)
 
-    def _begin(self, size: int) -> None:
+    def _begin(self, size: int, unit: str = "row") -> None:
         """Use micro-batches of this size from the next step on."""
-        self._size = size
-        smaller = candidates("power_of_two", size, size)
+        self._size, self._runner.unit = size, unit
+        smaller: Sequence[int] = candidates("power_of_two", size, size)
+        if unit == "token":
+            smaller = [size >> halvings for halvings in range(size.bit_length())]
         reliefs = len(self._runner.reliefs) - 1
         self._runner.begin(size, Recovery(size, smaller, self._grow_back_after, reliefs))
 
@@ -306,7 +332,8 @@ class AdaptiveStep:
         """Log what is done about memory, on rank 0."""
         reason, (before, after) = adjustment.reason, adjustment.size
         what = f"{reason} (step {adjustment.step})"
-        changes = [f"micro-batch {before} -> {after}"] if before != after else []
+        name = "micro-batch" if self._runner.unit == "row" else "token budget"
+        changes = [f"{name} {before} -> {after}"] if before != after else []
         changes += [f"{knob} {old} -> {new}" for knob, (old, new) in adjustment.knobs.items()]
         if changes:
             what = f"{', '.join(changes)} ({reason}, step {adjustment.step})"
@@ -314,7 +341,12 @@ class AdaptiveStep:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of recovery, for a checkpoint."""
-        return {"size": self._size, "steps": self.steps, **self._runner.state_dict()}
+        return {
+            "size": self._size,
+            "unit": self._runner.unit,
+            "steps": self.steps,
+            **self._runner.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state_dict`` was called."""
@@ -325,7 +357,7 @@ class AdaptiveStep:
             )
         self._size, self.steps = state["size"], state["steps"]
         if self._size:
-            self._begin(self._size)
+            self._begin(self._size, state.get("unit", "row"))
         self._runner.load_state_dict(state)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtune_adaptive.common import UsageError, counted
-from torchtune_adaptive.library import private
+from torchtune_adaptive.library import arguments, private
 from torchtune_adaptive.library.private import tree_leaves
 
 
@@ -139,6 +139,25 @@ def number_of_rows(rows: Any) -> int:
     if len(rows) == 0:
         raise UsageError("rows: a step needs at least one on every rank.")
     return len(rows)
+
+
+def row_lengths(lengths: Any, rows: int, tokens: int) -> list[int]:
+    """The tokens in each row, if they are so many numbers and none is above the budget."""
+    if not isinstance(lengths, Sequence) or isinstance(lengths, str):
+        raise UsageError(
+            f"lengths: a {type(lengths).__name__} is not a list of numbers. Pass the tokens in each row."
+        )
+    if len(lengths) != rows:
+        raise UsageError(
+            f"lengths: {len(lengths)} for {counted(rows, 'row')}. Pass the tokens in each row."
+        )
+    numbers = [arguments.whole("lengths", length) for length in lengths]
+    if max(numbers) > tokens:
+        raise UsageError(
+            f"lengths: row {numbers.index(max(numbers))} has {max(numbers)} tokens, and a micro-batch may "
+            f"have {tokens} (size). Pass a larger size, or cut rows."
+        )
+    return numbers
 
 
 def elements(batch: Any) -> list[int]:

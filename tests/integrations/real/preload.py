@@ -1,5 +1,6 @@
 """What every rank of these tests starts with already imported; see ``tests.helpers.ranks``."""
 
+import contextlib
 import importlib
 import warnings
 
@@ -9,3 +10,6 @@ with warnings.catch_warnings():
         importlib.import_module(module)
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification, Trainer  # noqa: F401
     from trl import DPOTrainer, RewardTrainer, SFTTrainer  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        importlib.import_module("lightning.pytorch")

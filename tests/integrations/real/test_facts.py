@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.integrations.real.trainers import AS_CONFIGURED, make, on_ranks, tokens
@@ -41,7 +42,7 @@ def watched(owner: Any, name: str, seen: Callable[..., Any]) -> None:
 
 @check("one backward")
 def one_backward(folder: str) -> None:
-    for kind in ("trainer", "sft", "dpo", "reward"):
+    for kind in ("trainer", "sft", "dpo", "kto", "reward"):
         assert backwards(make(kind, None, folder)) == ["step", "loss"] * 8
 
 
@@ -51,6 +52,11 @@ def backwards(trainer: Any) -> list[str]:
     watched(trainer, "training_step", lambda *_, **__: calls.append("step"))
     trainer.train()
     return calls
+
+
+@check("no scaling")
+def no_scaling(folder: str) -> None:
+    assert make("trainer", None, folder).accelerator.gradient_accumulation_steps == 1
 
 
 @check("sync_gradients")
@@ -98,7 +104,7 @@ def data_collator(folder: str) -> None:
 
     trainer = make("trainer", None, folder, data=Listed(tokens(16)))
     assert trainer.get_train_dataloader().collate_fn.data_collator is trainer.data_collator
-    for kind in ("trainer", "sft", "dpo", "reward"):
+    for kind in ("trainer", "sft", "dpo", "kto", "reward"):
         trainer = make(kind, None, folder)
         assert trainer.get_train_dataloader().collate_fn is trainer.data_collator
 
@@ -140,7 +146,7 @@ def broadcast_buffers(folder: str) -> None:
 
 @check("host state")
 def host_state(folder: str) -> None:
-    for kind in ("trainer", "sft", "dpo", "reward"):
+    for kind in ("trainer", "sft", "dpo", "kto", "reward"):
         trainer = make(kind, None, folder, max_steps=1, gradient_accumulation_steps=1)
         compute_loss = trainer.compute_loss
 
@@ -170,16 +176,73 @@ def checkpointing(folder: str) -> None:
 
 @check("gathers")
 def gathers(folder: str) -> None:
-    import torch
-
     trainer, calls = make("trainer", None, folder), []
     watched(trainer.accelerator, "gather", lambda value: calls.append(value))
     trainer.accelerator.gather_for_metrics(torch.ones(2))
     assert len(calls) == 1
 
 
+def lightning_calls(**settings: Any) -> list[str]:
+    """The hooks that Lightning's trainer calls in a training of five batches, in their order."""
+    import lightning.pytorch as pl
+
+    calls: list[str] = []
+
+    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def setup(self, stage: str) -> None:
+            source = self.trainer.fit_loop._data_source
+            own = type(source).dataloader
+            source.dataloader = lambda: (calls.append("loader"), own(source))[1]
+
+        def training_step(self, batch: Any) -> Any:
+            calls.append("step")
+            return self.layer(batch).sum()
+
+        def optimizer_zero_grad(self, *args: Any) -> None:
+            calls.append("zero")
+            super().optimizer_zero_grad(*args)
+
+        def backward(self, loss: Any) -> None:
+            calls.append("backward")
+            super().backward(loss)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            calls.append("optimizer")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters())
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", **quiet, **settings)
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(5, 1)))
+    return calls
+
+
+@check("source of a loader")
+def source_of_a_loader(folder: str) -> None:
+    assert lightning_calls()[:2] == ["loader", "step"]
+
+
+@check("order of a batch")
+def order_of_a_batch(folder: str) -> None:
+    assert lightning_calls()[1:] == ["step", "zero", "backward", "optimizer"] * 5
+
+
+@check("end of a step")
+def end_of_a_step(folder: str) -> None:
+    calls = lightning_calls(accumulate_grad_batches=2)
+    steps = [call for call in calls if call in ("step", "optimizer")]
+    assert steps == ["step", "step", "optimizer"] * 2 + ["step", "optimizer"]
+
+
 @pytest.mark.parametrize("name", FACTS)
 def test_fact(name: str) -> None:
+    if CHECKS[name].__name__ in ("source_of_a_loader", "order_of_a_batch", "end_of_a_step"):
+        pytest.importorskip("lightning.pytorch")
     on_ranks(_in_a_folder, 2 if name == "broadcast_buffers" else 1, name)
 
 

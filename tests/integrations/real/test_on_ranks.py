@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo": {},
     "dpo, lora": {"peft_config": "lora"},
     "reward": {},
+    "kto": {},
 }
 
 
@@ -59,7 +60,7 @@ def compare(name: str, way: str) -> dict[str, Any]:
     searched = trained(kind, SEARCHING, **settings)
     equal = trained(kind, AS_CONFIGURED, **settings)
     other = "no adapter" if "peft_config" in settings else "reference"
-    wheres = ("policy", other) if kind == "dpo" else ("policy",)
+    wheres = ("policy", other) if kind in ("dpo", "kto") else ("policy",)
     lost = {
         (on, where): trained(kind, AS_CONFIGURED, Loss(1 + on, on, 2, where), **settings)
         for on in (0, 1)

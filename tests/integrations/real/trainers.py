@@ -169,7 +169,7 @@ class Padding:
 
 
 def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> Any:
-    """A trainer of a kind: ``trainer``, ``sft``, ``dpo``, or ``reward``; plain without options."""
+    """A trainer of a kind: ``trainer``, ``sft``, ``dpo``, ``kto``, or ``reward``; plain without options."""
     import transformers
     import trl
 
@@ -178,6 +178,7 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
         "sft": (trl.SFTTrainer, trl.SFTConfig),
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
         "reward": (trl.RewardTrainer, trl.RewardConfig),
+        "kto": (trl.KTOTrainer, trl.KTOConfig),
     }
     trainer_class, config_class = classes[kind]
     arguments: dict[str, Any] = {}
@@ -194,13 +195,18 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
             "sft": ("text",),
             "reward": ("chosen", "rejected"),
             "dpo": ("prompt", "chosen", "rejected"),
+            "kto": ("prompt", "completion"),
         }
-        arguments |= {"processing_class": tokenizer(), "train_dataset": data or texts(*names[kind])}
+        data = data or texts(*names[kind])
+        if kind == "kto":
+            data = data.add_column("label", [number % 3 > 0 for number in range(len(data))])
+            settings = {"loss_type": "apo_zero_unpaired"} | settings
+        arguments |= {"processing_class": tokenizer(), "train_dataset": data}
         settings = {"max_length": 64} | settings
     if kind == "reward":
         model = llama("LlamaForSequenceClassification", num_labels=1, **config)
     elif (
-        kind == "dpo"
+        kind in ("dpo", "kto")
         and "peft_config" not in arguments
         and not settings.get("precompute_ref_log_probs")
     ):

@@ -65,6 +65,11 @@ class Budget:
         """The budget with 1/``divisor`` of the rows at every length, but at least one."""
         return Budget(tuple((length, max(1, rows // divisor)) for length, rows in self.measured))
 
+    def micro_batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """The micro-batches of rows of these lengths on one rank, as positions; see ``pack``."""
+        [parts] = pack(lengths, self, ranks=1)
+        return parts
+
 
 def pack(lengths: Sequence[int], budget: Budget, ranks: int) -> list[list[list[int]]]:
     """The micro-batches of one step for each rank, as positions in ``lengths``, each of which occurs once.

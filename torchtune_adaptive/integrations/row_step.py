@@ -1,0 +1,170 @@
+"""The steps of a loop whose loader keeps rows: the size of micro-batches, found, learned, and kept."""
+
+from __future__ import annotations
+
+import copy
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.integrations.options import Adaptive
+from torchtune_adaptive.integrations.rows import Keeping, Rows, keeping_in, longest, tokens_in
+from torchtune_adaptive.library import AdaptiveStep, Outcome, find_batch_size
+
+
+class RowStep(ABC):
+    """The steps of one run of a loop.
+
+    Args:
+        owner: the object whose attributes a forward pass changes.
+        restored: the names of these.
+        options: what the user has chosen.
+        loader: the loader, whose batches are ``Rows``.
+        device: that of this process.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        restored: Sequence[str],
+        options: Adaptive,
+        loader: Any,
+        device: torch.device,
+    ) -> None:
+        self._owner, self._restored, self._options = owner, restored, options
+        self._loader, self._device = loader, device
+        self._step: AdaptiveStep | None = None
+        self._size = 0
+        self._rows_of_step = 0
+        self._kept: dict[str, Any] = {}
+
+    @abstractmethod
+    def _new_step(self) -> AdaptiveStep:
+        """The step, with ``_forward`` and ``restore`` of this object."""
+
+    @abstractmethod
+    def _around(self, step: AdaptiveStep) -> AbstractContextManager[None]:
+        """The context in which steps are taken."""
+
+    @abstractmethod
+    def _configured(self) -> tuple[int, int, int]:
+        """The rows of a micro-batch and of a step on a process, and the number of processes."""
+
+    @abstractmethod
+    def _saved(self) -> dict[str, Any] | None:
+        """What ``learned`` was in the checkpoint that the loop resumes from."""
+
+    def _take(self, batches: Sequence[Rows]) -> Outcome:
+        """Take a step with the rows of these batches."""
+        rows = [row for batch in batches for row in batch.rows]
+        self._rows_of_step = len(rows)
+        self._keep()
+        if self._step is None:
+            self._keeping.require_repeatable(batches[0])
+            self._step = self._begin(len(rows))
+        with self._around(self._step):
+            return self._step(rows, self._micro_batch, self._size, self._lengths(rows))
+
+    @property
+    def learned(self) -> dict[str, Any] | None:
+        """What was found and learned, for a checkpoint."""
+        if self._step is None:
+            return None
+        return {
+            "size": self._size,
+            "for": self._circumstances(),
+            "step": self._step.state_dict(),
+        }
+
+    def _circumstances(self) -> str:
+        """What the size was found for; with anything else, a resumed run searches again."""
+        _, rows, processes = self._configured()
+        return json.dumps([asdict(self._options), processes, rows])
+
+    # --- one micro-batch ------------------------------------------------------------------------
+
+    @property
+    def _keeping(self) -> Keeping:
+        """The collate function of the loader, which may drop columns of a row first."""
+        return keeping_in(self._loader.collate_fn)
+
+    def _micro_batch(self, rows: Sequence[Any]) -> dict[str, Any]:
+        # Rows are told apart from inputs: the tensors of some collate functions have no row for each.
+        return {"inputs": _Held(self._keeping.again(rows)), "rows": torch.empty(len(rows))}
+
+    def _lengths(self, rows: Sequence[Any]) -> list[int] | None:
+        """The tokens in each row, where micro-batches are sized in them; a row may have all there may be."""
+        if not self._options.tokens:
+            return None
+        return [max(1, min(tokens_in(self._keeping.again([row])), self._size)) for row in rows]
+
+    # --- before the first step ------------------------------------------------------------------
+
+    def _begin(self, rows: int) -> AdaptiveStep:
+        options, step = self._options, self._new_step()
+        ceiling = min(rows, options.ceiling or rows)
+        self._size = min(self._configured()[0], ceiling)
+        learned = self._saved()
+        if learned and learned["for"] == self._circumstances():
+            self._size = learned["size"]
+            step.load_state_dict(learned["step"])
+            return step
+        searches = options.search and step.train_step.memory.measured
+        if searches or options.tokens:
+            row = self._longest()
+            if searches:
+                self._size = self._search(step, row, ceiling, several=rows > 1)
+            if options.tokens:
+                self._size *= tokens_in(self._keeping.again([row]))
+        return step
+
+    def _longest(self) -> Any:
+        dataset = self._loader.dataset
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise UsageError(
+                "search: a dataset that can only be iterated over has no longest row to try. Pass "
+                "Adaptive(search=False), or a dataset with a length."
+            )
+        row = longest(dataset, self._loader.collate_fn, self._device)
+        [row] = self._loader.collate_fn([row]).rows
+        return row
+
+    def _search(self, step: AdaptiveStep, row: Any, ceiling: int, several: bool) -> int:
+        with self._around(step):
+            found = find_batch_size(
+                step,
+                lambda rows: self._micro_batch([row] * rows),
+                ceiling=ceiling,
+                accumulation=1 + several,
+                rounding="none" if self._options.tokens else "power_of_two",
+                headroom=self._options.headroom,
+            )
+        return int(found)
+
+    # --- what a forward pass changes on the host ------------------------------------------------
+
+    def _keep(self) -> None:
+        owner = self._owner
+        self._kept = {
+            name: copy.deepcopy(getattr(owner, name))
+            for name in self._restored
+            if hasattr(owner, name)
+        }
+
+    def restore(self) -> None:
+        """Set back what a lost attempt has changed."""
+        for name, value in self._kept.items():
+            setattr(self._owner, name, copy.deepcopy(value))
+
+
+class _Held:
+    """A collated batch; it goes to the device where the loop sends it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
