@@ -1,7 +1,7 @@
 """Events of functions that a step calls again and again, each traced once.
 
-A model in fewer bits computes each weight from its parts in some twenty operations, each time that it is used.
-What these allocate and free depends on the shapes of the parts alone.
+A model in fewer bits computes a weight from its parts in some twenty operations, each time that it is used.
+What these allocate and free depends on the layouts of the parts alone.
 """
 
 from __future__ import annotations
@@ -90,15 +90,16 @@ class KnownEvents:
         entries = recorder.log.since(noted) if recorder.log else []
         allocations = [event for event in events if event.nbytes >= 0]
         made = {event.block for event in allocations}
+        freed = {event.block for event in events if event.nbytes < 0}
         labels = [recorder.labels[event.block] for event in allocations]
         stream, phase = fake_device.current_stream().number, recorder.phase()
         block, layout = recorder.block_of(result.untyped_storage()), KnownResults.layout(result)
         seen = {0, *made, *given}
         regular = (
             layout is not None
-            and block in made
             and not result.requires_grad
-            and all(event.block in made for event in events)
+            and freed | {block} == made
+            and block not in freed
             and all(event.stream == stream for event in allocations)
             and all(label == Label(recorder.category, phase, label.operation) for label in labels)
             and all(use is not None and seen >= use.reads.keys() | use.writes for _, use in entries)

@@ -101,11 +101,12 @@ class OperationLog:
 
     def repeat(self, entries: Iterable[Entry], blocks: Mapping[int, int]) -> None:
         """Note operations once more, now, that use other blocks: by those that they used."""
-        where = {"phase": self._phase(), "stream": _stream(), "repeats": self._repeats("")}
+        phase, stream, repeats = self._phase(), _stream(), self._repeats("")
         for operation, use in entries:
             assert use is not None
             reads, writes = ({blocks[b]: size for b, size in each.items()} for each in use)
-            self._parts[-1].append((operation._replace(**where), _Use(reads, writes)))
+            now = operation._replace(phase=phase, stream=stream, repeats=repeats)
+            self._parts[-1].append((now, _Use(reads, writes)))
 
     def finish(self) -> StepOperations:
         """The step, with what a compiler would fuse."""

@@ -68,7 +68,7 @@ class Tracer(StepTracer):
         self._accumulation = min(configured_accumulation(cfg), 2)  # as in a trial
         self._layer_running = 0
         self._each_is_seen = False
-        """Whether another dispatch mode sees each operation, as that of checkpointing by operations does."""
+        """Whether another mode has to see each operation, as that of checkpointing by operations."""
 
         if compiles_for_gpu(cfg):
             self.follow_compiler(compile_backend())
