@@ -65,19 +65,16 @@ class KnownEvents:
             return function()
         recorder = self._recorder
         layouts = tuple((t.shape, t.stride(), t.storage_offset(), t.dtype, t.device) for t in given)
-        key = (kind, layouts, torch.is_grad_enabled(), recorder.log is None)
         blocks = [recorder.block_of(t.untyped_storage()) for t in given]
+        shared = tuple(blocks.index(block) if block else None for block in blocks)
+        key = (kind, layouts, shared, torch.is_grad_enabled(), recorder.log is None)
         if key not in self._known:
             result, self._known[key] = self._noted(function, blocks)
             return result
         known = self._known[key]
-        now = {0: 0}
-        if known is None or any(
-            now.setdefault(before, block) != block
-            for before, block in zip(known.given, blocks, strict=True)
-        ):
+        if known is None:
             return function()
-        return self._repeated(known, now)
+        return self._repeated(known, dict(zip([0, *known.given], [0, *blocks], strict=True)))
 
     def _noted(
         self, function: Callable[[], torch.Tensor], given: list[int]
