@@ -12,6 +12,7 @@ the many cases of a test that is marked ``sweep``, one in thirty times K.
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections import Counter
@@ -59,6 +60,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[TEMPORARY].cleanup()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    gc.disable()  # collections while modules are imported find nothing
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: each search of a test collects garbage, and need not look at it."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ here may start a thread; torchtune initializes CUDA where there is a GPU, so ran
 And none may patch another (as ``loops`` does), or every rank would have the patch.
 """
 
+import gc
 import importlib
 import warnings
 
@@ -24,7 +25,10 @@ MODULES = (
     "torchtune_adaptive.recipe.versions",
 )
 
+gc.disable()  # collections while modules are imported find nothing
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for module in MODULES:
         importlib.import_module(module)
+gc.freeze()  # nor do later ones, in what was imported
+gc.enable()

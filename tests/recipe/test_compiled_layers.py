@@ -9,10 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor.compile_fx import partition_fn
-from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import checkpoint
 from torchtune import training
 from torchtune.models.llama3_1._position_embeddings import Llama3ScaledRoPE
@@ -95,6 +91,10 @@ def kept(case: Case) -> tuple[int, int]:
 
 def kept_by_real(layer: nn.Module, checkpointed: bool) -> int:
     """Dynamo, AOTAutograd and the partitioner split the layer; the halves run on a CPU."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.compile_fx import partition_fn  # which takes two seconds
+    from torch._inductor.decomposition import select_decomp_table
 
     def as_it_is(graph: Any, _: Any) -> Any:
         return make_boxed_func(graph.forward)

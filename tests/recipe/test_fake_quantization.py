@@ -1,13 +1,14 @@
-"""Plans of QLoRA quantize a weight of each shape once, which changes nothing about what is built."""
+"""Plans of QLoRA quantize and dequantize a weight of each shape once, which changes nothing else."""
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from torchtune_adaptive.recipe.tracing.fake_quantization import quantizing_once
+from torchtune_adaptive.recipe.tracing.fake_quantization import dequantizing_by, quantizing_once
 from torchtune_adaptive.recipe.upstream import NF4Tensor, to_nf4
 
 
@@ -30,8 +31,24 @@ def test_one_of_each_shape_is_quantized() -> None:
             assert parts[0].shape == parts[1].shape and parts[0].dtype == parts[1].dtype
 
 
-def test_an_error_restores_it_as_well() -> None:
-    before = vars(NF4Tensor)["from_tensor"]
-    with pytest.raises(KeyError), quantizing_once():
+def test_weights_of_one_shape_are_dequantized_as_of_one_kind() -> None:
+    weights = [to_nf4(torch.randn(rows, 256)) for rows in (256, 512, 256)]
+    expected, kinds = [weight.get_original_weight() for weight in weights], []
+
+    def call(dequantize: Any, kind: Any, parts: list[torch.Tensor]) -> torch.Tensor:
+        kinds.append((hash(kind), kind))
+        assert len(parts) == 5 and type(parts[0]) is torch.Tensor
+        made: torch.Tensor = dequantize()
+        return made
+
+    with dequantizing_by(call):
+        made = [weight.to(weight.dtype) for weight in weights]
+    assert all(map(torch.equal, made, expected))
+    assert kinds[0] == kinds[2] != kinds[1]
+
+
+def test_an_error_restores_them_as_well() -> None:
+    before = dict(vars(NF4Tensor))
+    with pytest.raises(KeyError), quantizing_once(), dequantizing_by(lambda call, *_: call()):
         raise KeyError
-    assert vars(NF4Tensor)["from_tensor"] is before
+    assert dict(vars(NF4Tensor)) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -70,6 +71,17 @@ def test_the_last_override_wins_with_and_without_equals_signs(
 ) -> None:
     cfg = parsed(monkeypatch, "--config=tiny/full", "a=x=y", "a=z", "b=z", "b=x=y", "~epochs")
     assert (cfg.a, cfg.b, "epochs" in cfg) == ("z", "x=y", False)
+
+
+def test_what_was_imported_is_left_out_of_the_collections_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, seen = gc.get_freeze_count(), []
+    imported: list[list[int]] = [[number] for number in range(10_000)]
+    monkeypatch.setattr(sys, "argv", ["recipe", "--config", "tiny/full"])
+    with pytest.raises(SystemExit):
+        launch.recipe(lambda _: seen.append(gc.get_freeze_count()))()
+    assert seen[0] - before >= len(imported)
 
 
 @pytest.mark.parametrize("flag", ["-q", "--quiet"])

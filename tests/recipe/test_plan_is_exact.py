@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.core.step.knobs import OFFLOADING, Choice
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, OFFLOADING, Choice
 from torchtune_adaptive.planner import private
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, MemoryEvent, RecordedStep
 from torchtune_adaptive.planner.trace import compiled_regions
@@ -114,7 +114,7 @@ def test_predicted_peaks_are_measured_peaks(ranks: int, exhaustive: bool, shard:
             OmegaConf.update(changed, key, value, force_add=True)
         configs.append(changed)
     sizes = SIZES if exhaustive else FEW_SIZES
-    every = 2 if exhaustive else 11  # others in each shard
+    every = 2 if exhaustive else len(configs)  # another in each shard
     configs = configs[shard % every :: every]
     for at in range(0, len(configs), 5):
         portion = configs[at : at + 5]
@@ -269,6 +269,29 @@ def test_offloading_that_is_switched_on_is_traced_as_if_it_were_configured() -> 
     cfg = OmegaConf.merge(a_config("full", True, 1, 512), changes)
     [(one, other)] = run_ranks(steps_that_offload, 1, cfg, timeout=60, join=False)
     assert one == other and len(one) > 100
+
+
+def steps_of_qlora(cfg: DictConfig, ranks: int, checkpoint: str) -> list[RecordedStep]:
+    """A step in which the events of dequantizing are repeated, and one in which each weight's are traced."""
+    choice, found = Choice({CHECKPOINT: checkpoint}), []
+    tracer = Tracer(cfg, ranks)
+    for call in (tracer._known_events.call, lambda dequantize, *_: dequantize()):
+        tracer._known_events.call = call  # type: ignore[method-assign]
+        found.append([tracer.take_step(2, 64, choice) for _ in range(2)][1].renumbered())
+    return found
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("checkpoint", ["all", "none", "operations"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_repeated_events_of_dequantizing_are_those_of_each_weight(
+    ranks: int, checkpoint: str
+) -> None:
+    cfg = OmegaConf.merge(a_config("qlora", True, 2, 512), {"device": "cuda", "dtype": "bf16"})
+    [(repeated, traced_each)] = run_ranks(
+        steps_of_qlora, 1, cfg, ranks, checkpoint, timeout=60, join=False
+    )
+    assert repeated == traced_each and len(repeated.events) > 1000
 
 
 def backward_passes_of_log_softmax(cfg: DictConfig) -> int:

@@ -7,7 +7,7 @@ has a cache for that as well, but takes most of its time to look things up in it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ _PLAIN = frozenset((int, float, bool, str, type(None), *_TORCHS))
 _ON_META = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-class _Made(NamedTuple):
+class MadeTensor(NamedTuple):
     """A tensor of a result."""
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class _Constant(NamedTuple):
     value: Any
 
 
-_Part = _Made | _Given | _Constant
+_Part = MadeTensor | _Given | _Constant
 
 
 class KnownResults:
@@ -86,7 +86,7 @@ class KnownResults:
         if known is None:
             return func(*args, **kwargs)
         collect, parts = known
-        made = [self._make(part, tensors) for part in parts]
+        made = [self.make(part, tensors) for part in parts]
         return made[0] if collect is None else collect(made)
 
     def _describe(self, values: Any, facts: list[Any], tensors: list[FakeTensor]) -> bool:
@@ -114,7 +114,14 @@ class KnownResults:
                 return False
         return True
 
-    def _make(self, part: _Part, tensors: list[FakeTensor]) -> Any:
+    @staticmethod
+    def layout(tensor: torch.Tensor) -> MadeTensor | None:
+        """The tensor to ``make`` again; None if it is only a part of its storage, or is not regular."""
+        part = _part(tensor, [])
+        return part if isinstance(part, MadeTensor) else None
+
+    def make(self, part: _Part, tensors: Sequence[FakeTensor] = ()) -> Any:
+        """A part of a result, whose arguments had these tensors."""
         if isinstance(part, _Constant):
             return part.value
         if isinstance(part, _Given):
@@ -162,7 +169,7 @@ def _part(value: Any, tensors: list[FakeTensor]) -> _Part | None:
         if value is given:
             return _Given(number)
     layout = (tuple(value.shape), value.stride(), int(value.storage_offset()))
-    made = _Made(*layout, value.dtype, value.fake_device, None)
+    made = MadeTensor(*layout, value.dtype, value.fake_device, None)
     for number, given in enumerate(tensors):
         if is_same(storage, given.untyped_storage()):
             return made._replace(view_of=number)

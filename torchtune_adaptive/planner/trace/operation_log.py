@@ -6,7 +6,7 @@ a fake device, streams and events report what they do (``fake_device.heard_by``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +59,8 @@ class _Use(NamedTuple):
     writes: dict[int, int]
 
 
-_Entry = tuple[Operation, _Use | None]
+Entry = tuple[Operation, _Use | None]
+"""An operation, and what it uses, where that is known."""
 
 
 class OperationLog:
@@ -83,12 +84,29 @@ class OperationLog:
     ) -> None:
         self._device_type, self._block_of = device_type, block_of
         self._phase, self._layer = phase, layer
-        self._parts: list[list[_Entry]] = [[]]
+        self._parts: list[list[Entry]] = [[]]
         self._signatures: dict[Any, _Signature] = {}
 
     def next_part(self) -> None:
         """Begin the next micro-batch, or the update."""
         self._parts.append([])
+
+    def length(self) -> int:
+        """The number of entries of this part so far."""
+        return len(self._parts[-1])
+
+    def since(self, length: int) -> list[Entry]:
+        """The entries of this part after so many."""
+        return self._parts[-1][length:]
+
+    def repeat(self, entries: Iterable[Entry], blocks: Mapping[int, int]) -> None:
+        """Note operations once more, now, that use other blocks: by those that they used."""
+        phase, stream, repeats = self._phase(), _stream(), self._repeats("")
+        for operation, use in entries:
+            assert use is not None
+            reads, writes = ({blocks[b]: size for b, size in each.items()} for each in use)
+            now = operation._replace(phase=phase, stream=stream, repeats=repeats)
+            self._parts[-1].append((now, _Use(reads, writes)))
 
     def finish(self) -> StepOperations:
         """The step, with what a compiler would fuse."""
@@ -183,18 +201,21 @@ class OperationLog:
         else:
             shape = _rows_and_columns(signature, given, returned)
         nbytes = sum(reads.values()) + sum(writes.values())
-        phase = self._phase()
-        repeats = 0
-        if phase == "backward":
-            begins = signature.name == "ones_like"  # the gradient of the loss: it repeats nothing
-            elsewhere = ELSEWHERE if torch.is_grad_enabled() and not begins else 0
-            repeats = self._layer() or elsewhere
         operation = Operation(
-            *(signature.kind, signature.name, phase, _stream(), dtype, flops, nbytes, nbytes),
+            *(signature.kind, signature.name, self._phase(), _stream(), dtype, flops),
+            *(nbytes, nbytes),
             shape=shape,
-            repeats=repeats,
+            repeats=self._repeats(signature.name),
         )
         self._parts[-1].append((operation, _Use(reads, writes)))
+
+    def _repeats(self, name: str) -> int:
+        """The layer whose forward pass an operation of this name repeats, if it runs now."""
+        if self._phase() != "backward":
+            return 0
+        begins = name == "ones_like"  # the gradient of the loss: it repeats nothing
+        elsewhere = ELSEWHERE if torch.is_grad_enabled() and not begins else 0
+        return self._layer() or elsewhere
 
     def _by_block(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
         """Bytes by block; views of one block that do not overlap count separately."""
@@ -287,7 +308,7 @@ def _rows_and_columns(
     return ()
 
 
-def _fused(part: list[_Entry], first: int, last_read: dict[int, int]) -> list[Operation]:
+def _fused(part: list[Entry], first: int, last_read: dict[int, int]) -> list[Operation]:
     """The operations with their bytes in a compiled step: runs of memory-bound ones become one kernel, which
     reads what comes from outside and writes what is read after it. ``first`` is the number of the part's
     first operation in the step, ``last_read`` that of the last operation that reads a block."""
@@ -313,7 +334,7 @@ def _fusible(operation: Operation) -> bool:
 
 
 def _fuse(
-    part: list[_Entry],
+    part: list[Entry],
     operations: list[Operation],
     group: list[int],
     first: int,

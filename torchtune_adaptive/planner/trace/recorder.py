@@ -79,10 +79,10 @@ class Recorder:
             reference, block, before = known
             if nbytes == before:
                 return
-            self._free(block, before)
+            self.free(block, before)
         else:
             reference = weakref.ref(storage, functools.partial(self._gone, key))
-        block = self._allocate(nbytes, operation, category)
+        block = self.allocate(nbytes, operation, category)
         self._blocks[key] = (reference, block, nbytes)
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
@@ -103,24 +103,18 @@ class Recorder:
 
     def hand_over(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
         """``new`` takes the block of ``old``, which is no longer used."""
-        reference, block, nbytes = self._blocks[id(old)]
+        reference, block, _ = self._blocks[id(old)]
         self._blocks[id(old)] = (reference, 0, 0)
-        gone = weakref.ref(new, functools.partial(self._gone, id(new)))
-        self._blocks[id(new)] = (gone, block, nbytes)
+        self.adopt(new, block)
 
     def workspace(self, sizes: Iterable[int], operation: str) -> None:
         """Record memory that an operation allocates and frees inside."""
-        held = [(self._allocate(nbytes, operation, WORKSPACES), nbytes) for nbytes in sizes]
+        held = [(self.allocate(nbytes, operation, WORKSPACES), nbytes) for nbytes in sizes]
         for block, nbytes in held:
-            self._free(block, nbytes)
+            self.free(block, nbytes)
 
-    def take_events(self) -> RecordedStep:
-        """The events since the last call."""
-        step = RecordedStep(self.events, self.labels)
-        self.events, self.labels = [], {}
-        return step
-
-    def _allocate(self, nbytes: int, operation: str, category: str) -> int:
+    def allocate(self, nbytes: int, operation: str, category: str = "") -> int:
+        """Record an allocation; the number of its block."""
         if not nbytes:
             return 0
         self._last_block += 1
@@ -131,14 +125,26 @@ class Recorder:
         self.peak = max(self.peak, self.in_use)
         return self._last_block
 
-    def _free(self, block: int, nbytes: int) -> None:
+    def free(self, block: int, nbytes: int) -> None:
+        """Record the release of a block."""
         if block:
             self.events.append(MemoryEvent(block, -1, 0))
             self.in_use -= nbytes
 
+    def adopt(self, storage: torch.UntypedStorage, block: int) -> None:
+        """``storage``, which is new, lies in a block that was allocated for it."""
+        gone = weakref.ref(storage, functools.partial(self._gone, id(storage)))
+        self._blocks[id(storage)] = (gone, block, storage.nbytes())
+
+    def take_events(self) -> RecordedStep:
+        """The events since the last call."""
+        step = RecordedStep(self.events, self.labels)
+        self.events, self.labels = [], {}
+        return step
+
     def _gone(self, key: int, _: object) -> None:
         _reference, block, nbytes = self._blocks.pop(key)
-        self._free(block, nbytes)
+        self.free(block, nbytes)
 
 
 class Watch(TorchDispatchMode):
@@ -153,10 +159,15 @@ class Watch(TorchDispatchMode):
     def __init__(self, recorder: Recorder, mode: FakeTensorMode) -> None:
         super().__init__()
         self._recorder = recorder
-        self._results = KnownResults(mode)
+        self.results = KnownResults(mode)
         self._pausing = 0
         self.replaced: dict[Any, Callable[..., Any]] = dict(kernels.REPLACED)
         """Operations that are done differently, because their shape depends on values, for example."""
+
+    @property
+    def recording(self) -> bool:
+        """Whether what is created now is recorded."""
+        return not self._pausing and self._recorder.listening
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -184,14 +195,14 @@ class Watch(TorchDispatchMode):
             if recorder.log is not None and not self._pausing:
                 recorder.log.read_by_host(args[0])
             return _any_value(args[0])
-        if self._pausing or not recorder.listening:
-            return self._results(func, args, kwargs)
+        if not self.recording:
+            return self.results(func, args, kwargs)
         is_sum = func is _aten.add.Tensor and not kwargs and not recorder.simulated
         in_place = is_sum and _is_accumulation(args, recorder)
         if func in self.replaced:
             result = self.replaced[func](*args, **kwargs)
         else:
-            result = self._results(func, args, kwargs)
+            result = self.results(func, args, kwargs)
         if func is _EQUALS and args[1] == 0:
             result.whether_zero = True
         if in_place:

@@ -26,6 +26,7 @@ from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.trace import fake_device
 from torchtune_adaptive.planner.trace.compiled_regions import CompiledRegions, check_compiler
 from torchtune_adaptive.planner.trace.kernels import attention
+from torchtune_adaptive.planner.trace.known_events import KnownEvents
 from torchtune_adaptive.planner.trace.operation_log import OperationLog
 from torchtune_adaptive.planner.trace.recorder import (
     ACTIVATIONS,
@@ -125,6 +126,7 @@ class StepTracer:
         self.memory = FakeMemory(self.recorder)
         self._fake = private.FakeTensorMode(allow_non_fake_inputs=True)
         self._watch = Watch(self.recorder, self._fake)
+        self._known_events = KnownEvents(self.recorder, self._watch, self._fake)
         self._within: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Context in which to trace as well."""
         self._optimizer_state_is_there = False

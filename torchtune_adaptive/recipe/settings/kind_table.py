@@ -189,11 +189,16 @@ Mark = Callable[[DictConfig], str | None]
 
 
 def _has(*keys: str) -> Mark:
-    return lambda cfg: next((key for key in keys if cfg.get(key) is not None), None)
+    return lambda cfg: next((key for key in keys if _is_set(cfg, key)), None)
 
 
 def _has_without(key: str, without: str) -> Mark:
-    return lambda cfg: None if cfg.get(key) is None or without in cfg else key
+    return lambda cfg: key if _is_set(cfg, key) and without not in cfg else None
+
+
+def _is_set(cfg: DictConfig, key: str) -> bool:
+    # OmegaConf looks for similar keys when one is asked for that is not there, and most of these are not.
+    return key in cfg and cfg.get(key) is not None
 
 
 def _compares(cfg: DictConfig) -> str | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,7 @@ from torch import nn
 from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
 
-from torchtune_adaptive.core import Batch, Choice, Objective, StepOptions, TrainStep
+from torchtune_adaptive.core import Batch, Choice, Objective, StepOptions, TrainStep, knobs
 from torchtune_adaptive.planner import RecordedStep, StepTracer, fill
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.settings.kind_table import is_packed, kind_of
@@ -30,7 +30,7 @@ from torchtune_adaptive.recipe.setup.model import (
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
 from torchtune_adaptive.recipe.tracing.fake_offloading import for_offloading
-from torchtune_adaptive.recipe.tracing.fake_quantization import quantizing_once
+from torchtune_adaptive.recipe.tracing.fake_quantization import dequantizing_by, quantizing_once
 from torchtune_adaptive.recipe.tracing.image_rows import Images
 from torchtune_adaptive.recipe.tracing.packed_layer import in_four_regions, is_split
 
@@ -64,9 +64,11 @@ class Tracer(StepTracer):
         super().__init__(cfg.device == "cpu", rank, ranks)
         dtype = training.get_dtype(cfg.dtype, torch.device("cpu"))
         environment = Environment(self.device, dtype, self.ranks)
-        self._within = nullcontext if self.recorder.simulated else for_offloading
+        self._within = self._with_parts_of_torchtune
         self._accumulation = min(configured_accumulation(cfg), 2)  # as in a trial
         self._layer_running = 0
+        self._each_is_seen = False
+        """Whether another mode has to see each operation, as that of checkpointing by operations."""
 
         if compiles_for_gpu(cfg):
             self.follow_compiler(compile_backend())
@@ -95,6 +97,14 @@ class Tracer(StepTracer):
         self.begin(step, models)
         for each in models:
             self._follow_categories(each)
+
+    @contextmanager
+    def _with_parts_of_torchtune(self) -> Iterator[None]:
+        offloading = nullcontext() if self.recorder.simulated else for_offloading()
+        each = self._each_is_seen or self.regions is not None
+        dequantizing = nullcontext() if each else dequantizing_by(self._known_events.call)
+        with offloading, dequantizing:
+            yield
 
     def as_compiled(self, function: Any, **options: Any) -> Any:
         """The same; but a layer of packed rows is several regions."""
@@ -152,8 +162,10 @@ class Tracer(StepTracer):
     def _take(
         self, rows: int, length: int, choice: Choice | None, count: int | None, noting: bool
     ) -> RecordedStep:
+        whole = self._own | (choice or {})
         with self.tracing():  # torchtune asks the device for streams when offloading begins
-            self.step.switch(self._own | (choice or {}))
+            self.step.switch(whole)
+        self._each_is_seen = whole[knobs.CHECKPOINT] == "operations"
         return self.trace(
             lambda: self._batch(rows, length),
             count or self._accumulation,
