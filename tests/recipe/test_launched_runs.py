@@ -70,7 +70,7 @@ def launch_alone(exhaustive: bool) -> Callable[..., str]:
 
 def losses(folder: Path) -> list[float]:
     (log,) = (folder / "logs").iterdir()
-    return [float(loss) for loss in re.findall(r"(?<!_)loss:(\d+\.\d+)", log.read_text())]
+    return [float(loss) for loss in re.findall(r"(?<!_)loss:(-?\d+\.\d+\S*)", log.read_text())]
 
 
 def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:
