@@ -70,7 +70,7 @@ def launch_alone(exhaustive: bool) -> Callable[..., str]:
 
 def losses(folder: Path) -> list[float]:
     (log,) = (folder / "logs").iterdir()
-    return [float(loss) for loss in re.findall(r"(?<!_)loss:(\d+\.\d+)", log.read_text())]
+    return [float(loss) for loss in re.findall(r"(?<!_)loss:(-?\d+\.\d+\S*)", log.read_text())]
 
 
 def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:
@@ -119,7 +119,10 @@ def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.rotating
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_without_launcher_flags(recipe: str, tmp_path: Path) -> None:
-    rollouts = ["num_steps=2", "max_generated_tokens=4", "~forward_batch_size"]
+    rollouts = [
+        *("num_steps=2", "max_generated_tokens=4", "~forward_batch_size"),
+        *("use_maximum_batch_size=False", "adaptive_batching.memory_limit=null"),
+    ]
     said = launch_forked(
         *("tune", "run", recipe, "--config", f"tiny/{RECIPES[recipe]}", "output_dir=out", *QUICK),
         *(rollouts if RECIPES[recipe] == "grpo" else ()),
