@@ -136,8 +136,9 @@ def with_lora(kind: str, settings: dict[str, Any], where: str) -> dict[str, Any]
 def test_preferences_and_lora(name: str) -> None:
     kind, settings, where = PREFERENCES[name]
     [seen] = on_ranks(with_lora, 1, kind, settings, where)
+    close = 2 * CLOSE if "lora" in name else CLOSE  # 1.06e-6 with the lowest versions
     assert seen["equal"] == 0 and seen["same weights"], seen
-    assert seen["searched"] <= CLOSE and seen["lost"] <= CLOSE, seen
+    assert seen["searched"] <= close and seen["lost"] <= close, seen
     assert seen["found"][0] == 8 and seen["sizes"][1] < 4, seen
     assert seen["tokens"][0][0] and all(each == seen["tokens"][0] for each in seen["tokens"])
 
