@@ -73,7 +73,7 @@ class AdaptiveModuleMixin(_Module):
             return
         check_versions("lightning")
         _require_supported(self, super().training_step)
-        self._step = None
+        self._step = self._resumed = None  # a checkpoint is loaded after this
         self._rows = []
         private.pass_loader_through(self.trainer, _keeping_rows)
 

@@ -56,7 +56,7 @@ class ModuleStep(RowStep):
         self._batch_idx = batch_idx
         # The trainer divides by this number of batches, also where an epoch ends with fewer.
         self._part = len(batches) / trainer.accumulate_grad_batches
-        self._terms = sum(self._count(batch.rows, batch.inputs) for batch in batches)
+        self._terms = max(1, sum(self._count(batch.rows, batch.inputs) for batch in batches))
         self._logged = {}
         try:
             outcome = self._take(batches)
@@ -165,4 +165,4 @@ def _mean(values: Sequence[_Value]) -> Any:
     last = values[-1].value
     if not isinstance(last, (torch.Tensor, int, float)) or len(values) == 1:
         return last
-    return sum(each.value * each.weight for each in values) / sum(each.weight for each in values)
+    return sum(each.value * each.weight for each in values) / max(1, sum(e.weight for e in values))

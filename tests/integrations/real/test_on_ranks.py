@@ -29,6 +29,7 @@ FSDP2 = {
 WAYS: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp2": FSDP2}
 CASES: dict[str, dict[str, Any]] = {
     "trainer": {"gradient_accumulation_steps": 4},
+    "trainer, bf16": {"bf16": True},
     "sft": {},
     "sft, padding-free": {"packing": True, "max_length": 16},
     "sft, lora": {"peft_config": "lora"},
@@ -88,8 +89,9 @@ def compare(name: str, way: str) -> dict[str, Any]:
 def test_two_ranks(name: str, way: str) -> None:
     for seen in on_ranks(compare, 2, name, way):
         assert seen["equal"] <= CLOSE, seen
-        assert seen["searched"] <= CLOSE, seen
-        assert all(each <= CLOSE for each in seen["lost"].values()), seen
+        close = 5e-3 if "bf16" in name else CLOSE
+        assert seen["searched"] <= close, seen
+        assert all(each <= close for each in seen["lost"].values()), seen
         assert seen["found"][0] > 4, seen
         assert all(last < first for first, last in seen["sizes"]), seen
         assert all(each == seen["tokens"][0] for each in seen["tokens"])

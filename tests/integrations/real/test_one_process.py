@@ -36,6 +36,11 @@ TRAINER: dict[str, dict[str, Any]] = {
     "clipping": {"max_grad_norm": 0.1},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
     "autocast": {"bf16": True, "gradient_accumulation_steps": 1},
+    "autocast, checkpointing": {
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "gradient_accumulation_steps": 1,
+    },
     "checkpointing": {"gradient_checkpointing": True},
     "ragged": {"ragged": True, "gradient_accumulation_steps": 1},
     "ragged, accumulated": {"ragged": True, "gradient_accumulation_steps": 4},
@@ -82,7 +87,7 @@ def compare(kind: str, settings: dict[str, Any], where: str = "policy") -> dict[
 def test_trainer(name: str) -> None:
     [seen] = on_ranks(compare, 1, "trainer", TRAINER[name])
     assert seen["equal"] == 0 and seen["same weights"], seen
-    loose = 2e-3 if name == "autocast" else CLOSE
+    loose = 2e-3 if name.startswith("autocast") else CLOSE
     assert seen["searched"] <= loose and seen["lost"] <= loose, seen
     assert seen["found"][0] > 4 or TRAINER[name].get("gradient_accumulation_steps") == 1, seen
     assert seen["sizes"][1] < 4, seen
@@ -131,8 +136,9 @@ def with_lora(kind: str, settings: dict[str, Any], where: str) -> dict[str, Any]
 def test_preferences_and_lora(name: str) -> None:
     kind, settings, where = PREFERENCES[name]
     [seen] = on_ranks(with_lora, 1, kind, settings, where)
+    close = 2 * CLOSE if "lora" in name else CLOSE  # 1.06e-6 with the lowest versions
     assert seen["equal"] == 0 and seen["same weights"], seen
-    assert seen["searched"] <= CLOSE and seen["lost"] <= CLOSE, seen
+    assert seen["searched"] <= close and seen["lost"] <= close, seen
     assert seen["found"][0] == 8 and seen["sizes"][1] < 4, seen
     assert seen["tokens"][0][0] and all(each == seen["tokens"][0] for each in seen["tokens"])
 
