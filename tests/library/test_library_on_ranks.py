@@ -176,6 +176,20 @@ def test_evaluation_between_steps_does_not_disturb_them(way: str) -> None:
     )  # before each step, the loss that it reports
 
 
+def made_after_evaluation() -> int:
+    """After a forward pass without gradients, the root's parameters are whole, and not the optimizer's."""
+    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters())
+    with torch.no_grad():
+        model(torch.zeros(1, 4))
+    sums = lambda batch: (model(batch[0]).sum(), len(batch[0]))  # noqa: E731
+    return AdaptiveStep(model, optimizer, sums)(rows_of(4), collate, 2).weight
+
+
+def test_a_step_may_be_made_after_evaluation() -> None:
+    assert run_ranks(made_after_evaluation, 2) == [8, 8]
+
+
 def search_and_train(way: str, compiled: str | None) -> list[Any]:
     """Search; train two steps, of which the second is asked to be far too large."""
     run = Trained(way, layers=4, width=64, memory_limit="2MiB", compiled=compiled)
