@@ -35,6 +35,7 @@ PROGRAMS = ("tune", "tune-adaptive", "make", "python", "srun")
 # Stand-ins for what the reader fills in.
 FILLED_IN = {
     "my_config.yaml": "tiny/lora",
+    "my_grpo.yaml": "tiny/grpo",
     "CONFIG": "tiny/full",
     "$SLURM_NNODES": "2",
     "DIR": "Qwen3-0.6B",
