@@ -122,7 +122,7 @@ class Run:
         self._takes_rate = self.settings.resume_learning_rate == "config"
         self.progress = Progress(
             seed,
-            cfg.epochs,
+            cfg.get("epochs", 1),
             cfg.max_steps_per_epoch if "max_steps_per_epoch" in self.kind.about.keys else None,
             config=training_config(cfg, KINDS[kind]),
             adapts=self.settings.adapts,

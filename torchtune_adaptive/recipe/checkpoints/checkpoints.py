@@ -11,7 +11,7 @@ import shutil
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -175,22 +175,26 @@ class Checkpoints(ABC):
 
         It is never asked to find recipe state and adapters: it would look for them in its output folder.
         """
-        given = self._cfg.checkpointer
+        weights = self._source.weights if self._source is not None else None
+        return self._built(self._cfg.checkpointer, self._folder.staging, weights)
+
+    def _built(self, given: DictConfig, staging: Path, weights: Sequence[str] | None) -> Any:
+        """The checkpointer of a block, which writes below ``staging`` and reads these files, if there are any."""
         # Where the rank does not save, a folder that exists, since torchtune makes it.
         saves = self._environment.ranks.is_zero
         changes: dict[str, Any] = {
-            "output_dir": str(self._folder.staging if saves else self._output_dir),
+            "output_dir": str(staging if saves else self._output_dir),
             "should_load_recipe_state": False,
         }
         changes |= {
             key: None for key in ("recipe_checkpoint", "adapter_checkpoint") if key in given
         }
-        if self._source is not None and self._source.weights is not None:
-            changes["checkpoint_files"] = list(self._source.weights)
+        if weights is not None:
+            changes["checkpoint_files"] = list(weights)
         checkpointer = config.instantiate(given, **changes)
         if saves:
             with suppress(OSError):  # torchtune has made the folder; nothing is being saved yet
-                self._folder.staging.rmdir()
+                staging.rmdir()
         return checkpointer
 
     def _load(self) -> dict[str, Any]:
