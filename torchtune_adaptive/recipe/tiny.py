@@ -32,8 +32,8 @@ _WORDS = _LANGUAGE.split()
 
 
 def assets() -> Path:
-    """The folder with ``tokenizer.model``, two kinds of data, ``config.json`` and the weights; a larger model in
-    ``teacher``, and one that gives a reward in ``reward``."""
+    """The folder with ``tokenizer.model``, two kinds of data, ``config.json`` and the weights; a larger
+    model in ``teacher``, and a reward model in ``reward``."""
     return made_once(f"tiny_{_EDITION}", make)
 
 

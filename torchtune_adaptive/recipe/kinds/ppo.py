@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torchtune import training
@@ -43,7 +43,7 @@ _UNUSED = "output.bias"
 class PromptsAlone(Prompts):
     """Prompts without answers."""
 
-    keys = ("tokens",)
+    keys: ClassVar[tuple[str, ...]] = ("tokens",)
 
 
 class PPO(Generating):

@@ -31,7 +31,7 @@ class _Clipped:
     unit = "tokens"
     ignored = 0
 
-    def begin(self, rows: Sequence[Row], total: Total = of_this_rank) -> None:  # noqa: B027
+    def begin(self, rows: Sequence[Row], total: Total = of_this_rank) -> None:
         """Begin a mini-batch, before it is split.
 
         Args:

@@ -32,7 +32,7 @@ def configured_accumulation(cfg: Config) -> int:
 
 
 def configured_batch(cfg: DictConfig, ranks: int) -> Split:
-    """The batch that a checked config asks for, on a number of ranks; where rows are generated, their step."""
+    """The batch that a checked config asks for, on a number of ranks; of a rollout, the rows of a step."""
     if (kind := kind_of(cfg)).generates:
         samples = "grpo_samples" in kind.keys
         rows = cfg[knobs.MICRO_BATCH] * cfg.grpo_samples if samples else cfg.ppo_batch_size

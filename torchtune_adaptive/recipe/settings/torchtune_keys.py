@@ -17,6 +17,7 @@ from torchtune_adaptive.recipe.settings.kind_table import (
     Kind,
 )
 from torchtune_adaptive.recipe.settings.rules import (
+    ANY_NUMBER,
     BLOCK_OF_KEYS,
     BOOLEAN,
     COMPONENT,
@@ -85,7 +86,8 @@ _OF_ROLLOUTS: dict[str, Rule] = {
     "reward_functions": REWARDS,
     **dict.fromkeys(("penalise_no_eos", "whiten_rewards", "enable_kv_cache"), BOOLEAN),
     **dict.fromkeys(("gamma", "lmbda"), RATIO),
-    **dict.fromkeys(("kl_coeff", "reward_penalty"), FINITE),
+    "kl_coeff": FINITE,
+    "reward_penalty": ANY_NUMBER,
     "min_response_length": at_least(0),
 }
 """What recipes that generate know, and what they need not be told."""

@@ -64,7 +64,8 @@ def full_model(
 ) -> nn.Module:
     """A model of which every weight is trained, spread over the ranks, but still on the meta device.
 
-    It is made of a block of the config, and sharded in the context ``sharding``, where tensors are not what they seem.
+    It is made of a block of the config, and sharded in the context ``sharding``, where tensors are not what
+    they seem.
     """
     tensor_ranks = cfg.get("tensor_parallel_dim", 1)
     data_ranks, left = divmod(environment.ranks.size, tensor_ranks)
