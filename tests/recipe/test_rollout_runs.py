@@ -185,3 +185,22 @@ def test_groups_of_one_sample_and_responses_of_one_token_train(tmp_path: Path) -
     records = train("grpo", tmp_path, **more)
     assert [record["response_lengths"] for record in records] == [1.0, 1.0]
     assert all(abs(record["policy_loss"]) == 0.0 for record in records)
+
+
+@pytest.mark.exhaustive
+def test_a_resumed_run_keeps_the_sizes_that_it_found(tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    changes = {
+        **SHORT,
+        **{"use_maximum_batch_size": True, "adaptive_batching.memory_limit": "9MiB"},
+        **{"save_every_n_steps": 2, "keep_last_n_checkpoints": 9, "grpo_samples": 8},
+    }
+    expected = train("grpo", whole, **changes)
+    shutil.copytree(whole, resumed, symlinks=True)
+    shutil.rmtree(resumed / "epoch_0_step_4")
+    rest = train("grpo", resumed, **changes, **RESUME)
+    assert of_training(rest) == of_training(expected)[2:]
+    report = json.loads((resumed / "batch_size_search.json").read_text())
+    assert "an earlier run found it" in report["reasons"]["generation"]
+    said = refused("CheckpointError", "grpo", resumed, **{**changes, "batch_size": 4}, **RESUME)
+    assert "rollouts have 16 rows, and the config's 32" in said

@@ -7,8 +7,7 @@ depend on how rows are split. Batches are those of ``rows.collate``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -72,12 +71,15 @@ class GRPO(_Clipped):
     frozen: Sequence[nn.Module] = ()
     """The reference."""
 
-    metrics: ClassVar[Sequence[str]] = (
-        "policy_loss",
-        "kl_loss",
-        "ratios",
-        "clipfrac",
-        "approx_policy_kl",
+    metrics: Sequence[str] = field(
+        init=False,
+        default=(
+            "policy_loss",
+            "kl_loss",
+            "ratios",
+            "clipfrac",
+            "approx_policy_kl",
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -117,12 +119,15 @@ class PPO(_Clipped):
     frozen: Sequence[nn.Module] = ()
     """The reference and the reward model."""
 
-    metrics: ClassVar[Sequence[str]] = (
-        "policy_loss",
-        "value_loss",
-        "ratios",
-        "clipfrac",
-        "approx_policy_kl",
+    metrics: Sequence[str] = field(
+        init=False,
+        default=(
+            "policy_loss",
+            "value_loss",
+            "ratios",
+            "clipfrac",
+            "approx_policy_kl",
+        ),
     )
 
     def __post_init__(self) -> None:
