@@ -60,7 +60,9 @@ class PhaseReport(Report):
         """Why this size and not the next."""
         result = self.found[phase]
         if result.status is strategies.Status.CEILING:
-            return f"{result.status.value}: there are no more rows, or {BLOCK}.ceiling no larger size"
+            return (
+                f"{result.status.value}: there are no more rows, or {BLOCK}.ceiling no larger size"
+            )
         if result.status is not strategies.Status.NEXT_DOES_NOT_FIT:
             return result.status.value
         failed = min((t for t in result.trials if not t.fits), key=lambda trial: trial.size)

@@ -107,7 +107,7 @@ stop_token_ids ac_mode ac_option
 _OF_GRPO = "grpo_samples reward_functions enable_async_checkpointing"
 _OF_PPO = """
 ppo_batch_size min_response_length penalise_no_eos reward_penalty gamma lmbda kl_coeff
-whiten_rewards enable_kv_cache
+whiten_rewards enable_kv_cache optimizer_in_bwd
 """
 _GRPO_KEYS = frozenset([*_OF_ROLLOUTS.split(), *_OF_GRPO.split()])
 _PPO_KEYS = frozenset([*_OF_ROLLOUTS.split(), *_OF_PPO.split()])

@@ -130,9 +130,7 @@ _OF_BLOCKS: dict[str, dict[str, Rule]] = {
     "dataset": _OF_DATA,
     "dataset_val": _OF_DATA,
     **dict.fromkeys(("model", *FROZEN_MODELS), _OF_MODELS),
-    **dict.fromkeys(
-        ("checkpointer", VALUE_CHECKPOINTER, *FROZEN_CHECKPOINTERS), _OF_CHECKPOINTERS
-    ),
+    **dict.fromkeys(("checkpointer", VALUE_CHECKPOINTER, *FROZEN_CHECKPOINTERS), _OF_CHECKPOINTERS),
     **dict.fromkeys(("loss", "kd_loss"), _OF_LOSSES),
     "optimizer": {"lr": FINITE, "weight_decay": FINITE},
     "lr_scheduler": {"num_warmup_steps": at_least(0)},
@@ -167,7 +165,9 @@ def check_values(cfg: Mapping[str, Any], kind: Kind, more_blocks: Iterable[str] 
     required = {**_REQUIRED, **dict.fromkeys(more_blocks, COMPONENT)}
     given, optional = [*_MUST_BE_GIVEN], dict(_OPTIONAL)
     if kind.generates:
-        needed = _NEEDED_BY_ROLLOUTS if "epochs" in kind.keys else (*_NEEDED_BY_ROLLOUTS, "num_steps")
+        needed = (
+            _NEEDED_BY_ROLLOUTS if "epochs" in kind.keys else (*_NEEDED_BY_ROLLOUTS, "num_steps")
+        )
         required |= {key: _OF_ROLLOUTS[key] for key in needed if key in kind.keys}
         required.pop("gradient_accumulation_steps")
         given.remove("max_steps_per_epoch")
