@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 class RolloutRun(Run):
     """A run as others are, where a rollout takes the place of a loader's rows."""
 
-    def _load_rows(self) -> LoadedRows:
-        rows = super()._load_rows()
+    def read_rows(self) -> LoadedRows:
+        rows = super().read_rows()
         if "epochs" not in self.kind.about.keys:
             limit = self._limit()
             assert limit is not None, "it is checked"

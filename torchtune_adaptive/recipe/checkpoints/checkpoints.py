@@ -86,7 +86,7 @@ class Checkpoints(ABC):
         """The end of the run, if there is nothing left to train. Nothing can be loaded or saved then."""
         self._source = chosen if isinstance(chosen, Source) else None
         if self.finished is None:
-            self._checkpointer = self._all.read(self._build_checkpointer)
+            self._checkpointer = self._all.read(self.build_checkpointer)
 
     def load(self) -> dict[str, Any]:
         """The weights to start from and, in a run that is resumed, the recipe's state."""
@@ -140,7 +140,7 @@ class Checkpoints(ABC):
         def write() -> None:
             parts = self._parts(weights)
             try:
-                self._write_files(name, parts, state, facts)
+                self.write_files(name, parts, state, facts)
             except Exception as error:
                 if progress.is_unfinished or not state:
                     raise
@@ -150,7 +150,7 @@ class Checkpoints(ABC):
                     "continue this run exactly."
                 )
                 self._folder.abandon(f"epoch_{name}")
-                self._write_files(name, parts, {}, {**facts, "resumable": False})
+                self.write_files(name, parts, {}, {**facts, "resumable": False})
             seconds = time.perf_counter() - started
             log.info(f"Saved the checkpoint {self._output_dir}/epoch_{name} in {seconds:.2f} s.")
 
@@ -170,7 +170,7 @@ class Checkpoints(ABC):
         named = named_source(self._cfg, self._kind)
         return named or newest_source(self._folder, self._kind, self._cfg.epochs)
 
-    def _build_checkpointer(self) -> Any:
+    def build_checkpointer(self) -> Any:
         """torchtune's checkpointer: it reads the weights, and writes into the staging folder.
 
         It is never asked to find recipe state and adapters: it would look for them in its output folder.
@@ -223,7 +223,7 @@ class Checkpoints(ABC):
 
     # --- what is saved --------------------------------------------------------------------------------
 
-    def _write_files(
+    def write_files(
         self, name: str, parts: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]
     ) -> None:
         """Write and publish a checkpoint of what the checkpointer expects, on rank 0."""

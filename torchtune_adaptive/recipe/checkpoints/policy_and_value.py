@@ -53,8 +53,8 @@ def _places(name: str) -> tuple[Path, Path]:
 class PolicyAndValueCheckpoints(FullCheckpoints):
     """Checkpoints of a policy and a value model."""
 
-    def _build_checkpointer(self) -> Any:
-        policy, source = super()._build_checkpointer(), self._source
+    def build_checkpointer(self) -> Any:
+        policy, source = super().build_checkpointer(), self._source
         files = None
         if source is not None and source.weights:
             # Of a checkpoint that torchtune has saved, they are those that the config names.
@@ -65,10 +65,10 @@ class PolicyAndValueCheckpoints(FullCheckpoints):
             staging.rmdir()
         return _Both(policy, value, staging)
 
-    def _write_files(
+    def write_files(
         self, name: str, parts: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]
     ) -> None:
-        super()._write_files(name, parts, state, facts)
+        super().write_files(name, parts, state, facts)
         links = Path(self._cfg.value_checkpointer.output_dir)
         with not_essential(f"{links / f'epoch_{name}'}, a link for torchtune,"):
             durable.link(links / f"epoch_{name}", self._output_dir / f"epoch_{name}" / VALUE)
