@@ -392,7 +392,9 @@ def after_mishaps(way: str, recording: bool) -> list[str]:
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize(("way", "ranks"), [("alone", 1), ("fsdp", 2), ("parts", 2), ("hsdp", 4), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("way", "ranks"), [("alone", 1), ("fsdp", 2), ("parts", 2), ("hsdp", 4), ("ddp", 2)]
+)
 @pytest.mark.parametrize("recording", [False, True], ids=["recorded", "while recording"])
 def test_nothing_stays_of_a_step_that_the_users_own_exception_ends(
     recording: bool, way: str, ranks: int

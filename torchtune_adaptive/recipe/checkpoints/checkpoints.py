@@ -179,7 +179,7 @@ class Checkpoints(ABC):
         return self._built(self._cfg.checkpointer, self._folder.staging, weights)
 
     def _built(self, given: DictConfig, staging: Path, weights: Sequence[str] | None) -> Any:
-        """The checkpointer of a block: it writes into ``staging``, and reads these files if some are given."""
+        """The checkpointer of a block: it writes into ``staging`` and reads these files, if any."""
         # Where the rank does not save, a folder that exists, since torchtune makes it.
         saves = self._environment.ranks.is_zero
         changes: dict[str, Any] = {
