@@ -33,8 +33,8 @@ def tiny_model(
     compute_in: torch.dtype | None = None,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> nn.Module:
-    """The same on every rank, then spread in a way: ``alone``, ``fsdp``, ``parts`` (each by itself), ``hsdp`` or
-    ``ddp``."""
+    """The same on every rank, then spread in a way: ``alone``, ``fsdp``, ``parts`` (each by itself), ``hsdp``
+    or ``ddp``."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(
         *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))
