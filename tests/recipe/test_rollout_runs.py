@@ -204,3 +204,10 @@ def test_a_resumed_run_keeps_the_sizes_that_it_found(tmp_path: Path) -> None:
     assert "an earlier run found it" in report["reasons"]["generation"]
     said = refused("CheckpointError", "grpo", resumed, **{**changes, "batch_size": 4}, **RESUME)
     assert "rollouts have 16 rows, and the config's 32" in said
+
+
+def test_the_last_rollout_is_saved_wherever_it_ends(tmp_path: Path) -> None:
+    few = {**SHORT, "max_generated_tokens": 2, "dataset.split": "train[:4]", "epochs": 9}
+    train("grpo", tmp_path, **few, save_every_n_epochs=4)
+    # Two rollouts make an epoch, so the fourth ends one that is not saved.
+    assert [path.name for path in tmp_path.glob("epoch_*")] == ["epoch_2_step_4"]

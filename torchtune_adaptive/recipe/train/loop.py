@@ -86,6 +86,8 @@ class TrainingLoop:
     global_step: int = field(init=False, default=0)
     samples: int = field(init=False, default=0)
     """Samples used since the run began, over all ranks."""
+    _saved: int = field(init=False, default=0)
+    """The step of the newest checkpoint."""
     summary: Summary | None = field(init=False, default=None)
     """Summary of the steps, once they are done; None if there were none."""
 
@@ -133,10 +135,9 @@ class TrainingLoop:
         )
         number = 0
         stop = is_due = False
-        saved = used
         while self._is_room_for_a_step(epoch):
             if rows.are_over:  # before the epoch is
-                if rows.used > saved:
+                if self.global_step > self._saved:
                     self._save(f"{epoch}_step_{self.global_step}", rows.used)
                 display.close()
                 return False
@@ -156,7 +157,7 @@ class TrainingLoop:
                 continue
             if is_due or stop:
                 self._save(f"{epoch}_step_{self.global_step}", rows.used)
-                is_due, saved = False, rows.used
+                is_due = False
             if stop:
                 self.stop.saved = self.last_checkpoint()
                 display.close()
@@ -254,6 +255,7 @@ class TrainingLoop:
                 "make sure no other process uses the device, or set enable_async_checkpointing. "
                 f"({error})"
             ) from error
+        self._saved = self.global_step
         runner.step.memory.release()
         self.metrics.start_step()  # saving is no part of the next step
 
@@ -277,6 +279,7 @@ class TrainingLoop:
     def _resume(self, saved: TrainingState) -> int:
         """Restore a saved state; gives the rows of its epoch that each rank has used."""
         self.global_step, self.samples = saved.global_step, saved.samples
+        self._saved = self.global_step
         self.adaptation.resume(saved.learning_rate, saved.noise)
         self.runner.load_state_dict(saved.write())
         if saved.rollouts is not None:

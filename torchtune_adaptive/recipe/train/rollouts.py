@@ -8,7 +8,6 @@ rollout and the row.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -34,8 +33,6 @@ from torchtune_adaptive.recipe.rollout.judging import Judge
 from torchtune_adaptive.recipe.rollout.rows import Row, collate, known
 from torchtune_adaptive.recipe.setup.phases import Phases, RolloutSizes
 from torchtune_adaptive.recipe.train.events import Events
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
