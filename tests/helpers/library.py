@@ -33,7 +33,8 @@ def tiny_model(
     compute_in: torch.dtype | None = None,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> nn.Module:
-    """The same on every rank, then spread in a way: ``alone``, ``fsdp``, ``hsdp`` or ``ddp``."""
+    """The same on every rank, then spread in a way: ``alone``, ``fsdp``, ``parts`` (each by itself), ``hsdp``
+    or ``ddp``."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(
         *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))
@@ -41,12 +42,12 @@ def tiny_model(
     model = wrap(model)
     if way == "ddp":
         return DistributedDataParallel(model)
-    if way in ("fsdp", "hsdp"):
+    if way in ("fsdp", "parts", "hsdp"):
         ranks = dist.get_world_size()
-        shape = {"fsdp": (ranks,), "hsdp": (2, ranks // 2)}[way]
+        shape = (2, ranks // 2) if way == "hsdp" else (ranks,)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         policy = MixedPrecisionPolicy(param_dtype=compute_in, reduce_dtype=compute_in)
-        for part in (*model.children(), model):
+        for part in (*model.children(), *(() if way == "parts" else (model,))):
             fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
 

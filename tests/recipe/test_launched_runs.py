@@ -119,13 +119,15 @@ def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.rotating
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_without_launcher_flags(recipe: str, tmp_path: Path) -> None:
-    rollouts = [
-        *("num_steps=2", "max_generated_tokens=4", "~forward_batch_size"),
-        *("use_maximum_batch_size=False", "adaptive_batching.memory_limit=null"),
-    ]
+    rollouts = {
+        "grpo": ["num_steps=2", "~forward_batch_size"],
+        "ppo": ["num_steps=64", "ppo_batch_size=32", "ppo_epochs=1"],
+    }
+    sizes = ["use_maximum_batch_size=False", "adaptive_batching.memory_limit=null"]
+    more = rollouts.get(RECIPES[recipe])
     said = launch_forked(
         *("tune", "run", recipe, "--config", f"tiny/{RECIPES[recipe]}", "output_dir=out", *QUICK),
-        *(rollouts if RECIPES[recipe] == "grpo" else ()),
+        *([*more, *sizes, "max_generated_tokens=4"] if more else ()),
         cwd=tmp_path,
     )
     assert "x accumulation 1 x 1 rank" in said

@@ -21,6 +21,7 @@ from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import our_recipe_for
 from torchtune_adaptive.recipe.rewards import BadReward, Rewards
 from torchtune_adaptive.recipe.rollout.generate import Response
+from torchtune_adaptive.recipe.rollout.judging import ByFunctions
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of, unused_keys
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
@@ -258,11 +259,20 @@ class Ranks(Alone):
 
 
 def rollouts(
-    rank: int = 0, ranks: int = 1, prompts: int = 4, epochs: int = 1, **more: Any
+    rank: int = 0,
+    ranks: int = 1,
+    prompts: int = 4,
+    epochs: int = 1,
+    mini_batch: int | None = None,
+    begun: list[Any] | None = None,
+    **more: Any,
 ) -> Rollouts:
-    """Rollouts of ten prompts, whose responses are made of a row's index."""
+    """Rollouts of ten prompts, whose responses are made of a row's index; the rows of each step are added to
+    ``begun``."""
     memory = SimpleNamespace(release=lambda: None)
-    step = SimpleNamespace(ranks=Ranks(rank, ranks), memory=memory)
+    begin = lambda rows, total: None if begun is None else begun.append(rows)  # noqa: E731
+    objective = SimpleNamespace(begin=begin)
+    step = SimpleNamespace(ranks=Ranks(rank, ranks), memory=memory, objective=objective)
 
     def phase(name: str, work: Any) -> Any:
         return SimpleNamespace(
@@ -270,7 +280,7 @@ def rollouts(
         )
 
     response = lambda row: Response(torch.tensor([row.index % 7 + 2, 1]), True)  # noqa: E731
-    sizes = RolloutSizes(prompts, samples=2, epochs=epochs, max_new=3)
+    sizes = RolloutSizes(prompts, samples=2, epochs=epochs, max_new=3, mini_batch=mini_batch)
     phases = Phases(
         phase("generation", response),
         SimpleNamespace(),  # type: ignore[arg-type]
@@ -284,7 +294,7 @@ def rollouts(
         "order": SampleOrder(10, ranks, shuffle=True),
         "limit": None,
         "seed": 1,
-        "rewards": of(f"{__name__}.length"),
+        "judge": ByFunctions(of(f"{__name__}.length"), samples=2),
         "watchdog": SimpleNamespace(enter=lambda phase, patience: None),
         "stop_requested": lambda: False,
     }

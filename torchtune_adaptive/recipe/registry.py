@@ -72,8 +72,9 @@ def nearest_recipe(name: str) -> str | None:
 
 def our_recipe_for(name: str) -> str | None:
     """Our recipe that does what one of torchtune's does; None if there is none."""
-    ours = f"adaptive_{name.replace('_single_device', '_distributed').removeprefix('dev/')}"
-    return ours if ours in RECIPES else None
+    name = name.removeprefix("dev/")
+    possible = (name.replace("_single_device", instead) for instead in ("", "_distributed"))
+    return next((f"adaptive_{one}" for one in possible if f"adaptive_{one}" in RECIPES), None)
 
 
 def our_configs() -> list[str]:

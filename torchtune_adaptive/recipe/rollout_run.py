@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from torchtune_adaptive.common import CheckpointError, counted
+from torchtune_adaptive.common import CheckpointError, ConfigError, counted
 from torchtune_adaptive.core import Epochs, Objective
 from torchtune_adaptive.recipe.checkpoints.config_changes import BEGIN_ANEW
-from torchtune_adaptive.recipe.data.dataset import checked_row, data_of
-from torchtune_adaptive.recipe.rewards import Rewards
+from torchtune_adaptive.recipe.data.dataset import LoadedRows, checked_row, data_of
+from torchtune_adaptive.recipe.kinds.generating import Generating
+from torchtune_adaptive.recipe.rollout.advantages import over
 from torchtune_adaptive.recipe.run import Run, Save
 from torchtune_adaptive.recipe.search.phase_sizes import decide_sizes
 from torchtune_adaptive.recipe.search.prober import Prober
@@ -29,6 +30,28 @@ log = logging.getLogger(__name__)
 class RolloutRun(Run):
     """A run as others are, where a rollout takes the place of a loader's rows."""
 
+    def read_rows(self) -> LoadedRows:
+        rows = super().read_rows()
+        if "epochs" not in self.kind.about.keys:
+            limit = self._limit()
+            assert limit is not None, "it is checked"
+            each = len(rows.training) // (self._cfg.batch_size * self.ranks.size)
+            # Where torchtune's config does not say it either.
+            self._cfg.epochs = self.progress.total_epochs = -(-limit // max(each, 1))
+        return rows
+
+    def _limit(self) -> int | None:
+        """The rollouts of all epochs, where the config says it."""
+        cfg = self._cfg
+        limit: int | None = cfg.get("num_steps")
+        if "epochs" in self.kind.about.keys:
+            return limit
+        prompts = cfg.batch_size * self.ranks.size
+        if limit is None or limit < prompts:
+            reason = f"counts prompts, and a rollout has {prompts}"
+            raise ConfigError("num_steps", limit, reason, "Raise it, or lower batch_size")
+        return limit // prompts
+
     def prepare(
         self, model: Model, optimizers: Optimizers, objective: Objective, save: Save
     ) -> TrainingLoop | None:
@@ -36,16 +59,31 @@ class RolloutRun(Run):
         loaded = self._loaded()
         prompts = data_of(cfg, loaded.tokenizer, loaded.training, self.kind.rows(), objective)
         checked_row(prompts, 0)
-        stops = stop_tokens(cfg, loaded.tokenizer)
-        rewards = Rewards(cfg, loaded.tokenizer, stops, self._entering_reward)
         order = self._order(prompts.dataset, model)
-        sizes = rollout_sizes(cfg)
+        sizes, kind = rollout_sizes(cfg), self.kind
+        assert isinstance(kind, Generating)
+        judge = kind.judge(
+            loaded.tokenizer,
+            stop_tokens(cfg, loaded.tokenizer),
+            sizes,
+            over(ranks),
+            self._entering_reward,
+        )
         sizes.require_prompts(order.rows_per_rank)
         self._require_same_rollouts(sizes)
         step = self.train_step(model, optimizers, objective)
         self.watchdog.enter("looking up the lengths of all prompts", patience=None)
         longest = max(self._lengths(prompts, cfg).all(say_progress=ranks.is_zero))
-        phases = build_phases(cfg, self.environment, step, loaded.tokenizer, sizes, longest)
+        phases = build_phases(
+            cfg,
+            self.environment,
+            step,
+            kind.policy(model.module),
+            kind.scorers(model.module, objective.frozen, sizes),
+            loaded.tokenizer,
+            sizes,
+            longest,
+        )
         prober = Prober(step, ranks, self.watchdog, cfg, settings)
         batch = decide_sizes(prober, phases, self.progress.training)
         if settings.search_only:
@@ -54,10 +92,10 @@ class RolloutRun(Run):
         rollouts = Rollouts(
             dataset=prompts.dataset,
             order=order,
-            limit=cfg.get("num_steps"),
+            limit=self._limit(),
             seed=self.progress.seed,
             phases=phases,
-            rewards=rewards,
+            judge=judge,
             micro_batches=batch.micro_batches,
             watchdog=self.watchdog,
             step_timeout=settings.step_timeout,
@@ -68,7 +106,7 @@ class RolloutRun(Run):
             log.info(
                 f"Each epoch leaves out {counted(left, 'prompt')} per rank, too few for a rollout."
             )
-        epochs = Epochs(rollouts.per_epoch * sizes.trained_rows, sizes.rows)
+        epochs = Epochs(rollouts.per_epoch * sizes.trained_rows, sizes.step_rows)
         loop = self._training_loop(model, optimizers, step, batch, rollouts, epochs, "row", save)
         loop.save_every_n_epochs = cfg.get("save_every_n_epochs") or 1
         return loop
@@ -78,10 +116,11 @@ class RolloutRun(Run):
         between two of them."""
         saved = self.progress.training
         rows = sizes.rows * self.ranks.size
-        if saved is not None and saved.growth.global_batch != rows:
+        if saved is not None and saved.rollouts is not None and saved.rollouts["rows"] != rows:
+            samples = "" if sizes.samples == 1 else f"grpo_samples {sizes.samples} x "
             raise CheckpointError(
-                f"The checkpoint's rollouts have {counted(saved.growth.global_batch, 'row')}, and the "
-                f"config's {rows:,}: batch_size {sizes.prompts} x grpo_samples {sizes.samples} x "
+                f"The checkpoint's rollouts have {counted(saved.rollouts['rows'], 'row')}, and the "
+                f"config's {rows:,}: batch_size {sizes.prompts} x {samples}"
                 f"{counted(self.ranks.size, 'rank')}. Resume with as many, {BEGIN_ANEW}."
             )
 

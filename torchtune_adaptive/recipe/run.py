@@ -122,7 +122,7 @@ class Run:
         self._takes_rate = self.settings.resume_learning_rate == "config"
         self.progress = Progress(
             seed,
-            cfg.epochs,
+            cfg.get("epochs", 1),
             cfg.max_steps_per_epoch if "max_steps_per_epoch" in self.kind.about.keys else None,
             config=training_config(cfg, KINDS[kind]),
             adapts=self.settings.adapts,
@@ -186,17 +186,17 @@ class Run:
         """
         self.watchdog.enter("loading the data", patience=None)
         generators = Generators(self.environment.device)
-        rows = self._load_rows()
+        rows = self.read_rows()
         self._rows = None if generators.have_moved() else rows
         generators.restore()
 
-    def _load_rows(self) -> LoadedRows:
+    def read_rows(self) -> LoadedRows:
         return load_rows(self._cfg, validates="dataset_val" in self.kind.about.keys)
 
     def _loaded(self) -> LoadedRows:
         """The rows, which are loaded now if ``load_rows`` could not keep them."""
         self.watchdog.enter("loading the data", patience=None)
-        loaded, self._rows = self._rows or self._load_rows(), None
+        loaded, self._rows = self._rows or self.read_rows(), None
         return loaded
 
     def prepare(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchtune_adaptive.common import atomically, user_cache
 
-_EDITION = 3  # of what is made here: another edition is made beside an older one
+_EDITION = 4  # of what is made here: another edition is made beside an older one
 _ROWS = 640
 _PAIRS = 240
 VOCABULARY = 512
@@ -32,8 +32,8 @@ _WORDS = _LANGUAGE.split()
 
 
 def assets() -> Path:
-    """The folder with ``tokenizer.model``, two kinds of data, ``config.json`` and the weights; and a larger
-    model in ``teacher``."""
+    """The folder with ``tokenizer.model``, two kinds of data, ``config.json`` and the weights; a larger
+    model in ``teacher``, and a reward model in ``reward``."""
     return made_once(f"tiny_{_EDITION}", make)
 
 
@@ -69,6 +69,9 @@ def make(folder: Path, size: dict[str, int] = _SIZE) -> None:
     teacher = folder / "teacher"
     teacher.mkdir()
     _make_checkpoint(teacher, {**_SIZE, "num_layers": 6}, seed=1)
+    reward = folder / "reward"
+    reward.mkdir()
+    _make_checkpoint(reward, {**size, "num_layers": 2}, seed=2, rewards=True)
 
 
 def _row(choose: random.Random) -> dict[str, str]:
@@ -114,20 +117,25 @@ def _make_tokenizer(folder: Path, rows: list[dict[str, str]]) -> None:
     )
 
 
-def _make_checkpoint(folder: Path, size: dict[str, int], seed: int = 0) -> None:
+def _make_checkpoint(
+    folder: Path, size: dict[str, int], seed: int = 0, rewards: bool = False
+) -> None:
     import torch
     from safetensors.torch import save_file
     from torchtune.models import convert_weights
-    from torchtune.models.llama2 import llama2
+    from torchtune.models.llama2 import llama2, llama2_classifier
+    from torchtune.rlhf.utils import reward_tune_to_hf
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = llama2(vocab_size=VOCABULARY, max_seq_len=512, **size)
+        given = {**size, "vocab_size": VOCABULARY, "max_seq_len": 512}
+        model = llama2_classifier(num_classes=1, **given) if rewards else llama2(**given)
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.05)
     heads, kv_heads, dim = size["num_heads"], size["num_kv_heads"], size["embed_dim"]
-    weights = convert_weights.tune_to_hf(model.state_dict(), heads, kv_heads, dim)
+    convert = reward_tune_to_hf if rewards else convert_weights.tune_to_hf
+    weights = convert(model.state_dict(), heads, kv_heads, dim)
     weights = {name: weight.contiguous() for name, weight in weights.items()}
     save_file(weights, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
     config = {"hidden_size": dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}

@@ -121,11 +121,6 @@ def _require_all_ranks(model: nn.Module, data_ranks: int, ranks: Ranks) -> None:
 
 
 def _require_whole_mesh(model: nn.Module, roots: list[FSDPModule], ranks: Ranks) -> None:
-    if len(roots) > 1:
-        raise UsageError(
-            f"model: fully_shard was applied to {len(roots)} parts, but not to the whole, so there is no one "
-            "root that could be reset after running out of memory. Apply it to the model, too, at the end."
-        )
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise UsageError(

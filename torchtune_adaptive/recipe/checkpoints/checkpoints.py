@@ -11,7 +11,7 @@ import shutil
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -86,7 +86,7 @@ class Checkpoints(ABC):
         """The end of the run, if there is nothing left to train. Nothing can be loaded or saved then."""
         self._source = chosen if isinstance(chosen, Source) else None
         if self.finished is None:
-            self._checkpointer = self._all.read(self._build_checkpointer)
+            self._checkpointer = self._all.read(self.build_checkpointer)
 
     def load(self) -> dict[str, Any]:
         """The weights to start from and, in a run that is resumed, the recipe's state."""
@@ -140,7 +140,7 @@ class Checkpoints(ABC):
         def write() -> None:
             parts = self._parts(weights)
             try:
-                self._write_files(name, parts, state, facts)
+                self.write_files(name, parts, state, facts)
             except Exception as error:
                 if progress.is_unfinished or not state:
                     raise
@@ -150,7 +150,7 @@ class Checkpoints(ABC):
                     "continue this run exactly."
                 )
                 self._folder.abandon(f"epoch_{name}")
-                self._write_files(name, parts, {}, {**facts, "resumable": False})
+                self.write_files(name, parts, {}, {**facts, "resumable": False})
             seconds = time.perf_counter() - started
             log.info(f"Saved the checkpoint {self._output_dir}/epoch_{name} in {seconds:.2f} s.")
 
@@ -170,27 +170,31 @@ class Checkpoints(ABC):
         named = named_source(self._cfg, self._kind)
         return named or newest_source(self._folder, self._kind, self._cfg.epochs)
 
-    def _build_checkpointer(self) -> Any:
+    def build_checkpointer(self) -> Any:
         """torchtune's checkpointer: it reads the weights, and writes into the staging folder.
 
         It is never asked to find recipe state and adapters: it would look for them in its output folder.
         """
-        given = self._cfg.checkpointer
+        weights = self._source.weights if self._source is not None else None
+        return self._built(self._cfg.checkpointer, self._folder.staging, weights)
+
+    def _built(self, given: DictConfig, staging: Path, weights: Sequence[str] | None) -> Any:
+        """The checkpointer of a block: it writes into ``staging`` and reads these files, if any."""
         # Where the rank does not save, a folder that exists, since torchtune makes it.
         saves = self._environment.ranks.is_zero
         changes: dict[str, Any] = {
-            "output_dir": str(self._folder.staging if saves else self._output_dir),
+            "output_dir": str(staging if saves else self._output_dir),
             "should_load_recipe_state": False,
         }
         changes |= {
             key: None for key in ("recipe_checkpoint", "adapter_checkpoint") if key in given
         }
-        if self._source is not None and self._source.weights is not None:
-            changes["checkpoint_files"] = list(self._source.weights)
+        if weights is not None:
+            changes["checkpoint_files"] = list(weights)
         checkpointer = config.instantiate(given, **changes)
         if saves:
             with suppress(OSError):  # torchtune has made the folder; nothing is being saved yet
-                self._folder.staging.rmdir()
+                staging.rmdir()
         return checkpointer
 
     def _load(self) -> dict[str, Any]:
@@ -219,7 +223,7 @@ class Checkpoints(ABC):
 
     # --- what is saved --------------------------------------------------------------------------------
 
-    def _write_files(
+    def write_files(
         self, name: str, parts: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]
     ) -> None:
         """Write and publish a checkpoint of what the checkpointer expects, on rank 0."""

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import CheckpointError
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
-from torchtune_adaptive.recipe.settings.kind_table import FOUND, Kind
+from torchtune_adaptive.recipe.settings.kind_table import FOUND, VALUE_CHECKPOINTER, Kind
 from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION
 
 FlatConfig = dict[str, Any]
@@ -26,6 +26,7 @@ _IRRELEVANT_KEYS = {
     FOUND,
     "output_dir",
     "checkpointer",
+    VALUE_CHECKPOINTER,
     "resume_from_checkpoint",
     "enable_async_checkpointing",
     "save_adapter_weights_only",

@@ -101,6 +101,12 @@ def newest_source(
     )
 
 
+def weights_in(folder: Path) -> tuple[str, ...]:
+    """The files of weights in a folder; none if it does not exist."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    return tuple(str(path) for path in files if _WEIGHTS.fullmatch(path.name))
+
+
 def say_what_is_replaced(folder: CheckpointFolder) -> None:
     """Warn where a run that begins anew finds checkpoints of an earlier one."""
     if newest := folder.newest_name():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig
@@ -28,7 +28,7 @@ class Prompts(Rows):
     """Prompts. Batches are not made of them, but of the rows that are generated from them."""
 
     sample = "prompt"
-    keys = ("tokens", "answer")
+    keys: ClassVar[tuple[str, ...]] = ("tokens", "answer")
 
     def length(self, row: Row) -> int:
         return len(row["tokens"])

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
-from torchtune.training import disable_dropout
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import Objective
 from torchtune_adaptive.recipe.data.prompts import Prompts
 from torchtune_adaptive.recipe.data.rows import Rows
-from torchtune_adaptive.recipe.kinds.full import Full
+from torchtune_adaptive.recipe.kinds.generating import Generating
+from torchtune_adaptive.recipe.rewards import Rewards
+from torchtune_adaptive.recipe.rollout.advantages import Total
+from torchtune_adaptive.recipe.rollout.judging import ByFunctions, Judge
 from torchtune_adaptive.recipe.rollout.losses import GRPO as Loss
 from torchtune_adaptive.recipe.rollout.projection import LogProbs
+from torchtune_adaptive.recipe.rollout.score import Scorers
 from torchtune_adaptive.recipe.setup.components import make
+from torchtune_adaptive.recipe.setup.phases import RolloutSizes
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,8 @@ _PER_ROW = {"GRPOLoss": False, "GRPOSimpleLoss": True, "GRPOWithChunkedOutputLos
 """Losses of torchtune's main branch, and whether rows or tokens count the same."""
 
 
-class GRPO(Full):
-    """Trains every weight on responses that the model itself has given."""
-
-    def prepare(self, model: nn.Module) -> nn.Module:
-        disable_dropout(model)  # or log-probabilities would differ from the reference's by chance
-        return model
+class GRPO(Generating):
+    """Makes the better ones of several responses to a prompt more likely."""
 
     def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
         loss = make(self.cfg.loss, "loss")
@@ -71,6 +72,27 @@ class GRPO(Full):
 
     def rows(self) -> Rows:
         return Prompts()
+
+    def scorers(
+        self, model: nn.Module, frozen: Sequence[nn.Module], sizes: RolloutSizes
+    ) -> Scorers:
+        [reference] = frozen
+        models = {"reference": reference}
+        if sizes.epochs > 1 and not _PER_ROW[self.cfg.loss._component_.rpartition(".")[2]]:
+            # Otherwise the policy that is trained is the one that has generated, and their ratio is 1.
+            models = {"old": model, **models}
+        temperature = self.cfg.get("temperature") or 1.0
+        return Scorers({name: LogProbs(each, temperature) for name, each in models.items()}, {})
+
+    def judge(
+        self,
+        tokenizer: Any,
+        stops: Sequence[int],
+        sizes: RolloutSizes,
+        total: Total,
+        entering: Callable[[str], None],
+    ) -> Judge:
+        return ByFunctions(Rewards(self.cfg, tokenizer, stops, entering), sizes.samples)
 
 
 TheKind = GRPO

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.recipe.rollout.rows import Row, known
 
 Total = Callable[[torch.Tensor], torch.Tensor]
@@ -17,6 +18,11 @@ Total = Callable[[torch.Tensor], torch.Tensor]
 def of_this_rank(sums: torch.Tensor) -> torch.Tensor:
     """The total where there is one rank."""
     return sums
+
+
+def over(ranks: Ranks) -> Total:
+    """The total over ranks, on each of them."""
+    return lambda sums: torch.stack(ranks.gather(sums)).sum(0)
 
 
 def relative(rewards: torch.Tensor) -> torch.Tensor:

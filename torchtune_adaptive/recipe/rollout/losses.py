@@ -30,6 +30,14 @@ class _Clipped:
     unit = "tokens"
     ignored = 0
 
+    def begin(self, rows: Sequence[Row], total: Total = of_this_rank) -> None:
+        """Begin a mini-batch, before it is split.
+
+        Args:
+            rows: those of the mini-batch on this rank.
+            total: the function that sums a tensor over all ranks.
+        """
+
     def rows(self, batch: Batch) -> int:
         return len(batch["tokens"])
 
@@ -126,15 +134,8 @@ class PPO(_Clipped):
         self._tokens_per_value = 1.0
 
     def begin(self, rows: Sequence[Row], total: Total = of_this_rank) -> None:
-        """Begin a mini-batch, before it is split.
-
-        Its loss is the sum of two means, over tokens and over values, and there are more values. A step
-        divides by the number of tokens, so the sum over values is scaled.
-
-        Args:
-            rows: those of the mini-batch on this rank.
-            total: the function that sums a tensor over all ranks.
-        """
+        # The loss is the sum of two means, over tokens and over values, and there are more values. A step
+        # divides by the number of tokens, so the sum over values is scaled.
         counts = [[len(known(each)) for each in (row.response, row.values)] for row in rows]
         tokens, values = total(torch.tensor(counts).sum(0)).tolist()
         self._tokens_per_value = tokens / values

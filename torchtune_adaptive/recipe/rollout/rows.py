@@ -34,6 +34,8 @@ class Row:
     """The same by the reference."""
     values: torch.Tensor | None = None
     """The values before each of the response's tokens, and after the last, where that counts."""
+    scores: torch.Tensor | None = None
+    """What a reward model says before each of the response's tokens, and after the last, where it counts."""
     reward: float = 0.0
     advantages: torch.Tensor | float | None = None
     """Of each token of the response, or one for all of them."""

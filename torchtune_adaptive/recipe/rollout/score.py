@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +18,13 @@ OfTokens = Callable[[torch.Tensor], torch.Tensor]
 def values_of(model: nn.Module) -> OfTokens:
     """The values of all positions, by a model with one output."""
     return lambda tokens: model(tokens)[..., 0]
+
+
+class Scorers(NamedTuple):
+    """What scores rows, by the names in ``Row``; see ``Scoring``."""
+
+    log_probs: Mapping[str, OfTokens]
+    values: Mapping[str, OfTokens]
 
 
 @dataclass

@@ -60,7 +60,9 @@ class PhaseReport(Report):
         """Why this size and not the next."""
         result = self.found[phase]
         if result.status is strategies.Status.CEILING:
-            return f"{result.status.value}: a rollout has no more rows, or {BLOCK}.ceiling no larger size"
+            return (
+                f"{result.status.value}: there are no more rows, or {BLOCK}.ceiling no larger size"
+            )
         if result.status is not strategies.Status.NEXT_DOES_NOT_FIT:
             return result.status.value
         failed = min((t for t in result.trials if not t.fits), key=lambda trial: trial.size)
@@ -172,10 +174,11 @@ class _Search:
     def run(self, known: dict[str, int]) -> PhaseReport:
         started, prober, settings = time.perf_counter(), self.prober, self.prober.settings
         sizes, longest = self.phases.sizes, self.phases.longest
+        rows = sizes.step_rows
         row = f"{longest} + {sizes.max_new} tokens, the longest prompt and response"
         log.info(f"Searching for the most rows of {row}.")
         found: dict[str, Found] = {}
-        with prober.probe(lambda size: -(-sizes.rows // size)) as probe:
+        with prober.probe(lambda size: -(-rows // size)) as probe:
             first = probe.prime(self._batch)
             _require(first, TRAINING)
             found[TRAINING] = self._find(
@@ -188,7 +191,7 @@ class _Search:
         assert micro_batch is not None
         return PhaseReport(
             found=found,
-            split=Split(micro_batch, -(-sizes.rows // micro_batch), prober.ranks.size, sizes.rows),
+            split=Split(micro_batch, -(-rows // micro_batch), prober.ranks.size, rows),
             fixed=self.given,
             row=row,
             device=prober.step.memory.name,
@@ -215,8 +218,8 @@ class _Search:
         known: dict[str, int],
         tried: dict[int, SizeTrial] | None = None,
     ) -> Found:
-        prober, settings, rows = self.prober, self.prober.settings, self.phases.sizes.rows
-        ceiling = rows
+        prober, settings, sizes = self.prober, self.prober.settings, self.phases.sizes
+        ceiling = rows = sizes.step_rows if name == TRAINING else sizes.rows
         if name == TRAINING and settings.ceiling is not None:
             ceiling = min(rows, settings.ceiling)
         log.info(f"Searching for the micro-batch of {name}.")
@@ -242,7 +245,8 @@ class _Search:
         return found
 
     def _rows(self, size: int) -> Any:
-        return longest_rows(size, self.phases.longest, self.phases.sizes.max_new)
+        phases = self.phases
+        return longest_rows(size, phases.longest, phases.sizes.max_new, phases.values)
 
     def _batch(self, size: int) -> dict[str, Any]:
         return collate(self._rows(size), self.phases.padding_id)

@@ -59,7 +59,7 @@ def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
         blocks = [key for each in kind.frozen for key in (each.model, each.checkpointer)]
         blocks += sorted(kind.more_blocks)
         by_key = {str(key): value for key, value in values.items()}
-        check_values(by_key, blocks, kind.generates)
+        check_values(by_key, kind, blocks)
         for there_is, key, reason, remedy in _conflicts(cfg, kind, settings):
             if there_is:
                 raise ConfigError(key, _value(cfg, settings, key), reason, remedy)
@@ -109,6 +109,8 @@ def _conflicts(cfg: DictConfig, kind: Kind, settings: AdaptiveSettings) -> Itera
     yield from _conflicts_with_config(cfg, settings)
     if kind.generates:
         yield from _conflicts_of_rollouts(cfg, settings)
+    if kind.name == "ppo":
+        yield from _conflicts_of_ppo(cfg)
 
 
 def _value(cfg: DictConfig, settings: AdaptiveSettings, key: str) -> object:
@@ -314,7 +316,7 @@ def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
         f"corrects the second moment of torch's Adam, but the optimizer is {optimizer}",
         "Use torch.optim.AdamW or torch.optim.Adam, or set it to fixed",
     )
-    longest = cfg.model.get("max_seq_len")
+    longest = OmegaConf.select(cfg, "model.max_seq_len")
     yield (
         settings.probe_length and longest and settings.probe_length > longest,
         f"{BLOCK}.probe_length",
@@ -367,7 +369,7 @@ def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
 
 def _conflicts_of_rollouts(cfg: DictConfig, settings: AdaptiveSettings) -> Iterator[Conflict]:
     """What is not there yet where rows are generated."""
-    batch = "changes the batch, and that of a rollout is batch_size x grpo_samples, always"
+    batch = "changes the batch, and that of a rollout is what the config says, always"
     rows = "is about rows of a dataset, and these are generated"
     unsupported: dict[str, tuple[object, str, object]] = {
         "use_fastest_configuration": (
@@ -395,6 +397,32 @@ def _conflicts_of_rollouts(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
     for key, (is_set, reason, instead) in unsupported.items():
         value = "null" if instead is None else instead
         yield is_set, key, reason, f"Set {key}={value}"
+
+
+def _conflicts_of_ppo(cfg: DictConfig) -> Iterator[Conflict]:
+    """What two models that are trained cannot have, and what torchtune's recipe refuses."""
+    yield (
+        cfg.batch_size % cfg.ppo_batch_size,
+        "ppo_batch_size",
+        f"does not divide the batch_size {cfg.batch_size}",
+        "Set it to a number that does",
+    )
+    yield (
+        cfg.get("whiten_rewards", False),
+        "whiten_rewards",
+        "is read by torchtune's recipe and changes nothing there",
+        "Set whiten_rewards=False",
+    )
+    values = cfg.value_checkpointer.output_dir
+    yield (
+        values == cfg.checkpointer.output_dir,
+        "value_checkpointer.output_dir",
+        "is the policy's, whose files have the same names",
+        f"Set it to {values}/value",
+    )
+    for key in (knobs.OFFLOADING, "enable_async_checkpointing"):
+        reason = "is not supported where two models are trained"
+        yield cfg.get(key, False), key, reason, f"Set {key}=False"
 
 
 def _require_knobs(settings: AdaptiveSettings) -> None:

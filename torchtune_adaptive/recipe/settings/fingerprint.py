@@ -15,7 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.common import libraries
 from torchtune_adaptive.core import knobs
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings, top_level_keys
-from torchtune_adaptive.recipe.settings.kind_table import FOUND, FROZEN_CHECKPOINTERS, KNOWN_KEYS
+from torchtune_adaptive.recipe.settings.kind_table import (
+    FOUND,
+    FROZEN_CHECKPOINTERS,
+    KNOWN_KEYS,
+    VALUE_CHECKPOINTER,
+)
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 
 # What cannot change the memory of a step, and why.
@@ -23,6 +28,7 @@ _IRRELEVANT_KEYS = (
     # Where things lie, and what is logged.
     "output_dir",
     "checkpointer",
+    VALUE_CHECKPOINTER,
     "resume_from_checkpoint",
     "enable_async_checkpointing",
     "save_adapter_weights_only",

@@ -56,6 +56,9 @@ class Kind:
     more_keys: frozenset[str] = frozenset()
     """The top-level keys that it knows besides those that all recipes do."""
 
+    less_keys: frozenset[str] = frozenset()
+    """The top-level keys that all other recipes know."""
+
     more_blocks: frozenset[str] = frozenset()
     """The blocks that it needs besides those that all recipes do; each describes a component."""
 
@@ -71,7 +74,7 @@ class Kind:
     @property
     def recipe(self) -> str:
         """Our recipe."""
-        return f"adaptive_{self.torchtunes.removeprefix('dev/')}"
+        return f"adaptive_{self.torchtunes.removeprefix('dev/').removesuffix('_single_device')}"
 
     @property
     def generates(self) -> bool:
@@ -82,7 +85,9 @@ class Kind:
     def keys(self) -> frozenset[str]:
         """The top-level keys that it knows."""
         named = {key for each in self.frozen for key in (each.model, each.checkpointer)}
-        unused = set() if self.sample == "row" else {"collate_fn"}
+        unused = {*self.less_keys}
+        if self.sample != "row":
+            unused.add("collate_fn")
         if self.generates:
             unused |= _NOT_OF_ROLLOUTS
         return (_COMMON_KEYS | self.more_keys | self.more_blocks | named) - unused
@@ -95,11 +100,20 @@ _REFERENCE = FrozenModel("model", "ref_checkpointer")
 _QAT_KEYS = frozenset({"fake_quant_after_n_steps"})
 _QUANTIZER = frozenset({"quantizer"})
 _TEACHER = FrozenModel("teacher_model", "teacher_checkpointer")
-_OF_GRPO = """
-grpo_samples max_generated_tokens temperature top_k forward_batch_size ppo_epochs num_steps
-save_every_n_epochs stop_token_ids reward_functions ac_mode ac_option enable_async_checkpointing
+_OF_ROLLOUTS = """
+max_generated_tokens temperature top_k forward_batch_size ppo_epochs num_steps save_every_n_epochs
+stop_token_ids ac_mode ac_option
 """
-_GRPO_KEYS = frozenset(_OF_GRPO.split())
+_OF_GRPO = "grpo_samples reward_functions enable_async_checkpointing"
+_OF_PPO = """
+ppo_batch_size min_response_length penalise_no_eos reward_penalty gamma lmbda kl_coeff
+whiten_rewards enable_kv_cache optimizer_in_bwd
+"""
+_GRPO_KEYS = frozenset([*_OF_ROLLOUTS.split(), *_OF_GRPO.split()])
+_PPO_KEYS = frozenset([*_OF_ROLLOUTS.split(), *_OF_PPO.split()])
+_REFERENCE_POLICY = FrozenModel("policy_model", "ref_policy_checkpointer")
+_REWARD = FrozenModel("reward_and_value_model", "reward_checkpointer")
+VALUE_CHECKPOINTER = "value_checkpointer"
 _NOT_OF_ROLLOUTS = frozenset(
     {"dataset_val", "run_val_every_n_steps", "batch_size_val", "max_steps_per_epoch"}
 )
@@ -115,16 +129,16 @@ KINDS: dict[str, Kind] = {
             "kd",
             "knowledge_distillation_distributed",
             _LORA_KEYS | {"kd_ratio"},
-            frozenset({"kd_loss"}),
+            more_blocks=frozenset({"kd_loss"}),
             adapters=True,
             frozen=(_TEACHER,),
         ),
-        Kind("qat", "qat_distributed", _FULL_KEYS | _QAT_KEYS, _QUANTIZER),
+        Kind("qat", "qat_distributed", _FULL_KEYS | _QAT_KEYS, more_blocks=_QUANTIZER),
         Kind(
             "qat_lora",
             "qat_lora_finetune_distributed",
             _LORA_KEYS | _QAT_KEYS,
-            _QUANTIZER,
+            more_blocks=_QUANTIZER,
             adapters=True,
         ),
         Kind(
@@ -132,6 +146,15 @@ KINDS: dict[str, Kind] = {
             "dev/grpo_full_finetune_distributed",
             _GRPO_KEYS,
             frozen=(_REFERENCE,),
+            sample="prompt",
+        ),
+        Kind(
+            "ppo",
+            "ppo_full_finetune_single_device",
+            _PPO_KEYS,
+            less_keys=frozenset({"model", "epochs"}),  # num_steps says how long
+            more_blocks=frozenset({VALUE_CHECKPOINTER}),
+            frozen=(_REFERENCE_POLICY, _REWARD),
             sample="prompt",
         ),
     )

@@ -32,9 +32,10 @@ def configured_accumulation(cfg: Config) -> int:
 
 
 def configured_batch(cfg: DictConfig, ranks: int) -> Split:
-    """The batch that a checked config asks for, on a number of ranks; of a rollout, its rows."""
-    if kind_of(cfg).generates:
-        rows = cfg[knobs.MICRO_BATCH] * cfg.grpo_samples
+    """The batch that a checked config asks for, on a number of ranks; of a rollout, the rows of a step."""
+    if (kind := kind_of(cfg)).generates:
+        samples = "grpo_samples" in kind.keys
+        rows = cfg[knobs.MICRO_BATCH] * cfg.grpo_samples if samples else cfg.ppo_batch_size
         micro_batch = -(-rows // configured_accumulation(cfg))
         return Split(micro_batch, -(-rows // micro_batch), ranks, rows)
     return Split(cfg[knobs.MICRO_BATCH], configured_accumulation(cfg), ranks)

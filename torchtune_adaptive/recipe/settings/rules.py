@@ -188,6 +188,7 @@ SECONDS = number("a number of seconds from 1 to 86400, e.g. 45", lambda value: 1
 POSITIVE = number("a number greater than 0", lambda value: value > 0)
 RATIO = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 FINITE = number("a number >= 0", lambda value: 0 <= value <= 1e300 and math.isfinite(value))
+ANY_NUMBER = number("a number", math.isfinite)
 SCALE = number("a number greater than 0", lambda value: 0 < value <= 1e300)
 BLOCK_OF_KEYS = Rule(("a block of keys",), _if(lambda value: isinstance(value, Mapping)))
 NULL = Rule(("null",), _if(lambda value: value is None))

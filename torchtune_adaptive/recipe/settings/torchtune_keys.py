@@ -10,8 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.recipe.settings.kind_table import FROZEN_CHECKPOINTERS, FROZEN_MODELS
+from torchtune_adaptive.recipe.settings.kind_table import (
+    FROZEN_CHECKPOINTERS,
+    FROZEN_MODELS,
+    VALUE_CHECKPOINTER,
+    Kind,
+)
 from torchtune_adaptive.recipe.settings.rules import (
+    ANY_NUMBER,
     BLOCK_OF_KEYS,
     BOOLEAN,
     COMPONENT,
@@ -69,7 +75,8 @@ _OPTIONAL: dict[str, Rule] = {
     "profiler": BLOCK_OF_KEYS,
 }
 _NUMBERS_OF_ROLLOUTS = """
-grpo_samples max_generated_tokens forward_batch_size ppo_epochs num_steps save_every_n_epochs top_k
+grpo_samples max_generated_tokens forward_batch_size ppo_epochs ppo_batch_size num_steps
+save_every_n_epochs top_k
 """
 _OF_ROLLOUTS: dict[str, Rule] = {
     **dict.fromkeys(_NUMBERS_OF_ROLLOUTS.split(), at_least(1)),
@@ -77,9 +84,14 @@ _OF_ROLLOUTS: dict[str, Rule] = {
     "temperature": SCALE,
     "stop_token_ids": IDS,
     "reward_functions": REWARDS,
+    **dict.fromkeys(("penalise_no_eos", "whiten_rewards", "enable_kv_cache"), BOOLEAN),
+    **dict.fromkeys(("gamma", "lmbda"), RATIO),
+    "kl_coeff": FINITE,
+    "reward_penalty": ANY_NUMBER,
+    "min_response_length": at_least(0),
 }
 """What recipes that generate know, and what they need not be told."""
-_NEEDED_BY_ROLLOUTS = ("grpo_samples", "max_generated_tokens")
+_NEEDED_BY_ROLLOUTS = ("grpo_samples", "max_generated_tokens", "ppo_batch_size")
 _NOT_NULL: dict[str, Rule] = {"log_every_n_steps": at_least(1), "tensor_parallel_dim": at_least(1)}
 # Of torchtune's main branch: they change what is trained or how, and these recipes do not know them.
 _UNKNOWN_UNLESS: dict[str, Any] = {
@@ -118,7 +130,7 @@ _OF_BLOCKS: dict[str, dict[str, Rule]] = {
     "dataset": _OF_DATA,
     "dataset_val": _OF_DATA,
     **dict.fromkeys(("model", *FROZEN_MODELS), _OF_MODELS),
-    **dict.fromkeys(("checkpointer", *FROZEN_CHECKPOINTERS), _OF_CHECKPOINTERS),
+    **dict.fromkeys(("checkpointer", VALUE_CHECKPOINTER, *FROZEN_CHECKPOINTERS), _OF_CHECKPOINTERS),
     **dict.fromkeys(("loss", "kd_loss"), _OF_LOSSES),
     "optimizer": {"lr": FINITE, "weight_decay": FINITE},
     "lr_scheduler": {"num_warmup_steps": at_least(0)},
@@ -131,15 +143,13 @@ _OF_BLOCKS: dict[str, dict[str, Rule]] = {
 }
 
 
-def check_values(
-    cfg: Mapping[str, Any], more_blocks: Iterable[str] = (), generates: bool = False
-) -> None:
+def check_values(cfg: Mapping[str, Any], kind: Kind, more_blocks: Iterable[str] = ()) -> None:
     """Stop at a value that is none of those that its key may have.
 
     Args:
         cfg: the whole config, resolved.
+        kind: the kind of the recipe.
         more_blocks: the blocks that the recipe needs besides those that all do.
-        generates: whether the recipe generates its rows.
 
     Raises:
         ConfigError: there is one.
@@ -154,13 +164,17 @@ def check_values(
         )
     required = {**_REQUIRED, **dict.fromkeys(more_blocks, COMPONENT)}
     given, optional = [*_MUST_BE_GIVEN], dict(_OPTIONAL)
-    if generates:
-        required |= {key: _OF_ROLLOUTS[key] for key in _NEEDED_BY_ROLLOUTS}
+    if kind.generates:
+        needed = (
+            _NEEDED_BY_ROLLOUTS if "epochs" in kind.keys else (*_NEEDED_BY_ROLLOUTS, "num_steps")
+        )
+        required |= {key: _OF_ROLLOUTS[key] for key in needed if key in kind.keys}
         required.pop("gradient_accumulation_steps")
         given.remove("max_steps_per_epoch")
         optional |= _OF_ROLLOUTS
     for key, rule in required.items():
-        rule.read(key, cfg.get(key))
+        if key not in kind.less_keys:
+            rule.read(key, cfg.get(key))
     for key in given:
         if key not in cfg:
             raise ConfigError(key, None, "is missing", f"Add {key}; it may be null")
@@ -184,7 +198,9 @@ def check_values(
             for key, rule in rules.items():
                 if isinstance(node, Mapping) and node.get(key) is not None:
                     rule.read(f"{name}.{key}", node[key])
-    FOLDER.read("checkpointer.output_dir", cfg["checkpointer"].get("output_dir"))
+    for key in ("checkpointer", VALUE_CHECKPOINTER):
+        if key in kind.keys:
+            FOLDER.read(f"{key}.output_dir", cfg[key].get("output_dir"))
     layers = cfg.get("custom_sharded_layers")
     is_list = isinstance(layers, list)
     if layers is not None and not (is_list and all(isinstance(name, str) for name in layers)):

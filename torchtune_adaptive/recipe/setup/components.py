@@ -24,7 +24,7 @@ from torchtune_adaptive.common import AdaptiveBatchingError, ConfigError
 from torchtune_adaptive.recipe.registry import component
 from torchtune_adaptive.recipe.settings.adaptive import close_match
 from torchtune_adaptive.recipe.settings.checks import missing_torchvision
-from torchtune_adaptive.recipe.settings.kind_table import Kind
+from torchtune_adaptive.recipe.settings.kind_table import VALUE_CHECKPOINTER, Kind
 from torchtune_adaptive.recipe.settings.rules import Rule, rule_of_argument
 from torchtune_adaptive.recipe.settings.torchtune_keys import blocks
 from torchtune_adaptive.recipe.upstream import component_path
@@ -62,8 +62,13 @@ def check_components(cfg: DictConfig, kind: Kind) -> None:
                 _find(name, block)
     if (collate := values.get("collate_fn")) is not None:
         _find("collate_fn", collate)
-    for key in ("checkpointer", *(each.checkpointer for each in kind.frozen)):
-        _check_model_type(key, values[key])
+    for key in (
+        "checkpointer",
+        VALUE_CHECKPOINTER,
+        *(each.checkpointer for each in kind.frozen),
+    ):
+        if key in kind.keys:
+            _check_model_type(key, values[key])
 
 
 def make(block: DictConfig, name: str, *given: Any, **more: Any) -> Any:

@@ -60,10 +60,12 @@ def full_model(
     environment: Environment,
     prepare: Prepare,
     sharding: AbstractContextManager[Any],
+    block: str = "model",
 ) -> nn.Module:
     """A model of which every weight is trained, spread over the ranks, but still on the meta device.
 
-    It is sharded in the context ``sharding``, where tensors are not what they seem.
+    It is made of a block of the config, and sharded in the context ``sharding``, where tensors are not what
+    they seem.
     """
     tensor_ranks = cfg.get("tensor_parallel_dim", 1)
     data_ranks, left = divmod(environment.ranks.size, tensor_ranks)
@@ -72,7 +74,7 @@ def full_model(
             f"tensor_parallel_dim {tensor_ranks} does not divide the "
             f"{environment.ranks.size} ranks of this run"
         )
-    model = _on_meta(cfg, "model", environment)
+    model = _on_meta(cfg, block, environment)
     _compile_if_asked(model, cfg)
     mesh = init_device_mesh(
         environment.device.type, (data_ranks, tensor_ranks), mesh_dim_names=("dp", "tp")

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig
+from torch import nn
 
 from torchtune_adaptive.common import ConfigError, counted
 from torchtune_adaptive.core import Phase, TrainStep
 from torchtune_adaptive.recipe.rollout.generate import Generation
-from torchtune_adaptive.recipe.rollout.projection import LogProbs
-from torchtune_adaptive.recipe.rollout.score import Scoring
+from torchtune_adaptive.recipe.rollout.score import Scorers, Scoring
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.setup.environment import Environment
 
@@ -28,11 +28,18 @@ class RolloutSizes:
     """Times that its rows are trained on."""
     max_new: int
     """Tokens of the longest response."""
+    mini_batch: int | None = None
+    """Rows of a step on each rank; None for all of them."""
 
     @property
     def rows(self) -> int:
         """Rows on each rank."""
         return self.prompts * self.samples
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a step on each rank."""
+        return self.mini_batch or self.rows
 
     @property
     def trained_rows(self) -> int:
@@ -52,8 +59,13 @@ class RolloutSizes:
 
 def rollout_sizes(cfg: DictConfig) -> RolloutSizes:
     """The sizes that a checked config asks for."""
-    epochs = cfg.get("ppo_epochs") or 1
-    return RolloutSizes(cfg.batch_size, cfg.grpo_samples, epochs, cfg.max_generated_tokens)
+    return RolloutSizes(
+        cfg.batch_size,
+        cfg.get("grpo_samples", 1),
+        cfg.get("ppo_epochs") or 1,
+        cfg.max_generated_tokens,
+        cfg.get("ppo_batch_size"),
+    )
 
 
 def stop_tokens(cfg: DictConfig, tokenizer: Any) -> list[int]:
@@ -73,23 +85,36 @@ class Phases:
     sizes: RolloutSizes
     longest: int
     """Tokens of the longest prompt."""
+    values: bool = False
+    """Whether rows have values."""
 
 
 def build_phases(
     cfg: DictConfig,
     environment: Environment,
     step: TrainStep,
+    policy: nn.Module,
+    scorers: Scorers,
     tokenizer: Any,
     sizes: RolloutSizes,
     longest: int,
 ) -> Phases:
     """The phases of a run, which have no size yet.
 
+    Args:
+        cfg: the config.
+        environment: the environment.
+        step: that of the run.
+        policy: the model that generates.
+        scorers: what scores rows.
+        tokenizer: the tokenizer.
+        sizes: those of a rollout.
+        longest: tokens of the longest prompt.
+
     Raises:
         ConfigError: the longest prompt leaves no room for a response.
     """
-    model, temperature = step.model, cfg.get("temperature") or 1.0
-    most = getattr(model, "max_seq_len", None)
+    most = getattr(policy, "max_seq_len", None)
     if most is not None and longest + sizes.max_new > most:
         raise ConfigError(
             "max_generated_tokens",
@@ -100,33 +125,24 @@ def build_phases(
             else "Leave out prompts that long (dataset.filter_fn)",
         )
     generator = Generation(
-        model,
+        policy,
         tokenizer.pad_id,
         stop_tokens(cfg, tokenizer),
         sizes.max_new,
-        temperature,
+        cfg.get("temperature") or 1.0,
         cfg.get("top_k"),
         longest,
         environment.dtype,
         step.device,
     )
-    [reference] = step.objective.frozen
-    models = {"reference": reference}
-    if sizes.epochs > 1 and step.objective.unit == "tokens":
-        # Otherwise the policy that is trained is the one that has generated, and their ratio is 1.
-        models = {"old": model, **models}
-    scoring = Scoring(
-        tokenizer.pad_id,
-        step.device,
-        {name: LogProbs(each, temperature) for name, each in models.items()},
-    )
+    scoring = Scoring(tokenizer.pad_id, step.device, *scorers)
     sharded = step.ranks.size > 1
     return Phases(
         Phase(
             "generation",
             step,
             generator.alone,
-            gathers=model if sharded else None,
+            gathers=policy if sharded else None,
             sharded=generator.together if sharded else None,
             tried=generator.trial,
             shape=len,
@@ -137,4 +153,5 @@ def build_phases(
         tokenizer.pad_id,
         sizes,
         longest,
+        bool(scorers.values),
     )

@@ -27,10 +27,10 @@ from torchtune_adaptive.core import (
     TrainStep,
     Watchdog,
 )
-from torchtune_adaptive.recipe.rewards import Rewards
-from torchtune_adaptive.recipe.rollout.advantages import relative
-from torchtune_adaptive.recipe.rollout.draws import draws
-from torchtune_adaptive.recipe.rollout.rows import Row, collate
+from torchtune_adaptive.recipe.rollout.advantages import over
+from torchtune_adaptive.recipe.rollout.draws import draws, shuffled
+from torchtune_adaptive.recipe.rollout.judging import Judge
+from torchtune_adaptive.recipe.rollout.rows import Row, collate, known
 from torchtune_adaptive.recipe.setup.phases import Phases, RolloutSizes
 from torchtune_adaptive.recipe.train.events import Events
 
@@ -45,7 +45,7 @@ class Rollouts:
         limit: the number of rollouts after which training ends; None for that of the epochs.
         seed: that of the run.
         phases: those before training.
-        rewards: the reward functions.
+        judge: what rewards rows, and finds their advantages.
         micro_batches: how rows are divided for training.
         watchdog: the watchdog, which is notified of what is being done.
         step_timeout: seconds that scoring, or a reward function, may stand still.
@@ -58,7 +58,7 @@ class Rollouts:
     limit: int | None
     seed: int
     phases: Phases
-    rewards: Rewards
+    judge: Judge
     micro_batches: MicroBatches
     watchdog: Watchdog
     step_timeout: float
@@ -155,7 +155,7 @@ class Rollouts:
             sample = self.dataset[in_epoch[first + place]]
             for index in range(place * sizes.samples, (place + 1) * sizes.samples):
                 numbers = draws(self.seed, number, index, sizes.max_new)
-                rows.append(Row(index, sample["tokens"], numbers, data=sample["answer"]))
+                rows.append(Row(index, sample["tokens"], numbers, data=sample.get("answer")))
         return rows
 
     def _generate(self, rows: list[Row]) -> None:
@@ -173,18 +173,10 @@ class Rollouts:
 
     def _reward(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         """Set rewards and advantages; gives what is logged of each row."""
-        responses = [row.response for row in rows if row.response is not None]
-        found = self.rewards.of(responses, [row.data for row in rows])
-        advantages = relative(found.rewards.view(-1, self.sizes.samples)).flatten()
-        for row, reward, advantage in zip(rows, found.rewards, advantages, strict=True):
-            row.reward, row.advantages = float(reward), float(advantage)
-        each = found.each if len(found.each) > 1 else {}
         return {
-            "rewards": found.rewards,
-            "successes": found.successes,
-            "response_lengths": torch.tensor([float(len(response)) for response in responses]),
+            **self.judge(rows),
+            "response_lengths": torch.tensor([float(len(known(row.response))) for row in rows]),
             "num_stop_tokens": torch.tensor([float(row.stopped) for row in rows]),
-            **{f"rewards/{name}": rewards for name, rewards in each.items()},
         }
 
     def _share(self, rows: list[Row], found: dict[str, torch.Tensor]) -> bool:
@@ -203,6 +195,16 @@ class Rollouts:
                 self._record(rank, phase, reason, before, after)
         self._adjusted = []
         return any(stop for *_, stop in seen)
+
+    def mini_batch(self, rows: list[Row], number: int, used: int) -> list[Row]:
+        """The rows of the next step, of a rollout on which this rank has trained on ``used`` rows."""
+        sizes, ranks = self.sizes, self._step.ranks
+        if sizes.mini_batch is not None:
+            epoch, first = divmod(used, sizes.rows)
+            order = shuffled(self.seed, number, epoch, ranks.rank, sizes.rows)
+            rows = [rows[at] for at in order[first : first + sizes.mini_batch]]
+        self._step.objective.begin(rows, over(ranks))  # type: ignore[attr-defined]
+        return rows
 
     def _note(self, phase: str, reason: str, before: int, after: int) -> None:
         self._adjusted.append((phase, reason, before, after))
@@ -229,7 +231,8 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """The sizes of phases, as they were found and as they are now on each rank."""
         now = {phase.name: phase.state_dict() for phase in self._both}
-        return {"found": self.found, "phases": self._step.ranks.gather(now)}
+        rows = self.sizes.rows * self.ranks
+        return {"found": self.found, "phases": self._step.ranks.gather(now), "rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state_dict`` was called, on as many ranks."""
@@ -240,12 +243,13 @@ class Rollouts:
 
 
 class RolloutRows:
-    """One rank's rows of an epoch, a step at a time; a step is all rows of a rollout, in micro-batches."""
+    """One rank's rows of an epoch, a step at a time; a step is some or all rows of a rollout."""
 
     def __init__(self, rollouts: Rollouts, epoch: int, used: int) -> None:
         self._rollouts = rollouts
         self._epoch = epoch
         self._rows: list[Row] = []
+        self._of_step: list[Row] = []
         self.used = used
         self.loaded: list[MicroBatch] = []
         """The micro-batches of the last step that have been made so far."""
@@ -262,18 +266,22 @@ class RolloutRows:
 
     def begin_step(self) -> bool:
         """Make the next rollout, if it is time for it; False if a rank has been asked to stop meanwhile."""
-        if not self.can_be_left:
-            return True
-        number = self._rollouts.number(self._epoch, self.used)
-        rows = self._rollouts.make(self._epoch, number)
-        self._rows = rows or []
-        return rows is not None
+        rollouts = self._rollouts
+        number = rollouts.number(self._epoch, self.used)
+        if self.can_be_left:
+            rows = rollouts.make(self._epoch, number)
+            if rows is None:
+                return False
+            self._rows = rows
+        used = self.used % rollouts.sizes.trained_rows
+        self._of_step = rollouts.mini_batch(self._rows, number, used)
+        return True
 
     def step(self, rows: int, size: int) -> Iterator[Batch]:
         """The rows of the next step, in portions of ``size``; the last may be smaller."""
         self.loaded = []
         for at in range(0, rows, size):
-            some = self._rows[at : at + size]
+            some = self._of_step[at : at + size]
             batch = collate(some, self._rollouts.phases.padding_id)
             tokens = batch["tokens"]
             ids = tuple(row.index for row in some)

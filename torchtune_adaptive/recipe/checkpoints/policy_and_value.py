@@ -1,0 +1,77 @@
+"""Checkpoints of two models that are trained, each with a checkpointer of torchtune's.
+
+A checkpoint is the policy's, and the value model's files are in its folder ``value``. So both are published
+by one rename, and verified together. Where torchtune's recipe would have written the latter, there is a link.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtune import training
+
+from torchtune_adaptive.common import durable, not_essential
+from torchtune_adaptive.recipe.checkpoints.checkpoints import FullCheckpoints
+from torchtune_adaptive.recipe.checkpoints.resume_from import weights_in
+from torchtune_adaptive.recipe.rollout.policy_and_value import POLICY, VALUE, joined, of_model
+
+
+@dataclass(frozen=True)
+class _Both:
+    """Two checkpointers of torchtune's as one."""
+
+    policy: Any
+    value: Any
+    staging: Path
+    """The folder that the policy's writes to; the other's is in it."""
+
+    def load_checkpoint(self) -> dict[str, Any]:
+        loaded = {POLICY: self.policy.load_checkpoint(), VALUE: self.value.load_checkpoint()}
+        weights = {name: each[training.MODEL_KEY] for name, each in loaded.items()}
+        return {**loaded[POLICY], training.MODEL_KEY: joined(weights)}
+
+    def save_checkpoint(self, state: dict[str, Any], epoch: str, **how: Any) -> None:
+        weights = state[training.MODEL_KEY]
+        of_policy = {**state, training.MODEL_KEY: of_model(POLICY, weights)}
+        self.policy.save_checkpoint(of_policy, epoch=epoch, **how)
+        self.value.save_checkpoint({training.MODEL_KEY: of_model(VALUE, weights)}, epoch=epoch)
+        beside, inside = (self.staging / each for each in _places(f"epoch_{epoch}"))
+        shutil.rmtree(inside, ignore_errors=True)  # torchtune copies folders of what it starts from
+        beside.rename(inside)
+        beside.parent.rmdir()
+
+
+def _places(name: str) -> tuple[Path, Path]:
+    """Where torchtune writes the value model's files of a checkpoint, and where they belong."""
+    return Path(VALUE, name), Path(name, VALUE)
+
+
+class PolicyAndValueCheckpoints(FullCheckpoints):
+    """Checkpoints of a policy and a value model."""
+
+    def build_checkpointer(self) -> Any:
+        policy, source = super().build_checkpointer(), self._source
+        files = None
+        if source is not None and source.weights:
+            # Of a checkpoint that torchtune has saved, they are those that the config names.
+            files = weights_in(Path(source.weights[0]).resolve().parent / VALUE) or None
+        staging = self._folder.staging
+        value = self._built(self._cfg.value_checkpointer, staging / VALUE, files)
+        with suppress(OSError):
+            staging.rmdir()
+        return _Both(policy, value, staging)
+
+    def write_files(
+        self, name: str, parts: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]
+    ) -> None:
+        super().write_files(name, parts, state, facts)
+        links = Path(self._cfg.value_checkpointer.output_dir)
+        with not_essential(f"{links / f'epoch_{name}'}, a link for torchtune,"):
+            durable.link(links / f"epoch_{name}", self._output_dir / f"epoch_{name}" / VALUE)
+            for old in links.glob("epoch_*"):
+                if old.is_symlink() and not old.exists():
+                    old.unlink()

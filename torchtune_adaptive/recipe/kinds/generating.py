@@ -1,0 +1,53 @@
+"""What kinds have in common that train on rows which the model itself generates."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torchtune.training import disable_dropout
+
+from torchtune_adaptive.recipe.kinds.full import Full
+from torchtune_adaptive.recipe.rollout.advantages import Total
+from torchtune_adaptive.recipe.rollout.judging import Judge
+from torchtune_adaptive.recipe.rollout.score import Scorers
+from torchtune_adaptive.recipe.setup.phases import RolloutSizes
+
+
+class Generating(Full):
+    """Trains every weight on responses that the model itself has given."""
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        disable_dropout(model)  # or log-probabilities would differ from the reference's by chance
+        return model
+
+    def policy(self, model: nn.Module) -> nn.Module:
+        """The model that generates, in what is trained."""
+        return model
+
+    @abstractmethod
+    def scorers(
+        self, model: nn.Module, frozen: Sequence[nn.Module], sizes: RolloutSizes
+    ) -> Scorers:
+        """What scores the rows of a rollout."""
+
+    @abstractmethod
+    def judge(
+        self,
+        tokenizer: Any,
+        stops: Sequence[int],
+        sizes: RolloutSizes,
+        total: Total,
+        entering: Callable[[str], None],
+    ) -> Judge:
+        """What rewards them, and finds their advantages.
+
+        Args:
+            tokenizer: the tokenizer.
+            stops: the tokens that end a response.
+            sizes: those of a rollout.
+            total: the function that sums a tensor over all ranks.
+            entering: called with the name of each reward function, before it is.
+        """

@@ -1,0 +1,133 @@
+"""Proximal policy optimization (PPO): a policy and a value model are trained, and a reward model judges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+from torch import nn
+from torchtune import training
+
+from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.core import Objective
+from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
+from torchtune_adaptive.recipe.checkpoints.policy_and_value import PolicyAndValueCheckpoints
+from torchtune_adaptive.recipe.data.prompts import Prompts
+from torchtune_adaptive.recipe.data.rows import Rows
+from torchtune_adaptive.recipe.kinds.generating import Generating
+from torchtune_adaptive.recipe.rollout.advantages import Total
+from torchtune_adaptive.recipe.rollout.judging import ByModel, Judge
+from torchtune_adaptive.recipe.rollout.losses import PPO as Loss
+from torchtune_adaptive.recipe.rollout.policy_and_value import (
+    POLICY,
+    VALUE,
+    PolicyAndValue,
+    of_model,
+)
+from torchtune_adaptive.recipe.rollout.projection import LogProbs
+from torchtune_adaptive.recipe.rollout.score import Scorers, values_of
+from torchtune_adaptive.recipe.settings.kind_table import VALUE_CHECKPOINTER, FrozenModel
+from torchtune_adaptive.recipe.setup.components import make
+from torchtune_adaptive.recipe.setup.model import AS_IT_IS, full_model, load_full
+from torchtune_adaptive.recipe.setup.phases import RolloutSizes
+
+_TRAINED = {
+    POLICY: FrozenModel("policy_model", "checkpointer"),
+    VALUE: FrozenModel("reward_and_value_model", VALUE_CHECKPOINTER),
+}
+_UNUSED = "output.bias"
+"""A weight that some reward models are saved with, and torchtune's do not have."""
+
+
+class PromptsAlone(Prompts):
+    """Prompts without answers."""
+
+    keys: ClassVar[tuple[str, ...]] = ("tokens",)
+
+
+class PPO(Generating):
+    """Makes what is better than the value model has expected more likely."""
+
+    # --- models -----------------------------------------------------------------------------------
+
+    def checkpoints(self) -> Checkpoints:
+        return PolicyAndValueCheckpoints(self.about, self.cfg, self.environment)
+
+    def model_without_weights(
+        self, sharding: AbstractContextManager[Any] = AS_IT_IS
+    ) -> PolicyAndValue:
+        policy, value = (
+            full_model(self.cfg, self.environment, self.prepare, sharding, keys.model)
+            for keys in _TRAINED.values()
+        )
+        return PolicyAndValue(policy, value)
+
+    def load(self, model: nn.Module, checkpoint: dict[str, Any]) -> None:
+        for name, keys in _TRAINED.items():
+            weights = of_model(name, checkpoint[training.MODEL_KEY])
+            weights.pop(_UNUSED, None)
+            load_full(model.get_submodule(name), self.cfg, self.environment, weights, keys)
+
+    def frozen(self, weights: Sequence[dict[str, Any]]) -> tuple[nn.Module, ...]:
+        for each in weights:
+            each.pop(_UNUSED, None)
+        return super().frozen(weights)
+
+    def policy(self, model: nn.Module) -> nn.Module:
+        return model.get_submodule(POLICY)
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
+        loss = make(self.cfg.loss, "loss")
+        if type(loss).__name__ != "PPOLoss":
+            raise ConfigError(
+                "loss._component_",
+                self.cfg.loss._component_,
+                "is not a loss that this recipe knows",
+                "Use torchtune.rlhf.loss.PPOLoss",
+            )
+        clip, coefficient = loss.value_clip_range, loss.value_coeff
+        return Loss(self._log_probs(self.policy(model)), loss.epsilon, clip, coefficient, frozen)
+
+    def scorers(
+        self, model: nn.Module, frozen: Sequence[nn.Module], sizes: RolloutSizes
+    ) -> Scorers:
+        reference, reward = frozen
+        policies = {"old": self.policy(model), "reference": reference}
+        return Scorers(
+            {name: self._log_probs(policy) for name, policy in policies.items()},
+            {"values": values_of(model.get_submodule(VALUE)), "scores": values_of(reward)},
+        )
+
+    def judge(
+        self,
+        tokenizer: Any,
+        stops: Sequence[int],
+        sizes: RolloutSizes,
+        total: Total,
+        entering: Callable[[str], None],
+    ) -> Judge:
+        cfg = self.cfg
+        given = {
+            "kl_coeff": cfg.get("kl_coeff"),
+            "gamma": cfg.get("gamma"),
+            "lmbda": cfg.get("lmbda"),
+            "penalty": cfg.get("reward_penalty"),
+            "min_length": cfg.get("min_response_length"),
+            "must_stop": cfg.get("penalise_no_eos"),
+        }
+        known = {name: value for name, value in given.items() if value is not None}
+        return ByModel(sizes.max_new, total=total, **known)
+
+    def _log_probs(self, policy: nn.Module) -> LogProbs:
+        return LogProbs(policy, self.cfg.get("temperature") or 1.0)
+
+    # --- data -------------------------------------------------------------------------------------
+
+    def rows(self) -> Rows:
+        return PromptsAlone()
+
+
+TheKind = PPO
