@@ -319,6 +319,15 @@ def test_a_size_at_which_a_prediction_stopped_is_not_kept(tmp_path: Path) -> Non
 
 CHANGES = [
     {"model.embed_dim": 128},
+    {"policy_model": {"_component_": "x"}},
+    {"reward_and_value_model": {"_component_": "x"}},
+    {"grpo_samples": 4},
+    {"max_generated_tokens": 9},
+    {"temperature": 0.7},  # divided logits are in memory, too
+    {"top_k": 3},
+    {"ppo_epochs": 2},  # then old log-probabilities are scored
+    {"ppo_batch_size": 8},
+    {"enable_kv_cache": True},
     {"model": {"_component_": "torchtune.models.llama2.lora_llama2", "lora_rank": 4}},
     {"dtype": "bf16"},
     {"device": "cuda"},
@@ -389,6 +398,19 @@ CANNOT_MATTER = [
     {"adaptive_batching.probe_length": 103},
     {"use_fastest_configuration": True, "adaptive_batching.may_change": "rounding"},
     {"adaptive_batching.speed_trials": 9},
+    {"adaptive_batching.generation_batch_size": 4, "adaptive_batching.scoring_batch_size": 4},
+    {"num_steps": 9, "save_every_n_epochs": 2, "forward_batch_size": 4},
+    {"stop_token_ids": [1], "reward_functions": ["x.y"]},
+    {
+        "min_response_length": 9,
+        "penalise_no_eos": True,
+        "reward_penalty": -3,
+        "whiten_rewards": True,
+    },
+    {"kl_coeff": 0.1, "gamma": 0.9, "lmbda": 0.9},
+    {"value_checkpointer": {"checkpoint_dir": "/elsewhere"}},
+    {"ref_policy_checkpointer": {"checkpoint_dir": "/elsewhere"}},
+    {"reward_checkpointer": {"checkpoint_dir": "/elsewhere"}},
 ]
 RUN = {
     "row": {"tokens": 103, "images": 0, "tiles": 0},

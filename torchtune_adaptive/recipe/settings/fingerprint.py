@@ -46,6 +46,19 @@ _IRRELEVANT_KEYS = (
     "optimizer.lr",
     "kd_ratio",
     "fake_quant_after_n_steps",  # trials quantize, which takes more memory
+    # What rows of a rollout are worth, how many rollouts there are, and sizes that a search replaces.
+    "num_steps",
+    "save_every_n_epochs",
+    "stop_token_ids",
+    "reward_functions",
+    "min_response_length",
+    "penalise_no_eos",
+    "reward_penalty",
+    "whiten_rewards",
+    "kl_coeff",
+    "gamma",
+    "lmbda",
+    "forward_batch_size",
     # Trials are made of one sample repeated; its length and whether samples are packed are facts themselves.
     "dataset",
     "tokenizer",
@@ -72,6 +85,8 @@ _IRRELEVANT_SETTINGS = (
     "wait_for_memory",
     "rank_timeout",
     "step_timeout",
+    "generation_batch_size",  # each phase is searched by itself
+    "scoring_batch_size",
     "probe_length",  # decides the length of the trials, which is a fact itself
 )
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
