@@ -319,14 +319,13 @@ def test_a_size_at_which_a_prediction_stopped_is_not_kept(tmp_path: Path) -> Non
 
 CHANGES = [
     {"model.embed_dim": 128},
-    {"policy_model": {"_component_": "x"}},
+    {"policy_model": {"_component_": "x"}, "ppo_batch_size": 8},
     {"reward_and_value_model": {"_component_": "x"}},
     {"grpo_samples": 4},
     {"max_generated_tokens": 9},
     {"temperature": 0.7},  # divided logits are in memory, too
     {"top_k": 3},
     {"ppo_epochs": 2},  # then old log-probabilities are scored
-    {"ppo_batch_size": 8},
     {"enable_kv_cache": True},
     {"model": {"_component_": "torchtune.models.llama2.lora_llama2", "lora_rank": 4}},
     {"dtype": "bf16"},
