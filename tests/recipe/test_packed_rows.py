@@ -34,7 +34,7 @@ from torchtune_adaptive.recipe.data.packed import ImaginedMask, PackedMask, coll
 from torchtune_adaptive.recipe.search.prober import Prober
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.setup.flex_attention import (
-    compile_attention_for_every_size,
+    compile_for_every_size,
     compiles,
     has_flex_attention,
 )
@@ -161,7 +161,7 @@ def test_the_step_makes_a_block_mask_where_attention_is_flex() -> None:
 def test_attention_is_compiled_for_every_size(exhaustive: bool) -> None:
     limit, sizes = (8, 9) if exhaustive else (2, 3)
     with flex_attention(), torch.compiler.config.patch(recompile_limit=limit):
-        compile_attention_for_every_size(PACKED)
+        compile_for_every_size(PACKED)
         step = new_step()
         counters.clear()
         with probe_of(step) as probe:
@@ -201,7 +201,7 @@ def test_a_rank_that_compiles_attention_is_waited_for(cfg: DictConfig) -> None:
 
     try_one_row()
     limit = torch.compiler.config.recompile_limit
-    compile_attention_for_every_size(cfg)
+    compile_for_every_size(cfg)
     assert not compiles(cfg) and torch.compiler.config.recompile_limit == limit
     with flex_attention():
         assert compiles(cfg)

@@ -59,7 +59,7 @@ from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.setup.components import check_components
 from torchtune_adaptive.recipe.setup.environment import start_environment
 from torchtune_adaptive.recipe.setup.flex_attention import (
-    compile_attention_for_every_size,
+    compile_for_every_size,
     compiles,
 )
 from torchtune_adaptive.recipe.setup.model import Model
@@ -103,7 +103,7 @@ class Run:
         warn_of_unused_keys(cfg, KINDS[kind])
         check_components(cfg, KINDS[kind])
         self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here
-        compile_attention_for_every_size(cfg)
+        compile_for_every_size(cfg)
         patience = self.settings.agreement_timeout(compiles(cfg))
         self.environment = start_environment(cfg, patience, watched=self.settings.survives)
         self._no_retry = no_retry(cfg)

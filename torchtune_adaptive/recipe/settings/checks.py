@@ -387,11 +387,6 @@ def _conflicts_of_rollouts(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
             "needs predictions, and there are none of rollouts",
             "extrapolate",
         ),
-        knobs.COMPILE: (
-            cfg.get(knobs.COMPILE, False),
-            "is not supported where rows are generated: each token would be another shape",
-            False,
-        ),
         "dataset.packed": (is_packed(cfg), rows, False),
     }
     for key, (is_set, reason, instead) in unsupported.items():

@@ -11,7 +11,7 @@ import torch.compiler.config as limits
 from omegaconf import DictConfig
 from torchtune.modules import attention_utils
 
-from torchtune_adaptive.recipe.settings.kind_table import is_packed
+from torchtune_adaptive.recipe.settings.kind_table import is_packed, kind_of
 
 
 def has_flex_attention(device: torch.device) -> bool:
@@ -30,12 +30,14 @@ def compiles_attention(cfg: DictConfig) -> bool:
     return packed and has_flex_attention(torch.device(cfg.device))
 
 
-def compile_attention_for_every_size(cfg: DictConfig) -> None:
+def compile_for_every_size(cfg: DictConfig) -> None:
     """Allow as many compilations of a function as all of its variants together may have (256).
 
     By default there are eight, and then torch runs the function as it is, with one warning in all. Flex
     attention keeps all scores then, and a search, validation, growth and recovery meet more than eight sizes.
+    Nor do eight suffice for the layers of up to four models of a rollout, each with gradients and without.
     The limit holds for the thread that sets it; backward's threads only need what forward has compiled.
     """
-    if compiles_attention(cfg):
+    layers = cfg.get("compile", False) and kind_of(cfg).generates
+    if layers or compiles_attention(cfg):
         limits.recompile_limit = max(limits.recompile_limit, limits.accumulated_recompile_limit)
