@@ -112,8 +112,8 @@ class RolloutRun(Run):
         return loop
 
     def _require_same_rollouts(self, sizes: RolloutSizes) -> None:
-        """Raise where a resumed run would go on with rollouts or steps of another size: a place in an epoch is
-        one between two rollouts."""
+        """Raise where a resumed run would go on with rollouts or steps of another size: a place in an epoch
+        is one between two rollouts."""
         saved, ranks = self.progress.training, counted(self.ranks.size, "rank")
         if saved is None or saved.rollouts is None:
             return
