@@ -15,7 +15,7 @@ from torchtune.rlhf import get_reward_penalty_mask
 from tests.helpers.ranks import Alone
 from tests.recipe.test_config import config
 from tests.recipe.test_rollouts import rollouts
-from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.common.errors import CheckpointError, ConfigError
 from torchtune_adaptive.recipe.checkpoints.policy_and_value import _Both
 from torchtune_adaptive.recipe.registry import load_config, our_recipe_for
 from torchtune_adaptive.recipe.rollout.draws import draws, shuffled
@@ -26,6 +26,7 @@ from torchtune_adaptive.recipe.rollout_run import RolloutRun
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of, unused_keys
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
+from torchtune_adaptive.recipe.setup.phases import RolloutSizes
 
 PPO = KINDS["ppo"]
 
@@ -55,6 +56,7 @@ def test_torchtunes_config_is_ours_when_it_does_not_compile() -> None:
         ("ppo_batch_size=5", "does not divide the batch_size 32"),
         ("ppo_batch_size=null", "None is not valid"),
         ("num_steps=null", "None is not valid"),
+        ("kl_coeff=null", "None is not valid"),
         ("gamma=2", "a number from 0 to 1"),
         ("reward_penalty=low", "a number"),
         ("whiten_rewards=True", "is read by torchtune's recipe and changes nothing there"),
@@ -90,6 +92,22 @@ def test_the_number_of_prompts_says_how_many_epochs_there_are(
         run.read_rows()
 
 
+def test_a_resumed_run_needs_rollouts_and_steps_of_the_same_size() -> None:
+    run: Any = object.__new__(RolloutRun)
+    run.ranks = Alone(2)
+    sizes = RolloutSizes(8, 1, 1, 16, mini_batch=4)
+    for rows, batch, said in (
+        (32, 8, "rollouts have 32 rows, and the config's 16: batch_size 8 x 2 ranks"),
+        (16, 16, "steps have 16 rows, and the config's 8: 4 x 2 ranks"),
+    ):
+        growth, rollouts = SimpleNamespace(global_batch=batch), {"rows": rows}
+        run.progress = SimpleNamespace(training=SimpleNamespace(growth=growth, rollouts=rollouts))
+        with pytest.raises(CheckpointError, match=said):
+            run._require_same_rollouts(sizes)
+    growth.global_batch = 8
+    run._require_same_rollouts(sizes)
+
+
 # --- rewards --------------------------------------------------------------------------------------
 
 
@@ -110,7 +128,7 @@ def row(length: int, stopped: bool, score: float) -> Row:
 
 def test_short_and_unended_responses_are_penalized() -> None:
     rows = [row(2, True, 1.0), row(4, True, 2.0), row(6, False, 3.0), row(5, True, 4.0)]
-    judge = ByModel(6, kl_coeff=0.1, penalty=-7.0, min_length=4, must_stop=True)
+    judge = ByModel(6, 0.1, 1.0, 0.95, penalty=-7.0, min_length=4, must_stop=True)
     found = judge(rows)
     assert found["scores"].tolist() == [-7.0, 2.0, -7.0, 4.0] == [each.reward for each in rows]
     assert found["kl"].tolist() == [1.0, 2.0, 3.0, 2.5]
@@ -123,7 +141,7 @@ def test_short_and_unended_responses_are_penalized() -> None:
     assert get_reward_penalty_mask(padding, last, True, 3).tolist() == [True, False, True, False]
     judge(more := [row(2, False, 1.0)])
     assert more[0].reward == -7.0
-    ByModel(6, kl_coeff=0.1)(more)
+    ByModel(6, 0.1, 1.0, 0.95)(more)
     assert more[0].reward == 1.0
 
 
@@ -185,3 +203,15 @@ def test_two_checkpointers_write_one_folder(tmp_path: Path) -> None:
     policy, value = (json.loads((folder / p / "weights").read_text()) for p in (".", "value"))
     assert policy == {"model": {"a.b": 1}, "seed": 5, "intermediate_checkpoint": True}
     assert value == {"model": {"a.b": 2, "c": 3}}
+
+
+def test_a_save_that_fails_leaves_nothing_beside_its_folder(tmp_path: Path) -> None:
+    class Full(Checkpointer):
+        def save_checkpoint(self, state: dict[str, Any], epoch: str, **how: Any) -> None:
+            super().save_checkpoint(state, epoch)
+            raise OSError("no space left on device")
+
+    both = _Both(Checkpointer(tmp_path), Full(tmp_path / "value"), tmp_path)
+    with pytest.raises(OSError, match="no space"):
+        both.save_checkpoint({"model": {}}, epoch="0")
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch_0"]

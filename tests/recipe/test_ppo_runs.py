@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
-from torchtune.training import FullModelHFCheckpointer
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.recipes import tiny_config
-from tests.helpers.runs import RESUME, Records, assert_same_weights, losses, train
+from tests.helpers.recipes import run_torchtunes, tiny_config
+from tests.helpers.runs import RESUME, Records, assert_same_weights, losses, run_with, train
 from tests.recipe.test_rollout_runs import of_training, run_short_of_memory
 from torchtune_adaptive.recipe import tiny
 
@@ -28,10 +28,11 @@ SHORT: dict[str, Any] = {
     "num_steps": 24,  # of which each epoch has 16
     "max_generated_tokens": 8,
 }
-OF_TORCHTUNE = """
-scores num_stop_tokens rlhf_reward kl kl_reward loss policy_loss value_loss clipfrac ratios
-approx_policy_kl response_lengths
+COMPARED = """
+scores num_stop_tokens rlhf_reward kl kl_reward loss policy_loss value_loss clipfrac
 """
+"""What torchtune logs, too; of ratios its means include padding."""
+WEIGHTS = "model-00001-of-00001.safetensors"
 PLACES = {"generation": ("_generate", 0.25), "scoring": ("_score", 0.1)}
 """Where memory is short in each phase, and what is left of it."""
 
@@ -41,24 +42,34 @@ def short(ranks: int) -> dict[str, Any]:
     return {**SHORT, "batch_size": 8 // ranks, "ppo_batch_size": 4 // ranks}
 
 
-def test_both_models_are_trained_and_saved_where_torchtune_saves_them(tmp_path: Path) -> None:
-    records = train("ppo", tmp_path, **{**SHORT, "num_steps": 16, "ppo_epochs": 1})
-    assert len(losses(records)) == 4 and set(OF_TORCHTUNE.split()) <= records[0].keys()
-    assert all(record["ratios"] == pytest.approx(1.0) for record in records[::2])
-    assert records[1]["ratios"] != 1.0 and records[0]["scores"] == records[1]["scores"]
-    name = "model-00001-of-00001.safetensors"
-    before = {"": tiny.assets(), "value": tiny.assets() / "reward"}
-    for model, base in before.items():
-        saved, start = load_file(tmp_path / model / "epoch_0" / name), load_file(base / name)
-        assert saved.keys() == start.keys()
-        assert sum(bool((saved[key] != start[key]).any()) for key in start) > len(start) // 2
-    value = FullModelHFCheckpointer(
-        checkpoint_dir=str(tmp_path / "value" / "epoch_0"),
-        checkpoint_files=[name],
-        model_type="REWARD",
-        output_dir=str(tmp_path / "unused"),
-    )
-    assert value.load_checkpoint()["model"]["output.weight"].shape == (1, 64)
+@pytest.mark.rotating
+@pytest.mark.parametrize("stops", [[*range(300, 360)], None], ids=["stopping", "to the end"])
+def test_training_is_torchtunes(stops: list[int] | None, tmp_path: Path) -> None:
+    """Where nothing is drawn, and a step is a whole rollout in one micro-batch; also what is saved."""
+    changes = {
+        **{**SHORT, "ppo_batch_size": 8, "forward_batch_size": 8, "num_steps": 16},
+        **{"top_k": 1, "shuffle": False, "stop_token_ids": stops},
+        **{"penalise_no_eos": stops is not None, "min_response_length": 5},
+    }
+    ours = train("ppo", tmp_path / "ours", **changes)
+    changes["min_response_length"] -= 1  # theirs is less than one token shorter
+    cfg = tiny_config("ppo", tmp_path / "theirs", **changes)
+    theirs = run_with(run_torchtunes, "ppo", cfg, 1)
+    assert len(theirs) == 2 and len(ours) == 4
+    assert (theirs[1]["num_stop_tokens"] > 0) == (stops is not None)
+    for number, their in enumerate(theirs):
+        steps = ours[2 * number : 2 * number + 2]  # of which theirs are means
+        for key in COMPARED.split():
+            mean = sum(step[key] for step in steps) / 2
+            assert mean == pytest.approx(their[key], rel=1e-4, abs=1e-5), key
+        assert steps[0]["response_lengths"] == their["response_lengths"] + 1
+    for model, base in (("", tiny.assets()), ("value", tiny.assets() / "reward")):
+        one, other = (tmp_path / run / model / "epoch_0" for run in ("ours", "theirs"))
+        mine, expected, before = (load_file(folder / WEIGHTS) for folder in (one, other, base))
+        assert mine.keys() == expected.keys() == before.keys()
+        for name, weight in expected.items():
+            torch.testing.assert_close(mine[name], weight, rtol=0.0, atol=1e-4)
+        assert sum(bool((mine[name] != before[name]).any()) for name in before) > len(before) // 2
 
 
 @pytest.mark.exhaustive

@@ -112,17 +112,27 @@ class RolloutRun(Run):
         return loop
 
     def _require_same_rollouts(self, sizes: RolloutSizes) -> None:
-        """Raise where a resumed run would go on with rollouts of another size: a place in an epoch is one
-        between two of them."""
-        saved = self.progress.training
-        rows = sizes.rows * self.ranks.size
-        if saved is not None and saved.rollouts is not None and saved.rollouts["rows"] != rows:
-            samples = "" if sizes.samples == 1 else f"grpo_samples {sizes.samples} x "
-            raise CheckpointError(
-                f"The checkpoint's rollouts have {counted(saved.rollouts['rows'], 'row')}, and the "
-                f"config's {rows:,}: batch_size {sizes.prompts} x {samples}"
-                f"{counted(self.ranks.size, 'rank')}. Resume with as many, {BEGIN_ANEW}."
-            )
+        """Raise where a resumed run would go on with rollouts or steps of another size: a place in an epoch
+        is one between two rollouts."""
+        saved, ranks = self.progress.training, counted(self.ranks.size, "rank")
+        if saved is None or saved.rollouts is None:
+            return
+        samples = "" if sizes.samples == 1 else f"grpo_samples {sizes.samples} x "
+        compared = (
+            (
+                "rollouts",
+                saved.rollouts["rows"],
+                sizes.rows,
+                f"batch_size {sizes.prompts} x {samples}",
+            ),
+            ("steps", saved.growth.global_batch, sizes.step_rows, f"{sizes.step_rows} x "),
+        )
+        for what, before, now, product in compared:
+            if before != now * self.ranks.size:
+                raise CheckpointError(
+                    f"The checkpoint's {what} have {counted(before, 'row')}, and the config's "
+                    f"{now * self.ranks.size:,}: {product}{ranks}. Resume with as many, {BEGIN_ANEW}."
+                )
 
     def _entering_reward(self, name: str) -> None:
         self.watchdog.enter(f"reward function {name}", self.settings.step_timeout)

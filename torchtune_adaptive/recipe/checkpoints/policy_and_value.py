@@ -37,17 +37,15 @@ class _Both:
     def save_checkpoint(self, state: dict[str, Any], epoch: str, **how: Any) -> None:
         weights = state[training.MODEL_KEY]
         of_policy = {**state, training.MODEL_KEY: of_model(POLICY, weights)}
-        self.policy.save_checkpoint(of_policy, epoch=epoch, **how)
-        self.value.save_checkpoint({training.MODEL_KEY: of_model(VALUE, weights)}, epoch=epoch)
-        beside, inside = (self.staging / each for each in _places(f"epoch_{epoch}"))
-        shutil.rmtree(inside, ignore_errors=True)  # torchtune copies folders of what it starts from
-        beside.rename(inside)
-        beside.parent.rmdir()
-
-
-def _places(name: str) -> tuple[Path, Path]:
-    """Where torchtune writes the value model's files of a checkpoint, and where they belong."""
-    return Path(VALUE, name), Path(name, VALUE)
+        name, beside = f"epoch_{epoch}", self.staging / VALUE
+        inside = self.staging / name / VALUE
+        try:
+            self.policy.save_checkpoint(of_policy, epoch=epoch, **how)
+            self.value.save_checkpoint({training.MODEL_KEY: of_model(VALUE, weights)}, epoch=epoch)
+            shutil.rmtree(inside, ignore_errors=True)  # torchtune copies it from where it starts
+            (beside / name).rename(inside)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)  # or a full disk would stay full
 
 
 class PolicyAndValueCheckpoints(FullCheckpoints):

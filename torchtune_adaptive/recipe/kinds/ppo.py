@@ -110,16 +110,16 @@ class PPO(Generating):
         entering: Callable[[str], None],
     ) -> Judge:
         cfg = self.cfg
-        given = {
-            "kl_coeff": cfg.get("kl_coeff"),
-            "gamma": cfg.get("gamma"),
-            "lmbda": cfg.get("lmbda"),
-            "penalty": cfg.get("reward_penalty"),
-            "min_length": cfg.get("min_response_length"),
-            "must_stop": cfg.get("penalise_no_eos"),
-        }
-        known = {name: value for name, value in given.items() if value is not None}
-        return ByModel(sizes.max_new, total=total, **known)
+        return ByModel(
+            sizes.max_new,
+            cfg.kl_coeff,
+            cfg.gamma,
+            cfg.lmbda,
+            penalty=cfg.get("reward_penalty") or 0.0,
+            min_length=cfg.get("min_response_length") or 0,
+            must_stop=cfg.get("penalise_no_eos") or False,
+            total=total,
+        )
 
     def _log_probs(self, policy: nn.Module) -> LogProbs:
         return LogProbs(policy, self.cfg.get("temperature") or 1.0)

@@ -43,8 +43,8 @@ class ByModel:
     max_new: int
     """Tokens of the longest response."""
     kl_coeff: float
-    gamma: float = 1.0
-    lmbda: float = 0.95
+    gamma: float
+    lmbda: float
     penalty: float = 0.0
     """The reward of a response that is too short or does not end, instead of the model's."""
     min_length: int = 0

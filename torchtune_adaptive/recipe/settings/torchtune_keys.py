@@ -91,7 +91,10 @@ _OF_ROLLOUTS: dict[str, Rule] = {
     "min_response_length": at_least(0),
 }
 """What recipes that generate know, and what they need not be told."""
-_NEEDED_BY_ROLLOUTS = ("grpo_samples", "max_generated_tokens", "ppo_batch_size")
+_NEEDED_BY_ROLLOUTS = (
+    *("grpo_samples", "max_generated_tokens"),
+    *("ppo_batch_size", "kl_coeff", "gamma", "lmbda"),
+)
 _NOT_NULL: dict[str, Rule] = {"log_every_n_steps": at_least(1), "tensor_parallel_dim": at_least(1)}
 # Of torchtune's main branch: they change what is trained or how, and these recipes do not know them.
 _UNKNOWN_UNLESS: dict[str, Any] = {

@@ -114,7 +114,8 @@ def build_phases(
     Raises:
         ConfigError: the longest prompt leaves no room for a response.
     """
-    most = getattr(policy, "max_seq_len", None)
+    lengths = [getattr(model, "max_seq_len", None) for model in (policy, *step.objective.frozen)]
+    most = min((length for length in lengths if length is not None), default=None)
     if most is not None and longest + sizes.max_new > most:
         raise ConfigError(
             "max_generated_tokens",
