@@ -40,14 +40,12 @@ def theirs(**changes: Any) -> DictConfig:
     return cfg
 
 
-def test_torchtunes_config_is_ours_when_it_does_not_compile() -> None:
-    cfg = theirs(compile=False)
+def test_torchtunes_config_is_ours() -> None:
+    cfg = theirs()
     assert kind_of(cfg) is PPO and unused_keys(cfg, PPO) == []
     assert our_recipe_for("ppo_full_finetune_single_device") == PPO.recipe
     assert PPO.recipe == "adaptive_ppo_full_finetune"
     check(cfg, PPO)
-    with pytest.raises(ConfigError, match=r"compile: .*Set compile=False"):
-        check(theirs(), PPO)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig
+from torch._dynamo.utils import counters
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, tiny_config
@@ -211,3 +213,26 @@ def test_the_last_rollout_is_saved_wherever_it_ends(tmp_path: Path) -> None:
     train("grpo", tmp_path, **few, save_every_n_epochs=4)
     # Two rollouts make an epoch, so the fourth ends one that is not saved.
     assert [path.name for path in tmp_path.glob("epoch_*")] == ["epoch_2_step_4"]
+
+
+def run_compiled(kind: str, cfg: DictConfig) -> tuple[Records, int]:
+    """What a run has logged, and the graphs that it has compiled; on one simulated device it runs eager."""
+    os.environ["TORCH_COMPILE_BACKEND"] = "aot_eager"  # inductor takes long here
+    records = run_ours(kind, cfg)
+    return records, sum(counters["frames"].values())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "ranks"), [("grpo", 2), ("ppo", 1)])
+def test_a_compiled_run_is_that_of_its_layers(kind: str, ranks: int, tmp_path: Path) -> None:
+    changes = {**SHORT, "adaptive_batching.memory_limit": None, "ppo_epochs": 2}
+    if kind == "ppo":
+        changes = {"batch_size": 4, "ppo_batch_size": 4, "num_steps": 12, "max_generated_tokens": 8}
+        changes |= {"adaptive_batching.memory_limit": None}
+    plain = train(kind, tmp_path / "plain", ranks, **changes)
+    cfg = tiny_config(kind, tmp_path / "compiled", compile=True, **changes)
+    compiled, graphs = run_ranks(run_compiled, ranks, kind, cfg, join=False, timeout=200)[0]
+    assert graphs > 0
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4, abs=1e-6)
+    lengths = [[step["response_lengths"] for step in run] for run in (plain, compiled)]
+    assert lengths[0] == lengths[1]

@@ -90,7 +90,6 @@ def test_a_step_has_all_rows_of_a_rollout() -> None:
         "adaptive_batching.token_budget=64",
         "adaptive_batching.search=predict",
         "adaptive_batching.probe_length=64",
-        "compile=True",
         "optimizer_in_bwd=True",
         "tensor_parallel_dim=2",
         "grpo_samples=0",
