@@ -83,8 +83,8 @@ def test_the_number_of_prompts_says_how_many_epochs_there_are(
     run._cfg, run.kind, run.ranks, run.progress = cfg, about, Alone(ranks), SimpleNamespace()
     rows = SimpleNamespace(training=range(23))
     monkeypatch.setattr(RolloutRun.__mro__[1], "read_rows", lambda self: rows)
-    assert run.read_rows() is rows
-    assert run._limit() == 5 // ranks and run.progress.total_epochs == cfg.epochs == epochs
+    assert run.read_rows() is rows and "epochs" not in cfg
+    assert run._limit() == 5 // ranks and run.progress.total_epochs == run.kind.cfg.epochs == epochs
     cfg.num_steps = 7
     with pytest.raises(ConfigError, match="num_steps: 7 counts prompts, and a rollout has"):
         run.read_rows()

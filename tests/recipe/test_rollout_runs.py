@@ -47,8 +47,8 @@ def of_training(records: Records) -> list[Record]:
 
 def test_three_sizes_are_found_on_two_ranks(tmp_path: Path) -> None:
     """Each was tried, and the next one failed, or there are no more rows."""
-    found = {"use_maximum_batch_size": True, "adaptive_batching.memory_limit": "8MiB"}
-    more = {**SHORT, "batch_size": 8, "grpo_samples": 8, "num_steps": 1}
+    found = {"use_maximum_batch_size": True, "adaptive_batching.memory_limit": "6MiB"}
+    more = {**SHORT, "batch_size": 4, "num_steps": 1}
     records = train("grpo", tmp_path, 2, **{**more, **found})
     assert len(losses(records)) == 1
     report = json.loads((tmp_path / "batch_size_search.json").read_text())
@@ -56,11 +56,11 @@ def test_three_sizes_are_found_on_two_ranks(tmp_path: Path) -> None:
     assert set(sizes) == {"generation", "scoring", "training"}
     for phase, trials in report["trials"].items():
         fits = {trial["size"]: trial["fits"] for trial in trials}
-        assert fits[sizes[phase]] and (fits.get(2 * sizes[phase]) is False or sizes[phase] == 64)
-    assert sizes["training"] < 64
+        assert fits[sizes[phase]] and (fits.get(2 * sizes[phase]) is False or sizes[phase] == 16)
+    assert sizes["training"] < 16
     assert f"adaptive_batching.generation_batch_size={sizes['generation']}" in report["overrides"]
     assert records[0]["micro_batch_size"] == sizes["training"]
-    assert records[0]["global_batch_size"] == 128 and records[0]["batch_size"] == 8
+    assert records[0]["global_batch_size"] == 32 and records[0]["batch_size"] == 4
 
 
 @pytest.mark.exhaustive

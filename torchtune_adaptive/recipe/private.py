@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -112,3 +112,13 @@ def attending_with(module: Any, attention: Callable[..., Any]) -> Iterator[None]
         yield
     finally:
         module._attention_call = usual
+
+
+def without_compiling() -> AbstractContextManager[Any]:
+    """A context in which compiled layers run eager. To enter torch's own imports the compiler, in seconds."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()  # nothing has been compiled
+    import torch
+
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from omegaconf import OmegaConf
+
 from torchtune_adaptive.common import CheckpointError, ConfigError, counted
 from torchtune_adaptive.core import Epochs, Objective
 from torchtune_adaptive.recipe.checkpoints.config_changes import BEGIN_ANEW
@@ -36,8 +38,9 @@ class RolloutRun(Run):
             limit = self._limit()
             assert limit is not None, "it is checked"
             each = len(rows.training) // (self._cfg.batch_size * self.ranks.size)
-            # Where torchtune's config does not say it either.
-            self._cfg.epochs = self.progress.total_epochs = -(-limit // max(each, 1))
+            self.progress.total_epochs = epochs = -(-limit // max(each, 1))
+            # Only for checkpoints: the config that is saved is to be one that the recipe takes.
+            self.kind.cfg = OmegaConf.merge(self._cfg, {"epochs": epochs})  # type: ignore[assignment]
         return rows
 
     def _limit(self) -> int | None:

@@ -55,8 +55,8 @@ def require_supported(model: nn.Module, ranks: Ranks) -> None:
     wrapped = wrapped_in(model)
     if wrapped is not None:
         _require_plain_replicas(model, wrapped, ranks)
-    elif roots := fsdp.roots(model):
-        _require_whole_mesh(model, roots, ranks)
+    elif fsdp.roots(model):
+        _require_whole_mesh(model, ranks)
     elif is_split(model):
         _require_all_ranks(model, ranks.size, ranks)
     elif ranks.size > 1:
@@ -120,7 +120,7 @@ def _require_all_ranks(model: nn.Module, data_ranks: int, ranks: Ranks) -> None:
             )
 
 
-def _require_whole_mesh(model: nn.Module, roots: list[FSDPModule], ranks: Ranks) -> None:
+def _require_whole_mesh(model: nn.Module, ranks: Ranks) -> None:
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise UsageError(

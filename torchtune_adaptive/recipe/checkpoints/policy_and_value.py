@@ -7,7 +7,6 @@ by one rename, and verified together. Where torchtune's recipe would have writte
 from __future__ import annotations
 
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,16 +51,14 @@ class PolicyAndValueCheckpoints(FullCheckpoints):
     """Checkpoints of a policy and a value model."""
 
     def build_checkpointer(self) -> Any:
-        policy, source = super().build_checkpointer(), self._source
-        files = None
+        files, source = None, self._source
         if source is not None and source.weights:
             # Of a checkpoint that torchtune has saved, they are those that the config names.
             files = weights_in(Path(source.weights[0]).resolve().parent / VALUE) or None
         staging = self._folder.staging
         value = self._built(self._cfg.value_checkpointer, staging / VALUE, files)
-        with suppress(OSError):
-            staging.rmdir()
-        return _Both(policy, value, staging)
+        # The policy's last: it removes the folder that torchtune has made around the other's.
+        return _Both(super().build_checkpointer(), value, staging)
 
     def write_files(
         self, name: str, parts: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torchtune.modules import MultiHeadAttention
 
+from torchtune_adaptive.recipe.private import without_compiling
 from torchtune_adaptive.recipe.rollout.projection import last_logits_only
 from torchtune_adaptive.recipe.rollout.rows import Row, on_host
 
@@ -141,7 +142,7 @@ def _kv_caches(generation: Generation, rows: int) -> Iterator[None]:
             model.setup_caches(rows, generation.dtype, decoder_max_seq_len=length)
         # Layers would be compiled for each number of rows again, and after a few of them no more: torch has a
         # limit, which is the same for training.
-        with torch.compiler.set_stance("force_eager"):
+        with without_compiling():
             yield
     finally:
         for module in model.modules():
