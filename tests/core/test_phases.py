@@ -107,10 +107,22 @@ def launches_while_gathered() -> tuple[list[int], bool]:
     return launched, all(each == pytest.approx(sharded, rel=1e-6) for each in found)
 
 
+def stay_sharded_with_other_sizes() -> tuple[int, bool]:
+    """A phase whose parameters do not fit, after memory ran out on one rank alone: its size, and whether its
+    results were the same."""
+    run = Run()
+    expected = run.phase(gathers=False).of_rows(run.rows)
+    phase = run.phase(gathers=True, size=4 if run.ranks.is_zero else 1)
+    with run.memory.fail_at(3 if run.ranks.is_zero else None):
+        found = phase.of_rows(run.rows)
+    return phase.size, found == pytest.approx(expected, rel=1e-6)
+
+
 def test_parameters_are_gathered_once_for_all_rows() -> None:
     for launched, same in run_ranks(launches_while_gathered, 2):
         assert launched == [launched[0]] * 4 and launched[0] > 0
         assert same
+    assert run_ranks(stay_sharded_with_other_sizes, 2) == [(1, True)] * 2
 
 
 def fail_in_a_phase(
@@ -194,7 +206,9 @@ def try_a_size(gathers: bool) -> list[list[str | None]]:
         entering=lambda phase: None,
     )
     before = [value.clone() for value in local_values(run.model)]
-    phase = run.phase(gathers)
+    # As in a search, it has no size yet.
+    gathered = run.model if gathers else None
+    phase = Phase("scoring", run.step, run.scores, gathers=gathered, sharded=run.scores)
     tried = []
     with probe:
         assert probe.prime(lambda rows: batch(rows=rows)).fits
@@ -202,11 +216,14 @@ def try_a_size(gathers: bool) -> list[list[str | None]]:
             tried.append(probe.trial_of(phase, 4, run.rows[:4]))
         with run.memory.fail_at(fault.seen - 2 if run.ranks.is_zero else None):
             tried.append(probe.trial_of(phase, 4, run.rows[:4]))
+        with run.memory.fail_at(3 if run.ranks.is_zero else None):
+            tried.append(probe.trial_of(phase, 4, run.rows[:4]))
     assert same_bits(local_values(run.model), before)
     return [[report.failed_in for report in trial.reports] for trial in tried]
 
 
 @pytest.mark.parametrize("gathers", [False, True], ids=["together", "gathered"])
 def test_a_phase_is_tried_like_a_step(gathers: bool) -> None:
-    expected = [[None, None], ["scoring", None]]
+    sharded = [None if gathers else "scoring", None]  # what is not gathered is tried sharded
+    expected = [[None, None], ["scoring", None], sharded]
     assert run_ranks(try_a_size, 2, gathers) == [expected] * 2

@@ -14,7 +14,7 @@ from tests.helpers.faults import FailingMemory, fail_at_each
 from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
-from torchtune_adaptive.common.errors import OutOfMemoryElsewhere
+from torchtune_adaptive.common.errors import OutOfMemoryElsewhere, TrainingOutOfMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
 from torchtune_adaptive.recipe.data.dataset import Data
@@ -224,3 +224,10 @@ def test_where_running_out_of_memory_is_raised_one_line_says_what_to_set() -> No
         run.validate(3)
     said = "on rank 0 in the validation after step 3, in micro-batches of 2 rows. Set a smaller batch_s"
     assert said in str(raised.value)
+
+    def fail_alone(*_: Any) -> Any:
+        raise TrainingOutOfMemory("in the buffers that others wait for", everywhere=False)
+
+    run.validation.phase.run = fail_alone  # type: ignore[method-assign]
+    with pytest.raises(TrainingOutOfMemory):
+        run.validate(4)

@@ -115,7 +115,7 @@ def attending_with(module: Any, attention: Callable[..., Any]) -> Iterator[None]
 
 
 def without_compiling() -> AbstractContextManager[Any]:
-    """A context in which compiled layers run eager. To enter torch's own imports the compiler, in seconds."""
+    """A context in which compiled layers run eager; torch's own imports the compiler, which takes seconds."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()  # nothing has been compiled
     import torch

@@ -96,7 +96,7 @@ class Phase(Generic[P, R]):
         Raises:
             TrainingOutOfMemory: not even one row fits.
         """
-        with self._attempts(self.work, self.sharded) as attempt:
+        with self._attempts(self.work, self.sharded, self._stay_sharded) as attempt:
             done = 0
             while done < rows:
                 size, lost = self.size, None
@@ -120,14 +120,25 @@ class Phase(Generic[P, R]):
             raise TrainingOutOfMemory(what.strip(), everywhere=self.gathers is None)
         self.adjusted(lost.trouble, before, self.size)
 
+    def _stay_sharded(self, lost: StepLost) -> None:
+        """Use the smallest size of any rank: from here on, all take as many micro-batches."""
+        before, least = self.size, self.step.ranks.spread(self.size)[0]
+        while self.size > least:
+            self._recovery.shrink()
+        self.adjusted(f"{lost.trouble}: parameters stay sharded", before, self.size)
+
     def attempt(self, portion: P) -> ForwardDone[Any] | StepLost:
         """Try one micro-batch."""
-        with self._attempts(self.tried or self.work, self.tried or self.sharded) as attempt:
+        work, sharded = self.tried or self.work, self.tried or self.sharded
+        with self._attempts(work, sharded, lambda lost: None) as attempt:
             return attempt(portion)
 
     @contextmanager
     def _attempts(
-        self, work: Callable[[P], Any], sharded: Callable[[P], Any] | None
+        self,
+        work: Callable[[P], Any],
+        sharded: Callable[[P], Any] | None,
+        staying_sharded: Callable[[StepLost], None],
     ) -> Iterator[Callable[[P], ForwardDone[Any] | StepLost]]:
         """A context in which micro-batches can be done; gives what attempts one."""
         if self.gathers is None:
@@ -140,7 +151,7 @@ class Phase(Generic[P, R]):
         if sharded is None:
             yield lambda portion: gathered
             return
-        self.adjusted(f"{gathered.trouble}: parameters stay sharded", self.size, self.size)
+        staying_sharded(gathered)
         yield partial(self._together, sharded)
 
     def _together(self, work: Callable[[P], Any], portion: P) -> ForwardDone[Any] | StepLost:

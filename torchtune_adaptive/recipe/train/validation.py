@@ -96,6 +96,8 @@ class Validation:
                     return True
                 sums = sums + micro_batch.result
         except TrainingOutOfMemory as lost:
+            if not lost.everywhere:  # the others go on, and would wait for this rank
+                raise
             self.done = number
             self.events.noticed(number, f"validation is left out: {str(lost).rstrip('.')}")
             return False
