@@ -271,6 +271,21 @@ def test_a_group_that_does_not_count_is_refused(monkeypatch: pytest.MonkeyPatch)
         passes.run()
 
 
+def test_launches_of_a_group_that_no_parameter_has_are_noticed() -> None:
+    passes = Passes()
+    ring = Group(0, 0, 3)
+    passes.collectives._others = {ring}  # type: ignore[arg-type]
+    passes.run()
+    assert not passes.collectives._sees_all
+    passes.collectives.end_step()
+    passes.collectives.begin_pass()
+    passes.collectives.begin_phase("forward")
+    ring.launched = 2
+    passes.collectives.end_phase()
+    passes.collectives.end_pass()
+    assert passes.collectives._sees_all
+
+
 def test_gloo_counts_each_collective_once() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

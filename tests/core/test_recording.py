@@ -31,6 +31,11 @@ def seen_in(call: Callable[[], Any]) -> list[Launch]:
     return seen
 
 
+@torch.library.custom_op("tests::summed", mutates_args=())
+def _summed(tensor: torch.Tensor) -> torch.Tensor:
+    return functional.all_reduce(tensor, "sum", dist.group.WORLD).clone()
+
+
 CALLS: dict[str, Callable[[int], Any]] = {
     "all-reduce": lambda size: dist.all_reduce(torch.ones(size)),
     "asynchronous": lambda size: dist.all_reduce(torch.ones(size), async_op=True).wait(),  # type: ignore[union-attr]
@@ -46,6 +51,7 @@ CALLS: dict[str, Callable[[int], Any]] = {
         .sum()
         .backward()
     ),
+    "in an operator of its own": lambda size: _summed(torch.ones(size)),
     "all-to-all": lambda size: dist.all_to_all_single(torch.ones(size), torch.ones(size)),
 }
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -28,6 +29,7 @@ from torchtune.models.llama2 import llama2
 from torchtune.models.llama3 import base_llama_tp_plan
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
+from tests.helpers import context_parallel
 from tests.helpers.faults import FailingMemory, fail_at_each, survivable
 from tests.helpers.models import VOCABULARY, batch, local_values, same_bits, train_step
 from tests.helpers.samples import Sample
@@ -88,8 +90,14 @@ def mesh_of(replicas: int, dp: int, tp: int) -> DeviceMesh:
 
 
 def spread(way: str, mesh: DeviceMesh, chunks: int = 2) -> nn.Module:
-    """The model on this rank: ``tensor``, ``sequence`` or ``loss`` parallel; ``gathering`` is the first."""
+    """The model on this rank: ``tensor``, ``sequence`` or ``loss`` parallel; ``gathering`` is the first.
+    Or one of the ways of context parallelism, whose ranks share the parameters."""
     model, tp = whole_model(), mesh["tp"]
+    if way in context_parallel.WAYS:
+        context_parallel.spread_context(way, model, tp.get_group())
+        for module in (*model.layers, model):  # type: ignore[misc]
+            fully_shard(module, mesh=mesh["dp", "tp"]._flatten("dp_cp"))
+        return model
     if tp.size() > 1:
         model = training.prepare_mha_for_tp(model, tp)
         of_tensors = way in ("tensor", "gathering")
@@ -133,7 +141,10 @@ def objective_of(way: str, chunks: int = 2) -> NextTokenPrediction:
     if way in ("tensor", "gathering"):
         kind = _Gathers if way == "gathering" else NextTokenPrediction
         return kind(CEWithChunkedOutputLoss(num_output_chunks=chunks))
-    return _WholeOutput(nn.CrossEntropyLoss(ignore_index=-100))
+    loss = nn.CrossEntropyLoss(ignore_index=-100)
+    if way in context_parallel.WAYS:
+        return NextTokenPrediction(loss, shifted=True)
+    return _WholeOutput(loss)
 
 
 def context_of(way: str) -> AbstractContextManager[Any]:
@@ -162,9 +173,16 @@ class OnMesh:
         if isinstance(objective, _Gathers):
             objective.step = self.step
         self.place = self.ranks.rank // shape[2]
-        self.rows = batch(ROWS, seed=self.place)
+        self._way, self._part = way, (self.ranks.rank % shape[2], shape[2])
+        self.rows = self.part_of(batch(ROWS, seed=self.place))
         groups = (self.mesh.get_group(dim) for dim in range(3))
         self.groups = [group for group in groups if group.size() > 1]
+
+    def part_of(self, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What this rank gets of rows: all, except with context parallelism."""
+        if self._way not in context_parallel.WAYS:
+            return rows
+        return context_parallel.part_of(self._way, rows, *self._part)
 
     def take(self, size: int, rows: dict[str, torch.Tensor] | None = None) -> StepOutcome:
         rows = rows or self.rows

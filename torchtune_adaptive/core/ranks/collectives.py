@@ -53,7 +53,7 @@ from torch import nn
 from torchtune_adaptive.common import RankLost, UsageError, counted
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.core.ranks.counts import Counts, by_group, groups_of
+from torchtune_adaptive.core.ranks.counts import Counts, by_group, groups_of, other_groups
 from torchtune_adaptive.core.ranks.recording import Launch, Recorder, launch_again, launch_of
 
 log = logging.getLogger(__name__)
@@ -146,6 +146,7 @@ class Collectives:
         self._compiled = compiled
         self._sees_all = holders.size > 1
         self._groups = groups_of(models) if survive else set()
+        self._others = other_groups(self._groups, ranks, holders) if survive else set()
         self._of_fsdp = set[dist.ProcessGroup]().union(*map(fsdp.replicas, models))
         self._same: dict[Launch, Launch] = {}
         self._wide_sequences: dict[Hashable, _Sequence] = {}
@@ -232,7 +233,7 @@ class Collectives:
         self._pass[segment] = []
         groups: Iterable[dist.ProcessGroup] = self._sequence.of_groups.get(segment, ())
         if self.recording:
-            groups = self._groups
+            groups = self._groups if self._sees_all else self._groups | self._others
         self._counts.begin(segment, groups)
 
     def end_phase(self) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torchtune_adaptive.core.private import (
     FakeTensor,
     TorchDispatchMode,
+    call_inside,
     group_in,
     group_named,
     schema_of,
@@ -22,6 +23,7 @@ from torchtune_adaptive.core.private import (
 
 _ALIGNMENT = 512  # bytes; allocators align the start of a buffer like this
 _NAMESPACES = {"c10d", "_c10d_functional", "_dtensor"}
+_LAUNCH_NOTHING = {"aten", "prims", "prim", "profiler"}
 _NO_LAUNCHES = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
 _ALL_TO_ALL = {"alltoall_base_", "all_to_all_single"}
 _POINT_TO_POINT = {"send", "recv_", "recv_any_source_", "isend", "irecv", "batch_p2p_ops"}
@@ -118,7 +120,7 @@ def launch_again(
 
 
 class Recorder(TorchDispatchMode):
-    """Shows each launch to ``before``, before it is made."""
+    """Shows each launch to ``before``, before it is made; also those inside of custom operators."""
 
     def __init__(self, before: Callable[[Launch], None]) -> None:
         super().__init__()
@@ -132,6 +134,9 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # a sharded tensor: what it launches for the plain ones inside is shown
         if func.namespace == "symm_mem" or _is_launch(func):
             self._before(_seen(func, args, kwargs))
+        elif func.namespace not in _LAUNCH_NOTHING | _NAMESPACES:
+            with self:
+                return call_inside(func, args, kwargs)
         return func(*args, **kwargs)
 
 

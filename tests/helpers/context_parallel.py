@@ -1,0 +1,88 @@
+"""Context parallelism as torch does it, where a rank has a part of each row: with the CPU's kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+from torchtune.modules.attention import MultiHeadAttention
+
+_SEQUENCE = 2  # the dimension of queries, keys and values
+WAYS = ("ring", "balanced ring", "gathered ring", "gathering operator")
+
+
+def spread_context(way: str, model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let a model's attention see the whole rows, of which each rank of a group has a part."""
+    torchs.set_rotate_method("allgather" if way == "gathered ring" else "alltoall")
+    torchs._cp_options.enable_load_balance = way == "balanced ring"
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            module._attention_call = _attention(way, group)
+
+
+def part_of(way: str, rows: dict[str, torch.Tensor], rank: int, ranks: int) -> dict[str, Any]:
+    """A rank's part of rows: with a balanced ring, a piece from the front and one from the back."""
+    labels = F.pad(rows["labels"][:, 1:], (0, 1), value=-100)
+    pieces = torch.arange(rows["tokens"].shape[1]).chunk(2 * ranks)
+    mine = (rank, 2 * ranks - 1 - rank) if way == "balanced ring" else (2 * rank, 2 * rank + 1)
+    at = torch.cat([pieces[number] for number in mine])
+    positions = at.expand(len(labels), -1).contiguous()
+    return {"tokens": rows["tokens"][:, at], "labels": labels[:, at], "input_pos": positions}
+
+
+def _attention(way: str, group: dist.ProcessGroup) -> Any:
+    def ring(q: Any, k: Any, v: Any, **_: Any) -> Any:
+        return _Ring.apply(q.contiguous(), k.contiguous(), v.contiguous(), group)
+
+    def gathering(q: Any, k: Any, v: Any, **_: Any) -> Any:
+        from torch.distributed.tensor.experimental._context_parallel import _cp_custom_ops
+
+        k, v = _cp_custom_ops.flex_cp_allgather(k, v, _SEQUENCE, group.group_name)
+        mine = torch.arange(q.shape[_SEQUENCE]) + dist.get_rank(group) * q.shape[_SEQUENCE]
+        allowed = mine[:, None] >= torch.arange(k.shape[_SEQUENCE])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+
+    return gathering if way == "gathering operator" else ring
+
+
+def _forward(query: Any, key: Any, value: Any, is_causal: bool) -> Any:
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return attention(query, key, value, 0.0, is_causal)
+
+
+def _backward(
+    grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, is_causal: bool
+) -> Any:
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return attention(grad_out, query, key, value, out, logsumexp, 0.0, is_causal)
+
+
+class _Ring(torch.autograd.Function):
+    """What torch's context parallelism makes of ``scaled_dot_product_attention`` on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, group: Any) -> Any:
+        ring = torchs._templated_ring_attention
+        out, logsumexp = ring(group, _SEQUENCE, _forward, q, k, v, is_causal=True)
+        ctx.group = group
+        ctx.save_for_backward(q, k, v, out, logsumexp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        [grad] = grads
+        ring = torchs._templated_ring_attention_backward
+        found = ring(
+            ctx.group,
+            _SEQUENCE,
+            _backward,
+            grad.contiguous(),
+            "grad_out",
+            *ctx.saved_tensors,
+            is_causal=True,
+        )
+        return *found[:3], None
