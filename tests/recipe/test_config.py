@@ -531,6 +531,12 @@ IMPOSSIBLE: list[tuple[str, list[str], str, str]] = [
     ("full", ["run_val_every_n_steps=5"], "run_val_every_n_steps", "Set dataset_val"),
     ("full", ["enable_fp8_training=True"], "enable_fp8_training", "enable_fp8_training=False"),
     ("full", ["context_parallel_dim=2"], "context_parallel_dim", "context_parallel_dim=1"),
+    (
+        "qat",
+        ["data_parallel_replicate_dim=2"],
+        "data_parallel_replicate_dim",
+        "data_parallel_replicate_dim=1",
+    ),
 ]
 
 

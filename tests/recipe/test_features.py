@@ -163,6 +163,32 @@ def test_validation_and_a_resumed_run_with_tensor_parallelism(tmp_path: Path) ->
     assert_same_end(train("full", split, 4, **{**TENSOR_PARALLEL, **changes, **RESUME}), whole)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_copies_of_shards_train_as_shards_do(kind: str, tmp_path: Path) -> None:
+    """HSDP, with what users combine it with: a search, lost memory, validation, a resumed run."""
+    data = {"_component_": "torchtune.datasets.instruct_dataset", "source": "json"}
+    data |= {"data_files": "${assets}/data.json", "split": "train[:11]"}
+    changes = {"dataset_val": data, "run_val_every_n_steps": 2, "save_every_n_steps": 2}
+    changes |= {"max_steps_per_epoch": 4, "keep_last_n_checkpoints": 9, "clip_grad_norm": 0.5}
+    copies = {**changes, "data_parallel_replicate_dim": 2}
+    folder = tmp_path / "copies"
+    logged = train(kind, folder, 4, **copies, data_parallel_shard_dim=2)
+    if kind == "full":  # new adapters are other ones
+        plain = train(kind, tmp_path / "plain", 4, **changes)
+        for key in ("loss", "grad_norm", "val_loss"):
+            expected = [step[key] for step in plain if key in step]
+            found = [step[key] for step in logged if key in step]
+            assert found == pytest.approx(expected, rel=1e-5)
+    for name in ("epoch_0", "epoch_0_step_4"):
+        shutil.rmtree(folder / name)
+    # It begins with the adapters of the first copy, so they were those of each.
+    assert_same_end(train(kind, folder, 4, **copies, **RESUME), logged)
+    limit = {"adaptive_batching.memory_limit": "24MiB", "use_maximum_batch_size": True}
+    found = train(kind, tmp_path / "found", 4, **copies, **limit)
+    assert found[0]["micro_batch_size"] == 8
+
+
 def validation_losses(records: Records) -> list[float]:
     return [step["val_loss"] for step in records if "val_loss" in step]
 

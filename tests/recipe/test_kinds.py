@@ -14,12 +14,14 @@ from torchtune.rlhf.loss import DPOLoss
 
 from tests.helpers.models import adamw, batch, tiny_llama, train_step
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.common.errors import NothingToLearn
+from torchtune_adaptive.common.errors import ConfigError, NothingToLearn
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.kinds.preference import Pairs, Preference
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
 from torchtune_adaptive.recipe.registry import find_config, our_configs
-from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of
+from torchtune_adaptive.recipe.settings.kind_table import COPIES, KINDS, SHARDS, TENSORS, kind_of
+from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.setup.model import AS_IT_IS, full_model
 from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -33,6 +35,28 @@ def test_a_kind_has_a_module_a_short_recipe_and_a_tiny_config(name: str) -> None
     assert f'kind = "{name}"' in recipe and len(recipe.splitlines()) < 100
     assert f"tiny/{name}" in our_configs()
     assert kind_of(OmegaConf.load(find_config(f"tiny/{name}"))) is kind  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "said"),
+    [
+        (3, {COPIES: 2}, f"{COPIES}: 2 does not divide the 3 ranks"),
+        (
+            6,
+            {COPIES: 2, TENSORS: 2},
+            f"{COPIES}: 2 does not divide the 6 ranks of this run by {TENSORS}, 2",
+        ),
+        (3, {TENSORS: 2}, f"{TENSORS}: 2 does not divide"),
+        (2, {COPIES: 2}, f"{COPIES}: 2 leaves one rank for each copy"),
+        (8, {COPIES: 2, SHARDS: 2}, f"{SHARDS}: 2 does not fit 8 ranks, which leave 4"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_ranks_is_refused(
+    ranks: int, changes: dict[str, int], said: str
+) -> None:
+    environment = Environment(torch.device("cpu"), torch.float32, Alone(ranks))
+    with pytest.raises(ConfigError, match=said):
+        full_model(OmegaConf.create(changes), environment, lambda model: model, AS_IT_IS)
 
 
 def pair(chosen: int, rejected: int) -> dict[str, list[int]]:

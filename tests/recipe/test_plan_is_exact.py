@@ -159,6 +159,16 @@ def test_ranks_with_other_shares_have_other_peaks() -> None:
         assert prediction == measurements[rank]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_copies_of_shards_are_predicted(kind: str) -> None:
+    config = a_config(kind, False, 2, 512)
+    OmegaConf.update(config, "data_parallel_replicate_dim", 2, force_add=True)
+    [measurement] = run_ranks(measured, 4, [config], SIZES, timeout=100)[0]
+    [[prediction]] = run_ranks(predicted, 1, [config], SIZES, 4, 0, timeout=100, join=False)
+    assert prediction == measurement
+
+
 def traced(cfg: DictConfig) -> list[int]:
     """The allocations of three steps on the fake device, and what they leave behind."""
     tracer = Tracer(cfg, ranks=1)

@@ -351,6 +351,8 @@ CHANGES = [
     {"clip_grad_norm": None},
     {"cudnn_deterministic_mode": 1},
     {"tensor_parallel_dim": 2},
+    {"data_parallel_replicate_dim": 2},
+    {"data_parallel_shard_dim": 2},
     {"tensor_parallel_plan._component_": "m.plan"},
     {"use_maximum_batch_size": False},
     {"batch_increase_function": "m.grow"},

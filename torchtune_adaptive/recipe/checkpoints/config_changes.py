@@ -13,7 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import CheckpointError
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
-from torchtune_adaptive.recipe.settings.kind_table import FOUND, VALUE_CHECKPOINTER, Kind
+from torchtune_adaptive.recipe.settings.kind_table import (
+    COPIES,
+    FOUND,
+    SHARDS,
+    TENSORS,
+    VALUE_CHECKPOINTER,
+    Kind,
+)
 from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION
 
 FlatConfig = dict[str, Any]
@@ -48,7 +55,9 @@ _IRRELEVANT_KEYS = {
     "fsdp_cpu_offload",
     "fsdp_reshard_after_forward",
     "custom_sharded_layers",
-    "tensor_parallel_dim",
+    TENSORS,
+    COPIES,
+    SHARDS,
     "tensor_parallel_plan",
     "cudnn_deterministic_mode",
     "use_maximum_batch_size",

@@ -20,6 +20,7 @@ from torchtune_adaptive.common import ConfigError, launcher
 from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.kind_table import (
+    COPIES,
     Kind,
     about_unused,
     has_images,
@@ -102,7 +103,7 @@ def _unreadable(cfg: DictConfig, error: OmegaConfBaseException) -> tuple[str, ob
 def _conflicts(cfg: DictConfig, kind: Kind, settings: AdaptiveSettings) -> Iterator[Conflict]:
     yield from _conflicts_of_memory(cfg)
     yield from _conflicts_of_recipe(cfg, kind)
-    yield from _conflicts_of_tensor_parallelism(cfg, kind)
+    yield from _conflicts_of_meshes(cfg, kind)
     if cfg.get("optimizer_in_bwd", False):
         yield from _conflicts_with_optimizer_in_backward(settings)
     yield from _conflicts_of_decisions(settings)
@@ -207,13 +208,19 @@ def _conflicts_of_recipe(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
     )
 
 
-def _conflicts_of_tensor_parallelism(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
+def _conflicts_of_meshes(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
     dim, known = cfg.get("tensor_parallel_dim", 1), "tensor_parallel_dim" in kind.keys
     yield (
         not known and not kind.adapters and (dim or 1) > 1,
         "tensor_parallel_dim",
         f"is not available in {kind.recipe}",
         "Remove it",
+    )
+    yield (
+        COPIES not in kind.keys and (cfg.get(COPIES) or 1) > 1,
+        COPIES,
+        f"is not available in {kind.recipe}",
+        f"Set {COPIES}=1",
     )
     yield (
         known and dim != 1 and cfg.get("tensor_parallel_plan") is None,

@@ -94,7 +94,11 @@ class Kind:
 
 
 _FULL_KEYS = frozenset(["optimizer_in_bwd", "ac_mode", "ac_option", "enable_async_checkpointing"])
-_TENSOR_PARALLEL_KEYS = frozenset(["tensor_parallel_dim", "tensor_parallel_plan"])
+TENSORS = "tensor_parallel_dim"
+COPIES = "data_parallel_replicate_dim"
+SHARDS = "data_parallel_shard_dim"
+_COPIES_KEYS = frozenset([COPIES, SHARDS])
+_TENSOR_PARALLEL_KEYS = frozenset([TENSORS, "tensor_parallel_plan"])
 _LORA_KEYS = frozenset({"save_adapter_weights_only"})
 _REFERENCE = FrozenModel("model", "ref_checkpointer")
 _QAT_KEYS = frozenset({"fake_quant_after_n_steps"})
@@ -121,8 +125,12 @@ _NOT_OF_ROLLOUTS = frozenset(
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        Kind("full", "full_finetune_distributed", _FULL_KEYS | _TENSOR_PARALLEL_KEYS),
-        Kind("lora", "lora_finetune_distributed", _LORA_KEYS, adapters=True),
+        Kind(
+            "full",
+            "full_finetune_distributed",
+            _FULL_KEYS | _TENSOR_PARALLEL_KEYS | _COPIES_KEYS,
+        ),
+        Kind("lora", "lora_finetune_distributed", _LORA_KEYS | _COPIES_KEYS, adapters=True),
         Kind("full_dpo", "full_dpo_distributed", _FULL_KEYS, frozen=(_REFERENCE,), sample="pair"),
         Kind("lora_dpo", "lora_dpo_distributed", _LORA_KEYS, adapters=True, sample="pair"),
         Kind(

@@ -11,8 +11,11 @@ from typing import Any
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.recipe.settings.kind_table import (
+    COPIES,
     FROZEN_CHECKPOINTERS,
     FROZEN_MODELS,
+    SHARDS,
+    TENSORS,
     VALUE_CHECKPOINTER,
     Kind,
 )
@@ -95,13 +98,17 @@ _NEEDED_BY_ROLLOUTS = (
     *("grpo_samples", "max_generated_tokens"),
     *("ppo_batch_size", "kl_coeff", "gamma", "lmbda"),
 )
-_NOT_NULL: dict[str, Rule] = {"log_every_n_steps": at_least(1), "tensor_parallel_dim": at_least(1)}
+_NOT_NULL: dict[str, Rule] = {
+    "log_every_n_steps": at_least(1),
+    TENSORS: at_least(1),
+    COPIES: at_least(1),
+    SHARDS: either(at_least(1), one_of(-1)),
+}
 # Of torchtune's main branch: they change what is trained or how, and these recipes do not know them.
 _UNKNOWN_UNLESS: dict[str, Any] = {
     "enable_fp8_training": False,
     "resize_token_embeddings": False,
     "context_parallel_dim": 1,
-    "data_parallel_replicate_dim": 1,
 }
 _MUST_BE_GIVEN = ("seed", "shuffle", "max_steps_per_epoch", "resume_from_checkpoint")
 # Inside blocks, where given.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torchtune import modules, training
 from torchtune.modules.model_fusion import DeepFusionModel, FusionEmbedding, FusionLayer
@@ -27,8 +28,8 @@ from torchtune.modules.peft import (
     validate_missing_and_unexpected_for_lora,
 )
 
-from torchtune_adaptive.common import CheckpointError
-from torchtune_adaptive.recipe.settings.kind_table import FrozenModel
+from torchtune_adaptive.common import CheckpointError, ConfigError, counted
+from torchtune_adaptive.recipe.settings.kind_table import COPIES, SHARDS, TENSORS, FrozenModel
 from torchtune_adaptive.recipe.setup.components import make
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.offloading import Offloading
@@ -67,26 +68,17 @@ def full_model(
     It is made of a block of the config, and sharded in the context ``sharding``, where tensors are not what
     they seem.
     """
-    tensor_ranks = cfg.get("tensor_parallel_dim", 1)
-    data_ranks, left = divmod(environment.ranks.size, tensor_ranks)
-    if left:
-        raise ValueError(
-            f"tensor_parallel_dim {tensor_ranks} does not divide the "
-            f"{environment.ranks.size} ranks of this run"
-        )
+    data, tensors = _meshes(cfg, environment, cfg.get(TENSORS) or 1)
     model = _on_meta(cfg, block, environment)
     _compile_if_asked(model, cfg)
-    mesh = init_device_mesh(
-        environment.device.type, (data_ranks, tensor_ranks), mesh_dim_names=("dp", "tp")
-    )
-    if tensor_ranks > 1:
-        model = training.prepare_mha_for_tp(model, mesh["tp"])
+    if tensors.size() > 1:
+        model = training.prepare_mha_for_tp(model, tensors)
         plan = make(cfg.tensor_parallel_plan, "tensor_parallel_plan")
-        parallelize_module(model, mesh["tp"], parallelize_plan=plan)
+        parallelize_module(model, tensors, parallelize_plan=plan)
 
     model = prepare(model)
     with sharding:
-        _shard(model, cfg, mesh["dp"])
+        _shard(model, cfg, data)
     return model
 
 
@@ -100,9 +92,9 @@ def lora_model(
     model = _on_meta(cfg, "model", environment, prepare)
     set_trainable_params(model, get_adapter_params(model))
     _compile_if_asked(model, cfg)
-    mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
+    data, _ = _meshes(cfg, environment, tensors=1)
     with sharding:
-        _shard(model, cfg, mesh)
+        _shard(model, cfg, data)
     return model
 
 
@@ -171,6 +163,37 @@ def _on_meta(
     """The model without memory: each rank will only ever hold its part."""
     with training.set_default_dtype(environment.dtype), torch.device("meta"):
         return prepare(make(cfg[block], block))
+
+
+def _meshes(
+    cfg: DictConfig, environment: Environment, tensors: int
+) -> tuple[DeviceMesh, DeviceMesh]:
+    """The ranks over which FSDP spreads the model, as copies of shards where that is asked for (HSDP), and
+    those that split tensors, so many.
+
+    Raises:
+        ConfigError: the run has another number of ranks.
+    """
+    ranks = environment.ranks.size
+    copies, configured = cfg.get(COPIES) or 1, cfg.get(SHARDS) or -1
+    shards, left = divmod(ranks, copies * tensors)
+    if left:
+        key = TENSORS if ranks % tensors else COPIES
+        reason = f"does not divide the {counted(ranks, 'rank')} of this run"
+        if key == COPIES and tensors > 1:
+            reason += f" by {TENSORS}, {tensors}"
+        raise ConfigError(key, cfg[key], reason, "Lower it, or use another number of ranks")
+    if configured not in (-1, shards):
+        reason = f"does not fit {counted(ranks, 'rank')}, which leave {shards} for it"
+        raise ConfigError(SHARDS, configured, reason, "Leave it out, or set it to -1")
+    if copies > 1 and shards == 1:
+        reason = "leaves one rank for each copy, so that nothing is sharded"
+        raise ConfigError(COPIES, copies, reason, "Lower it, or use more ranks")
+    names = ("dp_replicate", "dp_shard", "tp")
+    mesh = init_device_mesh(
+        environment.device.type, (copies, shards, tensors), mesh_dim_names=names
+    )
+    return mesh[names[:2]] if copies > 1 else mesh["dp_shard"], mesh["tp"]
 
 
 def _compile_if_asked(model: nn.Module, cfg: DictConfig) -> None:
@@ -297,6 +320,17 @@ def _initialize_adapters(model: nn.Module, cfg: DictConfig, environment: Environ
                 continue
             for name in module.adapter_params():
                 module.get_parameter(name).data.copy_(drawn[number].get_parameter(name))
+    for module in _adapted_layers(model):
+        for name in module.adapter_params():
+            _as_in_first_copy(module.get_parameter(name))
+
+
+def _as_in_first_copy(parameter: nn.Parameter) -> None:
+    """Give a parameter the values that it has in the first copy of the model, where there are several (HSDP):
+    what ranks draw by themselves would differ, and nothing would ever make it the same."""
+    if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
+        copies = parameter.device_mesh.get_group(0)
+        dist.broadcast(parameter.to_local().detach(), group=copies, group_src=0)
 
 
 def _adapted_layers(model: nn.Module) -> list[LoRALinear | DoRALinear]:
