@@ -9,15 +9,16 @@ from typing import Any
 from torch import nn
 from torchtune.training import disable_dropout
 
-from torchtune_adaptive.recipe.kinds.full import Full
+from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
 from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import Judge
+from torchtune_adaptive.recipe.rollout.projection import LogProbs
 from torchtune_adaptive.recipe.rollout.score import Scorers
 from torchtune_adaptive.recipe.setup.phases import RolloutSizes
 
 
-class Generating(Full):
-    """Trains every weight on responses that the model itself has given."""
+class Generating(RecipeKind):
+    """Trains a model on responses that it has given itself."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
         disable_dropout(model)  # or log-probabilities would differ from the reference's by chance
@@ -26,6 +27,10 @@ class Generating(Full):
     def policy(self, model: nn.Module) -> nn.Module:
         """The model that generates, in what is trained."""
         return model
+
+    def log_probs(self, policy: nn.Module) -> LogProbs:
+        """The log-probabilities of a policy, which samples at the temperature of the config."""
+        return LogProbs(policy, self.cfg.get("temperature") or 1.0)
 
     @abstractmethod
     def scorers(
