@@ -51,7 +51,7 @@ class Kind:
     """The name of the kind and of its module in ``kinds/``; it is part of the names of its configs."""
 
     torchtunes: str
-    """The recipe of torchtune that it takes the place of; where there is none, the name that it would have."""
+    """The recipe of torchtune that it takes the place of, or the name that it would have there."""
 
     more_keys: frozenset[str] = frozenset()
     """The top-level keys that it knows besides those that all recipes do."""
