@@ -13,7 +13,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch._dynamo.utils import counters
-from torchtune import config
+from torchtune import config, training
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, tiny_config
@@ -241,10 +241,11 @@ def run_with_a_second_model(kind: str, cfg: DictConfig) -> Records:
     """Run with the reference as a model of its own: the one that adapters are added to."""
 
     def reference(self: LoRAGRPO, model: nn.Module, frozen: Any) -> OfTokens:
-        full = config.instantiate(OmegaConf.load(find_config("tiny/grpo")).model)
+        with training.set_default_dtype(self.environment.dtype):
+            full = config.instantiate(OmegaConf.load(find_config("tiny/grpo")).model)
         checkpoint = config.instantiate(cfg.checkpointer, should_load_recipe_state=False)
         full.load_state_dict(checkpoint.load_checkpoint()["model"])
-        return self.log_probs(full.to(self.environment.dtype).eval())
+        return self.log_probs(full.eval())
 
     usual, LoRAGRPO.reference = LoRAGRPO.reference, reference  # type: ignore[method-assign]
     try:

@@ -27,7 +27,8 @@ from torchtune.modules.peft import (
     validate_missing_and_unexpected_for_lora,
 )
 
-from torchtune_adaptive.common import CheckpointError
+from torchtune_adaptive.common import CheckpointError, ConfigError
+from torchtune_adaptive.recipe.private import has_quantized_base
 from torchtune_adaptive.recipe.settings.kind_table import FrozenModel
 from torchtune_adaptive.recipe.setup.components import make
 from torchtune_adaptive.recipe.setup.environment import Environment
@@ -98,12 +99,31 @@ def lora_model(
 ) -> nn.Module:
     """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
     model = _on_meta(cfg, "model", environment, prepare)
+    if environment.ranks.size > 1:
+        _require_shardable(model)
     set_trainable_params(model, get_adapter_params(model))
     _compile_if_asked(model, cfg)
     mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
     with sharding:
         _shard(model, cfg, mesh)
     return model
+
+
+def _require_shardable(model: nn.Module) -> None:
+    """Raise for what cannot be loaded once it is sharded: DoRA adds adapters to weights, for their norms, and
+    that torchao does not do with sharded NF4 weights.
+
+    Raises:
+        ConfigError: the model is one of DoRA with a quantized base.
+    """
+    if any(isinstance(each, DoRALinear) and has_quantized_base(each) for each in model.modules()):
+        raise ConfigError(
+            "model.use_dora",
+            True,
+            "cannot be combined with a quantized base on several ranks: torchao cannot add to sharded NF4 "
+            "weights",
+            "Set it to False, or model.quantize_base to False, or use one rank",
+        )
 
 
 def frozen_model(
