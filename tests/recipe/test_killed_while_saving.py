@@ -50,6 +50,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "distillation": ("kd", 1, SAVES),
     "quantised later": ("qat", 1, {**SAVES, "fake_quant_after_n_steps": 3}),
     "quantised later, lora": ("qat_lora", 1, {**SAVES, "fake_quant_after_n_steps": 3}),
+    "reinforcement, adapters only": (
+        "grpo_lora",
+        1,
+        {
+            **{"batch_size": 2, "grpo_samples": 2, "max_generated_tokens": 4, "num_steps": None},
+            **{"dataset.split": "train[:6]", "save_every_n_steps": 2, "epochs": 2},
+            "save_adapter_weights_only": True,
+        },
+    ),
     "growth": ("full", 1, {**WITHIN_EPOCHS, "save_every_n_steps": 5, "epochs": 2}),
     "token budget": ("full", 1, {**SAVES, "adaptive_batching.token_budget": 400}),
 }

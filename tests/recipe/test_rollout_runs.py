@@ -18,6 +18,7 @@ from torchtune import config, training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, tiny_config
 from tests.helpers.runs import (
+    MACHINE,
     RESUME,
     Record,
     Records,
@@ -42,14 +43,11 @@ SHORT: dict[str, Any] = {
     "lr_scheduler.num_warmup_steps": 0,
 }
 KINDS = ["grpo", "grpo_lora"]
-CLOCK = {"generation_seconds", "scoring_seconds", "reward_seconds", "tokens_per_second_per_gpu"}
-"""What is logged of the machine."""
 
 
 def of_training(records: Records) -> list[Record]:
     """What was logged of each step, without what differs from run to run."""
-    left_out = {*CLOCK, "memory_unused_share"}
-    return [{k: v for k, v in each.items() if k not in left_out} for each in records]
+    return [{k: v for k, v in each.items() if k not in MACHINE} for each in records]
 
 
 @pytest.mark.rotating

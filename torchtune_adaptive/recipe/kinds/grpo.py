@@ -8,10 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import Objective
-from torchtune_adaptive.recipe.data.prompts import Prompts
-from torchtune_adaptive.recipe.data.rows import Rows
 from torchtune_adaptive.recipe.kinds.full import Full
 from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.rewards import Rewards
@@ -19,7 +16,6 @@ from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import ByFunctions, Judge
 from torchtune_adaptive.recipe.rollout.losses import GRPO as Loss
 from torchtune_adaptive.recipe.rollout.score import OfTokens, Scorers
-from torchtune_adaptive.recipe.setup.components import make
 from torchtune_adaptive.recipe.setup.phases import RolloutSizes
 
 
@@ -58,20 +54,9 @@ class GRPO(Generating):
     """Makes the better ones of several responses to a prompt more likely."""
 
     def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
-        loss = make(self.cfg.loss, "loss")
-        name = type(loss).__name__
-        if name not in _PER_ROW:
-            raise ConfigError(
-                "loss._component_",
-                self.cfg.loss._component_,
-                "is not a loss that this recipe knows",
-                f"Use one of {', '.join(_PER_ROW)} of torchtune.dev.grpo.loss",
-            )
-        per_row = _PER_ROW[name]
+        loss = self.loss("torchtune.dev.grpo.loss", *_PER_ROW)
+        per_row = _PER_ROW[type(loss).__name__]
         return Loss(self.log_probs(model), loss.epsilon, loss.kl_coeff, per_row, frozen)
-
-    def rows(self) -> Rows:
-        return Prompts()
 
     def scorers(
         self, model: nn.Module, frozen: Sequence[nn.Module], sizes: RolloutSizes

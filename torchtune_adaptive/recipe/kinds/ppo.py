@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from torch import nn
 from torchtune import training
 
-from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import Objective
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.policy_and_value import PolicyAndValueCheckpoints
@@ -28,7 +27,6 @@ from torchtune_adaptive.recipe.rollout.policy_and_value import (
 )
 from torchtune_adaptive.recipe.rollout.score import Scorers, values_of
 from torchtune_adaptive.recipe.settings.kind_table import VALUE_CHECKPOINTER, FrozenModel
-from torchtune_adaptive.recipe.setup.components import make
 from torchtune_adaptive.recipe.setup.model import AS_IT_IS, full_model, load_full
 from torchtune_adaptive.recipe.setup.phases import RolloutSizes
 
@@ -80,14 +78,7 @@ class PPO(Generating, Full):
     # --- training ---------------------------------------------------------------------------------
 
     def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
-        loss = make(self.cfg.loss, "loss")
-        if type(loss).__name__ != "PPOLoss":
-            raise ConfigError(
-                "loss._component_",
-                self.cfg.loss._component_,
-                "is not a loss that this recipe knows",
-                "Use torchtune.rlhf.loss.PPOLoss",
-            )
+        loss = self.loss("torchtune.rlhf.loss", "PPOLoss")
         clip, coefficient = loss.value_clip_range, loss.value_coeff
         return Loss(self.log_probs(self.policy(model)), loss.epsilon, clip, coefficient, frozen)
 
