@@ -45,6 +45,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "asynchronous": ("full", 2, ASYNCHRONOUS),
     "lora": ("lora", 1, {**SAVES, "model.lora_dropout": 0.1}),
     "adapters only": ("lora", 1, {**SAVES, "save_adapter_weights_only": True}),
+    "dora": ("lora", 1, {**SAVES, "model.use_dora": True}),
     "preference": ("full_dpo", 1, SAVES),
     "preference, adapters only": ("lora_dpo", 1, {**SAVES, "save_adapter_weights_only": True}),
     "distillation": ("kd", 1, SAVES),

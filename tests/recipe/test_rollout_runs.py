@@ -95,7 +95,11 @@ RESUMED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tokens": ("grpo", "GRPOLoss", {}),
     "rows": ("grpo", "GRPOSimpleLoss", {}),
     "lora": ("grpo_lora", "GRPOLoss", {}),
-    "adapters only": ("grpo_lora", "GRPOSimpleLoss", {"save_adapter_weights_only": True}),
+    "adapters only, dora": (
+        "grpo_lora",
+        "GRPOSimpleLoss",
+        {"save_adapter_weights_only": True, "model.use_dora": True},
+    ),
 }
 
 

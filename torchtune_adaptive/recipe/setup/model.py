@@ -166,9 +166,10 @@ def load_lora(
         _initialize_adapters(model, cfg, environment)
     initialize_ropes(model, environment)
     base_missing, base_unexpected = _load(model, cfg, environment, weights)
-    for module in model.modules():
-        if hasattr(module, "initialize_dora_magnitude"):
-            module.initialize_dora_magnitude()  # type: ignore[operator]
+    if not adapter_weights:  # or magnitudes that have been trained would be lost
+        for module in model.modules():
+            if isinstance(module, DoRALinear):
+                module.initialize_dora_magnitude()
     try:
         validate_missing_and_unexpected_for_lora(
             lora_attn_modules=list(cfg.model.lora_attn_modules),
