@@ -110,8 +110,8 @@ def lora_model(
 
 
 def _require_shardable(model: nn.Module) -> None:
-    """Raise for what cannot be loaded once it is sharded: DoRA adds adapters to weights, for their norms, and
-    that torchao does not do with sharded NF4 weights.
+    """Raise for what cannot be loaded once it is sharded: DoRA adds adapters to weights, to take their norms,
+    and torchao cannot add to sharded NF4 weights.
 
     Raises:
         ConfigError: the model is one of DoRA with a quantized base.
