@@ -25,7 +25,10 @@ ASYNCHRONOUS = {"enable_async_checkpointing": True, "max_steps_per_epoch": 2, "e
 ALL_KEPT = {"keep_last_n_checkpoints": 9}
 """With their recipe states, so that a run can be resumed in its middle when it has ended."""
 RESUME = {"resume_from_checkpoint": True}
-MACHINE = {"tokens_per_second_per_gpu", "memory_unused_share"}
+MACHINE = {
+    *("tokens_per_second_per_gpu", "memory_unused_share"),
+    *("generation_seconds", "scoring_seconds", "reward_seconds"),
+}
 """What is logged of the machine, and differs from run to run."""
 
 BIN = Path(sys.executable).parent

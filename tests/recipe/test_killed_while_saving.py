@@ -45,11 +45,21 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "asynchronous": ("full", 2, ASYNCHRONOUS),
     "lora": ("lora", 1, {**SAVES, "model.lora_dropout": 0.1}),
     "adapters only": ("lora", 1, {**SAVES, "save_adapter_weights_only": True}),
+    "dora": ("lora", 1, {**SAVES, "model.use_dora": True}),
     "preference": ("full_dpo", 1, SAVES),
     "preference, adapters only": ("lora_dpo", 1, {**SAVES, "save_adapter_weights_only": True}),
     "distillation": ("kd", 1, SAVES),
     "quantised later": ("qat", 1, {**SAVES, "fake_quant_after_n_steps": 3}),
     "quantised later, lora": ("qat_lora", 1, {**SAVES, "fake_quant_after_n_steps": 3}),
+    "reinforcement, adapters only": (
+        "grpo_lora",
+        1,
+        {
+            **{"batch_size": 2, "grpo_samples": 2, "max_generated_tokens": 4, "num_steps": None},
+            **{"dataset.split": "train[:6]", "save_every_n_steps": 2, "epochs": 2},
+            "save_adapter_weights_only": True,
+        },
+    ),
     "growth": ("full", 1, {**WITHIN_EPOCHS, "save_every_n_steps": 5, "epochs": 2}),
     "token budget": ("full", 1, {**SAVES, "adaptive_batching.token_budget": 400}),
 }

@@ -121,6 +121,7 @@ def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:
 def test_every_recipe_without_launcher_flags(recipe: str, tmp_path: Path) -> None:
     rollouts = {
         "grpo": ["num_steps=2", "~forward_batch_size"],
+        "grpo_lora": ["num_steps=2", "~forward_batch_size"],
         "ppo": ["num_steps=64", "ppo_batch_size=32", "ppo_epochs=1"],
     }
     sizes = ["use_maximum_batch_size=False", "adaptive_batching.memory_limit=null"]

@@ -26,6 +26,7 @@ from tests.helpers.runs import (
     assert_torchtunes,
     losses,
     named_checkpoint,
+    refused,
     run_with,
     train,
 )
@@ -220,6 +221,13 @@ def test_qlora_on_one_rank_goes_on_on_two(tmp_path: Path) -> None:
     whole = train("lora", tmp_path, **{**changes, "batch_size": 4})
     second_epoch = train("lora", tmp_path, 2, **changes, **named_checkpoint("lora"))
     assert losses(second_epoch) == pytest.approx(losses(whole)[3:], rel=1e-5)
+
+
+def test_quantised_dora_is_refused_where_it_would_be_sharded(tmp_path: Path) -> None:
+    changes = {**quantised(tmp_path), "model.use_dora": True, "max_steps_per_epoch": 1}
+    assert len(train("lora", tmp_path, **changes)) == 1
+    said = refused("ConfigError", "lora", tmp_path, 2, **changes)
+    assert "model.use_dora: True cannot be combined with a quantized base on several ranks" in said
 
 
 @pytest.mark.exhaustive

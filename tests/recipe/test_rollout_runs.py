@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
 from torch._dynamo.utils import counters
+from torchtune import config, training
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours, tiny_config
 from tests.helpers.runs import (
+    MACHINE,
     RESUME,
     Record,
     Records,
@@ -24,6 +27,10 @@ from tests.helpers.runs import (
     refused,
     train,
 )
+from tests.recipe.test_parity import quantised
+from torchtune_adaptive.recipe.kinds.grpo_lora import LoRAGRPO
+from torchtune_adaptive.recipe.registry import find_config
+from torchtune_adaptive.recipe.rollout.score import OfTokens
 from torchtune_adaptive.recipe.train.rollouts import Rollouts
 
 pytestmark = pytest.mark.runs
@@ -35,22 +42,24 @@ SHORT: dict[str, Any] = {
     "num_steps": 4,
     "lr_scheduler.num_warmup_steps": 0,
 }
-CLOCK = {"generation_seconds", "scoring_seconds", "reward_seconds", "tokens_per_second_per_gpu"}
-"""What is logged of the machine."""
+KINDS = ["grpo", "grpo_lora"]
 
 
 def of_training(records: Records) -> list[Record]:
     """What was logged of each step, without what differs from run to run."""
-    left_out = {*CLOCK, "memory_unused_share"}
-    return [{k: v for k, v in each.items() if k not in left_out} for each in records]
+    return [{k: v for k, v in each.items() if k not in MACHINE} for each in records]
 
 
-def test_three_sizes_are_found_on_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", ["full", "lora", "qlora"])
+def test_three_sizes_are_found_on_two_ranks(name: str, tmp_path: Path) -> None:
     """Each was tried, and the next one failed, or there are no more rows."""
-    found = {"use_maximum_batch_size": True, "adaptive_batching.memory_limit": "6MiB"}
-    more = {**SHORT, "batch_size": 4, "num_steps": 1}
-    records = train("grpo", tmp_path, 2, **{**more, **found})
-    assert len(losses(records)) == 1
+    more = {**SHORT, **(quantised(tmp_path) if name == "qlora" else {}), "batch_size": 4}
+    limit = "12MiB" if name == "qlora" else "6MiB"
+    found = {"use_maximum_batch_size": True, "adaptive_batching.memory_limit": limit}
+    kind = "grpo" if name == "full" else "grpo_lora"
+    records = train(kind, tmp_path, 2, **{**more, **found, "num_steps": 1})
+    assert len(losses(records)) == 1 and records[0]["kl_loss"] == 0.0
     report = json.loads((tmp_path / "batch_size_search.json").read_text())
     sizes = {phase: report[f"{phase}_batch_size"] for phase in report["trials"]}
     assert set(sizes) == {"generation", "scoring", "training"}
@@ -65,35 +74,49 @@ def test_three_sizes_are_found_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_after_a_search_is_the_run_without_one(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_after_a_search_is_the_run_without_one(kind: str, ranks: int, tmp_path: Path) -> None:
     limit = {"adaptive_batching.memory_limit": "9MiB", "clip_grad_norm": 1.0}
     searching, plain = (tmp_path / name for name in ("searching", "plain"))
     more = {**SHORT, **limit, "grpo_samples": 16, "ppo_epochs": 2}
-    found = train("grpo", searching, ranks, **more, use_maximum_batch_size=True)
+    found = train(kind, searching, ranks, **more, use_maximum_batch_size=True)
     report = json.loads((searching / "batch_size_search.json").read_text())
     sizes = {
         "gradient_accumulation_steps": report["gradient_accumulation_steps"],
         "adaptive_batching.generation_batch_size": report["generation_batch_size"],
         "adaptive_batching.scoring_batch_size": report["scoring_batch_size"],
     }
-    expected = train("grpo", plain, ranks, **more, **sizes)
+    expected = train(kind, plain, ranks, **more, **sizes)
     assert of_training(found) == of_training(expected) and len(losses(found)) == 8
     assert_same_weights(searching, plain)
 
 
+RESUMED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "tokens": ("grpo", "GRPOLoss", {}),
+    "rows": ("grpo", "GRPOSimpleLoss", {}),
+    "lora": ("grpo_lora", "GRPOLoss", {}),
+    "adapters only, dora": (
+        "grpo_lora",
+        "GRPOSimpleLoss",
+        {"save_adapter_weights_only": True, "model.use_dora": True},
+    ),
+}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("loss", ["GRPOLoss", "GRPOSimpleLoss"])
+@pytest.mark.parametrize(("kind", "loss", "more"), RESUMED.values(), ids=RESUMED)
 def test_a_resumed_run_has_the_same_responses_and_losses(
-    loss: str, ranks: int, tmp_path: Path
+    kind: str, loss: str, more: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     changes = {
         **SHORT,
+        **more,
         **{"ppo_epochs": 2, "save_every_n_steps": 3, "keep_last_n_checkpoints": 9},
         "loss._component_": f"torchtune_adaptive.recipe.kinds.grpo.{loss}",
     }
-    expected = train("grpo", whole, ranks, **changes)
+    expected = train(kind, whole, ranks, **changes)
     assert len(losses(expected)) == 8
     shutil.copytree(whole, resumed, symlinks=True)
     # Step 3 is in the middle of a rollout, which is not left before it has been trained on.
@@ -101,10 +124,10 @@ def test_a_resumed_run_has_the_same_responses_and_losses(
     assert saved == ["epoch_0_step_4", "epoch_0_step_6", "epoch_0_step_8"]
     for name in saved[1:]:
         shutil.rmtree(resumed / name)
-    rest = train("grpo", resumed, ranks, **changes, **RESUME)
+    rest = train(kind, resumed, ranks, **changes, **RESUME)
     assert of_training(rest) == of_training(expected)[4:]
     assert_same_weights(whole / saved[-1], resumed / saved[-1])
-    finished = train("grpo", resumed, ranks, **changes, **RESUME)
+    finished = train(kind, resumed, ranks, **changes, **RESUME)
     assert losses(finished) == []
 
 
@@ -146,15 +169,16 @@ MANY = {"batch_size": 4, "grpo_samples": 8, "num_steps": 3, "gradient_accumulati
     ],
     ids=["generation", "scoring", "gathering"],
 )
+@pytest.mark.parametrize("kind", KINDS)
 def test_memory_that_runs_out_on_one_rank_changes_no_response(
-    phase: str, factor: float, sizes: dict[str, int], said: str, tmp_path: Path
+    kind: str, phase: str, factor: float, sizes: dict[str, int], said: str, tmp_path: Path
 ) -> None:
     changes = {**SHORT, **sizes, "adaptive_batching.memory_limit": "9MiB"}
     made = []
     for name, which in (("plain", None), ("short", phase)):
-        cfg = tiny_config("grpo", tmp_path / name, **changes)
+        cfg = tiny_config(kind, tmp_path / name, **changes)
         records, *_ = run_ranks(
-            run_short_of_memory, 2, "grpo", cfg, which, factor, join=False, timeout=120
+            run_short_of_memory, 2, kind, cfg, which, factor, join=False, timeout=120
         )
         made.append(records)
     plain, short = made
@@ -215,6 +239,47 @@ def test_the_last_rollout_is_saved_wherever_it_ends(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("epoch_*")] == ["epoch_2_step_4"]
 
 
+def run_with_a_second_model(kind: str, cfg: DictConfig) -> Records:
+    """Run with the reference as a model of its own: the one that adapters are added to."""
+
+    def reference(self: LoRAGRPO, model: nn.Module, frozen: Any) -> OfTokens:
+        with training.set_default_dtype(self.environment.dtype):
+            full = config.instantiate(OmegaConf.load(find_config("tiny/grpo")).model)
+        checkpoint = config.instantiate(cfg.checkpointer, should_load_recipe_state=False)
+        full.load_state_dict(checkpoint.load_checkpoint()["model"])
+        return self.log_probs(full.eval())
+
+    usual, LoRAGRPO.reference = LoRAGRPO.reference, reference  # type: ignore[method-assign]
+    try:
+        return run_ours(kind, cfg)
+    finally:
+        LoRAGRPO.reference = usual  # type: ignore[method-assign]
+
+
+ADAPTED: dict[str, dict[str, Any]] = {
+    "checkpointed": {"enable_activation_checkpointing": True},
+    "bf16": {"dtype": "bf16"},
+    "kept gathered": {"fsdp_reshard_after_forward": False},
+    "output sharded apart": {"custom_sharded_layers": ["tok_embeddings", "output"]},
+    "dora, dropout": {"model.use_dora": True, "model.lora_dropout": 0.3},
+}
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("changes", ADAPTED.values(), ids=ADAPTED)
+def test_adapters_train_as_with_a_second_model_as_the_reference(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    changes = {**SHORT, **changes, "ppo_epochs": 2, "loss.kl_coeff": 0.5}
+    cfg = tiny_config("grpo_lora", tmp_path / "second", **changes)
+    expected = run_ranks(run_with_a_second_model, 2, "grpo_lora", cfg, join=False, timeout=120)[0]
+    found = train("grpo_lora", tmp_path / "found", 2, **changes)
+    assert found[0]["kl_loss"] == 0.0 < found[-1]["kl_loss"]
+    for one, other in zip(found, expected, strict=True):
+        for key in ("loss", "kl_loss", "rewards"):
+            assert one[key] == pytest.approx(other[key], rel=1e-6, abs=1e-6)
+
+
 def run_compiled(kind: str, cfg: DictConfig) -> tuple[Records, int]:
     """What a run has logged, and the graphs that it has compiled; on one simulated device it runs eager."""
     os.environ["TORCH_COMPILE_BACKEND"] = "aot_eager"  # inductor takes long here
@@ -223,7 +288,7 @@ def run_compiled(kind: str, cfg: DictConfig) -> tuple[Records, int]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("kind", "ranks"), [("grpo", 2), ("ppo", 1)])
+@pytest.mark.parametrize(("kind", "ranks"), [("grpo", 2), ("grpo_lora", 2), ("ppo", 1)])
 def test_a_compiled_run_is_that_of_its_layers(kind: str, ranks: int, tmp_path: Path) -> None:
     changes = {**SHORT, "adaptive_batching.memory_limit": None, "ppo_epochs": 2}
     if kind == "ppo":

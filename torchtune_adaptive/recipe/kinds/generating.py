@@ -9,15 +9,20 @@ from typing import Any
 from torch import nn
 from torchtune.training import disable_dropout
 
-from torchtune_adaptive.recipe.kinds.full import Full
+from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.recipe.data.prompts import Prompts
+from torchtune_adaptive.recipe.data.rows import Rows
+from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
 from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import Judge
+from torchtune_adaptive.recipe.rollout.projection import LogProbs
 from torchtune_adaptive.recipe.rollout.score import Scorers
+from torchtune_adaptive.recipe.setup.components import make
 from torchtune_adaptive.recipe.setup.phases import RolloutSizes
 
 
-class Generating(Full):
-    """Trains every weight on responses that the model itself has given."""
+class Generating(RecipeKind):
+    """Trains a model on responses that it has given itself."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
         disable_dropout(model)  # or log-probabilities would differ from the reference's by chance
@@ -26,6 +31,23 @@ class Generating(Full):
     def policy(self, model: nn.Module) -> nn.Module:
         """The model that generates, in what is trained."""
         return model
+
+    def loss(self, module: str, *known: str) -> Any:
+        """What the config's ``loss`` makes: one of the known losses of a module of torchtune, or of ours."""
+        made, component = make(self.cfg.loss, "loss"), self.cfg.loss._component_
+        if type(made).__name__ not in known:
+            reason = "is not a loss that this recipe knows"
+            raise ConfigError(
+                "loss._component_", component, reason, f"Use {' or '.join(known)} of {module}"
+            )
+        return made
+
+    def log_probs(self, policy: nn.Module) -> LogProbs:
+        """The log-probabilities of a policy, which samples at the temperature of the config."""
+        return LogProbs(policy, self.cfg.get("temperature") or 1.0)
+
+    def rows(self) -> Rows:
+        return Prompts()
 
     @abstractmethod
     def scorers(

@@ -1,4 +1,4 @@
-"""Group relative policy optimization (GRPO) of all weights, with the reference as a second model."""
+"""Group relative policy optimization (GRPO), here of all weights, with the reference as a second model."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import Objective
-from torchtune_adaptive.recipe.data.prompts import Prompts
-from torchtune_adaptive.recipe.data.rows import Rows
+from torchtune_adaptive.recipe.kinds.full import Full
 from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.rewards import Rewards
 from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import ByFunctions, Judge
 from torchtune_adaptive.recipe.rollout.losses import GRPO as Loss
-from torchtune_adaptive.recipe.rollout.projection import LogProbs
-from torchtune_adaptive.recipe.rollout.score import Scorers
-from torchtune_adaptive.recipe.setup.components import make
+from torchtune_adaptive.recipe.rollout.score import OfTokens, Scorers
 from torchtune_adaptive.recipe.setup.phases import RolloutSizes
 
 
@@ -58,31 +54,23 @@ class GRPO(Generating):
     """Makes the better ones of several responses to a prompt more likely."""
 
     def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
-        loss = make(self.cfg.loss, "loss")
-        name = type(loss).__name__
-        if name not in _PER_ROW:
-            raise ConfigError(
-                "loss._component_",
-                self.cfg.loss._component_,
-                "is not a loss that this recipe knows",
-                f"Use one of {', '.join(_PER_ROW)} of torchtune.dev.grpo.loss",
-            )
-        log_probs = LogProbs(model, self.cfg.get("temperature") or 1.0)
-        return Loss(log_probs, loss.epsilon, loss.kl_coeff, _PER_ROW[name], frozen)
-
-    def rows(self) -> Rows:
-        return Prompts()
+        loss = self.loss("torchtune.dev.grpo.loss", *_PER_ROW)
+        per_row = _PER_ROW[type(loss).__name__]
+        return Loss(self.log_probs(model), loss.epsilon, loss.kl_coeff, per_row, frozen)
 
     def scorers(
         self, model: nn.Module, frozen: Sequence[nn.Module], sizes: RolloutSizes
     ) -> Scorers:
-        [reference] = frozen
-        models = {"reference": reference}
+        log_probs = {"reference": self.reference(model, frozen)}
         if sizes.epochs > 1 and not _PER_ROW[self.cfg.loss._component_.rpartition(".")[2]]:
             # Otherwise the policy that is trained is the one that has generated, and their ratio is 1.
-            models = {"old": model, **models}
-        temperature = self.cfg.get("temperature") or 1.0
-        return Scorers({name: LogProbs(each, temperature) for name, each in models.items()}, {})
+            log_probs = {"old": self.log_probs(model), **log_probs}
+        return Scorers(log_probs, {})
+
+    def reference(self, model: nn.Module, frozen: Sequence[nn.Module]) -> OfTokens:
+        """The log-probabilities of the policy that the trained one is not to move away from."""
+        [reference] = frozen
+        return self.log_probs(reference)
 
     def judge(
         self,
@@ -95,4 +83,8 @@ class GRPO(Generating):
         return ByFunctions(Rewards(self.cfg, tokenizer, stops, entering), sizes.samples)
 
 
-TheKind = GRPO
+class FullGRPO(GRPO, Full):
+    """Trains every weight."""
+
+
+TheKind = FullGRPO

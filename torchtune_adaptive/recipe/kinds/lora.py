@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 from torchtune import training
+from torchtune.modules.peft import disable_adapter
 
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints, LoRACheckpoints
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
@@ -25,6 +28,18 @@ class LoRA(RecipeKind):
     def load(self, model: nn.Module, checkpoint: dict[str, Any]) -> None:
         weights, adapters = checkpoint[training.MODEL_KEY], checkpoint.get(training.ADAPTER_KEY)
         load_lora(model, self.cfg, self.environment, weights, adapters)
+
+
+def without_adapters(
+    model: nn.Module, of_tokens: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a function of the model says while its adapters are off."""
+
+    def of_base(tokens: torch.Tensor) -> torch.Tensor:
+        with disable_adapter(model):
+            return of_tokens(tokens)
+
+    return of_base
 
 
 TheKind = LoRA

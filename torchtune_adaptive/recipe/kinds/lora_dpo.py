@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import nn
-from torchtune.modules.peft import disable_adapter
 
 from torchtune_adaptive.core import Objective
 from torchtune_adaptive.recipe.data.rows import Rows
-from torchtune_adaptive.recipe.kinds.lora import LoRA
+from torchtune_adaptive.recipe.kinds.lora import LoRA, without_adapters
 from torchtune_adaptive.recipe.kinds.preference import Pairs, Preference
 from torchtune_adaptive.recipe.setup.optimizer import build_loss
-
-
-def without_adapters(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What the model says when its adapters are off."""
-
-    def logits(tokens: torch.Tensor) -> torch.Tensor:
-        with disable_adapter(model):
-            found: torch.Tensor = model(tokens)
-        return found
-
-    return logits
 
 
 class LoRADPO(LoRA):
@@ -31,7 +18,7 @@ class LoRADPO(LoRA):
 
     def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
         loss_fn = build_loss(self.cfg, self.environment, model)
-        return Preference(loss_fn, without_adapters(model))
+        return Preference(loss_fn, without_adapters(model, model))
 
     def rows(self) -> Rows:
         return Pairs()

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 from torch import nn
 from torchtune import training
 
-from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import Objective
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.policy_and_value import PolicyAndValueCheckpoints
 from torchtune_adaptive.recipe.data.prompts import Prompts
 from torchtune_adaptive.recipe.data.rows import Rows
+from torchtune_adaptive.recipe.kinds.full import Full
 from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import ByModel, Judge
@@ -25,10 +25,8 @@ from torchtune_adaptive.recipe.rollout.policy_and_value import (
     PolicyAndValue,
     of_model,
 )
-from torchtune_adaptive.recipe.rollout.projection import LogProbs
 from torchtune_adaptive.recipe.rollout.score import Scorers, values_of
 from torchtune_adaptive.recipe.settings.kind_table import VALUE_CHECKPOINTER, FrozenModel
-from torchtune_adaptive.recipe.setup.components import make
 from torchtune_adaptive.recipe.setup.model import AS_IT_IS, full_model, load_full
 from torchtune_adaptive.recipe.setup.phases import RolloutSizes
 
@@ -46,7 +44,7 @@ class PromptsAlone(Prompts):
     keys: ClassVar[tuple[str, ...]] = ("tokens",)
 
 
-class PPO(Generating):
+class PPO(Generating, Full):
     """Makes what is better than the value model has expected more likely."""
 
     # --- models -----------------------------------------------------------------------------------
@@ -80,16 +78,9 @@ class PPO(Generating):
     # --- training ---------------------------------------------------------------------------------
 
     def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
-        loss = make(self.cfg.loss, "loss")
-        if type(loss).__name__ != "PPOLoss":
-            raise ConfigError(
-                "loss._component_",
-                self.cfg.loss._component_,
-                "is not a loss that this recipe knows",
-                "Use torchtune.rlhf.loss.PPOLoss",
-            )
+        loss = self.loss("torchtune.rlhf.loss", "PPOLoss")
         clip, coefficient = loss.value_clip_range, loss.value_coeff
-        return Loss(self._log_probs(self.policy(model)), loss.epsilon, clip, coefficient, frozen)
+        return Loss(self.log_probs(self.policy(model)), loss.epsilon, clip, coefficient, frozen)
 
     def scorers(
         self, model: nn.Module, frozen: Sequence[nn.Module], sizes: RolloutSizes
@@ -97,7 +88,7 @@ class PPO(Generating):
         reference, reward = frozen
         policies = {"old": self.policy(model), "reference": reference}
         return Scorers(
-            {name: self._log_probs(policy) for name, policy in policies.items()},
+            {name: self.log_probs(policy) for name, policy in policies.items()},
             {"values": values_of(model.get_submodule(VALUE)), "scores": values_of(reward)},
         )
 
@@ -120,9 +111,6 @@ class PPO(Generating):
             must_stop=cfg.get("penalise_no_eos") or False,
             total=total,
         )
-
-    def _log_probs(self, policy: nn.Module) -> LogProbs:
-        return LogProbs(policy, self.cfg.get("temperature") or 1.0)
 
     # --- data -------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class Kind:
     """The name of the kind and of its module in ``kinds/``; it is part of the names of its configs."""
 
     torchtunes: str
-    """The recipe of torchtune that it takes the place of."""
+    """The recipe of torchtune that it takes the place of, or the name that it would have there."""
 
     more_keys: frozenset[str] = frozenset()
     """The top-level keys that it knows besides those that all recipes do."""
@@ -108,7 +108,7 @@ _OF_ROLLOUTS = """
 max_generated_tokens temperature top_k forward_batch_size ppo_epochs num_steps save_every_n_epochs
 stop_token_ids ac_mode ac_option
 """
-_OF_GRPO = "grpo_samples reward_functions enable_async_checkpointing"
+_OF_GRPO = "grpo_samples reward_functions"
 _OF_PPO = """
 ppo_batch_size min_response_length penalise_no_eos reward_penalty gamma lmbda kl_coeff
 whiten_rewards enable_kv_cache optimizer_in_bwd
@@ -152,8 +152,15 @@ KINDS: dict[str, Kind] = {
         Kind(
             "grpo",
             "dev/grpo_full_finetune_distributed",
-            _GRPO_KEYS,
+            _GRPO_KEYS | {"enable_async_checkpointing"},
             frozen=(_REFERENCE,),
+            sample="prompt",
+        ),
+        Kind(
+            "grpo_lora",
+            "dev/grpo_lora_finetune_distributed",
+            _GRPO_KEYS | _LORA_KEYS,
+            adapters=True,
             sample="prompt",
         ),
         Kind(
@@ -253,7 +260,8 @@ _MARKS: tuple[tuple[str, Mark, bool | None], ...] = (
     ("quantize", _has_without("quantizer", "optimizer"), None),
     ("ppo_full_finetune_single_device", _has("policy_model"), None),
     ("dev/async_grpo_full_finetune_distributed", _has("orchestration"), None),
-    ("dev/grpo_full_finetune_distributed", _has("grpo_samples"), None),
+    ("dev/grpo_lora_finetune_distributed", _has("grpo_samples"), True),
+    ("dev/grpo_full_finetune_distributed", _has("grpo_samples"), False),
     ("dev/early_exit_finetune_distributed", _has("early_exit_loss", "layer_dropout"), None),
     ("dev/lora_finetune_distributed_multi_dataset", _has("datasets"), None),
     ("knowledge_distillation_distributed", _has("teacher_model", "kd_loss"), None),

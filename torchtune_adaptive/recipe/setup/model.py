@@ -29,6 +29,7 @@ from torchtune.modules.peft import (
 )
 
 from torchtune_adaptive.common import CheckpointError, ConfigError, counted
+from torchtune_adaptive.recipe.private import has_quantized_base
 from torchtune_adaptive.recipe.settings.kind_table import COPIES, SHARDS, TENSORS, FrozenModel
 from torchtune_adaptive.recipe.setup.components import make
 from torchtune_adaptive.recipe.setup.environment import Environment
@@ -90,12 +91,31 @@ def lora_model(
 ) -> nn.Module:
     """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
     model = _on_meta(cfg, "model", environment, prepare)
+    if environment.ranks.size > 1:
+        _require_shardable(model)
     set_trainable_params(model, get_adapter_params(model))
     _compile_if_asked(model, cfg)
     data, _ = _meshes(cfg, environment, tensors=1)
     with sharding:
         _shard(model, cfg, data)
     return model
+
+
+def _require_shardable(model: nn.Module) -> None:
+    """Raise for what cannot be loaded once it is sharded: DoRA adds adapters to weights, to take their norms,
+    and torchao cannot add to sharded NF4 weights.
+
+    Raises:
+        ConfigError: the model is one of DoRA with a quantized base.
+    """
+    if any(isinstance(each, DoRALinear) and has_quantized_base(each) for each in model.modules()):
+        raise ConfigError(
+            "model.use_dora",
+            True,
+            "cannot be combined with a quantized base on several ranks: torchao cannot add to sharded NF4 "
+            "weights",
+            "Set it to False, or model.quantize_base to False, or use one rank",
+        )
 
 
 def frozen_model(
@@ -138,9 +158,10 @@ def load_lora(
         _initialize_adapters(model, cfg, environment)
     initialize_ropes(model, environment)
     base_missing, base_unexpected = _load(model, cfg, environment, weights)
-    for module in model.modules():
-        if hasattr(module, "initialize_dora_magnitude"):
-            module.initialize_dora_magnitude()  # type: ignore[operator]
+    if not adapter_weights:  # or magnitudes that have been trained would be lost
+        for module in model.modules():
+            if isinstance(module, DoRALinear):
+                module.initialize_dora_magnitude()
     try:
         validate_missing_and_unexpected_for_lora(
             lora_attn_modules=list(cfg.model.lora_attn_modules),
