@@ -223,11 +223,14 @@ def test_qlora_on_one_rank_goes_on_on_two(tmp_path: Path) -> None:
     assert losses(second_epoch) == pytest.approx(losses(whole)[3:], rel=1e-5)
 
 
-def test_quantised_dora_is_refused_where_it_would_be_sharded(tmp_path: Path) -> None:
+def test_quantised_models_are_refused_where_they_cannot_be_sharded(tmp_path: Path) -> None:
     changes = {**quantised(tmp_path), "model.use_dora": True, "max_steps_per_epoch": 1}
     assert len(train("lora", tmp_path, **changes)) == 1
     said = refused("ConfigError", "lora", tmp_path, 2, **changes)
     assert "model.use_dora: True cannot be combined with a quantized base on several ranks" in said
+    in_copies = {**changes, "data_parallel_replicate_dim": 2}
+    said = refused("ConfigError", "lora", tmp_path / "copies", 4, **in_copies)
+    assert "data_parallel_replicate_dim: 2 cannot be combined with a quantized base" in said
 
 
 @pytest.mark.exhaustive

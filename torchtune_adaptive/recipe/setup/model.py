@@ -92,7 +92,7 @@ def lora_model(
     """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
     model = _on_meta(cfg, "model", environment, prepare)
     if environment.ranks.size > 1:
-        _require_shardable(model)
+        _require_shardable(model, cfg)
     set_trainable_params(model, get_adapter_params(model))
     _compile_if_asked(model, cfg)
     data, _ = _meshes(cfg, environment, tensors=1)
@@ -101,14 +101,18 @@ def lora_model(
     return model
 
 
-def _require_shardable(model: nn.Module) -> None:
-    """Raise for what cannot be loaded once it is sharded: DoRA adds adapters to weights, to take their norms,
-    and torchao cannot add to sharded NF4 weights.
+def _require_shardable(model: nn.Module, cfg: DictConfig) -> None:
+    """Raise for quantized models that cannot be loaded once they are sharded. DoRA adds adapters to weights, to
+    take their norms, and torchao cannot add to sharded NF4 weights; torchtune cannot spread these in copies.
 
     Raises:
-        ConfigError: the model is one of DoRA with a quantized base.
+        ConfigError: the model is one of these.
     """
-    if any(isinstance(each, DoRALinear) and has_quantized_base(each) for each in model.modules()):
+    quantized = [each for each in _adapted_layers(model) if has_quantized_base(each)]
+    if quantized and (copies := cfg.get(COPIES) or 1) > 1:
+        reason = "cannot be combined with a quantized base: torchtune shards NF4 weights over all ranks only"
+        raise ConfigError(COPIES, copies, reason, "Set it to 1, or model.quantize_base to False")
+    if any(isinstance(each, DoRALinear) for each in quantized):
         raise ConfigError(
             "model.use_dora",
             True,
