@@ -6,6 +6,7 @@ the same model on another device needs no tracing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -30,7 +31,14 @@ from torchtune_adaptive.recipe.settings.knob_table import (
 
 _MOST_KEPT = 100
 _PARTS = ("model", "loss", "optimizer", *sorted(FROZEN_MODELS | MORE_BLOCKS))
-_VERSIONED = ("torch.", "torchtune.", "torchao.")
+_VERSIONED = ("torch.", "torchtune.", "torchao.", "torchtune_adaptive.")
+GATHERING, GENERATION, SHARDED_GENERATION, SCORING = (
+    "gathering the policy",
+    "generation",
+    "generation with sharded weights",
+    "scoring",
+)
+"""What is traced of a rollout, besides training."""
 
 
 class PassedCheck:
@@ -124,6 +132,16 @@ class Traces:
         how = "as written " if self.compiled else ""
         return self._traced(how, rows, length, choice, micro_batches)
 
+    def of_phase(
+        self, phase: str, rows: int, length: int, as_written: bool = False
+    ) -> RecordedStep:
+        """A micro-batch of a phase of a rollout: see ``Tracer.take_phase``."""
+        name = f"{phase} {'as written ' * as_written}{(rows, length)}"
+        if name not in self._steps:
+            self._ready(length)
+            self._note(name, self._tracer.take_phase(phase, rows, length, as_written))
+        return self._steps[name]
+
     def _traced(
         self, how: str, rows: int, length: int, choice: Choice | None, micro_batches: int | None
     ) -> RecordedStep:
@@ -134,8 +152,7 @@ class Traces:
         if micro_batches not in (None, self._micro_batches):
             name += f" x {micro_batches}"
         if name not in self._steps:
-            if self._tracer is None:
-                self._begin((TracedRun.ROWS[0], max(1, length // TracedRun.ROWS[0])))
+            self._ready(length)
             take = self._tracer.step_as_written if how else self._tracer.take_step
             self._note(name, take(rows, length, choice, micro_batches))
         return self._steps[name]
@@ -152,6 +169,10 @@ class Traces:
             self._kept.put(self._facts, {**about, "steps": steps})
             self._grown = False
 
+    def _ready(self, length: int) -> None:
+        if self._tracer is None:
+            self._begin((TracedRun.ROWS[0], max(1, length // TracedRun.ROWS[0])))
+
     def _begin(self, size: tuple[int, int]) -> None:
         if not self._may_trace:
             raise NotRemembered("not remembered")
@@ -167,6 +188,27 @@ class Traces:
         self._steps[name] = step
         self.as_written = self._tracer.as_written
         self._grown = True
+
+
+@dataclass(frozen=True)
+class PhaseTraces:
+    """Traces of one phase of a rollout, as those of a run's steps."""
+
+    traces: Traces
+    phase: str
+
+    @property
+    def compiled(self) -> bool:
+        return self.traces.compiled and self.phase == SCORING
+
+    def start_up(self, length: int) -> StartUp:
+        return self.traces.start_up(length)
+
+    def step(self, rows: int, length: int) -> RecordedStep:
+        return self.traces.of_phase(self.phase, rows, length)
+
+    def noted(self, rows: int, length: int) -> RecordedStep:
+        return self.traces.of_phase(self.phase, rows, length, as_written=self.compiled)
 
 
 def _are_traces(value: Any) -> bool:
