@@ -32,13 +32,14 @@ from torchtune_adaptive.recipe.settings.knob_table import (
 _MOST_KEPT = 100
 _PARTS = ("model", "loss", "optimizer", *sorted(FROZEN_MODELS | MORE_BLOCKS))
 _VERSIONED = ("torch.", "torchtune.", "torchao.", "torchtune_adaptive.")
-GATHERING, GENERATION, SHARDED_GENERATION, SCORING = (
+GATHERING, GENERATION, SHARDED_GENERATION, SCORING, TRAINING = (
     "gathering the policy",
     "generation",
     "generation with sharded weights",
     "scoring",
+    "training",
 )
-"""What is traced of a rollout, besides training."""
+"""What is traced of a rollout."""
 
 
 class PassedCheck:
@@ -209,6 +210,28 @@ class PhaseTraces:
 
     def noted(self, rows: int, length: int) -> RecordedStep:
         return self.traces.of_phase(self.phase, rows, length, as_written=self.compiled)
+
+
+@dataclass(frozen=True)
+class TrainingTraces:
+    """Traces of steps with another number of micro-batches than the config's."""
+
+    traces: Traces
+    micro_batches: int
+    """Their number; of more than two, the first two count."""
+
+    @property
+    def compiled(self) -> bool:
+        return self.traces.compiled
+
+    def start_up(self, length: int) -> StartUp:
+        return self.traces.start_up(length)
+
+    def step(self, rows: int, length: int) -> RecordedStep:
+        return self.traces.step(rows, length, None, min(2, self.micro_batches))
+
+    def noted(self, rows: int, length: int) -> RecordedStep:
+        return self.traces.noted(rows, length, None, min(2, self.micro_batches))
 
 
 def _are_traces(value: Any) -> bool:
