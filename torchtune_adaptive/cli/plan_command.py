@@ -101,7 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="capacity of one process, e.g. 76GiB (instead of --gpu); not what a card is sold as",
     )
     add_machine_options(parser)
-    length_help = "tokens in a row: the length of the longest sample"
+    length_help = (
+        "tokens in a row: the length of the longest sample, or of the longest prompt of a rollout"
+    )
     add("--seq-len", type=int, metavar="N", help=length_help)
     add("--tokens", metavar="N", help="tokens to train on, e.g. 52M, for hours and cost")
     price_help = "price of one GPU for an hour; with --compare one for all, or one for each"
@@ -338,10 +340,11 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
 def _require_no_comparison(arguments: argparse.Namespace) -> None:
     """Raise if something is asked that is about steps alone, and rows are generated."""
     for option in ("fastest", "may_change", "compare", "plot"):
-        if value := getattr(arguments, option):
+        if getattr(arguments, option):
             name = f"--{option.replace('_', '-')}"
-            reason = "is not for recipes that generate the rows that they train on"
-            raise ConfigError(name, str(value), reason, "Leave it out")
+            raise NoPrediction(
+                f"{name} is not for recipes that generate the rows that they train on. Leave it out."
+            )
 
 
 def _ask_for_candidates(

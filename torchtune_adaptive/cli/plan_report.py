@@ -284,6 +284,7 @@ def as_dict(report: PlanReport) -> dict[str, Any]:
         **speed_as_dict(
             report.found.speed, report.plan.ranks, report.job, fits=report.verdict != DOES_NOT_FIT
         ),
+        "limiting_phase": report.found.rollout.limiting.name if report.found.rollout else None,
         "last_rank": asdict(report.last_rank) if report.last_rank else None,
         "lengths": report.by_length.largest if report.by_length else {},
         "longest_length": report.by_length.longest if report.by_length else None,

@@ -34,8 +34,8 @@ def _answer(plan: PlanRequest, found: Prediction, rollout: RolloutPrediction) ->
     takes = bytes_of(limiting.configured.reserved, device.usable_bytes)
     rows = counted(rollout.rows, "row")
     return (
-        f"Rollouts of {rows} per rank: {found.verdict(device)}. {limiting.name.capitalize()} limits, with the "
-        f"highest peak: {takes}."
+        f"Rollouts of {rows} per rank: {found.verdict(device)}. {limiting.name.capitalize()} limits, with "
+        f"the highest peak: {takes}."
     )
 
 
@@ -44,7 +44,7 @@ def _sizes(rollout: RolloutPrediction) -> Iterator[str]:
     if rollout.overrides:
         yield f"A search picks {rollout.overrides}"
     elif none := [phase.name for phase in rollout.phases if phase.picked is None]:
-        yield f"A search finds nothing: not even one row fits in {' and in '.join(none)}."
+        yield f"A search finds nothing that fits in {' and '.join(none)}."
     if any(phase.sharded for phase in rollout.phases):
         yield (
             "The whole policy does not fit on one device, so it generates with sharded weights, which "
@@ -56,7 +56,9 @@ def _cautions(plan: PlanRequest, rollout: RolloutPrediction) -> list[str]:
     near = [
         phase.name
         for phase in rollout.phases
-        if any(p and p.verdict(plan.device) == "UNCERTAIN" for p in (phase.configured, phase.picked))
+        if any(
+            p and p.verdict(plan.device) == "UNCERTAIN" for p in (phase.configured, phase.picked)
+        )
     ]
     return [caution(plan.device, f"in {' and '.join(near)}")] if near else []
 
@@ -114,12 +116,12 @@ def _times(
     in_all = f", {each * ranks:,.0f} in all" if ranks > 1 else ""
     condition = "" if fits else ", if it fitted"
     lines = [
-        f"Speed of rollouts{condition}: {each:,.0f} tokens/s per GPU ({band_text(speed)}){in_all}, prompts and "
-        f"responses, MFU {speed.mfu:.0%}; a rollout takes {human_seconds(speed.seconds)}."
+        f"Speed of rollouts{condition}: {each:,.0f} tokens/s per GPU ({band_text(speed)}){in_all}, prompts "
+        f"and responses, MFU {speed.mfu:.0%}; a rollout takes {human_seconds(speed.seconds)}."
     ]
     if fits:
         lines += cost_lines(speed, ranks, job)
-    if picked := rollout.speed_picked:
+    if (picked := rollout.speed_picked) and picked.seconds != speed.seconds:
         lines.append(
             f"With what a search picks: {picked.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, "
             f"{human_seconds(picked.seconds)}."

@@ -129,6 +129,7 @@ class StepTracer:
     """
 
     ACTIVATIONS: ClassVar = ACTIVATIONS
+    GATHERED: ClassVar = GATHERED
     GRADIENTS: ClassVar = GRADIENTS
     LOSS: ClassVar = LOSS
     """Categories for ``recorder.category``."""

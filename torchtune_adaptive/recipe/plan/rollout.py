@@ -135,14 +135,7 @@ class RolloutPlanner:
     confirmed: bool
 
     def predict(self) -> RolloutPrediction:
-        training = _Phase(self, TRAINING, [TrainingTraces(self.traces, n) for n in (1, 2)])
-        sharded = self.asked.sharded and not self._gathered_policy_fits()
-        generation = SHARDED_GENERATION if sharded else GENERATION
-        phases = (
-            _Phase(self, GENERATION, [PhaseTraces(self.traces, generation)]).predict(sharded),
-            _Phase(self, SCORING, [PhaseTraces(self.traces, SCORING)]).predict(),
-            training.predict(),
-        )
+        phases = tuple(phase.predict() for phase in self.phases())
         picked = {each.name: each.picked.rows for each in phases if each.picked}
         return RolloutPrediction(
             self.asked.rows,
@@ -151,6 +144,16 @@ class RolloutPlanner:
             self._of_all([each.speed for each in phases]),
             self._of_all([each.speed_picked for each in phases]),
             self._overrides(picked) if len(picked) == len(phases) else "",
+        )
+
+    def phases(self) -> tuple[_Phase, ...]:
+        """Each phase by itself, in the order in which they follow each other."""
+        sharded = self.asked.sharded and not self._gathered_policy_fits()
+        generation = SHARDED_GENERATION if sharded else GENERATION
+        return (
+            _Phase(self, GENERATION, [PhaseTraces(self.traces, generation)], sharded),
+            _Phase(self, SCORING, [PhaseTraces(self.traces, SCORING)]),
+            _Phase(self, TRAINING, [TrainingTraces(self.traces, n) for n in (1, 2)]),
         )
 
     def _gathered_policy_fits(self) -> bool:
@@ -186,26 +189,30 @@ class _Phase:
     """One phase: ``traces`` are those of its micro-batches, or those of a step with one and with more."""
 
     def __init__(
-        self, planner: RolloutPlanner, name: str, traces: Sequence[PhaseTraces | TrainingTraces]
+        self,
+        planner: RolloutPlanner,
+        name: str,
+        traces: Sequence[PhaseTraces | TrainingTraces],
+        sharded: bool = False,
     ) -> None:
-        self._planner, self._name, self._traces = planner, name, traces
+        self.name, self._planner, self._traces, self._sharded = name, planner, traces, sharded
         self._about = planner.asked.phases[name]
         self._runs: dict[int, TracedRun] = {}
 
-    def predict(self, sharded: bool = False) -> PhasePrediction:
+    def predict(self) -> PhasePrediction:
         about, most = self._about, self._largest()
         picked = self._picked(most)
         return PhasePrediction(
-            self._name,
-            self._peak(about.size),
+            self.name,
+            self.peak(about.size),
             most,
-            self._peak(picked) if picked else None,
+            self.peak(picked) if picked else None,
             self._speed(about.size),
             self._speed(picked) if picked else None,
-            sharded,
+            self._sharded,
         )
 
-    def _run(self, size: int) -> TracedRun:
+    def run(self, size: int) -> TracedRun:
         """The traces of a micro-batch of this size: steps with more of them hold gradients already."""
         which = min(self._micro_batches(size), len(self._traces)) - 1
         if which not in self._runs:
@@ -215,11 +222,12 @@ class _Phase:
     def _micro_batches(self, size: int) -> int:
         return -(-self._about.together // size)
 
-    def _peak(self, size: int) -> Peak:
-        return self._run(size).peak(size, self._planner.length, self._planner.device)
+    def peak(self, size: int) -> Peak:
+        """The peak with micro-batches of a size."""
+        return self.run(size).peak(size, self._planner.length, self._planner.device)
 
     def _fits(self, size: int) -> bool:
-        return self._peak(size).reserved <= self._planner.device.usable_bytes
+        return self.peak(size).reserved <= self._planner.device.usable_bytes
 
     def _largest(self) -> int:
         most, planner = self._about.ceiling, self._planner
@@ -230,7 +238,7 @@ class _Phase:
             if (fits := self._fits(most)) or most == 1:
                 return most if fits else 0
             most -= 1
-        run = self._run(most)
+        run = self.run(most)
         find = run.confirmed_largest if planner.confirmed else run.largest
         return find(planner.length, planner.device, most)
 
@@ -247,12 +255,12 @@ class _Phase:
             return None
         parts, rounds = 1, self._micro_batches(size)
         pace = planner.pace
-        if self._name == GENERATION:
+        if self.name == GENERATION:
             parts = planner.asked.max_new
             pace = replace(pace, compiled=False)
-        elif self._name == TRAINING:
+        elif self.name == TRAINING:
             parts, rounds = rounds, about.total // about.together
-        step = self._run(size).operations(size, planner.length)
+        step = self.run(size).operations(size, planner.length)
         one = pace.speed(step, size, planner.length, parts)
         seconds = one.seconds * rounds
         rows = planner.asked.rows

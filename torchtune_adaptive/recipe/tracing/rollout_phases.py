@@ -66,9 +66,7 @@ def _phases(kind: Generating, step: TrainStep, model: nn.Module, length: int) ->
     cfg, sizes = kind.cfg, rollout_sizes(kind.cfg)
     scorers = kind.scorers(model, step.objective.frozen, sizes)
     policy, longest = kind.policy(model), length - sizes.max_new
-    return build_phases(
-        cfg, kind.environment, step, policy, scorers, _TOKENIZER, sizes, longest
-    )
+    return build_phases(cfg, kind.environment, step, policy, scorers, _TOKENIZER, sizes, longest)
 
 
 def _gather(step: TrainStep, policy: nn.Module | None) -> None:
@@ -87,7 +85,7 @@ def _by_token(policy: nn.Module, generate: Callable[[], Any], next_token: _NextP
         if passes > 1:
             next_token()
 
-    hook = policy.register_forward_pre_hook(begins)
+    hook = policy.register_forward_pre_hook(begins, prepend=True)  # before FSDP's, which gather
     try:
         generate()
     finally:

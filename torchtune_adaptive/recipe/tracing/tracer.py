@@ -229,6 +229,8 @@ class Tracer(StepTracer):
             for each in model.children():
                 self._follow_categories(each)
             return
+        if self.ranks.size > 1:  # FSDP gathers what the root has before any other hook
+            model.register_forward_pre_hook(enters(StepTracer.GATHERED), prepend=True)
         model.register_forward_pre_hook(enters(StepTracer.ACTIVATIONS))
         decoder = getattr(model, "decoder", model)
         if isinstance(norm := getattr(decoder, "norm", None), nn.Module):
