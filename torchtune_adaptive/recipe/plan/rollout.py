@@ -67,7 +67,7 @@ class RolloutQuery:
             min(settings.ceiling or step.rows, step.rows),
             step.rows,
             rows * (cfg.get("ppo_epochs") or 1),
-            bool(cfg.get("optimizer_in_bwd", False)),  # whose steps are one micro-batch
+            bool(cfg.get("optimizer_in_bwd", False)),
         )
         return cls(rows, cfg.max_generated_tokens, ranks > 1, phases)
 
@@ -150,10 +150,12 @@ class RolloutPlanner:
         """Each phase by itself, in the order in which they follow each other."""
         sharded = self.asked.sharded and not self._gathered_policy_fits()
         generation = SHARDED_GENERATION if sharded else GENERATION
+        # With the optimizer in backward, a step is one micro-batch.
+        steps = (1,) if self.asked.phases[TRAINING].is_fixed else (1, 2)
         return (
             _Phase(self, GENERATION, [PhaseTraces(self.traces, generation)], sharded),
             _Phase(self, SCORING, [PhaseTraces(self.traces, SCORING)]),
-            _Phase(self, TRAINING, [TrainingTraces(self.traces, n) for n in (1, 2)]),
+            _Phase(self, TRAINING, [TrainingTraces(self.traces, n) for n in steps]),
         )
 
     def _gathered_policy_fits(self) -> bool:
@@ -231,8 +233,6 @@ class _Phase:
 
     def _largest(self) -> int:
         most, planner = self._about.ceiling, self._planner
-        if self._about.is_fixed:
-            return most if self._fits(most) else 0
         if most == self._about.together:
             # Of training, this is a step of its own: without gradients of an earlier micro-batch.
             if (fits := self._fits(most)) or most == 1:
@@ -244,7 +244,7 @@ class _Phase:
 
     def _picked(self, most: int) -> int:
         if self._about.is_fixed:
-            return self._about.size if most else 0
+            return self._about.size if self._about.size <= most else 0
         sizes = candidates(self._planner.rounding, most, self._about.together)
         return max(sizes, default=0)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 from torchtune_adaptive.core import TrainStep
 from torchtune_adaptive.recipe.kinds.generating import Generating
+from torchtune_adaptive.recipe.rollout import generate, score
 from torchtune_adaptive.recipe.rollout.rows import Row, longest_rows
 from torchtune_adaptive.recipe.setup.phases import Phases, build_phases, rollout_sizes
 from torchtune_adaptive.recipe.tracing.traces import GATHERING, SCORING, SHARDED_GENERATION
@@ -75,7 +78,7 @@ def _gather(step: TrainStep, policy: nn.Module | None) -> None:
         pass
 
 
-def _by_token(policy: nn.Module, generate: Callable[[], Any], next_token: _NextPart) -> None:
+def _by_token(policy: nn.Module, attempt: Callable[[], Any], next_token: _NextPart) -> None:
     """Generate, and tell where each token but the first begins."""
     passes = 0
 
@@ -87,11 +90,21 @@ def _by_token(policy: nn.Module, generate: Callable[[], Any], next_token: _NextP
 
     hook = policy.register_forward_pre_hook(begins, prepend=True)  # before FSDP's, which gather
     try:
-        generate()
+        attempt()
     finally:
         hook.remove()
 
 
-def numbers_of_fake(tensor: torch.Tensor) -> Any:
-    """Numbers in place of those that a fake tensor does not have, for ``torch.Tensor.numpy``."""
-    return np.empty(tensor.shape, _NUMPY[tensor.dtype])
+@contextmanager
+def copying_no_values() -> Iterator[None]:
+    """A context in which what phases copy to the host has no values: fake tensors have none."""
+    with (
+        mock.patch.object(generate, "on_host", _on_host),
+        mock.patch.object(score, "on_host", _on_host),
+    ):
+        yield
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    kind = _NUMPY[tensor.cpu().dtype]
+    return torch.from_numpy(np.empty(tensor.shape, kind))  # no memory of the simulated device

@@ -35,7 +35,7 @@ from torchtune_adaptive.recipe.tracing.fake_offloading import for_offloading
 from torchtune_adaptive.recipe.tracing.fake_quantization import dequantizing_by, quantizing_once
 from torchtune_adaptive.recipe.tracing.image_rows import Images
 from torchtune_adaptive.recipe.tracing.packed_layer import in_four_regions, is_split
-from torchtune_adaptive.recipe.tracing.rollout_phases import numbers_of_fake, work_of_phase
+from torchtune_adaptive.recipe.tracing.rollout_phases import copying_no_values, work_of_phase
 from torchtune_adaptive.recipe.tracing.traces import SCORING
 
 CACHES = "caches of keys and values"
@@ -110,8 +110,7 @@ class Tracer(StepTracer):
         offloading = nullcontext() if self.recorder.simulated else for_offloading()
         each = self._each_is_seen or self.regions is not None
         dequantizing = nullcontext() if each else dequantizing_by(self._known_events.call)
-        numbers = mock.patch.object(torch.Tensor, "numpy", numbers_of_fake)
-        with offloading, dequantizing, numbers:
+        with offloading, dequantizing:
             yield
 
     def as_compiled(self, function: Any, **options: Any) -> Any:
@@ -198,7 +197,7 @@ class Tracer(StepTracer):
             recorder.category = CACHES
 
         eager = as_written or name != SCORING
-        with self.uncompiled() if eager else nullcontext():
+        with copying_no_values(), self.uncompiled() if eager else nullcontext():
             work = work_of_phase(
                 self._kind, self.step, self.step.model, name, (rows, length), making_caches
             )
