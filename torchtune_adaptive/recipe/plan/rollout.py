@@ -11,16 +11,14 @@ from torchtune_adaptive.core import Rounding, candidates
 from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Speed, TracedRun, peak
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION, configured_batch
-from torchtune_adaptive.recipe.tracing.traces import (
+from torchtune_adaptive.recipe.tracing.phase_names import (
     GATHERING,
     GENERATION,
     SCORING,
     SHARDED_GENERATION,
     TRAINING,
-    PhaseTraces,
-    Traces,
-    TrainingTraces,
 )
+from torchtune_adaptive.recipe.tracing.traces import PhaseTraces, Traces, TrainingTraces
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from torchtune_adaptive.recipe.tracing.fake_offloading import for_offloading
 from torchtune_adaptive.recipe.tracing.fake_quantization import dequantizing_by, quantizing_once
 from torchtune_adaptive.recipe.tracing.image_rows import Images
 from torchtune_adaptive.recipe.tracing.packed_layer import in_four_regions, is_split
+from torchtune_adaptive.recipe.tracing.phase_names import SCORING
 from torchtune_adaptive.recipe.tracing.rollout_phases import copying_no_values, work_of_phase
-from torchtune_adaptive.recipe.tracing.traces import SCORING
 
 CACHES = "caches of keys and values"
 """Category of what generation allocates for each row in advance."""

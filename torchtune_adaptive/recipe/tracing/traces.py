@@ -28,18 +28,11 @@ from torchtune_adaptive.recipe.settings.knob_table import (
     configured_accumulation,
     configured_choice,
 )
+from torchtune_adaptive.recipe.tracing.phase_names import SCORING
 
 _MOST_KEPT = 100
 _PARTS = ("model", "loss", "optimizer", *sorted(FROZEN_MODELS | MORE_BLOCKS))
 _VERSIONED = ("torch.", "torchtune.", "torchao.", "torchtune_adaptive.")
-GATHERING, GENERATION, SHARDED_GENERATION, SCORING, TRAINING = (
-    "gathering the policy",
-    "generation",
-    "generation with sharded weights",
-    "scoring",
-    "training",
-)
-"""What is traced of a rollout."""
 
 
 class PassedCheck:
