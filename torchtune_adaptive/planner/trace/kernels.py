@@ -47,18 +47,11 @@ def _keeping_size(loss: Any) -> Callable[..., torch.Tensor]:
 
 _NONE, _MEAN = 0, 1  # as aten counts reductions
 
-
-def _none_found(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.new_empty((0, tensor.dim()), dtype=torch.int64)
-
-
 _LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
 REPLACED: dict[Any, Callable[..., Any]] = {
-    **{loss: _keeping_size(loss) for loss in (getattr(_aten, name).default for name in _LOSSES)},
-    _aten.nonzero.default: _none_found,
+    loss: _keeping_size(loss) for loss in (getattr(_aten, name).default for name in _LOSSES)
 }
-"""Operations that take more memory than the shape of their result says (checked on a CPU, torch 2.13), and
-one whose result has a shape that depends on values."""
+"""Operations that take more memory than the shape of their result says (checked on a CPU, torch 2.13)."""
 
 WORKSPACES: dict[Any, Callable[..., list[int]]] = {
     _aten.masked_scatter.default: _masked_scatter,
