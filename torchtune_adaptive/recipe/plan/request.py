@@ -56,6 +56,8 @@ class PlanRequest:
     def query(self, **changes: Any) -> Query:
         plain: Any = OmegaConf.to_container(self.cfg, resolve=True)
         micro_batch = configured_batch(self.cfg, self.ranks).micro_batch
+        generates = kind_of(self.cfg).generates
+        divides = self.settings.keep_global_batch and not generates  # there it is kept in any case
         query = Query(
             plain,
             self.ranks,
@@ -63,12 +65,10 @@ class PlanRequest:
             micro_batch,
             self.length,
             cache=self.settings.cache,
-            rounding="divisor" if self.settings.keep_global_batch else self.settings.rounding,
+            rounding="divisor" if divides else self.settings.rounding,
             ceiling=self.settings.ceiling,
             pace=self._pace(),
-            rollout=RolloutQuery.of(self.cfg, self.settings, self.ranks)
-            if kind_of(self.cfg).generates
-            else None,
+            rollout=RolloutQuery.of(self.cfg, self.settings, self.ranks) if generates else None,
         )
         return replace(query, **changes)
 

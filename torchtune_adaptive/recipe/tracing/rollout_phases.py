@@ -21,7 +21,8 @@ from torchtune_adaptive.recipe.setup.phases import Phases, build_phases, rollout
 from torchtune_adaptive.recipe.tracing.phase_names import GATHERING, SCORING, SHARDED_GENERATION
 
 _TOKENIZER = SimpleNamespace(pad_id=0, stop_tokens=[0])
-"""A stand-in for the tokenizer, whose numbers have no size."""
+"""A stand-in for the tokenizer. Of stop tokens that the config does not name, it has one; each more takes 8
+bytes in generation."""
 _NUMPY = {torch.float32: np.float32, torch.int64: np.int64}
 _NextPart = Callable[[], None]
 
