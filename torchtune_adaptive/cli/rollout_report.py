@@ -9,8 +9,8 @@ from torchtune_adaptive.common import Block, Paragraph, Table, bytes_of, counted
 from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Speed
 from torchtune_adaptive.recipe import PlanRequest, Prediction, RolloutPrediction
 
-_SMALL = 1 << 20
-"""Bytes below which a part of the peak is not listed."""
+_SMALL = 0.01
+"""Share of the highest peak below which a part is not listed."""
 
 
 def rollout_blocks(plan: PlanRequest, found: Prediction, about: str, job: Job) -> list[Block]:
@@ -93,13 +93,14 @@ def _phases(plan: PlanRequest, rollout: RolloutPrediction) -> Table:
 def _memory(rollout: RolloutPrediction) -> Table:
     """The parts of each phase's peak, at the configured sizes."""
     phases = rollout.phases
-    highest = rollout.limiting.configured.parts
+    limiting = rollout.limiting.configured
     parts = sorted({part for phase in phases for part in phase.configured.parts})
-    parts.sort(key=lambda part: -highest.get(part, 0))
+    parts.sort(key=lambda part: -limiting.parts.get(part, 0))
+    least = _SMALL * limiting.live
     rows = [
         (part, *(human_bytes(phase.configured.parts.get(part, 0)) for phase in phases))
         for part in parts
-        if any(phase.configured.parts.get(part, 0) >= _SMALL for phase in phases)
+        if any(phase.configured.parts.get(part, 0) >= least for phase in phases)
     ]
     rows.append(("in tensors", *(human_bytes(phase.configured.allocated) for phase in phases)))
     if any(phase.configured.reserved != phase.configured.allocated for phase in phases):
