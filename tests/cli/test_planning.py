@@ -112,6 +112,33 @@ def test_a_plan_for_the_simulated_device(
     assert picture.stat().st_size > 10_000
 
 
+def test_a_plan_of_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["tiny/grpo", "--seq-len", "24", "--memory", "6MiB", "batch_size=4", "grpo_samples=2"]
+    line += ["max_generated_tokens=8", "adaptive_batching.generation_batch_size=2"]
+    line += [f"adaptive_batching.cache={tmp_path}"]
+    assert plan_command(asked(line)) == 1
+    text = capsys.readouterr().out
+    assert plan_command(asked([*line, "--json"])) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["limiting_phase"]) == ("DOES NOT FIT", "training")
+    assert text.startswith("Rollouts of 8 rows per rank: DOES NOT FIT. Training limits, with the ")
+    assert "rows of 32 tokens (prompts of 24: --seq-len; responses of" in " ".join(text.split())
+    phases = {phase["name"]: phase for phase in found["rollout"]["phases"]}
+    assert phases.keys() == {"generation", "scoring", "training"}
+    assert phases["generation"]["picked"]["rows"] == 2 == phases["generation"]["configured"]["rows"]
+    assert phases["scoring"]["largest"] == phases["generation"]["largest"] == 8
+    most = phases["training"]["largest"]
+    assert 1 <= most < 8 and phases["training"]["picked"]["rows"] in (most, most - 1, most - 2)
+    sizes = f"gradient_accumulation_steps={-(-8 // phases['training']['picked']['rows'])} "
+    assert f"A search picks {sizes}" in text and sizes in found["rollout"]["overrides"]
+    seconds = [phase["speed"]["seconds"] for phase in phases.values()]
+    speed = found["rollout"]["speed"]
+    assert min(seconds) > 0 and sum(seconds) == pytest.approx(speed["seconds"])
+    assert found["tokens_per_second_per_gpu"] == pytest.approx(8 * 32 / speed["seconds"])
+    # More micro-batches of training take longer, and generation is as it was.
+    assert found["rollout"]["speed_picked"]["seconds"] > speed["seconds"]
+
+
 @pytest.mark.exhaustive
 def test_everything_that_is_predicted(tmp_path: Path) -> None:
     done = run_plan("--config", "tiny/full", "--nproc", "3", "--json",
@@ -153,6 +180,10 @@ def test_what_does_not_fit_has_status_1(tmp_path: Path) -> None:
         (["tiny/full", "--seq-len", "1"], "Use 2 tokens or more"),
         (["tiny/full", "--gpu", "h100"], "'cpu' is a simulated device"),
         (["tiny/full", "--compare", "a100-80gb"], "Set device=cuda, or name no GPU"),
+        (["tiny/grpo", "--fastest"], "--fastest is not for recipes that generate the rows"),
+        (["tiny/grpo", "--may-change", "exact"], "--may-change is not for recipes that"),
+        (["tiny/ppo", "--compare", "h100,a100-80"], "--compare is not for recipes that"),
+        (["tiny/ppo", "--plot", "plan.png"], "--plot is not for recipes that generate"),
         (["tiny/full", "--method", "lora"], "is for --hf"),
         (["tiny/full", "~nothing"], "removes what the config does not have"),
         (["--hf", "/nowhere"], "'/nowhere' has no config.json that can be read"),

@@ -12,12 +12,11 @@ from torchtune.models.llama2 import llama2_tokenizer
 
 from tests.helpers.ranks import Alone
 from tests.recipe.test_config import config
-from torchtune_adaptive.common.errors import ConfigError, NoPrediction
+from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core.sizes.loader import SampleOrder
 from torchtune_adaptive.core.sizes.micro_batches import ByRows
 from torchtune_adaptive.recipe import rewards, tiny
 from torchtune_adaptive.recipe.data.prompts import PromptDataset, gsm8k_dataset
-from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import our_recipe_for
 from torchtune_adaptive.recipe.rewards import BadReward, Rewards
 from torchtune_adaptive.recipe.rollout.generate import Response
@@ -103,11 +102,6 @@ def test_what_rollouts_cannot_do_is_refused_by_its_key(override: str) -> None:
     with pytest.raises(ConfigError) as raised:
         check(cfg, GRPO)
     assert raised.value.key.startswith(override.partition("=")[0])
-
-
-def test_a_plan_is_refused_by_name() -> None:
-    with pytest.raises(NoPrediction, match=f"{GRPO.recipe} generates the rows that it trains on"):
-        plan_request(config("tiny/grpo"), 1)
 
 
 def test_what_rollouts_need_is_named() -> None:

@@ -101,7 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="capacity of one process, e.g. 76GiB (instead of --gpu); not what a card is sold as",
     )
     add_machine_options(parser)
-    length_help = "tokens in a row: the length of the longest sample"
+    length_help = (
+        "tokens in a row: the length of the longest sample, or of the longest prompt of a rollout"
+    )
     add("--seq-len", type=int, metavar="N", help=length_help)
     add("--tokens", metavar="N", help="tokens to train on, e.g. 52M, for hours and cost")
     price_help = "price of one GPU for an hour; with --compare one for all, or one for each"
@@ -278,10 +280,13 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
     fastest = arguments.fastest or arguments.may_change is not None
     if fastest and plan.pace is None:
         raise NoPrediction(f"--fastest: {plan.assumptions[-1]}.")
-    alternatives = [] if arguments.no_what_ifs or fastest else list(what_ifs(plan))
+    rollouts = kind_of(plan.cfg).generates
+    if rollouts:
+        _require_no_comparison(arguments)
+    alternatives = [] if arguments.no_what_ifs or fastest or rollouts else list(what_ifs(plan))
     devices = on_devices(plan, arguments.compare) if arguments.compare else []
     lora = kind_of(plan.cfg).adapters
-    expected = 2 - fastest + len(alternatives) + (lora and bool(alternatives))
+    expected = 2 - (fastest or rollouts) + len(alternatives) + (lora and bool(alternatives))
     with TraceProgress(expected) as progress, Answers(plan.settings.cache) as answers:
 
         def ask(work: Callable[..., Any], query: Query, *others: Any) -> Future[Any]:
@@ -291,7 +296,7 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
             progress.follow(answer)
             return answer
 
-        query = plan.query(in_detail=in_detail)
+        query = plan.query(in_detail=in_detail, confirmed=rollouts)
         configured = ask(predict, query)
         ranked = _ask_for_candidates(plan, arguments.may_change, ask) if fastest else None
         others = [ask(predict, replace(one.query, in_detail=in_detail)) for one in alternatives]
@@ -304,7 +309,7 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
             progress.print(_rendered(headline(plan, found, job), arguments))
         # Asked last: they use the traces of those above.
         confirmed = last = by_rank = None
-        if not fastest:
+        if not fastest and not rollouts:
             lengths = (plan.length // 2, 2 * plan.length, 4 * plan.length) if alternatives else ()
             confirmed = ask(confirm, query, lengths)
         if found.uneven:
@@ -330,6 +335,16 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
             compared=compared.result() if compared else (),
             fastest=ranked(prediction) if ranked else None,
         )
+
+
+def _require_no_comparison(arguments: argparse.Namespace) -> None:
+    """Raise if something is asked that is about steps alone, and rows are generated."""
+    for option in ("fastest", "may_change", "compare", "plot"):
+        if getattr(arguments, option):
+            name = f"--{option.replace('_', '-')}"
+            raise NoPrediction(
+                f"{name} is not for recipes that generate the rows that they train on. Leave it out."
+            )
 
 
 def _ask_for_candidates(

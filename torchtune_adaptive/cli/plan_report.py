@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
+from torchtune_adaptive.cli.rollout_report import caution, rollout_blocks
 from torchtune_adaptive.cli.speed_report import (
     Job,
     compare_table,
@@ -76,7 +77,7 @@ class PlanReport:
     def verdict(self) -> str:
         """The verdict for the configured batch size, on the rank where it is worse."""
         answers = [self.found, *([self.last_rank] if self.last_rank else [])]
-        verdicts = {one.configured.verdict(self.plan.device) for one in answers}
+        verdicts = {one.verdict(self.plan.device) for one in answers}
         return next(v for v in (DOES_NOT_FIT, "UNCERTAIN", "FITS") if v in verdicts)
 
 
@@ -84,12 +85,15 @@ def headline(plan: PlanRequest, found: Prediction, job: Job = _NO_JOB) -> list[B
     """The prediction for the config as it is: the answer first, then memory and time in detail."""
     devices = f"{plan.ranks}{' x' * (plan.ranks > 1)} {plan.device.name}"
     about = f"{plan.name} on {devices}, rows of {found.length} tokens ({plan.length_source})"
-    answer = f"{_verdict_text(plan, found)} {_largest_text(found)}"
-    blocks: list[Block] = [Paragraph([answer, *_cautions(plan, found), about], important=True)]
-    blocks.append(_memory_table(found))
-    if found.speed is not None:
-        fits = found.configured.verdict(plan.device) != DOES_NOT_FIT
-        blocks += speed_blocks(found.speed, found.rows, found.ranks, job, fits)
+    if found.rollout is not None:
+        blocks = rollout_blocks(plan, found, about, job)
+    else:
+        answer = f"{_verdict_text(plan, found)} {_largest_text(found)}"
+        blocks = [Paragraph([answer, *_cautions(plan, found), about], important=True)]
+        blocks.append(_memory_table(found))
+        if found.speed is not None:
+            fits = found.verdict(plan.device) != DOES_NOT_FIT
+            blocks += speed_blocks(found.speed, found.rows, found.ranks, job, fits)
     if found.traced_directly:
         blocks.append(Paragraph([_NOT_SCALED]))
     if found.as_written:
@@ -121,12 +125,7 @@ def _cautions(plan: PlanRequest, found: Prediction) -> list[str]:
     if not uncertain:
         return []
     sizes = " and ".join(map(str, sorted(uncertain)))
-    below, above = plan.device.band, plan.device.band_above
-    error = f"-{below:.1%} to +{above:.1%}" if above > below else f"{below:.1%}"
-    return [
-        f"Caution: at batch_size {sizes} the usable memory is within the prediction's error "
-        f"({error}); only a trial on the device can tell."
-    ]
+    return [caution(plan.device, f"at batch_size {sizes}")]
 
 
 def _memory_table(found: Prediction) -> Table:
@@ -169,7 +168,7 @@ def details(report: PlanReport) -> list[Block]:
         blocks.append(compare_table(report.compared, report.plan.ranks, report.job))
     if report.outcomes:
         blocks += [_limits_table(report), *_what_ifs(report)]
-    elif report.verdict == DOES_NOT_FIT and report.fastest is None:
+    elif report.verdict == DOES_NOT_FIT and not (report.fastest or report.found.rollout):
         blocks.append(Paragraph([_instead(report)]))
     return blocks
 
@@ -285,6 +284,7 @@ def as_dict(report: PlanReport) -> dict[str, Any]:
         **speed_as_dict(
             report.found.speed, report.plan.ranks, report.job, fits=report.verdict != DOES_NOT_FIT
         ),
+        "limiting_phase": report.found.rollout.limiting.name if report.found.rollout else None,
         "last_rank": asdict(report.last_rank) if report.last_rank else None,
         "lengths": report.by_length.largest if report.by_length else {},
         "longest_length": report.by_length.longest if report.by_length else None,

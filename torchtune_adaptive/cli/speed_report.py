@@ -62,11 +62,11 @@ def speed_blocks(speed: Speed, rows: int, ranks: int, job: Job, fits: bool = Tru
     in_all = f", {each * ranks:,.0f} in all" if ranks > 1 else ""
     condition = "" if fits else ", if it fitted"
     lines = [
-        f"Speed at batch_size {rows}{condition}: {each:,.0f} tokens/s per GPU ({_band(speed)}){in_all}, "
+        f"Speed at batch_size {rows}{condition}: {each:,.0f} tokens/s per GPU ({band_text(speed)}){in_all}, "
         f"MFU {speed.mfu:.0%}; a step takes {human_seconds(speed.seconds)}.",
     ]
     if fits:
-        lines += _cost_lines(speed, ranks, job)
+        lines += cost_lines(speed, ranks, job)
     elif job.tokens is not None:
         lines.append(f"No hours and no cost, because batch_size {rows} does not fit.")
     shares = sorted(speed.named_parts().items(), key=lambda part: -part[1])
@@ -80,13 +80,14 @@ def speed_blocks(speed: Speed, rows: int, ranks: int, job: Job, fits: bool = Tru
     return [Paragraph(lines, important=True), times]
 
 
-def _band(speed: Speed) -> str:
+def band_text(speed: Speed) -> str:
     """``-30% to +5%``."""
     low, high = speed.band
     return f"{low:+.0%} to {high:+.0%}"
 
 
-def _cost_lines(speed: Speed, ranks: int, job: Job) -> list[str]:
+def cost_lines(speed: Speed, ranks: int, job: Job) -> list[str]:
+    """Hours and cost of a job, if there is one."""
     hours, cost = job.cost(speed, ranks)
     if hours is None:
         return []
@@ -114,7 +115,7 @@ def compare_table(devices: Sequence[OnDevice], ranks: int, job: Job) -> Table:
         if not one.fits or one.speed is None:
             row += ["unknown" if one.fits else "", *[""] * (len(header) - 5)]
         else:
-            band = f"{one.speed.tokens_per_second_per_gpu:,.0f} ({_band(one.speed)})"
+            band = f"{one.speed.tokens_per_second_per_gpu:,.0f} ({band_text(one.speed)})"
             costs = (each for each in job.cost(one.speed, ranks, number) if each is not None)
             row += [band, f"{one.speed.mfu:.0%}", *(f"{each:,.3g}" for each in costs)]
         lines.append(row)

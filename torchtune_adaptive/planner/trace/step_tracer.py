@@ -102,6 +102,21 @@ class FakeRanks(Ranks):
         raise NoPrediction("tensor parallelism splits tensors in ways that cannot be traced yet.")
 
 
+class _Again(AbstractContextManager[None]):
+    """A context that can be entered again, unlike those that are made of generators."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._make())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
 class StepTracer:
     """One rank of a run on a fake device.
 
@@ -114,6 +129,7 @@ class StepTracer:
     """
 
     ACTIVATIONS: ClassVar = ACTIVATIONS
+    GATHERED: ClassVar = GATHERED
     GRADIENTS: ClassVar = GRADIENTS
     LOSS: ClassVar = LOSS
     """Categories for ``recorder.category``."""
@@ -186,28 +202,59 @@ class StepTracer:
             layer: the number of the layer that runs, to note what operations compute and move as well.
         """
         recorder, step = self.recorder, self.step
-        log = None
-        if layer is not None and self._optimizer_state_is_there:  # the first step is different
+
+        def take(log: OperationLog | None) -> None:
+            batch = make_batch()
+            recorder.peak = recorder.in_use
+            for _ in range(micro_batches):
+                recorder.category = INPUTS
+                step.forward_backward(batch)
+                if log is not None:
+                    log.next_part()
+            parameters = list(step.model.parameters())
+            recorder.relabel((p.grad for p in parameters if p.grad is not None), GRADIENTS)
+            recorder.category = STEPPING
+            step.apply()
+            if not self._optimizer_state_is_there:
+                recorder.relabel(_state(step.optimizers), OPTIMIZER)
+                self._optimizer_state_is_there = True
+
+        # The first step is different.
+        return self._recorded(take, layer if self._optimizer_state_is_there else None)
+
+    def trace_forward(self, work: Callable[[Callable[[], None]], Any]) -> RecordedStep:
+        """Something that the step does without gradients, between two steps.
+
+        Args:
+            work: the function that does it. It calls the one that it is given before each part but the first
+                that counts by itself, as a micro-batch of a step does.
+        """
+        recorder, of_step = self.recorder, self.recorder.phase
+
+        def do(log: OperationLog | None) -> None:
+            assert log is not None
+            recorder.category = INPUTS
+            work(log.next_part)
+            log.next_part()  # the update: there is none
+
+        recorder.phase = lambda: "forward"
+        try:
+            return self._recorded(do, lambda: 0)
+        finally:
+            recorder.phase = of_step
+
+    def _recorded(
+        self, take: Callable[[OperationLog | None], None], layer: Callable[[], int] | None
+    ) -> RecordedStep:
+        """What happens when something is taken; its operations are noted if there is a ``layer``."""
+        recorder, log = self.recorder, None
+        if layer is not None:
             log = OperationLog(recorder.device.type, recorder.block_of, recorder.phase, layer)
         recorder.log = log
         gc.disable()  # or when reference cycles are freed would depend on earlier traces
         try:
             with self.tracing(), fake_device.heard_by(log):
-                batch = make_batch()
-                recorder.peak = recorder.in_use
-                for _ in range(micro_batches):
-                    recorder.category = INPUTS
-                    step.forward_backward(batch)
-                    if log is not None:
-                        log.next_part()
-                parameters = list(step.model.parameters())
-                recorder.relabel((p.grad for p in parameters if p.grad is not None), GRADIENTS)
-                recorder.category = STEPPING
-                step.apply()
-                if not self._optimizer_state_is_there:
-                    recorder.relabel(_state(step.optimizers), OPTIMIZER)
-                    self._optimizer_state_is_there = True
-                del batch
+                take(log)
             gc.collect()
             gc.freeze()  # what is left stays, so later collections can skip it
         finally:
@@ -217,9 +264,12 @@ class StepTracer:
         self._label_streams(traced)
         return traced._replace(operations=log.finish()) if log is not None else traced
 
+    def unrecorded(self) -> AbstractContextManager[None]:
+        """A context in which tensors are fake, and nothing is recorded. It can be entered again."""
+        return _Again(self._unrecorded)
+
     @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """A context in which tensors are fake, and nothing is recorded."""
+    def _unrecorded(self) -> Iterator[None]:
         with self._fake, self._watch, self._watch.paused():
             yield
 
@@ -270,7 +320,11 @@ class StepTracer:
 
         def made_on_host(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
             """A tensor of Python numbers, as 8-bit optimizers have; torch would ask the device for it."""
-            return tensor(data, **options).to(device)
+            made = tensor(data, **options)
+            if made.numel() == 1 and device is not None and not recorder.simulated:
+                # Fake tensors of one number have it, and torch would copy it to the device.
+                return torch.empty(made.shape, dtype=made.dtype, device=device)
+            return made.to(device)
 
         replacements = [
             (torch, "tensor", made_on_host),

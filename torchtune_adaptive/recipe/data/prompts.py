@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from torch.utils.data import Dataset
 
 from torchtune_adaptive.recipe.data.rows import Collate, Row, Rows
-from torchtune_adaptive.recipe.rollout.rows import collate
+from torchtune_adaptive.recipe.rollout.rows import collate, longest_rows
 
 GSM8K_PROMPT = (
     "The user asks a question. The assistant first thinks, inside of <think></think> tags, and then answers, "
@@ -29,6 +29,8 @@ class Prompts(Rows):
 
     sample = "prompt"
     keys: ClassVar[tuple[str, ...]] = ("tokens", "answer")
+    values: ClassVar[bool] = False
+    """Whether the rows that are generated from them have values."""
 
     def length(self, row: Row) -> int:
         return len(row["tokens"])
@@ -40,7 +42,8 @@ class Prompts(Rows):
         return partial(collate, padding_id=tokenizer.pad_id)
 
     def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, torch.Tensor]:
-        raise NotImplementedError("rows that are generated cannot be planned yet")
+        # Of a row that is generated, only the length of all of it counts.
+        return collate(longest_rows(rows, length - 1, 1, self.values), padding_id=0)
 
 
 class PromptDataset(Dataset[dict[str, Any]]):

@@ -42,6 +42,7 @@ class PromptsAlone(Prompts):
     """Prompts without answers."""
 
     keys: ClassVar[tuple[str, ...]] = ("tokens",)
+    values: ClassVar[bool] = True
 
 
 class PPO(Generating, Full):

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from torchtune_adaptive.core import Rounding, candidates
 from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Pace, Peak, Speed, TracedRun
+from torchtune_adaptive.recipe.plan.rollout import RolloutPlanner, RolloutPrediction, RolloutQuery
 from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
@@ -45,6 +46,8 @@ class Query:
     """Largest size that it may return."""
     pace: Pace | None = None
     """Pace that its speed follows from, if that is known."""
+    rollout: RolloutQuery | None = None
+    """The phases of a rollout, if rows are generated."""
 
     @property
     def accumulation(self) -> int:
@@ -91,37 +94,69 @@ class Prediction:
     """Speed at the configured batch size."""
     as_written: str = ""
     """The reason why something that is compiled was predicted as it is written; empty if nothing was."""
+    rollout: RolloutPrediction | None = None
+    """All phases, if rows are generated; the rest is about training, and the speed that of rollouts."""
+
+    def verdict(self, device: DeviceLimits) -> str:
+        """The verdict on what is configured."""
+        of = self.rollout.limiting if self.rollout else self
+        return of.configured.verdict(device)
 
 
 def predict(query: Query, traces: Traces | None = None) -> Prediction:
     """Trace and predict. Call it in a process that does nothing else: see ``workers``."""
     started = time.perf_counter()
-    length, device = query.length, query.device
     traces = traces or query.traces()
-    run = TracedRun(traces, length)
-    most = (run.confirmed_largest if query.confirmed else run.largest)(length, device)
-    picked = _picked(query, most)
+    found = _of_rollouts(query, traces) if query.rollout else _of_steps(query, traces)
     prediction = Prediction(
         rows=query.rows,
-        length=length,
+        length=query.length,
         ranks=query.ranks,
         rank=query.rank,
-        largest=most,
-        configured=run.peak(query.rows, length, device),
-        at_largest=run.peak(most, length, device) if most else None,
         rounding=query.rounding,
-        picked=run.peak(picked, length, device) if picked else None,
-        curve=_curve(run, query, most) if query.in_detail else [],
-        timeline=run.timeline(query.rows, length, device) if query.in_detail else [],
-        speed=speed_of(run, query),
-        traced_directly=run.direct,
         uneven=bool(traces.uneven),
         seconds=time.perf_counter() - started,
         as_written=traces.as_written,
         tool_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **found,
     )
     traces.remember()
     return prediction
+
+
+def _of_steps(query: Query, traces: Traces) -> dict[str, Any]:
+    length, device = query.length, query.device
+    run = TracedRun(traces, length)
+    most = (run.confirmed_largest if query.confirmed else run.largest)(length, device)
+    picked = _picked(query, most)
+    return {
+        "largest": most,
+        "configured": run.peak(query.rows, length, device),
+        "at_largest": run.peak(most, length, device) if most else None,
+        "picked": run.peak(picked, length, device) if picked else None,
+        "curve": _curve(run, query, most) if query.in_detail else [],
+        "timeline": run.timeline(query.rows, length, device) if query.in_detail else [],
+        "speed": speed_of(run, query),
+        "traced_directly": run.direct,
+    }
+
+
+def _of_rollouts(query: Query, traces: Traces) -> dict[str, Any]:
+    assert query.rollout is not None
+    about = (query.length, query.device, query.rounding, query.pace, query.confirmed)
+    rollout = RolloutPlanner(query.rollout, traces, *about).predict()
+    training = rollout.phases[-1]
+    return {
+        "largest": training.largest,
+        "configured": training.configured,
+        "at_largest": None,
+        "picked": training.picked,
+        "curve": [],
+        "timeline": [],
+        "speed": rollout.speed,
+        "traced_directly": False,
+        "rollout": rollout,
+    }
 
 
 def speed_of(run: TracedRun, query: Query) -> Speed | None:

@@ -17,6 +17,7 @@ from torchtune_adaptive.recipe.data.row_lengths import longest_known
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.recipe.plan.pace import pace_for
 from torchtune_adaptive.recipe.plan.predict import Query
+from torchtune_adaptive.recipe.plan.rollout import RolloutQuery
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
 from torchtune_adaptive.recipe.settings.kind_table import (
@@ -28,6 +29,7 @@ from torchtune_adaptive.recipe.settings.kind_table import (
 from torchtune_adaptive.recipe.settings.knob_table import compiles_for_gpu, configured_batch
 
 ASSUMED_LENGTH = 2048
+ASSUMED_PROMPT = 512
 
 HERE = "here"
 """Word instead of a GPU's name for the one of this machine, as measured by an earlier search."""
@@ -54,6 +56,8 @@ class PlanRequest:
     def query(self, **changes: Any) -> Query:
         plain: Any = OmegaConf.to_container(self.cfg, resolve=True)
         micro_batch = configured_batch(self.cfg, self.ranks).micro_batch
+        generates = kind_of(self.cfg).generates
+        divides = self.settings.keep_global_batch and not generates  # there it is kept in any case
         query = Query(
             plain,
             self.ranks,
@@ -61,9 +65,10 @@ class PlanRequest:
             micro_batch,
             self.length,
             cache=self.settings.cache,
-            rounding="divisor" if self.settings.keep_global_batch else self.settings.rounding,
+            rounding="divisor" if divides else self.settings.rounding,
             ceiling=self.settings.ceiling,
             pace=self._pace(),
+            rollout=RolloutQuery.of(self.cfg, self.settings, self.ranks) if generates else None,
         )
         return replace(query, **changes)
 
@@ -114,11 +119,6 @@ def plan_request(
     """
     cfg, stand_in = _with_installed_optimizer(cfg)
     settings = check(cfg, kind := kind_of(cfg))
-    if kind.generates:
-        raise NoPrediction(
-            f"{kind.recipe} generates the rows that it trains on, which cannot be traced yet. "
-            "use_maximum_batch_size=True finds sizes by trials, and `tune-adaptive find` prints them."
-        )
     if (ways := cfg.get("tensor_parallel_dim") or 1) > 1:
         raise NoPrediction(
             f"tensor_parallel_dim: {ways} splits tensors in ways that cannot be traced yet. "
@@ -129,6 +129,9 @@ def plan_request(
     source = "--seq-len"
     if length is None:
         length, source = row_length(cfg, settings)
+    if kind.generates:
+        source = f"prompts of {length}: {source}; responses of max_generated_tokens"
+        length += cfg.max_generated_tokens
     device, assumed = device_for(cfg, settings, ranks, gpu_name, memory)
     # Not the name of the device, which says how much memory it has, where that is limited.
     named = device.name if gpu_name in (None, HERE) else gpus.gpu(gpu_name).name
@@ -174,7 +177,8 @@ def _require_installed(cfg: DictConfig) -> None:
 
 
 def row_length(cfg: DictConfig, settings: AdaptiveSettings) -> tuple[int, str]:
-    """The length of the longest rows as far as the config gives it, and where it does."""
+    """The length of the longest rows as far as the config gives it, and where it does. Where rows are
+    generated, it is that of the longest prompts."""
     if settings.probe_length is not None:
         return settings.probe_length, f"{BLOCK}.probe_length"
     for block in ("dataset", "tokenizer"):
@@ -182,8 +186,11 @@ def row_length(cfg: DictConfig, settings: AdaptiveSettings) -> tuple[int, str]:
             return length, f"{block}.max_seq_len"
     if known := longest_known(cfg, settings.cache):
         return known, "the longest that an earlier run found in the data"
-    longest = cfg.model.get("max_seq_len") or ASSUMED_LENGTH
-    return min(ASSUMED_LENGTH, longest), "assumed: give --seq-len or tokenizer.max_seq_len"
+    longest = (cfg.get("model") or cfg.policy_model).get("max_seq_len") or ASSUMED_LENGTH
+    assumed = min(ASSUMED_LENGTH, longest)
+    if kind_of(cfg).generates:
+        assumed = min(ASSUMED_PROMPT, max(2, longest - cfg.max_generated_tokens))
+    return assumed, "assumed: give --seq-len or tokenizer.max_seq_len"
 
 
 def _max_seq_len(block: Any) -> int | None:
@@ -261,6 +268,11 @@ def _caveats(cfg: DictConfig) -> Iterator[str]:
         yield (
             f"packed rows: flex attention is counted {counted}, but not what making its mask takes for a "
             "moment, 2 bytes x rows x length^2 (underestimates for very long rows)"
+        )
+    if kind_of(cfg).generates:
+        yield (
+            "rollouts: every response has max_generated_tokens; rewards, and what else the host does between "
+            "phases, take no time"
         )
     if cfg.device != "cpu":
         yield "attention: flash; if torch selects cuDNN, its workspace is not included (underestimates)"

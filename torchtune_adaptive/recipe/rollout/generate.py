@@ -96,8 +96,10 @@ class Generation:
         return tokens, valid, torch.stack([row.draws for row in rows]).to(self.device)
 
     def _response(self, tokens: torch.Tensor) -> Response:
-        ends = torch.isin(tokens, torch.tensor(self.stop_tokens, dtype=tokens.dtype)).nonzero()
-        return Response(tokens[: int(ends[0]) + 1], True) if len(ends) else Response(tokens, False)
+        ends = torch.isin(tokens, torch.tensor(self.stop_tokens, dtype=tokens.dtype))
+        if not bool(ends.any()):
+            return Response(tokens, False)
+        return Response(tokens[: int(ends.int().argmax()) + 1], True)  # the first of them
 
 
 def _mask(valid: torch.Tensor, here: slice) -> torch.Tensor:

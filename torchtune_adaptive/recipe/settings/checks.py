@@ -381,7 +381,7 @@ def _conflicts_of_rollouts(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
     unsupported: dict[str, tuple[object, str, object]] = {
         "use_fastest_configuration": (
             settings.use_fastest_configuration,
-            "needs predictions, and there are none of rollouts",
+            "needs predictions, and a run makes none of rollouts",
             False,
         ),
         "batch_increase_function": (settings.batch_increase_function, batch, None),
@@ -391,7 +391,7 @@ def _conflicts_of_rollouts(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
         f"{BLOCK}.probe_length": (settings.probe_length, rows, None),
         f"{BLOCK}.search": (
             settings.search == "predict",
-            "needs predictions, and there are none of rollouts",
+            "needs predictions, and a run makes none of rollouts",
             "extrapolate",
         ),
         "dataset.packed": (is_packed(cfg), rows, False),

@@ -363,7 +363,7 @@ def is_quantized(cfg: DictConfig) -> bool:
 def has_quantized_weights(cfg: DictConfig) -> bool:
     """Whether frozen weights are kept in fewer bits than they are used in."""
     model = str(OmegaConf.select(cfg, "model._component_"))
-    return "qlora" in model or bool(cfg.model.get("quantize_base"))
+    return "qlora" in model or bool((cfg.get("model") or {}).get("quantize_base"))
 
 
 def unused_keys(cfg: DictConfig, kind: Kind) -> list[str]:

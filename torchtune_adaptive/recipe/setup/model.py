@@ -102,8 +102,8 @@ def lora_model(
 
 
 def _require_shardable(model: nn.Module, cfg: DictConfig) -> None:
-    """Raise for quantized models that cannot be loaded once they are sharded. DoRA adds adapters to weights, to
-    take their norms, and torchao cannot add to sharded NF4 weights; torchtune cannot spread these in copies.
+    """Raise for quantized models that cannot be loaded once they are sharded. DoRA adds adapters to weights,
+    to take their norms, and torchao cannot add to sharded NF4 weights; torchtune cannot copy shards of them.
 
     Raises:
         ConfigError: the model is one of these.

@@ -15,7 +15,9 @@ from torchtune.modules import TransformerSelfAttentionLayer
 
 from torchtune_adaptive.core import Batch, Choice, Objective, StepOptions, TrainStep, knobs
 from torchtune_adaptive.planner import RecordedStep, StepTracer, fill
+from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
+from torchtune_adaptive.recipe.rollout.policy_and_value import PolicyAndValue
 from torchtune_adaptive.recipe.settings.kind_table import is_packed, kind_of
 from torchtune_adaptive.recipe.settings.knob_table import (
     compiles_for_gpu,
@@ -33,6 +35,11 @@ from torchtune_adaptive.recipe.tracing.fake_offloading import for_offloading
 from torchtune_adaptive.recipe.tracing.fake_quantization import dequantizing_by, quantizing_once
 from torchtune_adaptive.recipe.tracing.image_rows import Images
 from torchtune_adaptive.recipe.tracing.packed_layer import in_four_regions, is_split
+from torchtune_adaptive.recipe.tracing.phase_names import SCORING
+from torchtune_adaptive.recipe.tracing.rollout_phases import copying_no_values, work_of_phase
+
+CACHES = "caches of keys and values"
+"""Category of what generation allocates for each row in advance."""
 
 
 class _Offloading:
@@ -74,7 +81,7 @@ class Tracer(StepTracer):
             self.follow_compiler(compile_backend())
 
         self._packed = is_packed(cfg)
-        kind = recipe_kind(kind_of(cfg), cfg, environment)
+        self._kind = kind = recipe_kind(kind_of(cfg), cfg, environment)
         self._rows = kind.rows()
         with mock.patch.object(torch, "compile", self.as_compiled), quantizing_once():
             model = kind.model_without_weights(self.unrecorded())
@@ -172,6 +179,30 @@ class Tracer(StepTracer):
             (lambda: self._layer_running) if noting else None,
         )
 
+    def take_phase(
+        self, name: str, rows: int, length: int, as_written: bool = False
+    ) -> RecordedStep:
+        """A micro-batch of a phase of a rollout, once the optimizer's state is there.
+
+        Args:
+            name: what is traced of a rollout: see ``traces``.
+            rows: the rows in the micro-batch.
+            length: the tokens of the longest prompt with the longest response.
+            as_written: whether nothing is compiled. What generates never is.
+        """
+        assert isinstance(self._kind, Generating)
+        recorder = self.recorder
+
+        def making_caches() -> None:
+            recorder.category = CACHES
+
+        eager = as_written or name != SCORING
+        with copying_no_values(), self.uncompiled() if eager else nullcontext():
+            work = work_of_phase(
+                self._kind, self.step, self.step.model, name, (rows, length), making_caches
+            )
+            return self.trace_forward(work)
+
     def _batch(self, rows: int, length: int) -> Batch:
         batch = self._rows.imagined(rows, length, self.recorder.simulated)
         if self._images is not None:
@@ -193,6 +224,12 @@ class Tracer(StepTracer):
             if output.requires_grad:
                 output.register_hook(enters(StepTracer.ACTIVATIONS))
 
+        if isinstance(model, PolicyAndValue):
+            for each in model.children():
+                self._follow_categories(each)
+            return
+        if self.ranks.size > 1:  # FSDP gathers what the root has before any other hook
+            model.register_forward_pre_hook(enters(StepTracer.GATHERED), prepend=True)
         model.register_forward_pre_hook(enters(StepTracer.ACTIVATIONS))
         decoder = getattr(model, "decoder", model)
         if isinstance(norm := getattr(decoder, "norm", None), nn.Module):

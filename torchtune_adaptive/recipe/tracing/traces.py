@@ -6,6 +6,7 @@ the same model on another device needs no tracing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -27,10 +28,11 @@ from torchtune_adaptive.recipe.settings.knob_table import (
     configured_accumulation,
     configured_choice,
 )
+from torchtune_adaptive.recipe.tracing.phase_names import SCORING
 
 _MOST_KEPT = 100
 _PARTS = ("model", "loss", "optimizer", *sorted(FROZEN_MODELS | MORE_BLOCKS))
-_VERSIONED = ("torch.", "torchtune.", "torchao.")
+_VERSIONED = ("torch.", "torchtune.", "torchao.", "torchtune_adaptive.")
 
 
 class PassedCheck:
@@ -124,6 +126,16 @@ class Traces:
         how = "as written " if self.compiled else ""
         return self._traced(how, rows, length, choice, micro_batches)
 
+    def of_phase(
+        self, phase: str, rows: int, length: int, as_written: bool = False
+    ) -> RecordedStep:
+        """A micro-batch of a phase of a rollout: see ``Tracer.take_phase``."""
+        name = f"{phase} {'as written ' * as_written}{(rows, length)}"
+        if name not in self._steps:
+            self._ready(length)
+            self._note(name, self._tracer.take_phase(phase, rows, length, as_written))
+        return self._steps[name]
+
     def _traced(
         self, how: str, rows: int, length: int, choice: Choice | None, micro_batches: int | None
     ) -> RecordedStep:
@@ -134,8 +146,7 @@ class Traces:
         if micro_batches not in (None, self._micro_batches):
             name += f" x {micro_batches}"
         if name not in self._steps:
-            if self._tracer is None:
-                self._begin((TracedRun.ROWS[0], max(1, length // TracedRun.ROWS[0])))
+            self._ready(length)
             take = self._tracer.step_as_written if how else self._tracer.take_step
             self._note(name, take(rows, length, choice, micro_batches))
         return self._steps[name]
@@ -152,6 +163,10 @@ class Traces:
             self._kept.put(self._facts, {**about, "steps": steps})
             self._grown = False
 
+    def _ready(self, length: int) -> None:
+        if self._tracer is None:
+            self._begin((TracedRun.ROWS[0], max(1, length // TracedRun.ROWS[0])))
+
     def _begin(self, size: tuple[int, int]) -> None:
         if not self._may_trace:
             raise NotRemembered("not remembered")
@@ -167,6 +182,49 @@ class Traces:
         self._steps[name] = step
         self.as_written = self._tracer.as_written
         self._grown = True
+
+
+@dataclass(frozen=True)
+class PhaseTraces:
+    """Traces of one phase of a rollout, as those of a run's steps."""
+
+    traces: Traces
+    phase: str
+
+    @property
+    def compiled(self) -> bool:
+        return self.traces.compiled and self.phase == SCORING
+
+    def start_up(self, length: int) -> StartUp:
+        return self.traces.start_up(length)
+
+    def step(self, rows: int, length: int) -> RecordedStep:
+        return self.traces.of_phase(self.phase, rows, length)
+
+    def noted(self, rows: int, length: int) -> RecordedStep:
+        return self.traces.of_phase(self.phase, rows, length, as_written=self.compiled)
+
+
+@dataclass(frozen=True)
+class TrainingTraces:
+    """Traces of steps with another number of micro-batches than the config's."""
+
+    traces: Traces
+    micro_batches: int
+    """Their number; of more than two, the first two count."""
+
+    @property
+    def compiled(self) -> bool:
+        return self.traces.compiled
+
+    def start_up(self, length: int) -> StartUp:
+        return self.traces.start_up(length)
+
+    def step(self, rows: int, length: int) -> RecordedStep:
+        return self.traces.step(rows, length, None, min(2, self.micro_batches))
+
+    def noted(self, rows: int, length: int) -> RecordedStep:
+        return self.traces.noted(rows, length, None, min(2, self.micro_batches))
 
 
 def _are_traces(value: Any) -> bool:
