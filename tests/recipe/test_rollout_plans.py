@@ -33,6 +33,8 @@ CASES: list[tuple[str, int, str, dict[str, Any]]] = [
     ("grpo", 1, "6MiB", CHECKPOINTED),
     ("grpo", 2, "6MiB", {**CHECKPOINTED, **WITH_OLD}),
     ("ppo", 2, "9MiB", {"ppo_batch_size": 16, **CHECKPOINTED}),
+    ("grpo_lora", 1, "6MiB", WITH_OLD),
+    ("grpo_lora", 2, "5MiB", {"model.use_dora": True, **CHECKPOINTED}),
     ("ppo", 1, "64MiB", {"ppo_batch_size": 8, "adaptive_batching.rounding": "none"}),
 ]
 
@@ -74,7 +76,7 @@ def test_each_phase_takes_what_is_predicted(
     kind: str, ranks: int, memory: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     changes = {
-        **(ROWS if kind == "grpo" else {"batch_size": 16, "max_generated_tokens": 8}),
+        **(ROWS if kind.startswith("grpo") else {"batch_size": 16, "max_generated_tokens": 8}),
         "use_maximum_batch_size": True,
         "adaptive_batching.memory_limit": memory,
         "adaptive_batching.search_only": True,
