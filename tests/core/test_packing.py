@@ -131,8 +131,8 @@ class TestBudget:
 
     def test_it_shrinks_to_single_rows(self) -> None:
         budget = Budget(((128, 40), (512, 6)))
-        assert budget.shrunk(2).measured == ((128, 20), (512, 3))
-        assert budget.shrunk(64).measured == ((128, 1), (512, 1))
+        assert budget.within(6 * 256).measured == ((128, 20), (512, 3))
+        assert budget.within(6 * 8).measured == ((128, 1), (512, 1))
 
     @pytest.mark.parametrize("wrong", [(), ((10, 0),), ((10, 2), (5, 3)), ((10, 2), (10, 3))])
     def test_nonsense_is_refused(self, wrong: tuple[tuple[int, int], ...]) -> None:

@@ -63,7 +63,7 @@ class Together(Ranks):
     """Ranks of which the others have these lengths."""
 
     def __init__(self, *others: list[int]) -> None:
-        self._others = others
+        self._others, self.rank = others, 0
 
     def gather(self, value: Any) -> list[Any]:
         return [value, *map(sorted, self._others)]
@@ -74,7 +74,7 @@ def test_each_row_is_in_a_micro_batch_within_the_budget_and_ranks_have_as_many()
     for _ in range(200):
         count, tokens = draw.randint(1, 30), draw.choice([1, 50, 100, 400])
         one, other = ([draw.randint(1, 100) for _ in range(count)] for _ in range(2))
-        divided = [by_tokens(a, Together(b))(tokens) for a, b in ((one, other), (other, one))]
+        divided = [by_tokens(a, Together(b))(0, tokens) for a, b in ((one, other), (other, one))]
         for lengths, parts in zip((one, other), divided, strict=True):
             assert sorted(row for part in parts for row in part) == [*range(count)]
             for part in parts:

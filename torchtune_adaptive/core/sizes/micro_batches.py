@@ -147,14 +147,11 @@ class ByTokens(MicroBatches):
         return self.budget.tokens
 
     def smaller_sizes(self, split: Split) -> Sequence[int]:
-        """The whole budget, a half, and so on to single rows."""
-        most = max(rows for _, rows in self.budget.measured)
-        return [max(1, self.budget.tokens >> halvings) for halvings in range(most.bit_length())]
+        return self.budget.halves
 
     def portions(self, step: list[int], size: int, rank: int, ranks: int) -> list[Portion]:
-        budget = self.budget.shrunk(-(-self.budget.tokens // size))
         lengths = [self._lengths[sample] for sample in step]
-        parts = pack(lengths, budget, ranks)[rank]
+        parts = pack(lengths, self.budget.within(size), ranks)[rank]
         shortest = step[min(range(len(step)), key=lengths.__getitem__)]
         return [
             Portion([step[i] for i in part]) if part else Portion([shortest], weightless=True)
