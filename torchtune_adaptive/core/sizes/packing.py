@@ -62,8 +62,8 @@ class Budget:
         return 0
 
     def within(self, tokens: int) -> Budget:
-        """The budget with at most ``tokens`` tokens in a micro-batch of the longest rows, and less in the same
-        proportion at every length, but at least one row."""
+        """The budget with at most ``tokens`` tokens in a micro-batch of the longest rows, and so much less at
+        every length, but at least one row."""
         divisor = -(-self.tokens // tokens)
         return Budget(tuple((length, max(1, rows // divisor)) for length, rows in self.measured))
 

@@ -88,6 +88,11 @@ class Phases:
     values: bool = False
     """Whether rows have values."""
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.longest + self.sizes.max_new
+
 
 def build_phases(
     cfg: DictConfig,
