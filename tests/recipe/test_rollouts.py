@@ -87,7 +87,6 @@ def test_a_step_has_all_rows_of_a_rollout() -> None:
         "use_fastest_configuration=True",
         "batch_increase_function=torchtune_adaptive.recipe.tiny.two_more_rows",
         "adaptive_batching.gradient_noise=observe",
-        "adaptive_batching.token_budget=64",
         "adaptive_batching.search=predict",
         "adaptive_batching.probe_length=64",
         "optimizer_in_bwd=True",

@@ -22,6 +22,8 @@ IN_ROWS = {
     SCORING: f"{BLOCK}.scoring_batch_size",
 }
 """The keys of sizes in rows; training has ``gradient_accumulation_steps``."""
+Sizes = dict[str, int | Budget]
+"""By phase, the rows in a micro-batch, or its token budget."""
 IN_TOKENS = {TRAINING: f"{BLOCK}.token_budget", SCORING: f"{BLOCK}.scoring_token_budget"}
 
 
@@ -74,8 +76,8 @@ class PhaseReport(Report):
 
     name: ClassVar[str] = "batch_size_search"
     found: Mapping[str, FoundRows | FoundBudget]
-    sizes: Mapping[str, int | Budget]
-    """The sizes of all phases, in rows, or as token budgets: as they were found, or as the config says."""
+    sizes: Sizes
+    """Those of all phases, as they were found, or as the config says."""
     split: Split
     row: str
     """What trials were made of."""
