@@ -41,7 +41,9 @@ class Run:
         self.events: list[tuple[str, int, int]] = []
         self.rows = [(torch.arange(6) + n + 5 * self.ranks.rank) % 16 for n in range(ROWS)]
         if unlike:
-            self.rows = [row[: 1 + (n + 2 * self.ranks.rank) % 6] for n, row in enumerate(self.rows)]
+            self.rows = [
+                row[: 1 + (n + 2 * self.ranks.rank) % 6] for n, row in enumerate(self.rows)
+            ]
         self.lengths = [[*map(len, rows)] for rows in self.ranks.gather(self.rows)]
 
     def phase(self, gathers: bool, size: int = 4) -> Phase[Any, Any]:
@@ -193,6 +195,7 @@ FAILURES = [
     )
     for name in OF_MODELS
     for way in ("together", "gathered")
+    if (name, way) != ("in tokens", "gathered")
     for known in ("known", "recording")
 ]
 
