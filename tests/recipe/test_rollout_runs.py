@@ -108,14 +108,14 @@ def test_a_resumed_run_has_the_same_responses_and_losses(
     assert losses(finished) == []
 
 
-STOPS: dict[str, Any] = {**SHORT, "grpo_samples": 16, "stop_token_ids": [*range(60)]}
+STOPS: dict[str, Any] = {**SHORT, "grpo_samples": 8, "stop_token_ids": [*range(60)]}
 """Responses of very different lengths."""
 BUDGETS = "adaptive_batching.token_budget", "adaptive_batching.scoring_token_budget"
 
 
 def test_token_budgets_are_found_for_scoring_and_training(tmp_path: Path) -> None:
     """Each was tried, one row more failed; what is learned is what is learned in rows."""
-    limit = {"adaptive_batching.memory_limit": "8MiB", "max_generated_tokens": 24, "num_steps": 2}
+    limit = {"adaptive_batching.memory_limit": "6MiB", "max_generated_tokens": 16, "num_steps": 1}
     changes = {**STOPS, **limit, "clip_grad_norm": 1.0}
     sizes = {"use_maximum_batch_size": True, BUDGETS[0]: True}
     found = train("grpo", tmp_path / "found", 2, **changes, **sizes)
@@ -124,15 +124,15 @@ def test_token_budgets_are_found_for_scoring_and_training(tmp_path: Path) -> Non
         fits = {(t["length"], t["size"]): t["fits"] for t in report["trials"][phase]}
         longest, most = max((int(n), rows) for n, rows in report["rows_by_length"][phase].items())
         assert report[f"{phase}_token_budget"] == longest * most
-        assert fits[longest, most] and (most == 32 or not fits[longest, most + 1])
-    assert report["generation_batch_size"] >= 1
+        assert fits[longest, most] and (most == 16 or not fits[longest, most + 1])
+    assert report["training_token_budget"] < report["scoring_token_budget"]
     assert all(
         f"{key}={report[name]}" in report["overrides"]
         for key, name in zip(
             BUDGETS, ("training_token_budget", "scoring_token_budget"), strict=True
         )
     )
-    rows = {"gradient_accumulation_steps": 16, "adaptive_batching.scoring_batch_size": 3}
+    rows = {"gradient_accumulation_steps": 8, "adaptive_batching.scoring_batch_size": 3}
     expected = train("grpo", tmp_path / "rows", 2, **changes, **rows)
     for one, other in zip(found, expected, strict=True):
         for key in ("rewards", "response_lengths", "num_stop_tokens"):
@@ -176,16 +176,16 @@ def test_a_run_whose_budgets_are_pasted_or_resumed_is_the_run_that_found_them(
 
 
 @pytest.mark.exhaustive
-def test_budgets_that_do_not_fit_are_halved(tmp_path: Path) -> None:
-    changes = {**STOPS, "num_steps": 3, "adaptive_batching.grow_back_after": "never"}
+def test_a_budget_that_does_not_fit_is_halved(tmp_path: Path) -> None:
+    changes = {**STOPS, "grpo_samples": 16, "num_steps": 2}
     expected = train("grpo", tmp_path / "plain", 2, **changes)
-    large = {BUDGETS[0]: 1900, BUDGETS[1]: 1900, "adaptive_batching.memory_limit": "6MiB"}
+    large = {BUDGETS[0]: 1900, BUDGETS[1]: 400, "adaptive_batching.memory_limit": "6MiB"}
     found = train("grpo", tmp_path / "halved", 2, **changes, **large)
     for one, other in zip(found, expected, strict=True):
         assert one["response_lengths"] == other["response_lengths"]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-7)
     events = (tmp_path / "halved" / "batch_size_events.jsonl").read_text()
-    assert '"token_budget": [1890, 945]' in events and '"scoring_token_budget": [1890, ' in events
+    assert '"token_budget": [1890, 945]' in events
 
 
 def run_short_of_memory(kind: str, cfg: DictConfig, phase: str | None, factor: float) -> Records:
