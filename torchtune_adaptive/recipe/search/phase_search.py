@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torchtune_adaptive.common import Cache, NothingFits, cache_folder
@@ -26,7 +26,11 @@ from torchtune_adaptive.recipe.search.phase_report import (
 )
 from torchtune_adaptive.recipe.search.prober import Prober
 from torchtune_adaptive.recipe.search.size_search import SizeSearch
-from torchtune_adaptive.recipe.search.token_budget import find_or_confirm, lengths_to_measure
+from torchtune_adaptive.recipe.search.token_budget import (
+    TrialAt,
+    find_or_confirm,
+    lengths_to_measure,
+)
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.fingerprint import search_facts
 from torchtune_adaptive.recipe.setup.phases import Phases
@@ -53,129 +57,103 @@ class PhaseSearch:
             configured: the batch that the config says.
             known: the sizes that an earlier part of this run has found.
         """
-        started, prober, settings = time.perf_counter(), self.prober, self.prober.settings
-        sizes, longest = self.phases.sizes, self.phases.longest
-        rows = sizes.step_rows
-        row = f"{longest} + {sizes.max_new} tokens, the longest prompt and response"
+        started, prober, phases = time.perf_counter(), self.prober, self.phases
+        rows = phases.sizes.step_rows
+        row = f"{phases.longest} + {phases.sizes.max_new} tokens, the longest prompt and response"
         log.info(f"Searching for the most rows of {row}.")
+        phases.generator.width = phases.longest
         found: dict[str, FoundRows | FoundBudget] = {}
         # With a budget, a step has as many micro-batches as it takes.
         accumulation = (lambda size: 2) if self.tokens[TRAINING] else lambda size: -(-rows // size)
         with prober.probe(accumulation) as probe:
-            first = probe.prime(self._batch)
-            _require(first, TRAINING)
-            if TRAINING not in self.given:
-                found[TRAINING] = self._find(
-                    TRAINING,
-                    first,
-                    lambda size, length: probe.trial(size, lambda n: self._batch(n, length)),
-                    known,
-                )
-            for name, phase in (
-                (GENERATION, self.phases.generation),
-                (SCORING, self.phases.scoring),
-            ):
-                if name not in self.given:
-                    found[name] = self._find_phase(probe, name, phase, known)
-        decided = self.given | {name: each.size for name, each in found.items()}
-        micro_batch = decided[TRAINING]
-        if isinstance(micro_batch, int):
+            primed = probe.prime(self._batch)
+            _require(primed, TRAINING)
+            trials: dict[str, TrialAt] = {
+                TRAINING: lambda size, length: probe.trial(size, lambda n: self._batch(n, length)),
+                GENERATION: partial(self._trial_of, probe, phases.generation),
+                SCORING: partial(self._trial_of, probe, phases.scoring),
+            }
+            for name, trial in trials.items():
+                if name in self.given:
+                    continue
+                find = self._budget if self.tokens[name] else self._rows_that_fit
+                found[name] = find(name, trial, known.get(name), primed)
+        decided = {name: found[name].size if name in found else self.given[name] for name in trials}
+        if isinstance(micro_batch := decided[TRAINING], int):
             configured = Split(micro_batch, -(-rows // micro_batch), prober.ranks.size, rows)
         return PhaseReport(
             found=found,
-            sizes={name: decided[name] for name in (TRAINING, GENERATION, SCORING)},
+            sizes=decided,
             split=configured,
             row=row,
             device=prober.step.memory.name,
-            headroom=settings.headroom,
+            headroom=prober.settings.headroom,
             seconds=time.perf_counter() - started,
         )
 
-    def _find_phase(
-        self, probe: Probe, name: str, phase: Phase[Any, Any], known: Sizes
-    ) -> FoundRows | FoundBudget:
-        def trial(size: int, length: int) -> SizeTrial:
-            return probe.trial_of(phase, size, self._rows(size, length))
+    def _trial_of(self, probe: Probe, phase: Phase[Any, Any], size: int, length: int) -> SizeTrial:
+        return probe.trial_of(phase, size, self._rows(size, length))
 
-        self.phases.generator.width = self.phases.longest
-        first = trial(1, self.phases.longest_row)
+    def _most_rows(self, name: str) -> tuple[int, int]:
+        """The most rows that a micro-batch may have, and those that are to be divided."""
+        sizes, ceiling = self.phases.sizes, self.prober.settings.ceiling
+        if name != TRAINING:
+            return sizes.rows, sizes.rows
+        return min(sizes.step_rows, ceiling or sizes.step_rows), sizes.step_rows
+
+    def _rows_that_fit(
+        self, name: str, trial: TrialAt, known: int | Budget | None, primed: SizeTrial
+    ) -> FoundRows:
+        """Search for a number of rows, whatever their length."""
+        prober, settings, longest = self.prober, self.prober.settings, self.phases.longest_row
+        tried = {} if name == TRAINING else {1: trial(1, longest)}
+        first = tried.get(1, primed)
         _require(first, name)
-        return self._find(name, first, trial, known, {1: first})
-
-    def _find(
-        self,
-        name: str,
-        first: SizeTrial,
-        trial: Callable[[int, int], SizeTrial],
-        known: Sizes,
-        tried: dict[int, SizeTrial] | None = None,
-    ) -> FoundRows | FoundBudget:
-        """Search for a size.
-
-        Args:
-            name: the name of the phase.
-            first: the trial of one row.
-            trial: a function that tries a number of rows, of a length.
-            known: the sizes of an earlier part of this run.
-            tried: the trials that the search need not repeat.
-        """
-        prober, settings, sizes = self.prober, self.prober.settings, self.phases.sizes
-        ceiling = rows = sizes.step_rows if name == TRAINING else sizes.rows
-        if name == TRAINING and settings.ceiling is not None:
-            ceiling = min(rows, settings.ceiling)
-        about = {"phase": name, "prompt": self.phases.longest}
-        if self.tokens[name]:
-            return self._find_budget(name, trial, ceiling, about, known.get(name))
         log.info(f"Searching for the micro-batch of {name}.")
-        possible = candidates(settings.rounding, ceiling, rows)
         assert settings.search != "predict", "it is refused"
+        possible = candidates(settings.rounding, *self._most_rows(name))
         search = SizeSearch(
-            lambda size: trial(size, self.phases.longest_row),
+            lambda size: trial(size, longest),
             first,
             possible,
             settings.search,
             prober.ranks,
             SizeSearch.remembered(settings.cache),
-            tried=tried or {},
+            tried=tried,
         )
-        size = known.get(name)
-        found = search.result(
-            self._facts(**about, largest_candidate=possible[-1]),
-            size if isinstance(size, int) else None,
-        )
+        facts = self._facts(name, largest_candidate=possible[-1])
+        found = search.result(facts, known if isinstance(known, int) else None)
         if found.size is None:
             _require(found.trials[-1], name)
         return FoundRows(found)
 
-    def _find_budget(
-        self,
-        name: str,
-        trial: Callable[[int, int], SizeTrial],
-        most_rows: int,
-        about: dict[str, Any],
-        known: int | Budget | None,
+    def _budget(
+        self, name: str, trial: TrialAt, known: int | Budget | None, primed: SizeTrial
     ) -> FoundBudget:
         """Search for a token budget; see ``token_budget.find_budget``."""
-        prober, cache = self.prober, _remembered(self.prober.settings.cache)
+        ranks, cache = self.prober.ranks, _remembered(self.prober.settings.cache)
         log.info(f"Searching for the token budget of {name}.")
+        most_rows, _ = self._most_rows(name)
         lengths = lengths_to_measure([self.phases.longest], self.phases.longest_row)
-        facts = self._facts(**about, lengths=lengths, most_rows=most_rows)
+        facts = self._facts(name, lengths=lengths, most_rows=most_rows)
         if not isinstance(known, Budget):
             # From rank 0, or ranks with different caches would diverge.
-            cached = prober.ranks.from_rank_zero(cache.get(facts))
+            cached = ranks.from_rank_zero(cache.get(facts))
             known = budget_of(cached) if cached else None
         budget, trials = find_or_confirm(trial, lengths, most_rows, known)
         if budget is None:
             raise _nothing_fits(trials[-1].trial, name)
-        if prober.ranks.is_zero:
+        if ranks.is_zero:
             cache.put(facts, [list(each) for each in budget.measured])
         return FoundBudget(budget, trials)
 
-    def _facts(self, **trials: Any) -> dict[str, Any]:
+    def _facts(self, name: str, **trials: Any) -> dict[str, Any]:
         prober = self.prober
         return search_facts(
             prober.cfg,
             prober.settings,
+            phase=name,
+            prompt=self.phases.longest,
             **trials,
             ranks=prober.ranks.size,
             device=prober.step.memory.name,
