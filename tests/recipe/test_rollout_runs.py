@@ -225,8 +225,8 @@ MANY = {"batch_size": 4, "grpo_samples": 8, "num_steps": 3, "gradient_accumulati
         (
             "_score",
             0.22,
-            {**MANY, "adaptive_batching.scoring_token_budget": 2000},
-            '"scoring_token_budget": [1998, 999]',
+            {**MANY, "adaptive_batching.scoring_token_budget": 54 * 400},
+            '"scoring_token_budget": [21600, 10800]',
         ),
         ("_generate", 0.14, {"gradient_accumulation_steps": 4}, "parameters stay sharded"),
     ],

@@ -88,10 +88,10 @@ class Phase(Generic[P, R]):
         self._recovery.load_state_dict(state)
 
     def of_rows(
-        self: Phase[P, Sequence[R]],
+        self: Phase[Any, Sequence[R]],
         rows: Sequence[Any],
         divide: Divide | None = None,
-        made: Callable[[list[Any]], P] = lambda some: some,  # type: ignore[assignment, return-value]
+        made: Callable[[list[Any]], Any] = list,
     ) -> list[R]:
         """The result of each row; every rank has equally many rows.
 
@@ -102,7 +102,7 @@ class Phase(Generic[P, R]):
         """
         order: list[int] = []
 
-        def portions(done: int, size: int) -> Iterator[tuple[int, P]]:
+        def portions(done: int, size: int) -> Iterator[tuple[int, Any]]:
             del order[done:]  # what has failed
             in_turn = (range(at, min(at + size, len(rows))) for at in range(done, len(rows), size))
             for part in divide(done, size) if divide else in_turn:

@@ -219,10 +219,12 @@ def find_or_confirm(
     """The budget that an earlier search has found, if the longest rows in it fit; or a search."""
     longest = lengths[0]
     if known is not None and known.longest == longest:
+        log.info("A token budget was found before; verifying with one trial.")
         trial = LengthTrial(longest, trial_at(known.rows(longest), longest))
+        log.info(f"{longest} tokens a row: {trial.trial.line()}")
         if trial.trial.fits:
             return known, [trial]
-        log.info("The token budget that was found before no longer fits; searching again.")
+        log.info("It no longer fits; searching again.")
     return find_budget(trial_at, lengths, most_rows)
 
 
