@@ -154,6 +154,12 @@ class TestBudget:
                 rest = after.micro_batches(lengths, 1, len(before))
                 assert sorted([*before, *(row for part in rest for row in part)]) == [*range(rows)]
 
+    def test_what_is_left_is_divided_by_its_own_lengths(self) -> None:
+        lengths = [[1, 10, 1, 1, 10, 1, 1, 1], [10, 1, 1, 1, 1, 1, 1, 10]]
+        budget = Budget.of_tokens(20, 10)
+        first, short = budget.micro_batches(lengths, 1)
+        assert sorted(first) == [0, 7] and [*budget.micro_batches(lengths, 1, 2)] == [short]
+
     @pytest.mark.parametrize("wrong", [(), ((10, 0),), ((10, 2), (5, 3)), ((10, 2), (10, 3))])
     def test_nonsense_is_refused(self, wrong: tuple[tuple[int, int], ...]) -> None:
         with pytest.raises(ValueError, match="lengths, ascending"):

@@ -118,6 +118,27 @@ def test_running_out_of_memory_halves_the_budget(caplog: pytest.LogCaptureFixtur
     again.step.load_state_dict(state)
 
 
+def test_a_phase_has_the_results_that_it_has_in_rows(caplog: pytest.LogCaptureFixture) -> None:
+    run, memory = failing("alone", kind=Speaking)
+    shapes: list[tuple[int, ...]] = []
+
+    def scores(batch: dict[str, Any]) -> torch.Tensor:
+        shapes.append(tuple(batch["tokens"].shape))
+        return (run.model(batch["tokens"]).sum(2) * (batch["labels"] >= 0)).sum(1)
+
+    score, rows = run.step.forward_only(scores), sentences(12)
+    expected = torch.stack(score(rows, padded, 12))
+    shapes.clear()
+    with memory.fail_at(9):
+        found = torch.stack(score(rows, padded, 100, lengths=[*map(len, rows)]))
+    torch.testing.assert_close(found, expected)
+    assert max(rows * length for rows, length in shapes) <= 100
+    assert len({rows for rows, _ in shapes}) > 1, "short rows are many"
+    assert "token budget of scores 100 -> 50 (out of memory in scores on rank 0)" in caplog.text
+    with pytest.raises(UsageError, match="row 0 has 40 tokens, and a micro-batch may have 39"):
+        score(rows, padded, 39, lengths=[*map(len, rows)])
+
+
 def compare_on_ranks(way: str, sample: Sample) -> dict[str, Any]:
     """Memory runs out on one rank after the other, in steps of rows whose lengths differ between ranks."""
     run, memory = failing(way, kind=Speaking)
