@@ -219,6 +219,8 @@ def compare(bench: Bench, ways: dict[str, Way], rounds: int) -> None:
             if number:
                 speeds[name].append(tuple(useful / each for each in (*seconds, sum(seconds))))
                 padding[name].append(tuple(padded(ways[name], phase, rows) for phase in PHASES))
+            said = ", ".join(f"{each:.1f} s" for each in seconds)
+            print(f"round {number}, {name}: {said}", flush=True)
     cut = sum(length == CAP for length in responses) / len(responses)
     print(
         f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; policy and reference of "
