@@ -131,8 +131,34 @@ class TestBudget:
 
     def test_it_shrinks_to_single_rows(self) -> None:
         budget = Budget(((128, 40), (512, 6)))
-        assert budget.shrunk(2).measured == ((128, 20), (512, 3))
-        assert budget.shrunk(64).measured == ((128, 1), (512, 1))
+        assert budget.within(6 * 256).measured == ((128, 20), (512, 3))
+        assert budget.within(6 * 8).measured == ((128, 1), (512, 1))
+
+    def test_rows_of_each_rank_are_as_many_in_each_micro_batch(self) -> None:
+        draw = random.Random(0)
+        for _ in range(200):
+            longest, rows = draw.randint(2, 60), draw.randint(1, 40)
+            budget = Budget(((max(1, longest // 3), draw.randint(8, 12)), (longest, 3)))
+            lengths = [[draw.randint(1, longest) for _ in range(rows)] for _ in range(3)]
+            divided = [budget.micro_batches(lengths, rank) for rank in range(3)]
+            counts = {tuple(map(len, parts)) for parts in divided}
+            assert len(counts) == 1, "ranks launch the same"
+            for of, parts in zip(lengths, divided, strict=True):
+                assert sorted(row for part in parts for row in part) == [*range(rows)]
+                for part in parts:
+                    assert len(part) <= budget.rows(max(of[row] for row in part))
+            # What is left when memory runs out after some micro-batches.
+            done = draw.randint(0, len(divided[0]))
+            before = [row for part in divided[1][:done] for row in part]
+            for after in (budget, budget.within(draw.randint(1, budget.tokens))):
+                rest = after.micro_batches(lengths, 1, len(before))
+                assert sorted([*before, *(row for part in rest for row in part)]) == [*range(rows)]
+
+    def test_what_is_left_is_divided_by_its_own_lengths(self) -> None:
+        lengths = [[1, 10, 1, 1, 10, 1, 1, 1], [10, 1, 1, 1, 1, 1, 1, 10]]
+        budget = Budget.of_tokens(20, 10)
+        first, short = budget.micro_batches(lengths, 1)
+        assert sorted(first) == [0, 7] and [*budget.micro_batches(lengths, 1, 2)] == [short]
 
     @pytest.mark.parametrize("wrong", [(), ((10, 0),), ((10, 2), (5, 3)), ((10, 2), (10, 3))])
     def test_nonsense_is_refused(self, wrong: tuple[tuple[int, int], ...]) -> None:

@@ -63,7 +63,7 @@ class Together(Ranks):
     """Ranks of which the others have these lengths."""
 
     def __init__(self, *others: list[int]) -> None:
-        self._others = others
+        self._others, self.rank = others, 0
 
     def gather(self, value: Any) -> list[Any]:
         return [value, *map(sorted, self._others)]
@@ -74,7 +74,7 @@ def test_each_row_is_in_a_micro_batch_within_the_budget_and_ranks_have_as_many()
     for _ in range(200):
         count, tokens = draw.randint(1, 30), draw.choice([1, 50, 100, 400])
         one, other = ([draw.randint(1, 100) for _ in range(count)] for _ in range(2))
-        divided = [by_tokens(a, Together(b))(tokens) for a, b in ((one, other), (other, one))]
+        divided = [by_tokens(a, Together(b))(0, tokens) for a, b in ((one, other), (other, one))]
         for lengths, parts in zip((one, other), divided, strict=True):
             assert sorted(row for part in parts for row in part) == [*range(count)]
             for part in parts:
@@ -116,6 +116,27 @@ def test_running_out_of_memory_halves_the_budget(caplog: pytest.LogCaptureFixtur
     state = run.step.state_dict()
     del state["unit"]  # as saved before there were budgets
     again.step.load_state_dict(state)
+
+
+def test_a_phase_has_the_results_that_it_has_in_rows(caplog: pytest.LogCaptureFixture) -> None:
+    run, memory = failing("alone", kind=Speaking)
+    shapes: list[tuple[int, ...]] = []
+
+    def scores(batch: dict[str, Any]) -> torch.Tensor:
+        shapes.append(tuple(batch["tokens"].shape))
+        return (run.model(batch["tokens"]).sum(2) * (batch["labels"] >= 0)).sum(1)
+
+    score, rows = run.step.forward_only(scores), sentences(12)
+    expected = torch.stack(score(rows, padded, 12))
+    shapes.clear()
+    with memory.fail_at(9):
+        found = torch.stack(score(rows, padded, 100, lengths=[*map(len, rows)]))
+    torch.testing.assert_close(found, expected)
+    assert max(rows * length for rows, length in shapes) <= 100
+    assert len({rows for rows, _ in shapes}) > 1, "short rows are many"
+    assert "token budget of scores 100 -> 50 (out of memory in scores on rank 0)" in caplog.text
+    with pytest.raises(UsageError, match="row 0 has 40 tokens, and a micro-batch may have 39"):
+        score(rows, padded, 39, lengths=[*map(len, rows)])
 
 
 def compare_on_ranks(way: str, sample: Sample) -> dict[str, Any]:

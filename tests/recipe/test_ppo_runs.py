@@ -79,8 +79,16 @@ def test_a_step_depends_on_no_size(tmp_path: Path) -> None:
         "adaptive_batching.generation_batch_size": 3,
         "adaptive_batching.scoring_batch_size": 5,
     }
-    whole, split = (train("ppo", tmp_path / n, **SHORT, **s) for n, s in (("a", {}), ("b", sizes)))
-    assert losses(split) == pytest.approx(losses(whole), rel=1e-5) and len(losses(whole)) == 12
+    in_tokens = {"token_budget": 130, "scoring_token_budget": 200}
+    budgets = {f"adaptive_batching.{key}": tokens for key, tokens in in_tokens.items()}
+    changes = {**SHORT, "num_steps": 8, "stop_token_ids": [*range(60)]}
+    whole, *split = (
+        train("ppo", tmp_path / name, **changes, **each)
+        for name, each in (("whole", {}), ("rows", sizes), ("tokens", budgets))
+    )
+    assert len(losses(whole)) == 4
+    for each in split:
+        assert losses(each) == pytest.approx(losses(whole), rel=1e-5)
 
 
 @pytest.mark.exhaustive

@@ -400,6 +400,7 @@ CANNOT_MATTER = [
     {"use_fastest_configuration": True, "adaptive_batching.may_change": "rounding"},
     {"adaptive_batching.speed_trials": 9},
     {"adaptive_batching.generation_batch_size": 4, "adaptive_batching.scoring_batch_size": 4},
+    {"adaptive_batching.scoring_token_budget": 64},
     {"num_steps": 9, "save_every_n_epochs": 2, "forward_batch_size": 4},
     {"stop_token_ids": [1], "reward_functions": ["x.y"]},
     {

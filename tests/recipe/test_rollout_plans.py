@@ -17,7 +17,7 @@ from torchtune_adaptive.planner.traced_run import TracedRun
 from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.plan.rollout import RolloutPlanner, RolloutPrediction
-from torchtune_adaptive.recipe.tracing.phase_names import SHARDED_GENERATION
+from torchtune_adaptive.recipe.settings.phase_names import SHARDED_GENERATION
 from torchtune_adaptive.recipe.tracing.traces import PhaseTraces
 
 ROWS = {"batch_size": 4, "grpo_samples": 4, "max_generated_tokens": 8}

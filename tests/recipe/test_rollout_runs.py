@@ -131,6 +131,86 @@ def test_a_resumed_run_has_the_same_responses_and_losses(
     assert losses(finished) == []
 
 
+STOPS: dict[str, Any] = {**SHORT, "grpo_samples": 8, "stop_token_ids": [*range(60)]}
+"""Responses of very different lengths."""
+BUDGETS = "adaptive_batching.token_budget", "adaptive_batching.scoring_token_budget"
+
+
+def test_token_budgets_are_found_for_scoring_and_training(tmp_path: Path) -> None:
+    """Each was tried, one row more failed; what is learned is what is learned in rows."""
+    limit = {"adaptive_batching.memory_limit": "6MiB", "max_generated_tokens": 16, "num_steps": 1}
+    changes = {**STOPS, **limit, "clip_grad_norm": 1.0}
+    sizes = {"use_maximum_batch_size": True, BUDGETS[0]: True}
+    found = train("grpo", tmp_path / "found", 2, **changes, **sizes)
+    report = json.loads((tmp_path / "found" / "batch_size_search.json").read_text())
+    for phase in ("scoring", "training"):
+        fits = {(t["length"], t["size"]): t["fits"] for t in report["trials"][phase]}
+        longest, most = max((int(n), rows) for n, rows in report["rows_by_length"][phase].items())
+        assert report[f"{phase}_token_budget"] == longest * most
+        assert fits[longest, most] and (most == 16 or not fits[longest, most + 1])
+    assert report["training_token_budget"] < report["scoring_token_budget"]
+    assert all(
+        f"{key}={report[name]}" in report["overrides"]
+        for key, name in zip(
+            BUDGETS, ("training_token_budget", "scoring_token_budget"), strict=True
+        )
+    )
+    rows = {"gradient_accumulation_steps": 8, "adaptive_batching.scoring_batch_size": 3}
+    expected = train("grpo", tmp_path / "rows", 2, **changes, **rows)
+    for one, other in zip(found, expected, strict=True):
+        for key in ("rewards", "response_lengths", "num_stop_tokens"):
+            assert one[key] == other[key]
+        for key in ("loss", "grad_norm"):
+            assert one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-7)
+        assert one["padding_share"] < 0.3
+
+
+@pytest.mark.parametrize("key", BUDGETS)
+def test_a_budget_below_the_longest_row_is_refused(key: str, tmp_path: Path) -> None:
+    said = refused("ConfigError", "grpo", tmp_path, **SHORT, **{key: 20})
+    assert f"{key}: 20 is less than the longest row may have" in said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_run_whose_budgets_are_pasted_or_resumed_is_the_run_that_found_them(
+    epochs: int, tmp_path: Path
+) -> None:
+    whole, pasted, resumed = (tmp_path / name for name in ("found", "pasted", "resumed"))
+    changes = {
+        **{**STOPS, "ppo_epochs": epochs, "adaptive_batching.memory_limit": "9MiB"},
+        **{"save_every_n_steps": 2 * epochs, "keep_last_n_checkpoints": 9},
+    }
+    found = {"use_maximum_batch_size": True, BUDGETS[0]: True}
+    expected = train("grpo", whole, 2, **changes, **found)
+    report = json.loads((whole / "batch_size_search.json").read_text())
+    said = dict(each.split("=") for each in report["overrides"].split())
+    sizes = {key: int(value) for key, value in said.items() if value.isdecimal()}
+    assert len(sizes) == 3 and len(losses(expected)) == 4 * epochs
+    assert of_training(train("grpo", pasted, 2, **changes, **sizes)) == of_training(expected)
+    assert_same_weights(whole, pasted)
+    shutil.copytree(whole, resumed, symlinks=True)
+    shutil.rmtree(resumed / f"epoch_0_step_{4 * epochs}")
+    rest = train("grpo", resumed, 2, **changes, **found, **RESUME)
+    assert of_training(rest) == of_training(expected)[2 * epochs :]
+    again = json.loads((resumed / "batch_size_search.json").read_text())
+    assert [len(again["trials"][phase]) for phase in ("scoring", "training")] == [1, 1]
+    assert_same_weights(whole, resumed)
+
+
+@pytest.mark.exhaustive
+def test_a_budget_that_does_not_fit_is_halved(tmp_path: Path) -> None:
+    changes = {**STOPS, "grpo_samples": 16, "num_steps": 2}
+    expected = train("grpo", tmp_path / "plain", 2, **changes)
+    large = {BUDGETS[0]: 1900, BUDGETS[1]: 400, "adaptive_batching.memory_limit": "6MiB"}
+    found = train("grpo", tmp_path / "halved", 2, **changes, **large)
+    for one, other in zip(found, expected, strict=True):
+        assert one["response_lengths"] == other["response_lengths"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-7)
+    events = (tmp_path / "halved" / "batch_size_events.jsonl").read_text()
+    assert '"token_budget": [1890, 945]' in events
+
+
 def run_short_of_memory(kind: str, cfg: DictConfig, phase: str | None, factor: float) -> Records:
     """Run with less memory on the last rank in one phase of the second rollout."""
     usual = {name: getattr(Rollouts, name) for name in ("_generate", "_score")}
@@ -165,9 +245,15 @@ MANY = {"batch_size": 4, "grpo_samples": 8, "num_steps": 3, "gradient_accumulati
     [
         ("_generate", 0.22, MANY, '"generation_batch": [32, 16]'),
         ("_score", 0.22, MANY, '"scoring_batch": [32, 16]'),
+        (
+            "_score",
+            0.22,
+            {**MANY, "adaptive_batching.scoring_token_budget": 54 * 400},
+            '"scoring_token_budget": [21600, 10800]',
+        ),
         ("_generate", 0.14, {"gradient_accumulation_steps": 4}, "parameters stay sharded"),
     ],
-    ids=["generation", "scoring", "gathering"],
+    ids=["generation", "scoring", "scoring in tokens", "gathering"],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_that_runs_out_on_one_rank_changes_no_response(
@@ -288,9 +374,16 @@ def run_compiled(kind: str, cfg: DictConfig) -> tuple[Records, int]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("kind", "ranks"), [("grpo", 2), ("grpo_lora", 2), ("ppo", 1)])
-def test_a_compiled_run_is_that_of_its_layers(kind: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks", "budget"),
+    [("grpo", 2, False), ("grpo", 2, 400), ("grpo_lora", 2, False), ("ppo", 1, False)],
+)
+def test_a_compiled_run_is_that_of_its_layers(
+    kind: str, ranks: int, budget: bool | int, tmp_path: Path
+) -> None:
     changes = {**SHORT, "adaptive_batching.memory_limit": None, "ppo_epochs": 2}
+    if budget:
+        changes |= {**STOPS, **dict.fromkeys(BUDGETS, budget)}
     if kind == "ppo":
         changes = {"batch_size": 4, "ppo_batch_size": 4, "num_steps": 12, "max_generated_tokens": 8}
         changes |= {"adaptive_batching.memory_limit": None}

@@ -14,7 +14,8 @@ from tests.helpers.ranks import Alone
 from tests.recipe.test_config import config
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core.sizes.loader import SampleOrder
-from torchtune_adaptive.core.sizes.micro_batches import ByRows
+from torchtune_adaptive.core.sizes.micro_batches import ByRows, ByTokens, MicroBatches
+from torchtune_adaptive.core.sizes.packing import Budget
 from torchtune_adaptive.recipe import rewards, tiny
 from torchtune_adaptive.recipe.data.prompts import PromptDataset, gsm8k_dataset
 from torchtune_adaptive.recipe.registry import our_recipe_for
@@ -83,10 +84,10 @@ def test_a_step_has_all_rows_of_a_rollout() -> None:
 @pytest.mark.parametrize(
     "override",
     [
+        "adaptive_batching.scoring_token_budget=64 adaptive_batching.scoring_batch_size=4",
         "use_fastest_configuration=True",
         "batch_increase_function=torchtune_adaptive.recipe.tiny.two_more_rows",
         "adaptive_batching.gradient_noise=observe",
-        "adaptive_batching.token_budget=64",
         "adaptive_batching.search=predict",
         "adaptive_batching.probe_length=64",
         "optimizer_in_bwd=True",
@@ -98,7 +99,7 @@ def test_a_step_has_all_rows_of_a_rollout() -> None:
     ],
 )
 def test_what_rollouts_cannot_do_is_refused_by_its_key(override: str) -> None:
-    cfg = config("tiny/grpo", "use_maximum_batch_size=False", override)
+    cfg = config("tiny/grpo", "use_maximum_batch_size=False", *override.split())
     with pytest.raises(ConfigError) as raised:
         check(cfg, GRPO)
     assert raised.value.key.startswith(override.partition("=")[0])
@@ -258,6 +259,7 @@ def rollouts(
     epochs: int = 1,
     mini_batch: int | None = None,
     begun: list[Any] | None = None,
+    micro_batches: MicroBatches | None = None,
     **more: Any,
 ) -> Rollouts:
     """Rollouts of ten prompts, whose responses are made of a row's index; the rows of each step are added to
@@ -269,7 +271,7 @@ def rollouts(
 
     def phase(name: str, work: Any) -> Any:
         return SimpleNamespace(
-            name=name, size=2, step=step, of_rows=lambda rows: [*map(work, rows)]
+            name=name, size=2, step=step, of_rows=lambda rows, _=None: [*map(work, rows)]
         )
 
     response = lambda row: Response(torch.tensor([row.index % 7 + 2, 1]), True)  # noqa: E731
@@ -294,7 +296,8 @@ def rollouts(
     return Rollouts(
         dataset=dataset,
         phases=phases,
-        micro_batches=ByRows("power_of_two"),
+        micro_batches=micro_batches or ByRows("power_of_two"),
+        scoring=ByRows("power_of_two"),
         step_timeout=1.0,
         events=Events(None),
         **{**given, **more},
@@ -333,6 +336,28 @@ def test_a_rollout_is_left_when_it_has_been_trained_on() -> None:
     assert not rows.can_be_left and made(rows) == first
     rows.advance(8)
     assert rows.can_be_left and rows.are_over
+
+
+def test_mini_batches_in_tokens_have_as_many_rows_on_each_rank() -> None:
+    budget = ByTokens(Budget.of_tokens(16, 8), (), 0, 0)
+    ranks = [rollouts(rank, 2, 3, mini_batch=3, micro_batches=budget) for rank in (0, 1)]
+    rows = [each._prompts(0, 0) for each in ranks]
+    for number, row in enumerate([*rows[0], *rows[1]]):
+        row.response = torch.ones(1 + number % 5, dtype=torch.int64)
+    for each in ranks:
+        each._lengths = [[row.length for row in of] for of in rows]
+    for used in (0, 3):
+        batches = [each.mini_batch(of, 0, used) for each, of in zip(ranks, rows, strict=True)]
+        assert batches[0].lengths == batches[1].lengths, "what others have is known"
+        parts = [[*each.parts(of, 16)] for each, of in zip(ranks, batches, strict=True)]
+        assert [*map(len, parts[0])] == [*map(len, parts[1])]
+        for batch, of_rank, lengths in zip(batches, parts, batches[0].lengths, strict=True):
+            assert [row.length for row in batch.rows] == lengths
+            assert sorted(row.index for part in of_rank for row in part) == sorted(
+                row.index for row in batch.rows
+            )
+            assert max(len(part) * max(row.length for row in part) for part in of_rank) <= 16
+        assert [len(part) for part in ranks[0].parts(batches[0], 1)] == [1, 1, 1]
 
 
 def test_a_stop_while_a_rollout_is_made_leaves_it_out() -> None:

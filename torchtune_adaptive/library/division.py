@@ -1,7 +1,7 @@
-"""The division of a rank's rows into micro-batches: of so many rows, or of as many as a token budget allows.
+"""The division of a rank's rows into micro-batches: of so many rows, or of at most so many tokens.
 
-Each is a function that is given the size, and gives the positions of the rows in each micro-batch. On every
-rank there are as many micro-batches, and as many rows in each.
+Each is a function that gives the positions of the rows in each micro-batch, on every rank as many in each.
+Its arguments are the number of rows to leave out, which it gave first before, and the size.
 """
 
 from __future__ import annotations
@@ -10,26 +10,23 @@ from collections.abc import Callable, Sequence
 
 from torchtune_adaptive.core import Budget, Ranks
 
-Division = Callable[[int], list[Sequence[int]]]
+Division = Callable[[int, int], list[Sequence[int]]]
 
 
 def by_rows(count: int) -> Division:
     """Micro-batches of so many rows; the last may have fewer."""
-    return lambda size: [range(start, min(start + size, count)) for start in range(0, count, size)]
+    return lambda done, size: [
+        range(start, min(start + size, count)) for start in range(done, count, size)
+    ]
 
 
 def by_tokens(lengths: Sequence[int], ranks: Ranks) -> Division:
-    """Micro-batches of at most so many tokens, padding included; a row that has more is alone.
+    """Micro-batches of at most so many tokens, padding included; a row that has more is alone."""
+    everyones = ranks.gather(list(lengths))
+    longest = max(map(max, everyones))
 
-    The shortest rows of all ranks go together, then those after them, and so on. As long as they are on the
-    rank where they are longest, they are taken to be on each.
-    """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    everyones = ranks.gather([lengths[row] for row in order])
-    longest = [max(each) for each in zip(*everyones, strict=True)]
-
-    def divide(tokens: int) -> list[Sequence[int]]:
-        budget = Budget(tuple((length, 1) for length in sorted({tokens, max(tokens, *longest)})))
-        return [[order[at] for at in part] for part in budget.micro_batches(longest)]
+    def divide(done: int, tokens: int) -> list[Sequence[int]]:
+        budget = Budget(tuple((length, 1) for length in sorted({tokens, max(tokens, longest)})))
+        return [*budget.micro_batches(everyones, ranks.rank, done)]
 
     return divide

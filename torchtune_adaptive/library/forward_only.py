@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.core import Phase, TrainStep
+from torchtune_adaptive.library.division import Division
 from torchtune_adaptive.library.private import tree_map_only
 
 log = logging.getLogger(__name__)
@@ -29,16 +30,16 @@ class ForwardOnly:
         name: str,
         worst: Callable[[int], Any] | None,
         gathers: bool,
-        agreed_size: Callable[[Sequence[Any], Callable[[list[Any]], Any], int], int],
+        agreed: Callable[..., tuple[int, Division]],
         grow_back_after: int | None,
     ) -> None:
         self.step = step
         self.worst = worst
         self._work = work
-        self._agreed_size = agreed_size
+        self._agreed = agreed
         self._grow_back_after = grow_back_after
-        self._size = 0
-        self.phase: Phase[tuple[Any, int], list[Any]] = Phase(
+        self._size = (0, "row")
+        self.phase: Phase[tuple[Any, int], Sequence[Any]] = Phase(
             name,
             step,
             self._results,
@@ -48,35 +49,35 @@ class ForwardOnly:
         )
 
     def __call__(
-        self, rows: Sequence[Any], collate: Callable[[list[Any]], Any], size: int
+        self,
+        rows: Sequence[Any],
+        collate: Callable[[list[Any]], Any],
+        size: int,
+        lengths: Sequence[int] | None = None,
     ) -> list[Any]:
         """Do the work.
 
         Args:
             rows: this rank's rows, the same number on every rank.
             collate: function that makes a micro-batch of some of them.
-            size: rows in a micro-batch, the same on every rank, as long as memory suffices.
+            size: rows in a micro-batch, the same on every rank, as long as memory suffices. With ``lengths``:
+                tokens in a micro-batch, padding included.
+            lengths: the tokens in each of the rows, as for a step.
 
         Returns:
             The result of each row, on the host.
 
         Raises:
             TrainingOutOfMemory: not even one row fits.
-            UsageError: the ranks have different numbers of rows or sizes, or the work does not give one
-                result for each row.
+            UsageError: the ranks have different numbers of rows or sizes, a row is longer than ``size``
+                allows, or the work does not give one result for each row.
         """
-        size = self._agreed_size(rows, collate, size)
-        if size != self._size:
-            self._size = size
+        size, divide = self._agreed(rows, collate, size, lengths)
+        now = (size, "row" if lengths is None else "token")
+        if now != self._size:
+            self._size = now
             self.phase.begin(size, self._grow_back_after)
-
-        def micro_batches(start: int, size: int) -> Iterator[tuple[Any, int]]:
-            for at in range(start, len(rows), size):
-                some = list(rows[at : at + size])
-                yield collate(some), len(some)
-
-        done = self.phase.run(len(rows), micro_batches)
-        return [result for each in done for result in each.result]
+        return self.phase.of_rows(rows, divide, lambda some: (collate(some), len(some)))
 
     def _results(self, micro_batch: tuple[Any, int]) -> list[Any]:
         batch, rows = micro_batch
@@ -99,4 +100,5 @@ class ForwardOnly:
 
     def _adjusted(self, reason: str, before: int, after: int) -> None:
         level = logging.WARNING if self.step.ranks.is_zero else logging.DEBUG
-        log.log(level, f"micro-batch of {self.phase.name} {before} -> {after} ({reason})")
+        what = "micro-batch" if self._size[1] == "row" else "token budget"
+        log.log(level, f"{what} of {self.phase.name} {before} -> {after} ({reason})")

@@ -224,7 +224,7 @@ class AdaptiveStep:
             if sizes:
                 self.restore()
             sizes.append(size)
-            for number, part in enumerate(divide(size)):
+            for number, part in enumerate(divide(0, size)):
                 self.objective.begins = number == 0
                 yield collate([rows[position] for position in part])
 
@@ -275,9 +275,8 @@ class AdaptiveStep:
         if worst is not None:
             arguments.function("worst", worst)
         name = name or getattr(work, "__name__", "forward_only").strip("<>_")
-        agreed = lambda rows, collate, size: self._agreed(rows, collate, size, None)[0]  # noqa: E731
         step, grow_back_after = self.train_step, self._grow_back_after
-        return ForwardOnly(step, work, name, worst, gathers, agreed, grow_back_after)
+        return ForwardOnly(step, work, name, worst, gathers, self._agreed, grow_back_after)
 
     def _agreed(
         self,

@@ -100,6 +100,7 @@ class RolloutRun(Run):
             phases=phases,
             judge=judge,
             micro_batches=batch.micro_batches,
+            scoring=batch.scoring,
             watchdog=self.watchdog,
             step_timeout=settings.step_timeout,
             stop_requested=lambda: self.stop.requested,

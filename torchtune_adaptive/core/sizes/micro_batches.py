@@ -67,6 +67,12 @@ class MicroBatches(ABC):
         """A rank's micro-batches of a step, given the samples of all ranks."""
 
     @abstractmethod
+    def divide(
+        self, lengths: Sequence[Sequence[int]], size: int, rank: int, done: int = 0
+    ) -> list[Sequence[int]]:
+        """A rank's micro-batches of rows that it alone has, as positions; see ``Budget.micro_batches``."""
+
+    @abstractmethod
     def change(self, before: int, after: int, split: Split) -> dict[str, tuple[int, int]]:
         """The quantities that a change of the size means to the user, each before and after."""
 
@@ -104,6 +110,12 @@ class ByRows(MicroBatches):
         mine = step[rank::ranks]
         return [Portion(mine[i : i + size]) for i in range(0, len(mine), size)]
 
+    def divide(
+        self, lengths: Sequence[Sequence[int]], size: int, rank: int, done: int = 0
+    ) -> list[Sequence[int]]:
+        rows = range(len(lengths[rank]))
+        return [rows[i : i + size] for i in range(done, len(rows), size)]
+
     def change(self, before: int, after: int, split: Split) -> dict[str, tuple[int, int]]:
         return {
             "micro_batch": (before, after),
@@ -119,7 +131,7 @@ class ByTokens(MicroBatches):
 
     Args:
         budget: the budget of a micro-batch.
-        row_lengths: the length of every sample.
+        row_lengths: the length of every sample; not used where each rank has rows of its own.
         padding_id: the token that rows are padded with.
         ignored: the label that is not trained on.
         buckets: lengths that batches are padded to, ascending, so that a compiled model sees few shapes;
@@ -147,19 +159,21 @@ class ByTokens(MicroBatches):
         return self.budget.tokens
 
     def smaller_sizes(self, split: Split) -> Sequence[int]:
-        """The whole budget, a half, and so on to single rows."""
-        most = max(rows for _, rows in self.budget.measured)
-        return [max(1, self.budget.tokens >> halvings) for halvings in range(most.bit_length())]
+        return self.budget.halves
 
     def portions(self, step: list[int], size: int, rank: int, ranks: int) -> list[Portion]:
-        budget = self.budget.shrunk(-(-self.budget.tokens // size))
         lengths = [self._lengths[sample] for sample in step]
-        parts = pack(lengths, budget, ranks)[rank]
+        parts = pack(lengths, self.budget.within(size), ranks)[rank]
         shortest = step[min(range(len(step)), key=lengths.__getitem__)]
         return [
             Portion([step[i] for i in part]) if part else Portion([shortest], weightless=True)
             for part in parts
         ]
+
+    def divide(
+        self, lengths: Sequence[Sequence[int]], size: int, rank: int, done: int = 0
+    ) -> list[Sequence[int]]:
+        return [*self.budget.within(size).micro_batches(lengths, rank, done)]
 
     def change(self, before: int, after: int, split: Split) -> dict[str, tuple[int, int]]:
         return {"token_budget": (before, after)}

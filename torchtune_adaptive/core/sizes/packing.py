@@ -61,14 +61,35 @@ class Budget:
             most = rows
         return 0
 
-    def shrunk(self, divisor: int) -> Budget:
-        """The budget with 1/``divisor`` of the rows at every length, but at least one."""
+    def within(self, tokens: int) -> Budget:
+        """The budget with at most ``tokens`` tokens in a micro-batch of the longest rows, and so much less at
+        every length, but at least one row."""
+        divisor = -(-self.tokens // tokens)
         return Budget(tuple((length, max(1, rows // divisor)) for length, rows in self.measured))
 
-    def micro_batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """The micro-batches of rows of these lengths on one rank, as positions; see ``pack``."""
-        [parts] = pack(lengths, self, ranks=1)
-        return parts
+    @property
+    def halves(self) -> list[int]:
+        """The tokens of the whole budget, of a half, and so on to single rows."""
+        most = max(rows for _, rows in self.measured)
+        return [max(1, self.tokens >> halvings) for halvings in range(most.bit_length())]
+
+    def micro_batches(
+        self, lengths: Sequence[Sequence[int]], rank: int = 0, done: int = 0
+    ) -> list[list[int]]:
+        """A rank's own rows in micro-batches, as positions: as many on every rank, with as many rows in each.
+
+        The longest rows of all ranks go together, then those after them, and so on. As long as they are on
+        the rank where they are longest, they are taken to be on each.
+
+        Args:
+            lengths: those of each rank's rows, of which all ranks have the same number.
+            rank: the rank whose rows these are.
+            done: how many rows to leave out: the first ones, whatever the budget of their micro-batches.
+        """
+        order = sorted(range(len(lengths[rank])), key=lengths[rank].__getitem__)
+        longest = [max(each) for each in zip(*map(sorted, lengths), strict=True)]
+        parts = _cut(longest[: len(longest) - done], self)
+        return [[order[place] for place in part] for part in reversed(parts)]
 
 
 def pack(lengths: Sequence[int], budget: Budget, ranks: int) -> list[list[list[int]]]:
@@ -80,22 +101,12 @@ def pack(lengths: Sequence[int], budget: Budget, ranks: int) -> list[list[list[i
     where that saves more padding than a micro-batch costs. If some ranks would have nothing to do at the
     end, the largest micro-batches are split for them.
     """
-    parts: list[list[int]] = [[]]
-    for row in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        fit = budget.rows(lengths[row])
-        if fit == 0:
-            raise ValueError(
-                f"a row of {lengths[row]} tokens is longer than the budget's {budget.longest}"
-            )
-        if len(parts[-1]) + 1 > fit:
-            parts.append([])
-        parts[-1].append(row)
 
     def work(part: list[int]) -> int:
         """The tokens that a micro-batch computes, padding included; its longest row is its last."""
         return len(part) * lengths[part[-1]]
 
-    parts = [piece for part in parts for piece in _pieces(part, lengths, budget)]
+    parts = _cut(lengths, budget)
     while len(parts) % ranks and (divisible := [part for part in parts if len(part) > 1]):
         largest = max(divisible, key=work)
         half = len(largest) // 2
@@ -105,6 +116,21 @@ def pack(lengths: Sequence[int], budget: Budget, ranks: int) -> list[list[list[i
     parts.sort(key=lambda part: (-work(part), part[0]))
     parts += [[] for _ in range(-len(parts) % ranks)]
     return [parts[rank::ranks] for rank in range(ranks)]
+
+
+def _cut(lengths: Sequence[int], budget: Budget) -> list[list[int]]:
+    """The micro-batches of rows, as positions, shortest first; see ``pack``."""
+    parts: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        fit = budget.rows(lengths[row])
+        if fit == 0:
+            raise ValueError(
+                f"a row of {lengths[row]} tokens is longer than the budget's {budget.longest}"
+            )
+        if not parts or len(parts[-1]) + 1 > fit:
+            parts.append([])
+        parts[-1].append(row)
+    return [piece for part in parts for piece in _pieces(part, lengths, budget)]
 
 
 def _pieces(part: list[int], lengths: Sequence[int], budget: Budget) -> list[list[int]]:

@@ -27,6 +27,10 @@ from torchtune_adaptive.core.step.trees import shape_of
 P = TypeVar("P")
 R = TypeVar("R")
 
+Divide = Callable[[int, int], Iterable[Sequence[int]]]
+"""A function that gives the positions of the rows in each micro-batch, on every rank as many in each. Its
+arguments are the number of rows to leave out, which it gave first before, and the size."""
+
 
 @dataclass(eq=False, repr=False)
 class Phase(Generic[P, R]):
@@ -54,19 +58,26 @@ class Phase(Generic[P, R]):
 
     _recovery: Recovery = field(init=False)
 
-    def begin(self, size: int, grow_back_after: int | None = None) -> None:
+    def begin(
+        self,
+        size: int,
+        grow_back_after: int | None = None,
+        smaller: Iterable[int] | None = None,
+    ) -> None:
         """Use micro-batches of this size from now on, and smaller ones when memory runs out.
 
         Args:
-            size: the rows in a micro-batch.
+            size: the rows in a micro-batch, or whatever those who divide rows take it to be.
             grow_back_after: runs without trouble after which a size that failed is tried again; None: never.
+            smaller: the sizes that it may shrink to; by default a half, and so on to 1.
         """
-        halves = (size >> n for n in range(1, size.bit_length()))
-        self._recovery = Recovery(size, halves, grow_back_after)
+        if smaller is None:
+            smaller = (size >> n for n in range(1, size.bit_length()))
+        self._recovery = Recovery(size, smaller, grow_back_after)
 
     @property
     def size(self) -> int:
-        """The rows in a micro-batch right now."""
+        """The size of micro-batches right now."""
         return self._recovery.size
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,22 +87,41 @@ class Phase(Generic[P, R]):
         """Continue where ``state_dict`` was called, if that was after the same ``begin``."""
         self._recovery.load_state_dict(state)
 
-    def of_rows(self: Phase[Sequence[Any], Sequence[R]], rows: Sequence[Any]) -> list[R]:
-        """The result of each row; every rank has equally many rows."""
+    def of_rows(
+        self: Phase[Any, Sequence[R]],
+        rows: Sequence[Any],
+        divide: Divide | None = None,
+        made: Callable[[list[Any]], Any] = list,
+    ) -> list[R]:
+        """The result of each row; every rank has equally many rows.
 
-        def portions(start: int, size: int) -> Iterator[Sequence[Any]]:
-            return (rows[at : at + size] for at in range(start, len(rows), size))
+        Args:
+            rows: the rows of this rank.
+            divide: how they are divided; by default, a micro-batch has as many rows as its size says.
+            made: function that makes a micro-batch of some rows.
+        """
+        order: list[int] = []
 
-        return [each for done in self.run(len(rows), portions) for each in done.result]
+        def portions(done: int, size: int) -> Iterator[tuple[int, Any]]:
+            del order[done:]  # what has failed
+            in_turn = (range(at, min(at + size, len(rows))) for at in range(done, len(rows), size))
+            for part in divide(done, size) if divide else in_turn:
+                order.extend(part)
+                yield len(part), made([rows[position] for position in part])
+
+        results = [each for done in self.run(len(rows), portions) for each in done.result]
+        by_position = dict(zip(order, results, strict=True))
+        return [by_position[position] for position in range(len(rows))]
 
     def run(
-        self, rows: int, portions: Callable[[int, int], Iterable[P]]
+        self, rows: int, portions: Callable[[int, int], Iterable[tuple[int, P]]]
     ) -> Iterator[ForwardDone[R]]:
         """Do the work, a micro-batch at a time.
 
         Args:
             rows: the number of rows, the same on every rank.
-            portions: function that makes micro-batches of the rows from one on, given their size.
+            portions: function that makes micro-batches, each after the number of its rows. Its arguments are
+                those of ``Divide``.
 
         Raises:
             TrainingOutOfMemory: not even one row fits.
@@ -100,12 +130,12 @@ class Phase(Generic[P, R]):
             done = 0
             while done < rows:
                 size, lost = self.size, None
-                for portion in portions(done, size):
+                for number, portion in portions(done, size):
                     outcome = attempt(portion)
                     if outcome.lost:
                         lost = outcome
                         break
-                    done += size
+                    done += number
                     yield outcome
                 if lost is not None:
                     self._shrink(lost)

@@ -256,6 +256,8 @@ def _caveats(cfg: DictConfig) -> Iterator[str]:
             yield "compile: the simulated device runs everything as it is written"
     if cfg.get("fsdp_cpu_offload", False):
         yield "CPU offload: host memory is not predicted"
+    if OmegaConf.select(cfg, f"{BLOCK}.token_budget"):
+        yield "token budget: micro-batches are of the longest rows; a budget has more of shorter ones"
     if has_images(cfg):
         yield (
             "images: one for each row, of as many tiles as the model takes (underestimates if rows have more "

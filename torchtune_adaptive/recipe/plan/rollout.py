@@ -11,7 +11,7 @@ from torchtune_adaptive.core import Rounding, candidates
 from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Speed, TracedRun, peak
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION, configured_batch
-from torchtune_adaptive.recipe.tracing.phase_names import (
+from torchtune_adaptive.recipe.settings.phase_names import (
     GATHERING,
     GENERATION,
     SCORING,

@@ -42,6 +42,11 @@ class Row:
     returns: torch.Tensor | None = None
     """What ``values`` are to become."""
 
+    @property
+    def length(self) -> int:
+        """Tokens of both."""
+        return len(self.prompt) + len(known(self.response))
+
 
 _NUMBERS = {
     "old": "response",

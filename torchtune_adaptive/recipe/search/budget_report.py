@@ -24,8 +24,23 @@ _STEPS_COMPARED = 200
 class LengthTrial:
     """A trial, and the length of its rows."""
 
+    COLUMNS: ClassVar = ("row length", *SizeTrial.COLUMNS)
+    """The headings of ``cells``."""
+
     length: int
     trial: SizeTrial
+
+    def cells(self) -> tuple[str, ...]:
+        """The trial as a row of a table."""
+        return (str(self.length), *self.trial.cells())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"length": self.length, **self.trial.as_dict()}
+
+
+def rows_by_length(budget: Budget) -> str:
+    """What was measured, in words."""
+    return ", ".join(f"{rows} x {length}" for length, rows in budget.measured)
 
 
 @dataclass(frozen=True)
@@ -59,9 +74,8 @@ class BudgetReport(Report):
 
     def text(self) -> str:
         configured = counted(self.split.micro_batch, "row")
-        fits = ", ".join(f"{rows} x {length}" for length, rows in self.budget.measured)
         lines = [
-            f"Rows that fit, by length: {fits}.",
+            f"Rows that fit, by length: {rows_by_length(self.budget)}.",
             f"Padding: {self.without_budget.padding_share:.0%} of what is computed in micro-batches of "
             f"{configured}, {self.with_budget.padding_share:.0%} with the token budget.",
         ]
@@ -92,7 +106,7 @@ class BudgetReport(Report):
             "without_budget": asdict(self.without_budget),
             "with_budget": asdict(self.with_budget),
             "validation": self.validation.as_dict() if self.validation else None,
-            "trials": [{"length": each.length, **each.trial.as_dict()} for each in self.trials],
+            "trials": [each.as_dict() for each in self.trials],
         }
 
     def overrides(self) -> str:
@@ -117,11 +131,10 @@ class BudgetReport(Report):
         return found
 
     def blocks(self) -> list[Block]:
-        rows = [(str(each.length), *each.trial.cells()) for each in self.trials]
         return [
             Paragraph(self.text().splitlines()),
             Drawing(self.figure()),
-            Table("", ("row length", *SizeTrial.COLUMNS), rows),
+            Table("", LengthTrial.COLUMNS, [each.cells() for each in self.trials]),
         ]
 
     def figure(self) -> Figure | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -37,6 +37,8 @@ class DecidedBatch:
     """The rows in a micro-batch of validation, where a search has tried it."""
     report: Report | None = None
     """The report of the search, if there was one."""
+    scoring: MicroBatches = field(default_factory=lambda: ByRows("none"))
+    """The division of generated rows for scoring."""
 
 
 def decide_batch(

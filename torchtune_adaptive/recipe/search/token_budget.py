@@ -210,11 +210,21 @@ def _find_or_confirm(
     if settings.token_budget is not True:
         budget, trial = confirm_budget(settings.token_budget, trial_at, longest, most_rows)
         return budget, [trial]
+    return find_or_confirm(trial_at, lengths, most_rows, known)
+
+
+def find_or_confirm(
+    trial_at: TrialAt, lengths: Sequence[int], most_rows: int, known: Budget | None
+) -> tuple[Budget | None, list[LengthTrial]]:
+    """The budget that an earlier search has found, if the longest rows in it fit; or a search."""
+    longest = lengths[0]
     if known is not None and known.longest == longest:
+        log.info("A token budget was found before; verifying with one trial.")
         trial = LengthTrial(longest, trial_at(known.rows(longest), longest))
+        log.info(f"{longest} tokens a row: {trial.trial.line()}")
         if trial.trial.fits:
             return known, [trial]
-        log.info("The checkpoint's token budget no longer fits; searching again.")
+        log.info("It no longer fits; searching again.")
     return find_budget(trial_at, lengths, most_rows)
 
 

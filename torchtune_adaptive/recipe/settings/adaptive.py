@@ -129,6 +129,10 @@ class AdaptiveSettings:
     scoring_batch_size: Annotated[int, at_least(1)] | None = None
     """Rows whose log-probabilities are computed at once on each rank; the same otherwise."""
 
+    scoring_token_budget: Annotated[int, at_least(1)] | None = None
+    """The most tokens that are scored at once on each rank, padding included. By default, token_budget has it
+    found as well."""
+
     grow_past_memory: bool = False
     """Let the global batch grow by accumulation once the micro-batch is the largest that fits."""
 

@@ -106,7 +106,7 @@ def _conflicts(cfg: DictConfig, kind: Kind, settings: AdaptiveSettings) -> Itera
     yield from _conflicts_of_meshes(cfg, kind)
     if cfg.get("optimizer_in_bwd", False):
         yield from _conflicts_with_optimizer_in_backward(settings)
-    yield from _conflicts_of_decisions(settings)
+    yield from _conflicts_of_decisions(kind, settings)
     yield from _conflicts_with_config(cfg, settings)
     if kind.generates:
         yield from _conflicts_of_rollouts(cfg, settings)
@@ -279,10 +279,10 @@ def _conflicts_with_optimizer_in_backward(settings: AdaptiveSettings) -> Iterato
         yield is_set, f"{BLOCK}.{key}", reason, remedy
 
 
-def _conflicts_of_decisions(settings: AdaptiveSettings) -> Iterator[Conflict]:
+def _conflicts_of_decisions(kind: Kind, settings: AdaptiveSettings) -> Iterator[Conflict]:
     """Two settings must not decide about the same thing."""
     yield (
-        settings.budgets and settings.use_maximum_batch_size,
+        settings.budgets and settings.use_maximum_batch_size and not kind.generates,
         f"{BLOCK}.token_budget",
         "fills the memory with the same samples in each step, but use_maximum_batch_size changes them",
         "Set one of the two to False",
@@ -378,6 +378,13 @@ def _conflicts_of_rollouts(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
     """What is not there yet where rows are generated."""
     batch = "changes the batch, and that of a rollout is what the config says, always"
     rows = "is about rows of a dataset, and these are generated"
+    tokens = settings.scoring_token_budget
+    yield (
+        tokens is not None and settings.scoring_batch_size is not None,
+        f"{BLOCK}.scoring_token_budget",
+        "decides how rows are scored, and so does scoring_batch_size",
+        "Remove one of the two",
+    )
     unsupported: dict[str, tuple[object, str, object]] = {
         "use_fastest_configuration": (
             settings.use_fastest_configuration,
@@ -387,7 +394,6 @@ def _conflicts_of_rollouts(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
         "batch_increase_function": (settings.batch_increase_function, batch, None),
         f"{BLOCK}.gradient_noise": (settings.gradient_noise != "off", batch, "off"),
         f"{BLOCK}.grow_past_memory": (settings.grow_past_memory, batch, False),
-        f"{BLOCK}.token_budget": (settings.budgets, rows, False),
         f"{BLOCK}.probe_length": (settings.probe_length, rows, None),
         f"{BLOCK}.search": (
             settings.search == "predict",
@@ -444,7 +450,7 @@ def _require_knobs(settings: AdaptiveSettings) -> None:
 
 def _check_pairs(cfg: DictConfig, kind: Kind, settings: AdaptiveSettings) -> None:
     """What a sample of two rows cannot be combined with."""
-    if kind.sample == "row":
+    if kind.sample != "pair":
         return
     if settings.budgets:
         raise ConfigError(

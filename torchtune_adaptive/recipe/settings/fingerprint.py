@@ -87,6 +87,7 @@ _IRRELEVANT_SETTINGS = (
     "step_timeout",
     "generation_batch_size",  # each phase is searched by itself
     "scoring_batch_size",
+    "scoring_token_budget",
     "probe_length",  # decides the length of the trials, which is a fact itself
 )
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

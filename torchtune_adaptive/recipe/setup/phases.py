@@ -13,6 +13,7 @@ from torchtune_adaptive.core import Phase, TrainStep
 from torchtune_adaptive.recipe.rollout.generate import Generation
 from torchtune_adaptive.recipe.rollout.score import Scorers, Scoring
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+from torchtune_adaptive.recipe.settings.phase_names import GENERATION, SCORING
 from torchtune_adaptive.recipe.setup.environment import Environment
 
 
@@ -88,6 +89,11 @@ class Phases:
     values: bool = False
     """Whether rows have values."""
 
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.longest + self.sizes.max_new
+
 
 def build_phases(
     cfg: DictConfig,
@@ -140,7 +146,7 @@ def build_phases(
     sharded = step.ranks.size > 1
     return Phases(
         Phase(
-            "generation",
+            GENERATION,
             step,
             generator.alone,
             gathers=policy if sharded else None,
@@ -150,7 +156,7 @@ def build_phases(
             advice=f"Lower max_generated_tokens, or leave out long prompts; see {BLOCK}.memory_limit.",
         ),
         generator,
-        Phase("scoring", step, scoring, shape=len),
+        Phase(SCORING, step, scoring, shape=len),
         tokenizer.pad_id,
         sizes,
         longest,

@@ -23,6 +23,7 @@ from torchtune_adaptive.recipe.settings.knob_table import (
     compiles_for_gpu,
     configured_accumulation,
 )
+from torchtune_adaptive.recipe.settings.phase_names import SCORING
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import (
     compile_backend,
@@ -35,7 +36,6 @@ from torchtune_adaptive.recipe.tracing.fake_offloading import for_offloading
 from torchtune_adaptive.recipe.tracing.fake_quantization import dequantizing_by, quantizing_once
 from torchtune_adaptive.recipe.tracing.image_rows import Images
 from torchtune_adaptive.recipe.tracing.packed_layer import in_four_regions, is_split
-from torchtune_adaptive.recipe.tracing.phase_names import SCORING
 from torchtune_adaptive.recipe.tracing.rollout_phases import copying_no_values, work_of_phase
 
 CACHES = "caches of keys and values"

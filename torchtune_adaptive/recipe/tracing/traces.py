@@ -28,7 +28,7 @@ from torchtune_adaptive.recipe.settings.knob_table import (
     configured_accumulation,
     configured_choice,
 )
-from torchtune_adaptive.recipe.tracing.phase_names import SCORING
+from torchtune_adaptive.recipe.settings.phase_names import SCORING
 
 _MOST_KEPT = 100
 _PARTS = ("model", "loss", "optimizer", *sorted(FROZEN_MODELS | MORE_BLOCKS))

@@ -9,14 +9,14 @@ rollout and the row.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from torchtune_adaptive.common import OutOfMemoryElsewhere
+from torchtune_adaptive.common import OutOfMemoryElsewhere, counted
 from torchtune_adaptive.core import (
     Batch,
     DeviceMemory,
@@ -31,6 +31,7 @@ from torchtune_adaptive.recipe.rollout.advantages import over
 from torchtune_adaptive.recipe.rollout.draws import draws, shuffled
 from torchtune_adaptive.recipe.rollout.judging import Judge
 from torchtune_adaptive.recipe.rollout.rows import Row, collate, known
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.setup.phases import Phases, RolloutSizes
 from torchtune_adaptive.recipe.train.events import Events
 
@@ -47,6 +48,7 @@ class Rollouts:
         phases: those before training.
         judge: what rewards rows, and finds their advantages.
         micro_batches: how rows are divided for training.
+        scoring: how they are divided for scoring.
         watchdog: the watchdog, which is notified of what is being done.
         step_timeout: seconds that scoring, or a reward function, may stand still.
         stop_requested: whether this rank has been asked to stop.
@@ -60,6 +62,7 @@ class Rollouts:
     phases: Phases
     judge: Judge
     micro_batches: MicroBatches
+    scoring: MicroBatches
     watchdog: Watchdog
     step_timeout: float
     stop_requested: Callable[[], bool]
@@ -70,6 +73,8 @@ class Rollouts:
     found: dict[str, int] = field(init=False)
     """The sizes that phases begin with."""
     _adjusted: list[tuple[str, str, int, int]] = field(init=False, default_factory=list)
+    _lengths: list[list[int]] = field(init=False, default_factory=list)
+    """The lengths of each rank's rows."""
 
     def __post_init__(self) -> None:
         self.found = {phase.name: phase.size for phase in self._both}
@@ -167,7 +172,13 @@ class Rollouts:
             row.response, row.stopped = response.tokens, response.stopped
 
     def _score(self, rows: list[Row]) -> None:
-        for row, found in zip(rows, self.phases.scoring.of_rows(rows), strict=True):
+        ranks = self._step.ranks
+        self._lengths = ranks.gather([row.length for row in rows])
+
+        def divide(done: int, size: int) -> list[Sequence[int]]:
+            return self.scoring.divide(self._lengths, size, ranks.rank, done)
+
+        for row, found in zip(rows, self.phases.scoring.of_rows(rows, divide), strict=True):
             for name, numbers in found.items():
                 setattr(row, name, numbers)
 
@@ -196,15 +207,25 @@ class Rollouts:
         self._adjusted = []
         return any(stop for *_, stop in seen)
 
-    def mini_batch(self, rows: list[Row], number: int, used: int) -> list[Row]:
+    def mini_batch(self, rows: list[Row], number: int, used: int) -> MiniBatch:
         """The rows of the next step, of a rollout on which this rank has trained on ``used`` rows."""
-        sizes, ranks = self.sizes, self._step.ranks
+        sizes, ranks, lengths = self.sizes, self._step.ranks, self._lengths
         if sizes.mini_batch is not None:
             epoch, first = divmod(used, sizes.rows)
-            order = shuffled(self.seed, number, epoch, ranks.rank, sizes.rows)
-            rows = [rows[at] for at in order[first : first + sizes.mini_batch]]
+            orders = [
+                shuffled(self.seed, number, epoch, rank, sizes.rows)[first:][: sizes.mini_batch]
+                for rank in range(ranks.size)
+            ]
+            rows = [rows[at] for at in orders[ranks.rank]]
+            lengths = [[of[at] for at in order] for of, order in zip(lengths, orders, strict=True)]
         self._step.objective.begin(rows, over(ranks))  # type: ignore[attr-defined]
-        return rows
+        return MiniBatch(rows, lengths)
+
+    def parts(self, mini_batch: MiniBatch, size: int) -> Iterator[list[Row]]:
+        """The rows of each micro-batch of a step."""
+        rank = self._step.ranks.rank
+        for part in self.micro_batches.divide(mini_batch.lengths, size, rank):
+            yield [mini_batch.rows[at] for at in part]
 
     def _note(self, phase: str, reason: str, before: int, after: int) -> None:
         self._adjusted.append((phase, reason, before, after))
@@ -215,15 +236,19 @@ class Rollouts:
         if before == after:
             self.events.noticed(self._number, f"{phase}: {reason}")
         else:
-            changed = {f"{phase}_batch": (before, after)}
+            in_tokens = phase == self.phases.scoring.name and self.scoring.unit
+            what = f"{phase}_token_budget" if in_tokens else f"{phase}_batch"
+            changed = {what: (before, after)}
             self.events.changed(self._number, f"rank {rank}: {reason}", **changed)
 
     def _out_of_memory(self, error: Exception) -> OutOfMemoryElsewhere:
-        sizes = ", ".join(f"{phase.name} in micro-batches of {phase.size}" for phase in self._both)
+        generation, scoring = self.phases.generation.size, self.phases.scoring.size
+        key = "scoring_token_budget" if self.scoring.unit else "scoring_batch_size"
         return OutOfMemoryElsewhere(
-            f"Out of memory on rank {self._step.ranks.rank} in rollout {self._number}, with {sizes}. Set a "
-            "smaller adaptive_batching.generation_batch_size or adaptive_batching.scoring_batch_size. "
-            f"({' '.join(str(error).split())})"
+            f"Out of memory on rank {self._step.ranks.rank} in rollout {self._number}, with generation in "
+            f"micro-batches of {counted(generation, 'row')}, scoring in micro-batches of "
+            f"{counted(scoring, self.scoring.unit or 'row')}. Set a smaller {BLOCK}.generation_batch_size or "
+            f"{BLOCK}.{key}. ({' '.join(str(error).split())})"
         )
 
     # --- checkpoints --------------------------------------------------------------------------------
@@ -231,8 +256,12 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """The sizes of phases, as they were found and as they are now on each rank."""
         now = {phase.name: phase.state_dict() for phase in self._both}
-        rows = self.sizes.rows * self.ranks
-        return {"found": self.found, "phases": self._step.ranks.gather(now), "rows": rows}
+        return {
+            "found": self.found,
+            "scoring_budget": self.scoring.state(),
+            "phases": self._step.ranks.gather(now),
+            "rows": self.sizes.rows * self.ranks,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state_dict`` was called, on as many ranks."""
@@ -242,6 +271,15 @@ class Rollouts:
                 phase.load_state_dict(of_ranks[self._step.ranks.rank][phase.name])
 
 
+class MiniBatch(NamedTuple):
+    """The rows of a step."""
+
+    rows: list[Row]
+    """This rank's."""
+    lengths: list[list[int]]
+    """Those of each rank's rows."""
+
+
 class RolloutRows:
     """One rank's rows of an epoch, a step at a time; a step is some or all rows of a rollout."""
 
@@ -249,7 +287,7 @@ class RolloutRows:
         self._rollouts = rollouts
         self._epoch = epoch
         self._rows: list[Row] = []
-        self._of_step: list[Row] = []
+        self._of_step = MiniBatch([], [])
         self.used = used
         self.loaded: list[MicroBatch] = []
         """The micro-batches of the last step that have been made so far."""
@@ -278,10 +316,10 @@ class RolloutRows:
         return True
 
     def step(self, rows: int, size: int) -> Iterator[Batch]:
-        """The rows of the next step, in portions of ``size``; the last may be smaller."""
+        """The ``rows`` of the next step, in micro-batches of a size."""
+        assert rows == len(self._of_step.rows), "a step has all rows of a mini-batch"
         self.loaded = []
-        for at in range(0, rows, size):
-            some = self._of_step[at : at + size]
+        for some in self._rollouts.parts(self._of_step, size):
             batch = collate(some, self._rollouts.phases.padding_id)
             tokens = batch["tokens"]
             ids = tuple(row.index for row in some)
@@ -293,5 +331,10 @@ class RolloutRows:
         self.used += rows
 
     def metrics(self) -> dict[str, float]:
-        """What is logged of the rollout."""
-        return {**self._rollouts.metrics, "batch_size": self._rollouts.sizes.prompts}
+        """What is logged of the rollout and the last step."""
+        tokens = sum(row.length for row in self._of_step.rows)
+        return {
+            **self._rollouts.metrics,
+            "batch_size": self._rollouts.sizes.prompts,
+            "padding_share": 1 - tokens / sum(each.tokens for each in self.loaded),
+        }

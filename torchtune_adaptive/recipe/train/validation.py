@@ -146,8 +146,8 @@ class Validation:
     def _rows_per_rank(self) -> int:
         return -(-len(self.data.dataset) // self.ranks)
 
-    def _micro_batches(self, used: int, size: int) -> Iterator[tuple[Batch, bool]]:
-        """Micro-batches after this many rows on each rank, each with whether it counts."""
+    def _micro_batches(self, used: int, size: int) -> Iterator[tuple[int, tuple[Batch, bool]]]:
+        """Micro-batches after this many rows on each rank: their rows there, and whether they count here."""
         mine = range(self.rank, len(self.data.dataset), self.ranks)
         portions = [mine[at : at + size] for at in range(used, self._rows_per_rank, size)]
         loader = DataLoader(
@@ -159,7 +159,7 @@ class Validation:
             worker_init_fn=Loader.leave_signals_to_the_run if self.workers else None,
         )
         for portion, batch in zip(portions, loader, strict=True):
-            yield batch, len(portion) > 0
+            yield size, (batch, len(portion) > 0)
 
     def _adjusted(self, reason: str, before: int, after: int) -> None:
         self.events.changed(self._number, reason, validation_batch=(before, after))

@@ -1,7 +1,6 @@
-"""What is traced of a rollout, by name."""
+"""The names of a rollout's phases, in logs, keys of caches, and reports."""
 
-GENERATION, SCORING, TRAINING = "generation", "scoring", "training"
-"""The phases."""
+GENERATION, SCORING, TRAINING = PHASES = "generation", "scoring", "training"
 GATHERING, SHARDED_GENERATION = "gathering the policy", "generation with sharded weights"
 """What a rank does before it generates, where the policy is sharded; and what is done where that does not
 fit."""

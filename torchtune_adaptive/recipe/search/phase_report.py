@@ -1,0 +1,155 @@
+"""What the searches for the sizes of phases report, where rows are generated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.common import Block, Paragraph, Table, counted
+from torchtune_adaptive.core import Budget, SizeTrial, Split, strategies
+from torchtune_adaptive.recipe.search.budget_report import LengthTrial, rows_by_length
+from torchtune_adaptive.recipe.search.report import Report, batch_numbers
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION
+from torchtune_adaptive.recipe.settings.phase_names import GENERATION, PHASES, SCORING, TRAINING
+
+IN_ROWS = {
+    GENERATION: f"{BLOCK}.generation_batch_size",
+    SCORING: f"{BLOCK}.scoring_batch_size",
+}
+"""The keys of sizes in rows; training has ``gradient_accumulation_steps``."""
+Sizes = dict[str, int | Budget]
+"""By phase, the rows in a micro-batch, or its token budget."""
+IN_TOKENS = {TRAINING: f"{BLOCK}.token_budget", SCORING: f"{BLOCK}.scoring_token_budget"}
+
+
+@dataclass(frozen=True)
+class FoundRows:
+    """Rows that fit, whatever their length."""
+
+    COLUMNS: ClassVar = SizeTrial.COLUMNS
+    result: strategies.SearchResult[SizeTrial]
+
+    @property
+    def size(self) -> int:
+        assert self.result.size is not None, "a search that found nothing has no report"
+        return self.result.size
+
+    @property
+    def trials(self) -> tuple[SizeTrial, ...]:
+        return self.result.trials
+
+    def reason(self) -> str:
+        """Why this size and not the next."""
+        status = self.result.status
+        if status is strategies.Status.CEILING:
+            return f"{status.value}: there are no more rows, or {BLOCK}.ceiling no larger size"
+        if status is not strategies.Status.NEXT_DOES_NOT_FIT:
+            return status.value
+        failed = min((t for t in self.trials if not t.fits), key=lambda trial: trial.size)
+        where = f"{failed.deciding.trouble} on rank {failed.deciding_rank}"
+        return (
+            f"{counted(failed.size, 'row')} {'does' if failed.size == 1 else 'do'} not fit: {where}"
+        )
+
+
+@dataclass(frozen=True)
+class FoundBudget:
+    """Rows that fit, by length."""
+
+    COLUMNS: ClassVar = LengthTrial.COLUMNS
+    size: Budget
+    trials: list[LengthTrial]
+
+    def reason(self) -> str:
+        """What was measured."""
+        return f"rows that fit, by length: {rows_by_length(self.size)}"
+
+
+@dataclass(frozen=True)
+class PhaseReport(Report):
+    """What the searches of all phases have found."""
+
+    name: ClassVar[str] = "batch_size_search"
+    found: Mapping[str, FoundRows | FoundBudget]
+    sizes: Sizes
+    """Those of all phases, as they were found, or as the config says."""
+    split: Split
+    row: str
+    """What trials were made of."""
+    device: str
+    headroom: float
+    seconds: float
+
+    def text(self) -> str:
+        lines = [
+            f"Searched with rows of {self.row} on {self.device}, {self.headroom:.0%} headroom, "
+            f"{self.seconds:.1f} s:"
+        ]
+        for phase in PHASES:
+            why = self.found[phase].reason() if phase in self.found else "as the config says"
+            lines.append(f"{phase} in micro-batches of {in_words(self.sizes[phase])} ({why})")
+        rows = counted(self.split.global_batch, "row")
+        how = "" if isinstance(self.sizes[TRAINING], Budget) else f" ({self.split.text()})"
+        return "\n".join([*lines, f"global batch unchanged: {rows}{how}"])
+
+    def overrides(self) -> str:
+        said = []
+        for phase, size in self.sizes.items():
+            if isinstance(size, Budget):
+                said.append(f"{IN_TOKENS[phase]}={size.tokens}")
+            elif phase in IN_ROWS:
+                said.append(f"{IN_ROWS[phase]}={size}")
+            else:
+                said.append(f"{ACCUMULATION}={self.split.accumulation}")
+        return f"{' '.join(said)} use_maximum_batch_size=False"
+
+    def applied_to(self, cfg: DictConfig) -> DictConfig:
+        for phase, key in IN_ROWS.items():
+            if isinstance(self.sizes[phase], int):
+                OmegaConf.update(cfg, key, self.sizes[phase], force_add=True)
+        return cfg
+
+    def numbers(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for phase, size in self.sizes.items():
+            if isinstance(size, Budget):
+                found[f"{phase}_token_budget"] = size.tokens
+            else:
+                found[f"{phase}_batch_size"] = size
+        if not isinstance(self.sizes[TRAINING], Budget):
+            found[ACCUMULATION] = self.split.accumulation
+        trials = sum(len(result.trials) for result in self.found.values())
+        return {**found, "trials": trials, "seconds": round(self.seconds, 3)}
+
+    def as_dict(self) -> dict[str, Any]:
+        budgets = {phase: size for phase, size in self.sizes.items() if isinstance(size, Budget)}
+        return {
+            **batch_numbers(self.split),
+            **self.numbers(),
+            "overrides": self.overrides(),
+            "row": self.row,
+            "device": self.device,
+            "headroom": self.headroom,
+            "rows_by_length": {phase: dict(size.measured) for phase, size in budgets.items()},
+            "reasons": {phase: result.reason() for phase, result in self.found.items()},
+            "trials": {
+                phase: [trial.as_dict() for trial in result.trials]
+                for phase, result in self.found.items()
+            },
+        }
+
+    def blocks(self) -> list[Block]:
+        tables = [
+            Table(phase.capitalize(), result.COLUMNS, [each.cells() for each in result.trials])
+            for phase, result in self.found.items()
+        ]
+        return [Paragraph(self.text().splitlines()), *tables]
+
+
+def in_words(size: int | Budget) -> str:
+    """The size of a micro-batch."""
+    return f"{size.tokens:,} tokens" if isinstance(size, Budget) else counted(size, "row")
