@@ -58,8 +58,7 @@ class TrainerStep(RowStep):
         """The part of a micro-batch in the loss of this rank."""
         trainer, found = self._trainer, self._found
         found.clear()
-        # What a loss that is a mean over rows is divided by.
-        trainer.current_gradient_accumulation_steps = self._rows_of_step / len(batch["rows"])
+        trainer.current_gradient_accumulation_steps = self._parts(len(batch["rows"]))
         self._training_step(self._model, copy.copy(batch["inputs"].value), self._items)
         if len(found) != 1:
             raise UsageError(
@@ -67,6 +66,10 @@ class TrainerStep(RowStep):
                 "it once, with the loss of the micro-batch."
             )
         return found.pop()  # or what it refers to would outlive a lost step
+
+    def _parts(self, rows: int) -> float:
+        """What the loss of a micro-batch of so many rows, which is a mean over them, is divided by."""
+        return self._rows_of_step / rows
 
     @contextmanager
     def _around(self, step: AdaptiveStep) -> Iterator[None]:

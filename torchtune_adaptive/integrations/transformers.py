@@ -36,13 +36,16 @@ def adaptive(trainer: Kind) -> Kind:
 
     Its constructor takes one more argument, ``adaptive``, with the ``Adaptive`` to use.
     """
-    return type(f"Adaptive{trainer.__name__}", (AdaptiveTrainerMixin, trainer), {})  # type: ignore[return-value]
+    mixin: type = AdaptiveTrainerMixin
+    if refusals.generates(trainer):
+        from torchtune_adaptive.integrations.trl import AdaptiveRolloutMixin
+
+        mixin = AdaptiveRolloutMixin
+    return type(f"Adaptive{trainer.__name__}", (mixin, trainer), {})  # type: ignore[return-value]
 
 
-class AdaptiveTrainerMixin(_Trainer):
-    """Makes a trainer take its steps in micro-batches of the size that fits.
-
-        class AdaptiveSFTTrainer(AdaptiveTrainerMixin, SFTTrainer): ...
+class AdaptiveMixin(_Trainer):
+    """What all trainers have in common whose micro-batches have the size that fits.
 
     A class whose ``compute_loss`` changes more of its own attributes than a trainer of transformers or TRL
     does adds their names to ``restored``.
@@ -53,20 +56,36 @@ class AdaptiveTrainerMixin(_Trainer):
 
     restored: tuple[str, ...] = ("_metrics", "_total_train_tokens", "_stored_metrics")
     """Attributes that a forward pass changes; set back before a step is done again."""
-    data_collator: Any
+    of_rollouts = False
+    """Whether the rows of a step are completions that the model generates."""
 
     def __init__(self, *args: Any, adaptive: Adaptive | None = None, **kwargs: Any) -> None:
         of_trl = any(base.__module__.startswith("trl.") for base in type(self).__mro__)
         check_versions("transformers", "accelerate", *["trl"] * of_trl)
-        refusals.require_known_trainer(type(self))
+        refusals.require_known_trainer(type(self), self.of_rollouts)
         self.adaptive = adaptive or Adaptive()
-        self._step: TrainerStep | None = None
-        self._rows: list[Rows] = []
+        self._adaptive_step: Any = None  # a TrainerStep; other names of its kind are TRL's
+        self._adaptive_rows: list[Rows] = []
         super().__init__(*args, **kwargs)
         refusals.require_supported(self)
         state_in(self)
         # DistributedDataParallel would broadcast them in each forward pass, where a rank may be missing.
         self.accelerator.ddp_handler.broadcast_buffers = False
+
+    def _begun(self) -> Any:
+        """The steps of the training that runs."""
+        if self._adaptive_step is None:
+            raise UsageError("training_step: call train(), which makes the batches that it takes.")
+        return self._adaptive_step
+
+
+class AdaptiveTrainerMixin(AdaptiveMixin):
+    """Makes a trainer take its steps in micro-batches of the size that fits.
+
+    class AdaptiveSFTTrainer(AdaptiveTrainerMixin, SFTTrainer): ...
+    """
+
+    data_collator: Any
 
     def get_train_dataloader(self) -> Any:
         if not self.is_in_train:  # somebody only looks at it
@@ -77,11 +96,11 @@ class AdaptiveTrainerMixin(_Trainer):
             loader = super().get_train_dataloader()
         finally:
             self.data_collator = collate
-        self._step = TrainerStep(self, loader)
+        self._adaptive_step = TrainerStep(self, loader)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        self._rows = []
+        self._adaptive_rows = []
 
         def collated() -> Iterator[Any]:  # what the trainer counts tokens in
             for batch in epoch_iterator:
@@ -90,7 +109,7 @@ class AdaptiveTrainerMixin(_Trainer):
                         "get_train_dataloader: its batches are not made by self.data_collator, so the rows "
                         "of a step are not known. Pass collate_fn=self.data_collator."
                     )
-                self._rows.append(batch)
+                self._adaptive_rows.append(batch)
                 yield batch.inputs
 
         return super().get_batch_samples(collated(), num_batches, device)
@@ -98,6 +117,5 @@ class AdaptiveTrainerMixin(_Trainer):
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        if self._step is None:
-            raise UsageError("training_step: call train(), which makes the batches that it takes.")
-        return self._step.take(model, self._rows, super().training_step, num_items_in_batch)
+        step: TrainerStep = self._begun()
+        return step.take(model, self._adaptive_rows, super().training_step, num_items_in_batch)

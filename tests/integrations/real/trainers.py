@@ -45,6 +45,7 @@ SETTINGS = {
     "bf16": False,
     "dataloader_pin_memory": False,
 }
+GENERATION = {"num_generations": 4, "max_completion_length": 12, "beta": 0.0, "temperature": 1.0}
 SEARCHING = Adaptive(memory_limit="64MiB")
 AS_CONFIGURED = Adaptive(search=False)
 
@@ -60,7 +61,7 @@ class Loss:
     times: int = 2
     where: str = "policy"
     """In the model's second layer (where its adapter is on or, with ``no adapter``, off), in that of the
-    ``reference``, or in the ``loss``."""
+    ``reference``, or in the ``loss``; of a model that generates, in ``generation`` or ``scoring``."""
 
 
 @dataclass
@@ -156,6 +157,11 @@ def lora() -> Any:
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
+def evenness(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward for words with even numbers."""
+    return [sum(1.0 - number % 2 for number in ids) / len(ids) for ids in completion_ids]
+
+
 class Padding:
     """A collate function for rows of different lengths."""
 
@@ -169,7 +175,8 @@ class Padding:
 
 
 def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> Any:
-    """A trainer of a kind: ``trainer``, ``sft``, ``dpo``, ``kto``, or ``reward``; plain without options."""
+    """A trainer of a kind: ``trainer``, ``sft``, ``dpo``, ``kto``, ``reward``, ``grpo`` or ``rloo``; plain
+    without options."""
     import transformers
     import trl
 
@@ -179,6 +186,8 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
         "reward": (trl.RewardTrainer, trl.RewardConfig),
         "kto": (trl.KTOTrainer, trl.KTOConfig),
+        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+        "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
     }
     trainer_class, config_class = classes[kind]
     arguments: dict[str, Any] = {}
@@ -188,7 +197,15 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
     model = settings.pop("model", None)
     config = settings.pop("config", {})
     ragged, data = settings.pop("ragged", False), settings.pop("data", None)
-    if kind == "trainer":
+    if kind in ("grpo", "rloo"):
+        arguments |= {"processing_class": tokenizer(), "train_dataset": data or texts("prompt")}
+        arguments["reward_funcs"] = settings.pop("reward_funcs", evenness)
+        settings = GENERATION | settings
+        if settings.get("beta"):  # the reference is loaded from where the policy is from
+            model = llama(**config)
+            model.save_pretrained(f"{folder}/policy")
+            model = type(model).from_pretrained(f"{folder}/policy")
+    elif kind == "trainer":
         arguments |= {"data_collator": Padding(), "train_dataset": data or tokens(ragged=ragged)}
     else:
         names = {
@@ -221,8 +238,18 @@ def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
     """Lose memory in training; gives how many times are left."""
     left = lost.times if rank() == lost.rank else 0
 
-    def hook(module: Any = None, *_: Any) -> None:
+    generates = hasattr(trainer, "num_generations")
+
+    def elsewhere(cache: Any) -> bool:
+        if not generates or lost.where in ("reference", "no adapter"):
+            return False
+        where = "generation" if cache is not None else "scoring"
+        return lost.where != ("policy" if torch.is_grad_enabled() else where)
+
+    def hook(module: Any = None, inputs: Any = None, named: Any = {}) -> None:  # noqa: B006
         nonlocal left
+        if elsewhere(named.get("past_key_values")):
+            return
         projection = getattr(getattr(module, "self_attn", None), "q_proj", None)
         adapter_off = getattr(projection, "disable_adapters", False)
         if adapter_off != (lost.where == "no adapter"):
@@ -237,7 +264,7 @@ def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
         return lambda: left
     model = trainer.ref_model if lost.where == "reference" else trainer.model
     [layer] = [module for name, module in model.named_modules() if name.endswith("layers.1")]
-    layer.register_forward_pre_hook(hook)
+    layer.register_forward_pre_hook(hook, with_kwargs=True)
     return lambda: left
 
 
@@ -260,7 +287,7 @@ def trained(
 def result(trainer: Any) -> Result:
     whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in trainer.model.parameters()]
     weights = torch.cat([p.detach().float().flatten() for p in whole])
-    steps = getattr(trainer, "_step", None)
+    steps = getattr(trainer, "_adaptive_step", None)
     sizes = (steps._size, steps._step._runner.size) if steps else None
     return Result(trainer.state.log_history[:-1], weights, sizes)
 

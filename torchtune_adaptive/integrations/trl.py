@@ -1,0 +1,104 @@
+"""TRL's trainers that generate the rows they train on, with as many of them at once as fit.
+
+    from torchtune_adaptive.integrations.transformers import adaptive
+
+    trainer = adaptive(GRPOTrainer)(model, reward_funcs, args, train_dataset=dataset)
+
+The rows of an optimizer step are completions. They are generated and scored in parts that fit, and trained on
+in micro-batches of the size that a search finds before the first step.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.integrations import refusals
+from torchtune_adaptive.integrations.rollout_step import RolloutStep
+from torchtune_adaptive.integrations.transformers import AdaptiveMixin
+
+
+class AdaptiveRolloutMixin(AdaptiveMixin):
+    """Makes a trainer generate completions and train on them with as many rows at once as fit.
+
+    class AdaptiveGRPOTrainer(AdaptiveRolloutMixin, GRPOTrainer): ...
+    """
+
+    of_rollouts = True
+    _scores = False
+    """Whether completions are scored, and not trained on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        refusals.require_supported_rollouts(self)
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        if self.is_in_train:
+            self._adaptive_step = RolloutStep(self, loader)
+        return loader
+
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        began = time.perf_counter()
+        step: RolloutStep = self._begun()
+        model.train()
+        step.add(self._prepare_inputs(inputs))
+        # What the trainer's own training_step counts and times, which is called for micro-batches only.
+        self._step += 1
+        loss = step.take_added(model, super().training_step)
+        self._current_train_step_time += time.perf_counter() - began
+        if self._step % self.current_gradient_accumulation_steps == 0:
+            self._metrics["train"]["step_time"].append(self._current_train_step_time)
+            self._current_train_step_time = 0.0
+        return loss
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        step = self._training()
+        if step is not None and step.taking:  # a micro-batch of completions
+            return {
+                name: value.to(self.args.device) if isinstance(value, torch.Tensor) else value
+                for name, value in inputs.items()
+            }
+        return super()._prepare_inputs(inputs)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        self._scores = True
+        try:
+            return super()._generate_and_score_completions(inputs)
+        finally:
+            self._scores = False
+
+    def _generate_single_turn(
+        self, prompts: Any, images: Any, fields: Any, *args: Any, **named: Any
+    ) -> Any:
+        step, generate = self._training(), super()._generate_single_turn
+        if step is None:
+            return generate(prompts, images, fields, *args, **named)
+        if images is not None or not all(len(each) == len(prompts) for each in fields.values()):
+            raise UsageError(
+                "images: only prompts of text are supported, as others cannot be split into rows."
+            )
+        made = step.generated(
+            lambda some, their: generate(some, None, their, *args, **named)[0], prompts, fields
+        )
+        return made, None
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, tokens: Any, mask: Any, logits_to_keep: int, *args: Any, **named: Any
+    ) -> Any:
+        step, score = self._training(), super()._get_per_token_logps_and_entropies
+        if step is None or not self._scores:
+            return score(model, tokens, mask, logits_to_keep, *args, **named)
+        size = named.pop("batch_size")
+        own = lambda some, their: score(model, some, their, logits_to_keep, *args, **named)[0]  # noqa: E731
+        return step.scored(own, model, tokens, mask, size), None, None
+
+    def _training(self) -> RolloutStep | None:
+        """The steps of the training that runs; None outside of one."""
+        step: RolloutStep | None = self._adaptive_step
+        return step if self.is_in_train else None
