@@ -83,20 +83,32 @@ class AdaptiveRolloutMixin(AdaptiveMixin):
             raise UsageError(
                 "images: only prompts of text are supported, as others cannot be split into rows."
             )
-        made = step.generated(
-            lambda some, their: generate(some, None, their, *args, **named)[0], prompts, fields
-        )
-        return made, None
+        paired = False
+
+        def ids(some: Any, their: Any) -> Any:
+            nonlocal paired
+            made = generate(some, None, their, *args, **named)
+            paired = isinstance(made, tuple)  # with log-probabilities, which only vLLM has
+            return made[0] if paired else made
+
+        made = step.generated(ids, prompts, fields)
+        return (made, None) if paired else made
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, tokens: Any, mask: Any, logits_to_keep: int, *args: Any, **named: Any
+        self,
+        model: Any,
+        tokens: Any,
+        mask: Any,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        *args: Any,
+        **named: Any,
     ) -> Any:
         step, score = self._training(), super()._get_per_token_logps_and_entropies
         if step is None or not self._scores:
-            return score(model, tokens, mask, logits_to_keep, *args, **named)
-        size = named.pop("batch_size")
-        own = lambda some, their: score(model, some, their, logits_to_keep, *args, **named)[0]  # noqa: E731
-        return step.scored(own, model, tokens, mask, size), None, None
+            return score(model, tokens, mask, logits_to_keep, batch_size, *args, **named)
+        own = lambda *some: score(model, *some, logits_to_keep, None, *args, **named)[0]  # noqa: E731
+        return step.scored(own, model, tokens, mask, batch_size or len(tokens)), None, None
 
     def _training(self) -> RolloutStep | None:
         """The steps of the training that runs; None outside of one."""

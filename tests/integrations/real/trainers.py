@@ -7,7 +7,7 @@ import os
 import random
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,12 @@ SETTINGS = {
     "bf16": False,
     "dataloader_pin_memory": False,
 }
-GENERATION = {"num_generations": 4, "max_completion_length": 12, "beta": 0.0, "temperature": 1.0}
+GENERATION = {
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "beta": 0.0,
+    "generation_kwargs": {"use_cache": True},
+}
 SEARCHING = Adaptive(memory_limit="64MiB")
 AS_CONFIGURED = Adaptive(search=False)
 
@@ -271,16 +276,19 @@ def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
 def trained(
     kind: str,
     options: Adaptive | None,
-    lost: Loss | None = None,
+    lost: Loss | Sequence[Loss] = (),
     resume: Any = None,
     **settings: Any,
 ) -> Result:
     """The result of a training."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make(kind, options, settings.pop("folder", folder), **settings)
-        left = lose_memory(trainer, lost) if lost else lambda: 0
+        losses = [lost] if isinstance(lost, Loss) else lost
+        left = [lose_memory(trainer, one) for one in losses]
         trainer.train(resume_from_checkpoint=resume)
-        assert not left(), "memory was not lost as often as it should have been"
+        assert not any(each() for each in left), (
+            "memory was not lost as often as it should have been"
+        )
         return result(trainer)
 
 
@@ -303,6 +311,13 @@ def distance(one: Result, other: Result, *names: str) -> float:
     return float(((a - b).abs() / b.abs().clamp(min=1e-12)).max())
 
 
+def apart(one: Result, other: Result) -> float:
+    """The largest difference of what was logged: of losses, which may cancel to zero, absolute."""
+    a, b = (torch.tensor(each.column("loss"), dtype=torch.float64) for each in (one, other))
+    assert a.shape == b.shape and len(a)
+    return max(float((a - b).abs().max()), distance(one, other, "grad_norm", "learning_rate"))
+
+
 def fsdp2_on_cpu() -> None:
     """accelerate gives FSDP2 to accelerators only; everything else works on a CPU as well."""
     import accelerate.state
@@ -311,6 +326,7 @@ def fsdp2_on_cpu() -> None:
 
     def told(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        fsdp_plugin = fsdp_plugin or vars(self).get("fsdp_plugin")  # each other state sets it back
         if fsdp_plugin is not None:
             self.distributed_type = accelerate.state.DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin
