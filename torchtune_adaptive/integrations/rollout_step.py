@@ -107,12 +107,9 @@ class RolloutStep(TrainerStep):
 
     def _longest_prompt(self) -> int:
         """The most tokens in a prompt of the data."""
-        dataset, drawn = (
-            self._loader.dataset,
-            Generators(self._device),
-        )  # it may draw random numbers
+        drawn = Generators(self._device)  # a dataset may draw random numbers
         try:
-            prompts = list(dataset["prompt"])
+            prompts = list(self._loader.dataset["prompt"])
         finally:
             drawn.restore()
         prompts = sorted(prompts, key=lambda prompt: len(str(prompt)))[-_LOOKED_AT:]

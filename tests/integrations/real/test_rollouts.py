@@ -140,6 +140,16 @@ def test_two_ranks(name: str, way: str) -> None:
         check(name, seen)
 
 
+def with_dropout() -> tuple[float, bool]:
+    settings = {"config": {"attention_dropout": 0.1}, "num_iterations": 2}
+    plain, ours = (trained("grpo", options, **settings) for options in (None, AS_CONFIGURED))
+    return apart(ours, plain), torch.equal(ours.weights, plain.weights)
+
+
+def test_dropout_is_on_where_the_plain_trainer_has_it_on() -> None:
+    assert on_ranks(with_dropout, 1) == [(0.0, True)]
+
+
 def not_even_one_row() -> str:
     lost = Loss(1, rank=1, times=99, where="generation")
     with pytest.raises(TrainingOutOfMemory) as error:

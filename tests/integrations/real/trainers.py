@@ -207,9 +207,7 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
         arguments["reward_funcs"] = settings.pop("reward_funcs", evenness)
         settings = GENERATION | settings
         if settings.get("beta"):  # the reference is loaded from where the policy is from
-            model = llama(**config)
-            model.save_pretrained(f"{folder}/policy")
-            model = type(model).from_pretrained(f"{folder}/policy")
+            model = _saved(llama(**config), f"{folder}/policy")
     elif kind == "trainer":
         arguments |= {"data_collator": Padding(), "train_dataset": data or tokens(ragged=ragged)}
     else:
@@ -237,6 +235,16 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
         trainer_class, arguments["adaptive"] = adaptive(trainer_class), options
     arguments["args"] = config_class(folder, **SETTINGS | settings)
     return trainer_class(model=model or llama(**config), **arguments)
+
+
+def _saved(model: Any, folder: str) -> Any:
+    """The model, loaded from a folder in which it is saved, by this rank."""
+    from safetensors.torch import save_file
+
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # of a training before: only rank 0 would load
+    model.config.save_pretrained(folder)
+    save_file(model.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
+    return type(model).from_pretrained(folder)
 
 
 def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
