@@ -29,7 +29,8 @@ def rows_of(batch: Mapping[str, Any]) -> list[Completion]:
                 "prompts of text are supported."
             )
     kept = {name: value if value is None else value.detach().cpu() for name, value in batch.items()}
-    return [Completion(kept, row) for row in range(len(kept["completion_ids"]))]
+    ids: torch.Tensor = batch["completion_ids"]
+    return [Completion(kept, row) for row in range(len(ids))]
 
 
 def together(rows: Sequence[Completion]) -> dict[str, Any]:

@@ -240,9 +240,9 @@ class RolloutStep(TrainerStep):
         phase = self._made_step.forward_only(
             lambda held: self._work(held), name=name, gathers=alone
         )
-        resumed = self._resumed()
-        if resumed and name in resumed["phases"]:
-            phase.load_state_dict(resumed["phases"][name])
+        learned = self._learned_before()
+        if learned and name in learned["phases"]:
+            phase.load_state_dict(learned["phases"][name])
         self._phases[name] = phase
         return phase
 

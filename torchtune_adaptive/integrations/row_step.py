@@ -87,7 +87,7 @@ class RowStep(ABC):
         _, rows, processes = self._configured()
         return json.dumps([asdict(self._options), processes, rows])
 
-    def _resumed(self) -> dict[str, Any] | None:
+    def _learned_before(self) -> dict[str, Any] | None:
         """What the checkpoint has ``learned``, if that holds for this run."""
         learned = self._saved()
         return learned if learned and learned["for"] == self._circumstances() else None
@@ -123,7 +123,7 @@ class RowStep(ABC):
         most = self._most(rows)
         ceiling = min(most, options.ceiling or most)
         self._size = min(self._configured()[0], ceiling)
-        learned = self._resumed()
+        learned = self._learned_before()
         if learned:
             self._size = learned["size"]
             step.load_state_dict(learned["step"])

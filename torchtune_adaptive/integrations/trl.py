@@ -28,6 +28,8 @@ class AdaptiveRolloutMixin(AdaptiveMixin):
     """
 
     of_rollouts = True
+    _step: int
+    _current_train_step_time: float
     _scores = False
     """Whether completions are scored, and not trained on."""
 

@@ -122,7 +122,7 @@ def check(name: str, seen: dict[str, Any]) -> None:
     most = 4 if "several generations" in name else 8
     assert seen["sizes"]["searched"] == (most, most), seen
     assert seen["sizes"]["lost"][1] < 4, seen
-    assert len(seen["generated"][0]) == 4
+    assert len(seen["generated"][0]) >= 2
     for generated in seen["generated"]:
         assert torch.tensor(generated).allclose(torch.tensor(seen["generated"][0]), atol=CLOSE)
 

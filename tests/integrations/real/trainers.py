@@ -242,6 +242,7 @@ def _saved(model: Any, folder: str) -> Any:
     from safetensors.torch import save_file
 
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # of a training before: only rank 0 would load
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     save_file(model.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
     return type(model).from_pretrained(folder)
