@@ -98,7 +98,9 @@ def require_known_trainer(kind: type, of_rollouts: bool = False) -> None:
         raise UsageError(f"{name}: of TRL's trainers, {known} are supported.")
     if generates(kind) != of_rollouts:
         mixin = "transformers.AdaptiveTrainerMixin" if of_rollouts else "trl.AdaptiveRolloutMixin"
-        raise UsageError(f"{name}: inherit from torchtune_adaptive.integrations.{mixin} instead.")
+        raise UsageError(
+            f"{name or kind.__name__}: inherit from torchtune_adaptive.integrations.{mixin} instead."
+        )
 
 
 def require_supported(trainer: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class RolloutStep(TrainerStep):
 
     def __init__(self, trainer: Any, loader: Any) -> None:
         super().__init__(trainer, loader)
+        self._prepared: AdaptiveStep | None = None
         self._completions: list[Completion] = []
         self._batches = 0
         self._phases: dict[str, ForwardOnly] = {}
@@ -116,14 +117,18 @@ class RolloutStep(TrainerStep):
         ids = self._trainer._tokenize_prompts(prompts)[0]
         return max(len(each) for each in ids)
 
-    def _new_step(self) -> AdaptiveStep:
-        return self._made_step
+    def prepare(self) -> AdaptiveStep:
+        """The step, which is there before the first is taken: completions are generated before.
 
-    @cached_property
-    def _made_step(self) -> AdaptiveStep:
-        """The step, which is there before the first one is taken: completions are generated before."""
-        self._model = self._trainer.model_wrapped
-        return super()._new_step()
+        Not made in ``training_step``, where FSDP may have been told to keep gradients for the next batch.
+        """
+        if self._prepared is None:
+            self._model = self._trainer.model_wrapped
+            self._prepared = super()._new_step()
+        return self._prepared
+
+    def _new_step(self) -> AdaptiveStep:
+        return self.prepare()
 
     # --- what a checkpoint keeps ----------------------------------------------------------------------
 
@@ -215,7 +220,7 @@ class RolloutStep(TrainerStep):
         """
         trainer = self._trainer
         name += "" if trainer.model.training else " in evaluation"
-        models = [trainer.model, *self._made_step.objective.frozen]
+        models = [trainer.model, *self.prepare().objective.frozen]
         modes = [(module, module.training) for model in models for module in model.modules()]
 
         def in_their_modes(held: Held) -> Any:
@@ -232,14 +237,12 @@ class RolloutStep(TrainerStep):
             made = phase(range(rows), Held, size)
         except Exception as raised:
             error = raised
-        if self._made_step.ranks.spread(int(error is not None))[1]:
+        if self.prepare().ranks.spread(int(error is not None))[1]:
             raise error or TrainingOutOfMemory(f"{name} failed on another process, which says why.")
         return made
 
     def _new_phase(self, name: str, alone: bool) -> ForwardOnly:
-        phase = self._made_step.forward_only(
-            lambda held: self._work(held), name=name, gathers=alone
-        )
+        phase = self.prepare().forward_only(lambda held: self._work(held), name=name, gathers=alone)
         learned = self._learned_before()
         if learned and name in learned["phases"]:
             phase.load_state_dict(learned["phases"][name])

@@ -45,14 +45,7 @@ def adaptive(trainer: Kind) -> Kind:
 
 
 class AdaptiveMixin(_Trainer):
-    """What all trainers have in common whose micro-batches have the size that fits.
-
-    A class whose ``compute_loss`` changes more of its own attributes than a trainer of transformers or TRL
-    does adds their names to ``restored``.
-
-    Raises:
-        UsageError: a setting of the trainer cannot be kept.
-    """
+    """What all trainers have in common whose micro-batches have the size that fits."""
 
     restored: tuple[str, ...] = ("_metrics", "_total_train_tokens", "_stored_metrics")
     """Attributes that a forward pass changes; set back before a step is done again."""
@@ -82,7 +75,13 @@ class AdaptiveMixin(_Trainer):
 class AdaptiveTrainerMixin(AdaptiveMixin):
     """Makes a trainer take its steps in micro-batches of the size that fits.
 
-    class AdaptiveSFTTrainer(AdaptiveTrainerMixin, SFTTrainer): ...
+        class AdaptiveSFTTrainer(AdaptiveTrainerMixin, SFTTrainer): ...
+
+    A class whose ``compute_loss`` changes more of its own attributes than a trainer of transformers or TRL
+    does adds their names to ``restored``.
+
+    Raises:
+        UsageError: a setting of the trainer cannot be kept.
     """
 
     data_collator: Any

@@ -24,7 +24,10 @@ from torchtune_adaptive.integrations.transformers import AdaptiveMixin
 class AdaptiveRolloutMixin(AdaptiveMixin):
     """Makes a trainer generate completions and train on them with as many rows at once as fit.
 
-    class AdaptiveGRPOTrainer(AdaptiveRolloutMixin, GRPOTrainer): ...
+        class AdaptiveGRPOTrainer(AdaptiveRolloutMixin, GRPOTrainer): ...
+
+    Raises:
+        UsageError: a setting of the trainer cannot be kept.
     """
 
     of_rollouts = True
@@ -43,12 +46,18 @@ class AdaptiveRolloutMixin(AdaptiveMixin):
             self._adaptive_step = RolloutStep(self, loader)
         return loader
 
+    def get_batch_samples(self, *args: Any, **named: Any) -> Any:
+        step: RolloutStep = self._begun()
+        step.prepare()
+        return super().get_batch_samples(*args, **named)
+
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         began = time.perf_counter()
         step: RolloutStep = self._begun()
         model.train()
+        getattr(self.optimizer, "train", lambda: None)()  # of those that average weights
         step.add(self._prepare_inputs(inputs))
         # What the trainer's own training_step counts and times, which is called for micro-batches only.
         self._step += 1
