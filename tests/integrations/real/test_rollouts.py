@@ -87,10 +87,10 @@ def compare(name: str, way: str = "") -> dict[str, Any]:
     kind, settings = name.partition(",")[0], settings_of(name) | WAYS.get(way, {})
     if way == "fsdp2":
         fsdp2_on_cpu()
-    # Twice alone, or once on each of two ranks; completions are generated in the third step.
+    # Twice alone, or once on each of two ranks; completions are always generated in the third step.
     once = 1 if way else 2
     lost = [
-        Loss(1 if where == "policy" else 2, on, once, where)
+        Loss((1 if where == "policy" else 2) + on, on, once, where)
         for on in range(3 - once)
         for where in CASES[name][1]
     ]
@@ -116,9 +116,8 @@ def compare(name: str, way: str = "") -> dict[str, Any]:
 
 
 def check(name: str, seen: dict[str, Any]) -> None:
-    assert seen["apart"]["equal"] == 0 and seen["same weights"], seen
     close = 5 * CLOSE if "lora" in name else CLOSE
-    assert seen["apart"]["searched"] <= close and seen["apart"]["lost"] <= close, seen
+    assert all(each <= close for each in seen["apart"].values()), seen
     most = 4 if "several generations" in name else 8
     assert seen["sizes"]["searched"] == (most, most), seen
     assert seen["sizes"]["lost"][1] < 4, seen
@@ -130,6 +129,7 @@ def check(name: str, seen: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_one_process(name: str) -> None:
     [seen] = on_ranks(compare, 1, name)
+    assert seen["apart"]["equal"] == 0 and seen["same weights"], seen
     check(name, seen)
 
 
