@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtune_adaptive.common import TrainingOutOfMemory
 from torchtune_adaptive.core import Generators
+from torchtune_adaptive.integrations import private
 from torchtune_adaptive.integrations.completions import Completion, longest, rows_of, together
 from torchtune_adaptive.integrations.draws import Draws
 from torchtune_adaptive.integrations.row_step import Held
@@ -68,26 +69,18 @@ class RolloutStep(TrainerStep):
     def _collated(self, rows: Sequence[Completion]) -> dict[str, Any]:
         return together(rows)
 
-    def _parts(self, rows: int) -> float:
+    def parts(self, rows: int) -> float:
         by_tokens = getattr(self._trainer, "loss_type", None) in _BY_TOKENS
-        return self._batches if by_tokens else super()._parts(rows)
+        return self._batches if by_tokens else super().parts(rows)
 
     @contextmanager
-    def _around(self, step: AdaptiveStep) -> Iterator[None]:
-        # The trainer counts and times its batches in training_step, which here is called for micro-batches.
-        trainer = self._trainer
-        count, seconds = trainer._step, trainer._current_train_step_time
-        timed = list(trainer._metrics["train"].get("step_time", []))
+    def around(self, step: AdaptiveStep) -> Iterator[None]:
         self.taking = True
         try:
-            with super()._around(step):
+            with private.uncounted(self._trainer), super().around(step):
                 yield
         finally:
             self.taking = False
-            trainer._step, trainer._current_train_step_time = count, seconds
-            trainer._metrics["train"].pop("step_time", None)
-            if timed:
-                trainer._metrics["train"]["step_time"] = timed
 
     def _most(self, rows: int) -> int:
         """Micro-batches have completions of one generation, which are equally long."""
@@ -114,8 +107,7 @@ class RolloutStep(TrainerStep):
         finally:
             drawn.restore()
         prompts = sorted(prompts, key=lambda prompt: len(str(prompt)))[-_LOOKED_AT:]
-        ids = self._trainer._tokenize_prompts(prompts)[0]
-        return max(len(each) for each in ids)
+        return max(map(len, private.tokens_of(self._trainer, prompts)))
 
     def prepare(self) -> AdaptiveStep:
         """The step, which is there before the first is taken: completions are generated before.
@@ -124,10 +116,10 @@ class RolloutStep(TrainerStep):
         """
         if self._prepared is None:
             self._model = self._trainer.model_wrapped
-            self._prepared = super()._new_step()
+            self._prepared = super().new_step()
         return self._prepared
 
-    def _new_step(self) -> AdaptiveStep:
+    def new_step(self) -> AdaptiveStep:
         return self.prepare()
 
     # --- what a checkpoint keeps ----------------------------------------------------------------------
@@ -139,11 +131,9 @@ class RolloutStep(TrainerStep):
             return None
         return learned | {"phases": {name: one.state_dict() for name, one in self._phases.items()}}
 
-    def _circumstances(self) -> str:
+    def circumstances(self) -> str:
         args = self._trainer.args
-        return (
-            f"{super()._circumstances()} {args.steps_per_generation} {args.max_completion_length}"
-        )
+        return f"{super().circumstances()} {args.steps_per_generation} {args.max_completion_length}"
 
     # --- before training, without gradients -----------------------------------------------------------
 

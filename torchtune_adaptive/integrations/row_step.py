@@ -45,11 +45,11 @@ class RowStep(ABC):
         self._kept: dict[str, Any] = {}
 
     @abstractmethod
-    def _new_step(self) -> AdaptiveStep:
+    def new_step(self) -> AdaptiveStep:
         """The step, with ``_forward`` and ``restore`` of this object."""
 
     @abstractmethod
-    def _around(self, step: AdaptiveStep) -> AbstractContextManager[None]:
+    def around(self, step: AdaptiveStep) -> AbstractContextManager[None]:
         """The context in which steps are taken."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class RowStep(ABC):
         if self._step is None:
             self._require_repeatable(batches[0])
             self._step = self._begin(len(rows))
-        with self._around(self._step):
+        with self.around(self._step):
             return self._step(rows, self._micro_batch, self._size, self._lengths(rows))
 
     @property
@@ -78,11 +78,11 @@ class RowStep(ABC):
             return None
         return {
             "size": self._size,
-            "for": self._circumstances(),
+            "for": self.circumstances(),
             "step": self._step.state_dict(),
         }
 
-    def _circumstances(self) -> str:
+    def circumstances(self) -> str:
         """What the size was found for; with anything else, a resumed run searches again."""
         _, rows, processes = self._configured()
         return json.dumps([asdict(self._options), processes, rows])
@@ -90,7 +90,7 @@ class RowStep(ABC):
     def _learned_before(self) -> dict[str, Any] | None:
         """What the checkpoint has ``learned``, if that holds for this run."""
         learned = self._saved()
-        return learned if learned and learned["for"] == self._circumstances() else None
+        return learned if learned and learned["for"] == self.circumstances() else None
 
     # --- one micro-batch ------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class RowStep(ABC):
     # --- before the first step ------------------------------------------------------------------
 
     def _begin(self, rows: int) -> AdaptiveStep:
-        options, step = self._options, self._new_step()
+        options, step = self._options, self.new_step()
         most = self._most(rows)
         ceiling = min(most, options.ceiling or most)
         self._size = min(self._configured()[0], ceiling)
@@ -153,7 +153,7 @@ class RowStep(ABC):
         return row
 
     def _search(self, step: AdaptiveStep, row: Any, ceiling: int, several: bool) -> int:
-        with self._around(step):
+        with self.around(step):
             found = find_batch_size(
                 step,
                 lambda rows: self._micro_batch([row] * rows),

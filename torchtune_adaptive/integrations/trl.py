@@ -11,17 +11,19 @@ in micro-batches of the size that a search finds before the first step.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import refusals
+from torchtune_adaptive.integrations.mixin import AdaptiveMixin
+from torchtune_adaptive.integrations.private import RolloutHooks
 from torchtune_adaptive.integrations.rollout_step import RolloutStep
-from torchtune_adaptive.integrations.transformers import AdaptiveMixin
 
 
-class AdaptiveRolloutMixin(AdaptiveMixin):
+class AdaptiveRolloutMixin(RolloutHooks, AdaptiveMixin):
     """Makes a trainer generate completions and train on them with as many rows at once as fit.
 
         class AdaptiveGRPOTrainer(AdaptiveRolloutMixin, GRPOTrainer): ...
@@ -68,28 +70,28 @@ class AdaptiveRolloutMixin(AdaptiveMixin):
             self._current_train_step_time = 0.0
         return loss
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
+    def own_inputs(self, prepare: Callable[[Any], Any], inputs: Any) -> Any:
         step = self._training()
         if step is not None and step.taking:  # a micro-batch of completions
             return {
                 name: value.to(self.args.device) if isinstance(value, torch.Tensor) else value
                 for name, value in inputs.items()
             }
-        return super()._prepare_inputs(inputs)
+        return prepare(inputs)
 
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
+    def own_scoring(self, score: Callable[[Any], Any], inputs: Any) -> Any:
         self._scores = True
         try:
-            return super()._generate_and_score_completions(inputs)
+            return score(inputs)
         finally:
             self._scores = False
 
-    def _generate_single_turn(
-        self, prompts: Any, images: Any, fields: Any, *args: Any, **named: Any
+    def own_generation(
+        self, generate: Callable[..., Any], prompts: Any, images: Any, fields: Any, *args: Any
     ) -> Any:
-        step, generate = self._training(), super()._generate_single_turn
+        step = self._training()
         if step is None:
-            return generate(prompts, images, fields, *args, **named)
+            return generate(prompts, images, fields, *args)
         if images is not None or not all(len(each) == len(prompts) for each in fields.values()):
             raise UsageError(
                 "images: only prompts of text are supported, as others cannot be split into rows."
@@ -98,27 +100,27 @@ class AdaptiveRolloutMixin(AdaptiveMixin):
 
         def ids(some: Any, their: Any) -> Any:
             nonlocal paired
-            made = generate(some, None, their, *args, **named)
+            made = generate(some, None, their, *args)
             paired = isinstance(made, tuple)  # with log-probabilities, which only vLLM has
             return made[0] if paired else made
 
         made = step.generated(ids, prompts, fields)
         return (made, None) if paired else made
 
-    def _get_per_token_logps_and_entropies(
+    def own_log_probs(
         self,
+        score: Callable[..., Any],
         model: Any,
         tokens: Any,
         mask: Any,
-        logits_to_keep: int,
+        width: int,
         batch_size: int | None = None,
-        *args: Any,
         **named: Any,
     ) -> Any:
-        step, score = self._training(), super()._get_per_token_logps_and_entropies
+        step = self._training()
         if step is None or not self._scores:
-            return score(model, tokens, mask, logits_to_keep, batch_size, *args, **named)
-        own = lambda *some: score(model, *some, logits_to_keep, None, *args, **named)[0]  # noqa: E731
+            return score(model, tokens, mask, width, batch_size, **named)
+        own = lambda *some: score(model, *some, width, **named)[0]  # noqa: E731
         return step.scored(own, model, tokens, mask, batch_size or len(tokens)), None, None
 
     def _training(self) -> RolloutStep | None:
