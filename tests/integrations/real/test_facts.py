@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -246,11 +247,13 @@ def own_generation(folder: str) -> None:
             )
             to.append(len(prompts))
 
+        generate = trainer._generate_single_turn
         watched(trainer, "_generate_single_turn", turned)
         watched(trainer.model, "generate", lambda to=calls, **_: to.append("generate"))
         trainer.train()
         assert calls == [8, "generate"], calls
-        made = trainer._generate_single_turn([[5, 6], [7]], None, {}, *[4] * (kind == "grpo"))
+        takes_count = "num_generations" in inspect.signature(generate).parameters
+        made = generate([[5, 6], [7]], None, {}, *[4] * takes_count)
         ids = made[0] if isinstance(made, tuple) else made
         assert len(ids) == 2 and (not isinstance(made, tuple) or made[1] is None)
 
@@ -266,8 +269,7 @@ def own_scoring(folder: str) -> None:
             model, tokens, mask, width, *rest = args
             made = own(*args, **named)
             if not torch.is_grad_enabled():
-                size = named.get("batch_size", *rest[:1]) if rest else named["batch_size"]
-                to.append((model, size))
+                to.append((model, named.get("batch_size", *rest[:1])))
                 assert made[0].shape == (len(tokens), width) and made[1:] == (None, None)
                 assert tokens.shape == mask.shape and len(tokens) == 8
             return made
