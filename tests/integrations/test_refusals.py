@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchtune_adaptive import UsageError
-from torchtune_adaptive.integrations import lightning, refusals
+from torchtune_adaptive.integrations import Adaptive, lightning, refusals
 
 
 def trainer(dataset: Any = (), config: Any = None, **settings: Any) -> Any:
@@ -51,6 +52,13 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "dispatch_batches": {"dataset": [1], "dispatch_batches": True},
     "loss_type: aot sorts the rows": {"loss_type": ["sigmoid", "aot"]},
     "loss_type: kto compares each row": {"loss_type": "kto"},
+    "loss_type: bnpo is a mean over the tokens": {"loss_type": "bnpo"},
+    "use_vllm: True is not": {"use_vllm": True},
+    "use_transformers_continuous_batching: True": {"use_transformers_continuous_batching": True},
+    "use_transformers_paged: True": {"use_transformers_paged": True},
+    "entropy_coef: 0.01 is not": {"entropy_coef": 0.01},
+    "use_adaptive_entropy: True": {"use_adaptive_entropy": True},
+    "top_entropy_quantile: 0.2 is not": {"top_entropy_quantile": 0.2},
     "loss_type: sft is a mean over the tokens": {"loss_type": "sft"},
     "output_router_logits": {"config": SimpleNamespace(output_router_logits=True)},
 }
@@ -109,8 +117,52 @@ def test_a_loader_of_lightning_is_kept_as_it_was() -> None:
 def test_a_trainer_of_trl_that_nobody_has_tried_is_refused() -> None:
     base = type("_BaseTrainer", (), {"__module__": "trl.trainer.base_trainer"})
     known = type("SFTTrainer", (base,), {"__module__": "trl.trainer.sft_trainer"})
-    unknown = type("GRPOTrainer", (base,), {"__module__": "trl.trainer.grpo_trainer"})
+    unknown = type(
+        "DistillationTrainer", (base,), {"__module__": "trl.trainer.distillation_trainer"}
+    )
     refusals.require_known_trainer(type("Mine", (known,), {}))
     refusals.require_known_trainer(type("Other", (), {}))
-    with pytest.raises(UsageError, match="GRPOTrainer: of TRL's trainers, "):
+    with pytest.raises(UsageError, match="DistillationTrainer: of TRL's trainers, "):
         refusals.require_known_trainer(type("Mine", (unknown,), {}))
+
+
+def test_each_trainer_needs_its_mixin() -> None:
+    base = type("_BaseTrainer", (), {"__module__": "trl.trainer.base_trainer"})
+    generating = type("GRPOTrainer", (base,), {"__module__": "trl.trainer.grpo_trainer"})
+    other = type("SFTTrainer", (base,), {"__module__": "trl.trainer.sft_trainer"})
+    assert refusals.generates(type("Mine", (generating,), {})) and not refusals.generates(other)
+    refusals.require_known_trainer(generating, of_rollouts=True)
+    with pytest.raises(UsageError, match=r"GRPOTrainer: inherit from .*trl\.AdaptiveRolloutMixin"):
+        refusals.require_known_trainer(generating)
+    with pytest.raises(UsageError, match=r"SFTTrainer: inherit from .*AdaptiveTrainerMixin"):
+        refusals.require_known_trainer(other, of_rollouts=True)
+
+
+def generating(**own: Any) -> Any:
+    args = {"loss_type": "dapo", "use_liger_kernel": False} | own.pop("args", {})
+    with_defaults = {"reward_funcs": [len], "tools": [], "adaptive": Adaptive()} | own
+    return SimpleNamespace(args=SimpleNamespace(**args), **with_defaults)
+
+
+OF_ROLLOUTS: dict[str, dict[str, Any]] = {
+    "loss_type: other is not known": {"args": {"loss_type": "other"}},
+    "tools: not supported": {"tools": [len]},
+    "rollout_func: not supported": {"rollout_func": len},
+    "environment_factory: not supported": {"environment_factory": dict},
+    "processing_class: a processor of images": {"_is_vlm": True},
+    "reward_funcs: a model takes memory": {"reward_funcs": [len, nn.Linear(1, 1)]},
+    "router_aux_loss_coef: the auxiliary loss": {"aux_loss_enabled": True},
+    "use_liger_kernel: in this version of TRL": {
+        "args": {"use_liger_kernel": True},
+        "compute_liger_loss": len,
+    },
+    "tokens: completions that were generated together": {"adaptive": Adaptive(tokens=True)},
+}
+
+
+@pytest.mark.parametrize("message", OF_ROLLOUTS)
+def test_what_a_trainer_that_generates_cannot_keep_is_refused(message: str) -> None:
+    refusals.require_supported_rollouts(generating())
+    with pytest.raises(UsageError) as error:
+        refusals.require_supported_rollouts(generating(**OF_ROLLOUTS[message]))
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)

@@ -144,3 +144,25 @@ class TestRefused:
         with pytest.raises(UsageError, match=f"forward_only: scoring {said}"):
             score(run.rows, collate, 8)
         assert run.train() == Scored("alone").train()  # nothing is left of it
+
+
+def test_a_phase_continues_where_its_state_was_taken() -> None:
+    run, lost = Scored("alone"), []
+
+    def losing(*_: Any) -> None:
+        if len(lost) < 2:
+            lost.append(run.score.phase.size)
+            raise torch.OutOfMemoryError
+
+    hook = run.model.register_forward_pre_hook(losing)
+    scores = run.scores()
+    hook.remove()
+    assert lost == [8, 4]
+    resumed = Scored("alone")
+    resumed.score.load_state_dict(run.score.state_dict())
+    assert resumed.score.phase.size == 2
+    assert torch.equal(resumed.scores(), scores) and resumed.score.phase.size == 2
+    resumed.scores(size=4)
+    assert resumed.score.phase.size == 4, "another size begins anew"
+    resumed.score.load_state_dict(Scored("alone").score.state_dict())
+    assert torch.equal(resumed.scores(), scores) and resumed.score.phase.size == 8

@@ -33,6 +33,8 @@ SIGNATURES = {
     "AdaptiveStep.state_dict": "(self)",
     "AdaptiveStep.load_state_dict": "(self, state)",
     "ForwardOnly.__call__": "(self, rows, collate, size)",
+    "ForwardOnly.state_dict": "(self)",
+    "ForwardOnly.load_state_dict": "(self, state)",
     "find_batch_size": "(step, batch, *, phase=None, ceiling=16384, accumulation=1, rounding='power_of_two', "
     "search='extrapolate', headroom=0.05)",
     "plan_batch_size": "(build, *, optimizer, forward, batch, gpu='h100-80gb', memory=None, ranks=1, "

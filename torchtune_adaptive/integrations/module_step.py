@@ -110,7 +110,7 @@ class ModuleStep(RowStep):
         return len(rows) if self._terms_of is None else int(self._terms_of(inputs))
 
     @contextmanager
-    def _around(self, step: AdaptiveStep) -> Iterator[None]:
+    def around(self, step: AdaptiveStep) -> Iterator[None]:
         self._voting = step
         try:
             # The trainer is in the context of its precision already, in which nothing goes backward.
@@ -119,7 +119,7 @@ class ModuleStep(RowStep):
         finally:
             self._voting = None
 
-    def _new_step(self) -> AdaptiveStep:
+    def new_step(self) -> AdaptiveStep:
         module, trainer, options = self._module, self._trainer, self._options
         [optimizer] = trainer.optimizers  # as automatic optimization has it
         if isinstance(optimizer, LBFGS):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -10,3 +11,55 @@ def pass_loader_through(trainer: Any, change: Callable[[Any], Any]) -> None:
     """Change the loader of training before Lightning's trainer looks at it, wherever it comes from."""
     source = trainer.fit_loop._data_source
     source.dataloader = lambda: change(type(source).dataloader(source))
+
+
+# TRL's GRPOTrainer and RLOOTrainer, 1.9 and 1.16: they generate and score in private methods, which have no
+# hooks around them, and count their batches in private attributes.
+
+
+class RolloutHooks:
+    """Passes what these trainers do in private methods through public ones.
+
+    Each of these gets the trainer's own method first, and then what that was called with.
+    """
+
+    own_inputs: Callable[..., Any]
+    own_scoring: Callable[..., Any]
+    own_generation: Callable[..., Any]
+    own_log_probs: Callable[..., Any]
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return self.own_inputs(super()._prepare_inputs, inputs)  # type: ignore[misc]
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        return self.own_scoring(super()._generate_and_score_completions, inputs)  # type: ignore[misc]
+
+    def _generate_single_turn(self, *args: Any, **named: Any) -> Any:
+        return self.own_generation(super()._generate_single_turn, *args, **named)  # type: ignore[misc]
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **named: Any) -> Any:
+        return self.own_log_probs(super()._get_per_token_logps_and_entropies, *args, **named)  # type: ignore[misc]
+
+
+@contextmanager
+def uncounted(trainer: Any) -> Iterator[None]:
+    """A context in which ``training_step`` does not count, nor time: it is called for micro-batches."""
+    count, seconds = trainer._step, trainer._current_train_step_time
+    timed = list(trainer._metrics["train"].get("step_time", []))
+    try:
+        yield
+    finally:
+        trainer._step, trainer._current_train_step_time = count, seconds
+        trainer._metrics["train"].pop("step_time", None)
+        if timed:
+            trainer._metrics["train"]["step_time"] = timed
+
+
+def tokens_of(trainer: Any, prompts: list[Any]) -> list[list[int]]:
+    """The tokens of each prompt."""
+    tokens: list[list[int]] = trainer._tokenize_prompts(prompts)[0]
+    return tokens
+
+
+def takes_images(trainer: Any) -> bool:
+    return bool(getattr(trainer, "_is_vlm", False))

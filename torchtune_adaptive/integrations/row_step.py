@@ -45,11 +45,11 @@ class RowStep(ABC):
         self._kept: dict[str, Any] = {}
 
     @abstractmethod
-    def _new_step(self) -> AdaptiveStep:
+    def new_step(self) -> AdaptiveStep:
         """The step, with ``_forward`` and ``restore`` of this object."""
 
     @abstractmethod
-    def _around(self, step: AdaptiveStep) -> AbstractContextManager[None]:
+    def around(self, step: AdaptiveStep) -> AbstractContextManager[None]:
         """The context in which steps are taken."""
 
     @abstractmethod
@@ -66,9 +66,9 @@ class RowStep(ABC):
         self._rows_of_step = len(rows)
         self._keep()
         if self._step is None:
-            self._keeping.require_repeatable(batches[0])
+            self._require_repeatable(batches[0])
             self._step = self._begin(len(rows))
-        with self._around(self._step):
+        with self.around(self._step):
             return self._step(rows, self._micro_batch, self._size, self._lengths(rows))
 
     @property
@@ -78,14 +78,19 @@ class RowStep(ABC):
             return None
         return {
             "size": self._size,
-            "for": self._circumstances(),
+            "for": self.circumstances(),
             "step": self._step.state_dict(),
         }
 
-    def _circumstances(self) -> str:
+    def circumstances(self) -> str:
         """What the size was found for; with anything else, a resumed run searches again."""
         _, rows, processes = self._configured()
         return json.dumps([asdict(self._options), processes, rows])
+
+    def _learned_before(self) -> dict[str, Any] | None:
+        """What the checkpoint has ``learned``, if that holds for this run."""
+        learned = self._saved()
+        return learned if learned and learned["for"] == self.circumstances() else None
 
     # --- one micro-batch ------------------------------------------------------------------------
 
@@ -94,24 +99,32 @@ class RowStep(ABC):
         """The collate function of the loader, which may drop columns of a row first."""
         return keeping_in(self._loader.collate_fn)
 
+    def _require_repeatable(self, batch: Rows) -> None:
+        """Check that rows make the same micro-batch each time."""
+        self._keeping.require_repeatable(batch)
+
+    def _collated(self, rows: Sequence[Any]) -> Any:
+        return self._keeping.again(rows)
+
     def _micro_batch(self, rows: Sequence[Any]) -> dict[str, Any]:
         # Rows are told apart from inputs: the tensors of some collate functions have no row for each.
-        return {"inputs": _Held(self._keeping.again(rows)), "rows": torch.empty(len(rows))}
+        return {"inputs": Held(self._collated(rows)), "rows": torch.empty(len(rows))}
 
     def _lengths(self, rows: Sequence[Any]) -> list[int] | None:
         """The tokens in each row, where micro-batches are sized in them; a row may have all there may be."""
         if not self._options.tokens:
             return None
-        return [max(1, min(tokens_in(self._keeping.again([row])), self._size)) for row in rows]
+        return [max(1, min(tokens_in(self._collated([row])), self._size)) for row in rows]
 
     # --- before the first step ------------------------------------------------------------------
 
     def _begin(self, rows: int) -> AdaptiveStep:
-        options, step = self._options, self._new_step()
-        ceiling = min(rows, options.ceiling or rows)
+        options, step = self._options, self.new_step()
+        most = self._most(rows)
+        ceiling = min(most, options.ceiling or most)
         self._size = min(self._configured()[0], ceiling)
-        learned = self._saved()
-        if learned and learned["for"] == self._circumstances():
+        learned = self._learned_before()
+        if learned:
             self._size = learned["size"]
             step.load_state_dict(learned["step"])
             return step
@@ -121,8 +134,12 @@ class RowStep(ABC):
             if searches:
                 self._size = self._search(step, row, ceiling, several=rows > 1)
             if options.tokens:
-                self._size *= tokens_in(self._keeping.again([row]))
+                self._size *= tokens_in(self._collated([row]))
         return step
+
+    def _most(self, rows: int) -> int:
+        """The most rows that a micro-batch of a step of so many may have."""
+        return rows
 
     def _longest(self) -> Any:
         dataset = self._loader.dataset
@@ -136,7 +153,7 @@ class RowStep(ABC):
         return row
 
     def _search(self, step: AdaptiveStep, row: Any, ceiling: int, several: bool) -> int:
-        with self._around(step):
+        with self.around(step):
             found = find_batch_size(
                 step,
                 lambda rows: self._micro_batch([row] * rows),
@@ -163,8 +180,8 @@ class RowStep(ABC):
             setattr(self._owner, name, copy.deepcopy(value))
 
 
-class _Held:
-    """A collated batch; it goes to the device where the loop sends it."""
+class Held:
+    """A value that goes to the device where the loop sends it, such as a collated batch."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

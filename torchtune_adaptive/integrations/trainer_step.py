@@ -58,8 +58,7 @@ class TrainerStep(RowStep):
         """The part of a micro-batch in the loss of this rank."""
         trainer, found = self._trainer, self._found
         found.clear()
-        # What a loss that is a mean over rows is divided by.
-        trainer.current_gradient_accumulation_steps = self._rows_of_step / len(batch["rows"])
+        trainer.current_gradient_accumulation_steps = self.parts(len(batch["rows"]))
         self._training_step(self._model, copy.copy(batch["inputs"].value), self._items)
         if len(found) != 1:
             raise UsageError(
@@ -68,8 +67,12 @@ class TrainerStep(RowStep):
             )
         return found.pop()  # or what it refers to would outlive a lost step
 
+    def parts(self, rows: int) -> float:
+        """What the loss of a micro-batch of so many rows, which is a mean over them, is divided by."""
+        return self._rows_of_step / rows
+
     @contextmanager
-    def _around(self, step: AdaptiveStep) -> Iterator[None]:
+    def around(self, step: AdaptiveStep) -> Iterator[None]:
         """The trainer's ``backward`` only tells the loss: that of the step follows."""
         trainer = self._trainer
         batches = trainer.current_gradient_accumulation_steps
@@ -82,7 +85,7 @@ class TrainerStep(RowStep):
             del trainer.accelerator.backward
             trainer.current_gradient_accumulation_steps = batches
 
-    def _new_step(self) -> AdaptiveStep:
+    def new_step(self) -> AdaptiveStep:
         trainer, options = self._trainer, self._options
         return AdaptiveStep(
             self._model,

@@ -18,17 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import refusals
-from torchtune_adaptive.integrations.facts import check_versions
-from torchtune_adaptive.integrations.options import Adaptive
+from torchtune_adaptive.integrations.mixin import AdaptiveMixin
 from torchtune_adaptive.integrations.rows import Keeping, Rows
-from torchtune_adaptive.integrations.trainer_step import TrainerStep, state_in
+from torchtune_adaptive.integrations.trainer_step import TrainerStep
+from torchtune_adaptive.integrations.trl import AdaptiveRolloutMixin
 
 if TYPE_CHECKING:
     import torch
 
 Kind = TypeVar("Kind", bound=type)
-_Trainer: Any = object
-"""What stands for the trainer, which is the next base of a class with the mixin."""
 
 
 def adaptive(trainer: Kind) -> Kind:
@@ -36,10 +34,13 @@ def adaptive(trainer: Kind) -> Kind:
 
     Its constructor takes one more argument, ``adaptive``, with the ``Adaptive`` to use.
     """
-    return type(f"Adaptive{trainer.__name__}", (AdaptiveTrainerMixin, trainer), {})  # type: ignore[return-value]
+    mixin: type = AdaptiveTrainerMixin
+    if refusals.generates(trainer):
+        mixin = AdaptiveRolloutMixin
+    return type(f"Adaptive{trainer.__name__}", (mixin, trainer), {})  # type: ignore[return-value]
 
 
-class AdaptiveTrainerMixin(_Trainer):
+class AdaptiveTrainerMixin(AdaptiveMixin):
     """Makes a trainer take its steps in micro-batches of the size that fits.
 
         class AdaptiveSFTTrainer(AdaptiveTrainerMixin, SFTTrainer): ...
@@ -51,22 +52,7 @@ class AdaptiveTrainerMixin(_Trainer):
         UsageError: a setting of the trainer cannot be kept.
     """
 
-    restored: tuple[str, ...] = ("_metrics", "_total_train_tokens", "_stored_metrics")
-    """Attributes that a forward pass changes; set back before a step is done again."""
     data_collator: Any
-
-    def __init__(self, *args: Any, adaptive: Adaptive | None = None, **kwargs: Any) -> None:
-        of_trl = any(base.__module__.startswith("trl.") for base in type(self).__mro__)
-        check_versions("transformers", "accelerate", *["trl"] * of_trl)
-        refusals.require_known_trainer(type(self))
-        self.adaptive = adaptive or Adaptive()
-        self._step: TrainerStep | None = None
-        self._rows: list[Rows] = []
-        super().__init__(*args, **kwargs)
-        refusals.require_supported(self)
-        state_in(self)
-        # DistributedDataParallel would broadcast them in each forward pass, where a rank may be missing.
-        self.accelerator.ddp_handler.broadcast_buffers = False
 
     def get_train_dataloader(self) -> Any:
         if not self.is_in_train:  # somebody only looks at it
@@ -77,11 +63,11 @@ class AdaptiveTrainerMixin(_Trainer):
             loader = super().get_train_dataloader()
         finally:
             self.data_collator = collate
-        self._step = TrainerStep(self, loader)
+        self._adaptive_step = TrainerStep(self, loader)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        self._rows = []
+        self._adaptive_rows = []
 
         def collated() -> Iterator[Any]:  # what the trainer counts tokens in
             for batch in epoch_iterator:
@@ -90,7 +76,7 @@ class AdaptiveTrainerMixin(_Trainer):
                         "get_train_dataloader: its batches are not made by self.data_collator, so the rows "
                         "of a step are not known. Pass collate_fn=self.data_collator."
                     )
-                self._rows.append(batch)
+                self._adaptive_rows.append(batch)
                 yield batch.inputs
 
         return super().get_batch_samples(collated(), num_batches, device)
@@ -98,6 +84,5 @@ class AdaptiveTrainerMixin(_Trainer):
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        if self._step is None:
-            raise UsageError("training_step: call train(), which makes the batches that it takes.")
-        return self._step.take(model, self._rows, super().training_step, num_items_in_batch)
+        step: TrainerStep = self._begun()
+        return step.take(model, self._adaptive_rows, super().training_step, num_items_in_batch)

@@ -79,6 +79,17 @@ class ForwardOnly:
             self.phase.begin(size, self._grow_back_after)
         return self.phase.of_rows(rows, divide, lambda some: (collate(some), len(some)))
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state of recovery, for a checkpoint."""
+        return {"size": self._size, "recovery": self.phase.state_dict() if self._size else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state_dict`` was called."""
+        self._size = state["size"]
+        if self._size:
+            self.phase.begin(self._size, self._grow_back_after)
+            self.phase.load_state_dict(state["recovery"])
+
     def _results(self, micro_batch: tuple[Any, int]) -> list[Any]:
         batch, rows = micro_batch
         made = self._work(self.step.to_device(batch))

@@ -9,7 +9,7 @@ with warnings.catch_warnings():
     for module in ("datasets", "peft", "transformers.trainer", "torchtune_adaptive.library.search"):
         importlib.import_module(module)
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification, Trainer  # noqa: F401
-    from trl import DPOTrainer, RewardTrainer, SFTTrainer  # noqa: F401
+    from trl import DPOTrainer, GRPOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer  # noqa: F401
 
     with contextlib.suppress(ImportError):
         importlib.import_module("lightning.pytorch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +43,7 @@ def watched(owner: Any, name: str, seen: Callable[..., Any]) -> None:
 
 @check("one backward")
 def one_backward(folder: str) -> None:
-    for kind in ("trainer", "sft", "dpo", "kto", "reward"):
+    for kind in ("trainer", "sft", "dpo", "kto", "reward", "grpo", "rloo"):
         assert backwards(make(kind, None, folder)) == ["step", "loss"] * 8
 
 
@@ -146,7 +147,7 @@ def broadcast_buffers(folder: str) -> None:
 
 @check("host state")
 def host_state(folder: str) -> None:
-    for kind in ("trainer", "sft", "dpo", "kto", "reward"):
+    for kind in ("trainer", "sft", "dpo", "kto", "reward", "grpo", "rloo"):
         trainer = make(kind, None, folder, max_steps=1, gradient_accumulation_steps=1)
         compute_loss = trainer.compute_loss
 
@@ -180,6 +181,127 @@ def gathers(folder: str) -> None:
     watched(trainer.accelerator, "gather", lambda value: calls.append(value))
     trainer.accelerator.gather_for_metrics(torch.ones(2))
     assert len(calls) == 1
+
+
+GENERATING = ("grpo", "rloo")
+
+
+@check("wrapped model")
+def wrapped_model(folder: str) -> None:
+    for kind in ("trainer", *GENERATING):
+        trainer, models = make(kind, None, folder, max_steps=1), []
+        watched(trainer, "training_step", lambda model, *_, seen=models: seen.append(model))
+        trainer.train()
+        assert all(model is trainer.model_wrapped for model in models) and len(models) == 2
+
+
+@check("own batches")
+def own_batches(folder: str) -> None:
+    for kind in GENERATING:
+        trainer, calls = make(kind, None, folder, num_iterations=2, max_steps=4), []
+        step = trainer.training_step
+
+        def compared(*args: Any, own: Any = step, one: Any = trainer, to: Any = calls) -> Any:
+            before = {key: repr(value) for key, value in vars(one).items()}
+            to.append(one._step)
+            loss = own(*args)
+            changed = {key for key, value in vars(one).items() if before.get(key) != repr(value)}
+            own_of_batches = {"_step", "_current_train_step_time", "_metrics"}
+            of_generation = {"_buffered_inputs", "_logs", "state", "generation_config", "_scores"}
+            assert {"_step", "_current_train_step_time"} <= changed | {"_current_train_step_time"}
+            assert changed <= own_of_batches | of_generation, changed
+            return loss
+
+        trainer.training_step = compared
+        watched(trainer, "_generate_and_score_completions", lambda _, to=calls: to.append("new"))
+        trainer.train()
+        assert calls == [0, "new", 1, 2, 3, 4, "new", 5, 6, 7]
+        times = [entry["step_time"] for entry in trainer.state.log_history if "loss" in entry]
+        assert len(times) == 4 and trainer._current_train_step_time == 0.0
+
+
+@check("own rows")
+def own_rows(folder: str) -> None:
+    for kind in GENERATING:
+        trainer = make(kind, None, folder, max_steps=1, num_iterations=2, beta=0.1)
+        prepare, seen = trainer._prepare_inputs, []
+        trainer._prepare_inputs = lambda inputs, own=prepare, to=seen: (
+            to.append(own(inputs)),
+            to[-1],
+        )[1]
+        trainer.train()
+        for batch in seen:
+            widths = {name: value.shape for name, value in batch.items() if value is not None}
+            assert {len(shape) and shape[0] for shape in widths.values()} <= {0, 4}, widths
+            assert {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask"} <= {*widths}
+
+
+@check("own generation")
+def own_generation(folder: str) -> None:
+    for kind in GENERATING:
+        trainer, calls = make(kind, None, folder, max_steps=1), []
+
+        def turned(prompts: Any, images: Any, fields: Any, *_: Any, to: Any = calls) -> None:
+            assert (
+                images is None and fields == {} and all(isinstance(each, list) for each in prompts)
+            )
+            to.append(len(prompts))
+
+        generate = trainer._generate_single_turn
+        watched(trainer, "_generate_single_turn", turned)
+        watched(trainer.model, "generate", lambda to=calls, **_: to.append("generate"))
+        trainer.train()
+        assert calls == [8, "generate"], calls
+        takes_count = "num_generations" in inspect.signature(generate).parameters
+        made = generate([[5, 6], [7]], None, {}, *[4] * takes_count)
+        ids = made[0] if isinstance(made, tuple) else made
+        assert len(ids) == 2 and (not isinstance(made, tuple) or made[1] is None)
+
+
+@check("own scoring")
+def own_scoring(folder: str) -> None:
+    for kind in GENERATING:
+        trainer, calls = make(kind, None, folder, max_steps=1, num_iterations=2, beta=0.1), []
+        name = "_get_per_token_logps_and_entropies"
+        score = getattr(trainer, name)
+
+        def scored(*args: Any, own: Any = score, to: Any = calls, **named: Any) -> Any:
+            model, tokens, mask, width, *rest = args
+            made = own(*args, **named)
+            if not torch.is_grad_enabled():
+                to.append((model, named.get("batch_size", *rest[:1])))
+                assert made[0].shape == (len(tokens), width) and made[1:] == (None, None)
+                assert tokens.shape == mask.shape and len(tokens) == 8
+            return made
+
+        setattr(trainer, name, scored)
+        trainer.train()
+        assert calls == [(trainer.model, 4), (trainer.ref_model, 4)]
+
+
+@check("own prompts")
+def own_prompts(folder: str) -> None:
+    for kind in GENERATING:
+        trainer = make(kind, None, folder)
+        assert trainer._tokenize_prompts(["w0 w1", "w2"])[0] == [[3, 4], [5]]
+
+
+@check("draws")
+def draws(folder: str) -> None:
+    shapes = []
+    own = torch.multinomial
+
+    def drawn(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
+        shapes.append((*probabilities.shape, num_samples))
+        return own(probabilities, num_samples=num_samples)
+
+    trainer = make("grpo", None, folder, max_steps=1)
+    torch.multinomial = drawn  # type: ignore[assignment]
+    try:
+        trainer.train()
+    finally:
+        torch.multinomial = own  # type: ignore[assignment]
+    assert 1 <= len(shapes) <= 12 and {*shapes} == {(8, 64, 1)}, shapes
 
 
 def lightning_calls(**settings: Any) -> list[str]:

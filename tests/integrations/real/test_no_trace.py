@@ -63,13 +63,13 @@ def around_the_search(kind: str) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("kind", ["trainer", "sft", "dpo"])
+@pytest.mark.parametrize("kind", ["trainer", "sft", "dpo", "grpo", "rloo"])
 def test_a_search_leaves_no_trace(kind: str) -> None:
     [seen] = on_ranks(around_the_search, 1, kind)
     assert seen["size"] == 8
 
 
-def resumed(way: str, folder: str) -> dict[str, Any]:
+def resumed(way: str, folder: str, kind: str = "trainer") -> dict[str, Any]:
     """Training that is ended after two steps and resumed, beside training that is not."""
     settings = WAYS.get(way, {}) | {"max_steps": 4, "save_steps": 2, "save_strategy": "steps"}
     if way == "fsdp2":
@@ -78,10 +78,12 @@ def resumed(way: str, folder: str) -> dict[str, Any]:
         settings["fsdp_config"] = settings["fsdp_config"] | {
             "state_dict_type": "SHARDED_STATE_DICT"
         }
-    lost = Loss(1, 0, 2)
-    whole = trained("trainer", AS_CONFIGURED, lost, folder=folder, **settings)
+    lost = [Loss(1, 0, 2)]
+    if kind == "grpo":
+        lost.append(Loss(0, 0, 1, "generation"))
+    whole = trained(kind, AS_CONFIGURED, lost, folder=folder, **settings)
     rest = trained(
-        "trainer",
+        kind,
         AS_CONFIGURED,
         resume=f"{folder}/checkpoint-2",
         folder=folder,
@@ -97,12 +99,21 @@ def resumed(way: str, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("way", "ranks"), [("alone", 1), ("ddp", 2), ("fsdp2", 2)])
-def test_a_resumed_run_goes_on_as_it_would_have(way: str, ranks: int, tmp_path: Path) -> None:
-    for seen in on_ranks(resumed, ranks, way, str(tmp_path)):
+@pytest.mark.parametrize(
+    ("kind", "way", "ranks"),
+    [("trainer", "alone", 1), ("trainer", "ddp", 2), ("trainer", "fsdp2", 2), ("grpo", "ddp", 2)],
+)
+def test_a_resumed_run_goes_on_as_it_would_have(
+    kind: str, way: str, ranks: int, tmp_path: Path
+) -> None:
+    for seen in on_ranks(resumed, ranks, way, str(tmp_path), kind):
         assert seen["distance"] <= CLOSE and seen["weights"] <= CLOSE, seen
         assert seen["sizes"][0] == seen["sizes"][1] == (4, 2), seen
-        assert seen["state"]["attributes"]["learned"]["size"] == 4
+        learned = seen["state"]["attributes"]["learned"]
+        assert learned["size"] == 4
+        if kind == "grpo":
+            assert learned["phases"]["generation"]["size"] == 8
+            assert learned["phases"]["generation"]["recovery"]["size"] == 4
 
 
 def searched_again() -> list[Any]:

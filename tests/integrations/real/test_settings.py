@@ -23,6 +23,8 @@ def fields_read(kind: str, ours: bool) -> set[str]:
         "trainer": transformers.TrainingArguments,
         "sft": trl.SFTConfig,
         "dpo": trl.DPOConfig,
+        "grpo": trl.GRPOConfig,
+        "rloo": trl.RLOOConfig,
     }
     names = {field.name for field in dataclasses.fields(arguments[kind])}
     read: set[str] = set()
@@ -48,7 +50,7 @@ def both(kind: str) -> list[set[str]]:
     return [fields_read(kind, ours) for ours in (False, True)]
 
 
-@pytest.mark.parametrize("kind", ["trainer", "sft", "dpo"])
+@pytest.mark.parametrize("kind", ["trainer", "sft", "dpo", "grpo", "rloo"])
 def test_what_the_plain_trainer_reads_in_training_ours_reads_too(kind: str) -> None:
     [(plain, ours)] = on_ranks(both, 1, kind)
     assert len(plain) > 30
@@ -84,6 +86,38 @@ def test_each_field_of_the_installed_version_is_known() -> None:
 
     fields = {field.name for field in dataclasses.fields(TrainingArguments)}
     assert fields <= {*USED.split(), *REFUSED, *WITHOUT_EFFECT}, "decide what becomes of these"
+
+
+USED_BY_ROLLOUTS = """
+    model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout cast_lm_head_to_fp32
+    num_generations num_generations_eval max_completion_length ds3_gather_for_generation shuffle_dataset
+    pad_to_multiple_of generation_batch_size steps_per_generation temperature top_p top_k min_p
+    generation_kwargs chat_template_kwargs repetition_penalty cache_implementation beta num_iterations
+    epsilon delta epsilon_high sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos
+    vespo_k_neg vespo_lambda_neg importance_sampling_level reward_weights multi_objective_aggregation
+    scale_rewards loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha
+    ref_model_sync_steps off_policy_mask_threshold use_bias_correction_kl log_completions log_multimodal
+    num_completions_to_print log_unique_prompts log_completions_hub_repo normalize_advantages
+    reward_clip_range
+"""
+"""What trainers use themselves that generate completions; some values of a few are refused."""
+OF_WHAT_IS_REFUSED = """
+    max_tool_calling_iterations transformers_continuous_batching_config entropy_coef_min entropy_coef_max
+    entropy_coef_delta entropy_target
+"""
+"""What says more about what is refused, as do all fields of vLLM."""
+
+
+@pytest.mark.parametrize("kind", ["GRPOConfig", "RLOOConfig"])
+def test_each_field_of_rollouts_is_known(kind: str) -> None:
+    import transformers
+    import trl
+
+    of_all = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    own = {field.name for field in dataclasses.fields(getattr(trl, kind))} - of_all
+    known = {*USED_BY_ROLLOUTS.split(), *OF_WHAT_IS_REFUSED.split(), *REFUSED}
+    unknown = {name for name in own - known if not name.startswith("vllm_")}
+    assert not unknown, "decide what becomes of these"
 
 
 def hooks_and_a_subclass() -> dict[str, Any]:

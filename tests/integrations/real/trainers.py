@@ -7,7 +7,7 @@ import os
 import random
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,12 @@ SETTINGS = {
     "bf16": False,
     "dataloader_pin_memory": False,
 }
+GENERATION = {
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "beta": 0.0,
+    "generation_kwargs": {"use_cache": True},
+}
 SEARCHING = Adaptive(memory_limit="64MiB")
 AS_CONFIGURED = Adaptive(search=False)
 
@@ -60,7 +66,7 @@ class Loss:
     times: int = 2
     where: str = "policy"
     """In the model's second layer (where its adapter is on or, with ``no adapter``, off), in that of the
-    ``reference``, or in the ``loss``."""
+    ``reference``, or in the ``loss``; of a model that generates, in ``generation`` or ``scoring``."""
 
 
 @dataclass
@@ -156,6 +162,11 @@ def lora() -> Any:
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
+def evenness(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward for words with even numbers."""
+    return [sum(1.0 - number % 2 for number in ids) / len(ids) for ids in completion_ids]
+
+
 class Padding:
     """A collate function for rows of different lengths."""
 
@@ -169,7 +180,8 @@ class Padding:
 
 
 def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> Any:
-    """A trainer of a kind: ``trainer``, ``sft``, ``dpo``, ``kto``, or ``reward``; plain without options."""
+    """A trainer of a kind: ``trainer``, ``sft``, ``dpo``, ``kto``, ``reward``, ``grpo`` or ``rloo``; plain
+    without options."""
     import transformers
     import trl
 
@@ -179,6 +191,8 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
         "reward": (trl.RewardTrainer, trl.RewardConfig),
         "kto": (trl.KTOTrainer, trl.KTOConfig),
+        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+        "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
     }
     trainer_class, config_class = classes[kind]
     arguments: dict[str, Any] = {}
@@ -188,7 +202,13 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
     model = settings.pop("model", None)
     config = settings.pop("config", {})
     ragged, data = settings.pop("ragged", False), settings.pop("data", None)
-    if kind == "trainer":
+    if kind in ("grpo", "rloo"):
+        arguments |= {"processing_class": tokenizer(), "train_dataset": data or texts("prompt")}
+        arguments["reward_funcs"] = settings.pop("reward_funcs", evenness)
+        settings = GENERATION | settings
+        if settings.get("beta"):  # the reference is loaded from where the policy is from
+            model = _saved(llama(**config), f"{folder}/policy")
+    elif kind == "trainer":
         arguments |= {"data_collator": Padding(), "train_dataset": data or tokens(ragged=ragged)}
     else:
         names = {
@@ -217,12 +237,33 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
     return trainer_class(model=model or llama(**config), **arguments)
 
 
+def _saved(model: Any, folder: str) -> Any:
+    """The model, loaded from a folder in which it is saved, by this rank."""
+    from safetensors.torch import save_file
+
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # of a training before: only rank 0 would load
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    save_file(model.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
+    return type(model).from_pretrained(folder)
+
+
 def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
     """Lose memory in training; gives how many times are left."""
     left = lost.times if rank() == lost.rank else 0
 
-    def hook(module: Any = None, *_: Any) -> None:
+    generates = hasattr(trainer, "num_generations")
+
+    def elsewhere(cache: Any) -> bool:
+        if not generates or lost.where in ("reference", "no adapter"):
+            return False
+        where = "generation" if cache is not None else "scoring"
+        return lost.where != ("policy" if torch.is_grad_enabled() else where)
+
+    def hook(module: Any = None, inputs: Any = None, named: Any = {}) -> None:  # noqa: B006
         nonlocal left
+        if elsewhere(named.get("past_key_values")):
+            return
         projection = getattr(getattr(module, "self_attn", None), "q_proj", None)
         adapter_off = getattr(projection, "disable_adapters", False)
         if adapter_off != (lost.where == "no adapter"):
@@ -237,30 +278,33 @@ def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
         return lambda: left
     model = trainer.ref_model if lost.where == "reference" else trainer.model
     [layer] = [module for name, module in model.named_modules() if name.endswith("layers.1")]
-    layer.register_forward_pre_hook(hook)
+    layer.register_forward_pre_hook(hook, with_kwargs=True)
     return lambda: left
 
 
 def trained(
     kind: str,
     options: Adaptive | None,
-    lost: Loss | None = None,
+    lost: Loss | Sequence[Loss] = (),
     resume: Any = None,
     **settings: Any,
 ) -> Result:
     """The result of a training."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make(kind, options, settings.pop("folder", folder), **settings)
-        left = lose_memory(trainer, lost) if lost else lambda: 0
+        losses = [lost] if isinstance(lost, Loss) else lost
+        left = [lose_memory(trainer, one) for one in losses]
         trainer.train(resume_from_checkpoint=resume)
-        assert not left(), "memory was not lost as often as it should have been"
+        assert not any(each() for each in left), (
+            "memory was not lost as often as it should have been"
+        )
         return result(trainer)
 
 
 def result(trainer: Any) -> Result:
     whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in trainer.model.parameters()]
     weights = torch.cat([p.detach().float().flatten() for p in whole])
-    steps = getattr(trainer, "_step", None)
+    steps = getattr(trainer, "_adaptive_step", None)
     sizes = (steps._size, steps._step._runner.size) if steps else None
     return Result(trainer.state.log_history[:-1], weights, sizes)
 
@@ -276,6 +320,13 @@ def distance(one: Result, other: Result, *names: str) -> float:
     return float(((a - b).abs() / b.abs().clamp(min=1e-12)).max())
 
 
+def apart(one: Result, other: Result) -> float:
+    """The largest difference of what was logged: of losses, which may cancel to zero, absolute."""
+    a, b = (torch.tensor(each.column("loss"), dtype=torch.float64) for each in (one, other))
+    assert a.shape == b.shape and len(a)
+    return max(float((a - b).abs().max()), distance(one, other, "grad_norm", "learning_rate"))
+
+
 def fsdp2_on_cpu() -> None:
     """accelerate gives FSDP2 to accelerators only; everything else works on a CPU as well."""
     import accelerate.state
@@ -284,6 +335,7 @@ def fsdp2_on_cpu() -> None:
 
     def told(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        fsdp_plugin = fsdp_plugin or vars(self).get("fsdp_plugin")  # each other state sets it back
         if fsdp_plugin is not None:
             self.distributed_type = accelerate.state.DistributedType.FSDP
             self.fsdp_plugin = fsdp_plugin

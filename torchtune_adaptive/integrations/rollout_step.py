@@ -1,0 +1,253 @@
+"""The steps of one call of ``train`` of a trainer whose model generates the rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from torchtune_adaptive.common import TrainingOutOfMemory
+from torchtune_adaptive.core import Generators
+from torchtune_adaptive.integrations import private
+from torchtune_adaptive.integrations.completions import Completion, longest, rows_of, together
+from torchtune_adaptive.integrations.draws import Draws
+from torchtune_adaptive.integrations.row_step import Held
+from torchtune_adaptive.integrations.rows import Rows
+from torchtune_adaptive.integrations.trainer_step import TrainerStep
+from torchtune_adaptive.library import AdaptiveStep, ForwardOnly
+
+_BY_TOKENS = ("cispo", "dapo", "vespo")
+"""Losses that are divided by the tokens of all completions; others are means over rows."""
+_LOOKED_AT = 64
+"""Prompts with most characters of which the tokens are counted."""
+
+
+class RolloutStep(TrainerStep):
+    """The steps of a trainer of TRL that generates completions, and trains on them.
+
+    Generating and scoring are phases of the same ``AdaptiveStep``: they begin with the rows that the trainer
+    itself takes at once, and go on in smaller parts where memory runs out.
+
+    Args:
+        trainer: the trainer.
+        loader: its loader, whose batches are prompts.
+    """
+
+    def __init__(self, trainer: Any, loader: Any) -> None:
+        super().__init__(trainer, loader)
+        self._prepared: AdaptiveStep | None = None
+        self._completions: list[Completion] = []
+        self._batches = 0
+        self._phases: dict[str, ForwardOnly] = {}
+        self._work: Callable[[Held], Any] = Held
+        """What the phase that runs does."""
+        self.taking = False
+        """Whether a step is taken or tried, whose micro-batches are ready."""
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """Add completions to the next step."""
+        self._completions += rows_of(batch)
+        self._batches += 1
+
+    def take_added(self, model: Any, training_step: Callable[..., Any]) -> torch.Tensor:
+        """Take a step with what was added, if that is all; until then there is nothing to do."""
+        loss = self.take(model, [Rows(self._completions, None)], training_step, None)
+        if self._trainer.accelerator.sync_gradients:
+            self._completions, self._batches = [], 0
+        return loss
+
+    def _require_repeatable(self, batch: Rows) -> None:
+        """Nothing: completions are kept."""
+
+    def _collated(self, rows: Sequence[Completion]) -> dict[str, Any]:
+        return together(rows)
+
+    def parts(self, rows: int) -> float:
+        by_tokens = getattr(self._trainer, "loss_type", None) in _BY_TOKENS
+        return self._batches if by_tokens else super().parts(rows)
+
+    @contextmanager
+    def around(self, step: AdaptiveStep) -> Iterator[None]:
+        self.taking = True
+        try:
+            with private.uncounted(self._trainer), super().around(step):
+                yield
+        finally:
+            self.taking = False
+
+    def _most(self, rows: int) -> int:
+        """Micro-batches have completions of one generation, which are equally long."""
+        args = self._trainer.args
+        batches = math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+        if batches == args.gradient_accumulation_steps:
+            return rows
+        alike = args.per_device_train_batch_size * batches
+        return alike & -alike  # the largest power of two that divides them, as sizes are halved
+
+    def _longest(self) -> Completion:
+        trainer = self._trainer
+        unit = trainer.pad_to_multiple_of or 1
+        prompt, completion = self._longest_prompt(), trainer.max_completion_length
+        return longest(
+            self._completions[0], -(-prompt // unit) * unit, -(-completion // unit) * unit
+        )
+
+    def _longest_prompt(self) -> int:
+        """The most tokens in a prompt of the data."""
+        drawn = Generators(self._device)  # a dataset may draw random numbers
+        try:
+            prompts = list(self._loader.dataset["prompt"])
+        finally:
+            drawn.restore()
+        prompts = sorted(prompts, key=lambda prompt: len(str(prompt)))[-_LOOKED_AT:]
+        return max(map(len, private.tokens_of(self._trainer, prompts)))
+
+    def prepare(self) -> AdaptiveStep:
+        """The step, which is there before the first is taken: completions are generated before.
+
+        Not made in ``training_step``, where FSDP may have been told to keep gradients for the next batch.
+        """
+        if self._prepared is None:
+            self._model = self._trainer.model_wrapped
+            self._prepared = super().new_step()
+        return self._prepared
+
+    def new_step(self) -> AdaptiveStep:
+        return self.prepare()
+
+    # --- what a checkpoint keeps ----------------------------------------------------------------------
+
+    @property
+    def learned(self) -> dict[str, Any] | None:
+        learned = super().learned
+        if learned is None:
+            return None
+        return learned | {"phases": {name: one.state_dict() for name, one in self._phases.items()}}
+
+    def circumstances(self) -> str:
+        args = self._trainer.args
+        return f"{super().circumstances()} {args.steps_per_generation} {args.max_completion_length}"
+
+    # --- before training, without gradients -----------------------------------------------------------
+
+    def generated(
+        self, generate: Callable[[list[Any], Any], list[Any]], prompts: Sequence[Any], fields: Any
+    ) -> list[Any]:
+        """The completions of prompts.
+
+        Args:
+            generate: function that generates those of some prompts, with their fields.
+            prompts: the prompts.
+            fields: values besides tokens, with one for each prompt.
+        """
+        trainer, args = self._trainer, self._trainer.args
+        model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+        draws = Draws(len(prompts), self._device)
+
+        def of(rows: Sequence[int]) -> list[Any]:
+            some = {name: [values[row] for row in rows] for name, values in fields.items()}
+            with _without_others(model):
+                return draws.of(rows, lambda: generate([prompts[row] for row in rows], some))
+
+        size = args.per_device_train_batch_size * args.steps_per_generation
+        size = size if trainer.model.training else args.eval_batch_size
+        made = self._do("generation", of, rows=len(prompts), size=size, alone=True)
+        draws.end()
+        return made
+
+    def scored(
+        self,
+        score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        model: Any,
+        tokens: torch.Tensor,
+        mask: torch.Tensor,
+        size: int,
+    ) -> torch.Tensor:
+        """The log-probability of each token of completions.
+
+        Args:
+            score: function that computes it, given the tokens of some rows and their mask.
+            model: what it computes it with, the trained model or the reference.
+            tokens: the tokens.
+            mask: which of them are not padding.
+            size: the rows that the trainer takes at once.
+        """
+
+        def of(rows: Sequence[int]) -> torch.Tensor:
+            some = slice(rows[0], rows[-1] + 1)
+            return score(tokens[some], mask[some])
+
+        name = "scoring" if model is self._trainer.model else "scoring by the reference"
+        sharded = any(isinstance(each, FSDPModule) for each in model.modules())
+        made = self._do(name, of, rows=len(tokens), size=size, alone=not sharded)
+        return torch.stack(made).to(tokens.device)
+
+    def _do(
+        self,
+        name: str,
+        work: Callable[[Sequence[int]], Any],
+        *,
+        rows: int,
+        size: int,
+        alone: bool,
+    ) -> list[Any]:
+        """Do a phase for all rows of this process.
+
+        Args:
+            name: the name of what is done, on all processes.
+            work: function that does it for some rows, given their numbers.
+            rows: the number of rows.
+            size: the rows to begin with.
+            alone: whether the work launches no collective or, where the model is sharded, all parameters are
+                gathered first. Then each process takes as many rows as fit there, and makes nobody wait.
+        """
+        trainer = self._trainer
+        name += "" if trainer.model.training else " in evaluation"
+        models = [trainer.model, *self.prepare().objective.frozen]
+        modes = [(module, module.training) for model in models for module in model.modules()]
+
+        def in_their_modes(held: Held) -> Any:
+            for module, mode in modes:  # as the trainer has them, with dropout
+                module.training = mode
+            return work(held.value)
+
+        self._work = in_their_modes
+        phase = self._phases.get(name) or self._new_phase(name, alone)
+        if not alone:
+            return phase(range(rows), Held, size)
+        made, error = [], None
+        try:
+            made = phase(range(rows), Held, size)
+        except Exception as raised:
+            error = raised
+        if self.prepare().ranks.spread(int(error is not None))[1]:
+            raise error or TrainingOutOfMemory(f"{name} failed on another process, which says why.")
+        return made
+
+    def _new_phase(self, name: str, alone: bool) -> ForwardOnly:
+        phase = self.prepare().forward_only(lambda held: self._work(held), name=name, gathers=alone)
+        learned = self._learned_before()
+        if learned and name in learned["phases"]:
+            phase.load_state_dict(learned["phases"][name])
+        self._phases[name] = phase
+        return phase
+
+
+@contextmanager
+def _without_others(model: Any) -> Iterator[None]:
+    """A context in which ``generate`` ends with the last row of this process: it launches no collective."""
+    own = vars(model).get("generate")
+    model.generate = partial(model.generate, synced_gpus=False)
+    try:
+        yield
+    finally:
+        del model.generate
+        if own is not None:
+            model.generate = own

@@ -1,0 +1,129 @@
+"""TRL's trainers that generate the rows they train on, with as many of them at once as fit.
+
+    from torchtune_adaptive.integrations.transformers import adaptive
+
+    trainer = adaptive(GRPOTrainer)(model, reward_funcs, args, train_dataset=dataset)
+
+The rows of an optimizer step are completions. They are generated and scored in parts that fit, and trained on
+in micro-batches of the size that a search finds before the first step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.integrations import refusals
+from torchtune_adaptive.integrations.mixin import AdaptiveMixin
+from torchtune_adaptive.integrations.private import RolloutHooks
+from torchtune_adaptive.integrations.rollout_step import RolloutStep
+
+
+class AdaptiveRolloutMixin(RolloutHooks, AdaptiveMixin):
+    """Makes a trainer generate completions and train on them with as many rows at once as fit.
+
+        class AdaptiveGRPOTrainer(AdaptiveRolloutMixin, GRPOTrainer): ...
+
+    Raises:
+        UsageError: a setting of the trainer cannot be kept.
+    """
+
+    of_rollouts = True
+    _step: int
+    _current_train_step_time: float
+    _scores = False
+    """Whether completions are scored, and not trained on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        refusals.require_supported_rollouts(self)
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        if self.is_in_train:
+            self._adaptive_step = RolloutStep(self, loader)
+        return loader
+
+    def get_batch_samples(self, *args: Any, **named: Any) -> Any:
+        step: RolloutStep = self._begun()
+        step.prepare()
+        return super().get_batch_samples(*args, **named)
+
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        began = time.perf_counter()
+        step: RolloutStep = self._begun()
+        model.train()
+        getattr(self.optimizer, "train", lambda: None)()  # of those that average weights
+        step.add(self._prepare_inputs(inputs))
+        # What the trainer's own training_step counts and times, which is called for micro-batches only.
+        self._step += 1
+        loss = step.take_added(model, super().training_step)
+        self._current_train_step_time += time.perf_counter() - began
+        if self._step % self.current_gradient_accumulation_steps == 0:
+            self._metrics["train"]["step_time"].append(self._current_train_step_time)
+            self._current_train_step_time = 0.0
+        return loss
+
+    def own_inputs(self, prepare: Callable[[Any], Any], inputs: Any) -> Any:
+        step = self._training()
+        if step is not None and step.taking:  # a micro-batch of completions
+            return {
+                name: value.to(self.args.device) if isinstance(value, torch.Tensor) else value
+                for name, value in inputs.items()
+            }
+        return prepare(inputs)
+
+    def own_scoring(self, score: Callable[[Any], Any], inputs: Any) -> Any:
+        self._scores = True
+        try:
+            return score(inputs)
+        finally:
+            self._scores = False
+
+    def own_generation(
+        self, generate: Callable[..., Any], prompts: Any, images: Any, fields: Any, *args: Any
+    ) -> Any:
+        step = self._training()
+        if step is None:
+            return generate(prompts, images, fields, *args)
+        if images is not None or not all(len(each) == len(prompts) for each in fields.values()):
+            raise UsageError(
+                "images: only prompts of text are supported, as others cannot be split into rows."
+            )
+        paired = False
+
+        def ids(some: Any, their: Any) -> Any:
+            nonlocal paired
+            made = generate(some, None, their, *args)
+            paired = isinstance(made, tuple)  # with log-probabilities, which only vLLM has
+            return made[0] if paired else made
+
+        made = step.generated(ids, prompts, fields)
+        return (made, None) if paired else made
+
+    def own_log_probs(
+        self,
+        score: Callable[..., Any],
+        model: Any,
+        tokens: Any,
+        mask: Any,
+        width: int,
+        batch_size: int | None = None,
+        **named: Any,
+    ) -> Any:
+        step = self._training()
+        if step is None or not self._scores:
+            return score(model, tokens, mask, width, batch_size, **named)
+        own = lambda *some: score(model, *some, width, **named)[0]  # noqa: E731
+        return step.scored(own, model, tokens, mask, batch_size or len(tokens)), None, None
+
+    def _training(self) -> RolloutStep | None:
+        """The steps of the training that runs; None outside of one."""
+        step: RolloutStep | None = self._adaptive_step
+        return step if self.is_in_train else None
