@@ -81,13 +81,14 @@ class ForwardOnly:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of recovery, for a checkpoint."""
-        return {"size": self._size, "recovery": self.phase.state_dict() if self._size else None}
+        size, unit = self._size
+        return {"size": size, "unit": unit, "recovery": self.phase.state_dict() if size else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state_dict`` was called."""
-        self._size = state["size"]
-        if self._size:
-            self.phase.begin(self._size, self._grow_back_after)
+        self._size = state["size"], state["unit"]
+        if state["size"]:
+            self.phase.begin(state["size"], self._grow_back_after)
             self.phase.load_state_dict(state["recovery"])
 
     def _results(self, micro_batch: tuple[Any, int]) -> list[Any]:
