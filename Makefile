@@ -97,6 +97,7 @@ bench: $(READY)
 	$(RUN) $(BIN)/python benchmarks/search_cost.py
 	$(RUN) $(BIN)/python benchmarks/step_overhead.py
 	$(RUN) $(BIN)/python benchmarks/token_budget.py
+	$(RUN) $(BIN)/python benchmarks/rollout_budget.py
 
 gpu: $(READY)
 	$(RUN) $(BIN)/python benchmarks/gpu.py --out docs/results

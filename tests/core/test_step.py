@@ -22,6 +22,7 @@ from tests.helpers.models import (
     tiny_llama,
     train_step,
 )
+from tests.helpers.ranks import Alone
 from torchtune_adaptive.common.errors import TrainingOutOfMemory
 from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import StepLost
@@ -30,18 +31,8 @@ from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.core.step.retry import StepRunner
 
 
-class OneRank:
-    rank, size = 0, 1
-
-    def any(self, flag: bool) -> bool:
-        return flag
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-
 def step_of(model: nn.Module, optimizer: Any, **settings: Any) -> Any:
-    return train_step(model, [optimizer], ranks=OneRank(), **settings)  # type: ignore[arg-type]
+    return train_step(model, [optimizer], ranks=Alone(), **settings)
 
 
 def plain_gradients(

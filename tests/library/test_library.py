@@ -32,7 +32,7 @@ SIGNATURES = {
     "AdaptiveStep.forward_only": "(self, work, *, name=None, worst=None, gathers=False)",
     "AdaptiveStep.state_dict": "(self)",
     "AdaptiveStep.load_state_dict": "(self, state)",
-    "ForwardOnly.__call__": "(self, rows, collate, size)",
+    "ForwardOnly.__call__": "(self, rows, collate, size, lengths=None)",
     "ForwardOnly.state_dict": "(self)",
     "ForwardOnly.load_state_dict": "(self, state)",
     "find_batch_size": "(step, batch, *, phase=None, ceiling=16384, accumulation=1, rounding='power_of_two', "
