@@ -13,10 +13,12 @@ from torch import nn
 from tests.helpers.counting import counted_launches, fail_in_backward
 from tests.helpers.ranks import Alone
 from torchtune_adaptive import UsageError
+from torchtune_adaptive.common import launcher
 from torchtune_adaptive.common.errors import RankLost
 from torchtune_adaptive.core.ranks import collectives
 from torchtune_adaptive.core.ranks.agreement import Ranks, SomeRanks
 from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives
+from torchtune_adaptive.core.ranks.counts import other_groups
 from torchtune_adaptive.core.ranks.recording import Launch
 from torchtune_adaptive.core.step.gradients import drop_unfinished
 
@@ -284,6 +286,15 @@ def test_launches_of_a_group_that_no_parameter_has_are_noticed() -> None:
     passes.collectives.end_phase()
     passes.collectives.end_pass()
     assert passes.collectives._sees_all
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        of_parameters, of_model = dist.group.WORLD, dist.new_group([0])
+        # Such as that in which a checkpoint is written, in a thread.
+        dist.new_group([0], group_desc=launcher.OWN_GROUP)
+        assert of_parameters is not None
+        assert other_groups({of_parameters}) == {of_model}
+    finally:
+        dist.destroy_process_group()
 
 
 def test_gloo_counts_each_collective_once() -> None:

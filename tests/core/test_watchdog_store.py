@@ -161,7 +161,7 @@ store = dist.TCPStore("127.0.0.1", port, is_master=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 ranks = Ranks(timeout=30)
 ranks.any(False)
-held = ranks.group  # as a device mesh holds one
+held = ranks._group  # as a device mesh holds one
 if rank == 0:  # keep the lock of the interpreter from before the last collective ends
     sys.setswitchinterval(100)
     dist.all_reduce(ranks._ends, group=held, async_op=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import os
 
+OWN_GROUP = "torchtune-adaptive"
+"""The description (``group_desc``) of our own process groups, in which no model launches anything."""
+
 
 def has_started_this() -> bool:
     return "RANK" in os.environ

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.common import RankLost
+from torchtune_adaptive.common import RankLost, launcher
 
 T = TypeVar("T")
 _SETTLING = 0.1  # seconds; what it waits for takes microseconds on a machine that is not loaded
@@ -41,17 +41,15 @@ class Ranks:
 
     communicate = True
     """Whether there are other ranks; where a step is only traced, there are not."""
-    group: dist.ProcessGroup | None = None
-    """The group in which they agree."""
 
     def __init__(self, timeout: float | None = None, compiled: bool = False) -> None:
         self.rank, self.size = 0, 1
         if dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.group, self._patience = None, timedelta()
+        self._group, self._patience = None, timedelta()
         if self.size > 1:
             self._patience = _patience(compiled) if timeout is None else timedelta(seconds=timeout)
-            self.group = dist.new_group(backend="gloo", timeout=self._patience)
+            self._group = _new_group(self._patience)
         self._begin([*range(self.size)])
 
     def _begin(self, members: list[int]) -> None:
@@ -69,7 +67,7 @@ class Ranks:
             members = [rank for rank, other in enumerate(values) if other == each]
             group = None
             if len(members) > 1:  # every rank takes part in making every group
-                group = dist.new_group(members, backend="gloo", timeout=self._patience)
+                group = _new_group(self._patience, members)
             if each == value:
                 part = SomeRanks(members, self.rank, group, self._patience)
         self._parts.append(part)
@@ -90,7 +88,7 @@ class Ranks:
         Nothing here can run out of memory: a failure after the all-reduce would have to be announced by a
         second one, which the others would take for the answer to another question.
         """
-        if self.group is None:
+        if self._group is None:
             return number, number
         self._ends_value[:] = -number, number
         self._exchange(dist.all_reduce, self._ends, op=dist.ReduceOp.MAX)
@@ -98,7 +96,7 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
-        if self.group is None:
+        if self._group is None:
             return [value] * self.size
         values: list[T | None] = [None] * self.size
         self._exchange(dist.all_gather_object, values, value)
@@ -106,7 +104,7 @@ class Ranks:
 
     def from_rank_zero(self, value: T) -> T:
         """Rank 0's value, on every rank."""
-        if self.group is None:
+        if self._group is None:
             return value
         values = [value]
         self._exchange(dist.broadcast_object_list, values, src=0)
@@ -114,7 +112,7 @@ class Ranks:
 
     def _exchange(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         try:
-            collective(*arguments, group=self.group, **options)
+            collective(*arguments, group=self._group, **options)
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
@@ -136,8 +134,8 @@ class Ranks:
         """
         for part in self._parts:
             part.close()
-        if self.group is not None:
-            group, self.group = self.group, None
+        if self._group is not None:
+            group, self._group = self._group, None
             dist.destroy_process_group(group)
             del group
             time.sleep(_SETTLING)
@@ -170,8 +168,12 @@ class SomeRanks(Ranks):
             rank = dist.get_rank() if dist.is_initialized() else 0
         members = [*members] or [rank]
         self.rank, self.size = members.index(rank), len(members)
-        self.group, self._patience = group, patience
+        self._group, self._patience = group, patience
         self._begin(members)
+
+
+def _new_group(patience: timedelta, members: list[int] | None = None) -> dist.ProcessGroup:
+    return dist.new_group(members, backend="gloo", timeout=patience, group_desc=launcher.OWN_GROUP)
 
 
 def _patience(compiled: bool) -> timedelta:

@@ -146,7 +146,7 @@ class Collectives:
         self._compiled = compiled
         self._sees_all = holders.size > 1
         self._groups = groups_of(models) if survive else set()
-        self._others = other_groups(self._groups, ranks, holders) if survive else set()
+        self._others = other_groups(self._groups) if survive else set()
         self._of_fsdp = set[dist.ProcessGroup]().union(*map(fsdp.replicas, models))
         self._same: dict[Launch, Launch] = {}
         self._wide_sequences: dict[Hashable, _Sequence] = {}

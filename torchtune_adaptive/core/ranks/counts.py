@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import UsageError, launcher
 from torchtune_adaptive.core.private import groups_here, launches_of
-from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.recording import Launch
 
 
@@ -49,10 +48,13 @@ def groups_of(models: Iterable[nn.Module]) -> set[dist.ProcessGroup]:
     return groups
 
 
-def other_groups(groups: set[dist.ProcessGroup], *ranks: Ranks) -> set[dist.ProcessGroup]:
-    """All other groups that count, but not those in which ranks agree. Their launches may be the model's."""
-    others = groups_here() - groups - {each.group for each in ranks}
-    return {group for group in others if launches_of(group) is not None}
+def other_groups(groups: set[dist.ProcessGroup]) -> set[dist.ProcessGroup]:
+    """All other groups that count, but not our own. Their launches may be the model's."""
+    return {
+        group
+        for group in groups_here() - groups
+        if group.group_desc != launcher.OWN_GROUP and launches_of(group) is not None
+    }
 
 
 def _launched_by(group: dist.ProcessGroup) -> int:

@@ -96,7 +96,7 @@ class FakeRanks(Ranks):
     communicate = False
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.size = rank, ranks
+        self.rank, self.size, self._group = rank, ranks, None
 
     def alike(self, value: Hashable) -> Ranks:
         raise NoPrediction("tensor parallelism splits tensors in ways that cannot be traced yet.")

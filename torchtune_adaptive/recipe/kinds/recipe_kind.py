@@ -56,9 +56,8 @@ class RecipeKind(ABC):
         self.load(model, checkpoint)
         offloading = Offloading(model, cfg.get("enable_activation_offloading", False))
         announce(model, environment, started)
-        share = (
-            (cfg.get(TENSORS) or 1) if TENSORS in self.about.keys else 1
-        )  # ranks with the same data
+        # The ranks that have the same data.
+        share = (cfg.get(TENSORS) or 1) if TENSORS in self.about.keys else 1
         ranks = environment.ranks
         return Model(model, offloading, ranks.rank // share, ranks.size // share)
 

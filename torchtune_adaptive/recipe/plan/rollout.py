@@ -14,6 +14,7 @@ from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION, configur
 from torchtune_adaptive.recipe.settings.phase_names import (
     GATHERING,
     GENERATION,
+    PHASES,
     SCORING,
     SHARDED_GENERATION,
     TRAINING,
@@ -166,12 +167,11 @@ class RolloutPlanner:
         if len(known) < len(speeds):
             return None
         seconds = sum(speed.seconds for speed in known)
-        names = (GENERATION, SCORING, TRAINING)
         return Speed(
             seconds,
             self.asked.rows * self.length / seconds,
             sum(speed.mfu * speed.seconds for speed in known) / seconds,
-            {name: speed.seconds / seconds for name, speed in zip(names, known, strict=True)},
+            {name: speed.seconds / seconds for name, speed in zip(PHASES, known, strict=True)},
             0.0,
             known[-1].band,
             self.asked.rows / seconds,
