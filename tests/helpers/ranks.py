@@ -175,7 +175,7 @@ def _collect(
             if kind == "error":
                 problems.append(f"rank {rank}: {value}")
     if problems:
-        raise AssertionError("\n".join([*problems, _stacks(folder)]))
+        raise AssertionError("\n".join([*problems, *_ends(folder)]))
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -185,14 +185,17 @@ def _said(folder: Path, rank: int) -> str:
     return "".join(path.read_text() for path in paths if path.exists())
 
 
-def _stacks(folder: Path) -> str:
-    """Where each rank was when it crashed, or just before the time was up."""
-    return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("stack_*")))
+def _ends(folder: Path) -> list[str]:
+    """The end of each rank's output, and where it was when it crashed or just before the time was up."""
+    said = {path.name: path.read_text()[-4000:] for path in sorted(folder.glob("said_*"))}
+    stacks = {path.name: path.read_text() for path in sorted(folder.glob("stack_*"))}
+    return [f"{name}:\n{text}" for name, text in {**said, **stacks}.items()]
 
 
 def _rank_main(
     function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Setting, sender: Connection
 ) -> None:
+    _say_to_file(setting)  # or nobody sees what a library says before it aborts the process
     try:
         message = ("result", _call(function, arguments, setting))
     except BaseException:
@@ -203,10 +206,14 @@ def _rank_main(
 def _rank_main_to_file(
     function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Setting
 ) -> None:
+    _say_to_file(setting)
+    _call(function, arguments, setting)
+
+
+def _say_to_file(setting: _Setting) -> None:
     with open(Path(setting.folder) / f"said_{setting.rank}", "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-        _call(function, arguments, setting)
 
 
 def _call(function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Setting) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -147,12 +148,26 @@ def assert_torchtunes(
     atol: float | None = 0.0,
 ) -> Records:
     """Run torchtune's recipe and ours, and compare what they logged and saved; what ours logged."""
-    theirs, ours = (
-        run_with(run, kind, tiny_config(kind, folder / name, **changes), ranks)
-        for name, run in (("theirs", run_theirs), ("ours", run_ours))
-    )
+    theirs = _reference(run_theirs, kind, tiny_config(kind, folder / "theirs", **changes), ranks)
+    ours = run_with(run_ours, kind, tiny_config(kind, folder / "ours", **changes), ranks)
     assert len(theirs) == len(ours) > 0
     for their, our in zip(theirs, ours, strict=True):
         assert_same(their, our)
     assert_same_weights(folder / "theirs", folder / "ours", rtol, atol)
     return ours
+
+
+def _reference(
+    run_theirs: Callable[..., Records], kind: str, cfg: DictConfig, ranks: int
+) -> Records:
+    """What torchtune's own recipe logged.
+
+    It has a second try if torch aborts one of its processes: seen once in thousands of runs, in a thread
+    of gloo while torchtune gathered a checkpoint, with nothing of ours in that process but the logger.
+    """
+    try:
+        return run_with(run_theirs, kind, cfg, ranks)
+    except AssertionError as error:
+        if f"exit code {-signal.SIGABRT}" not in str(error):
+            raise
+    return run_with(run_theirs, kind, cfg, ranks)
