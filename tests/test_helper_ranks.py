@@ -23,6 +23,7 @@ def die() -> None:
 
 
 def crash() -> None:
+    os.write(2, b"the reason\n")  # as a library written in C++ does before it aborts
     os.abort()
 
 
@@ -56,7 +57,9 @@ def test_a_rank_that_raises_or_dies_fails_at_once() -> None:
         run_ranks(raise_an_error, 1, join=False)
     with pytest.raises(AssertionError, match="rank 0: the process died, exit code 3"):
         run_ranks(die, 1, join=False)
-    with pytest.raises(AssertionError, match=r"(?s)exit code -6.*Fatal Python error.* in crash"):
+    with pytest.raises(
+        AssertionError, match=r"(?s)exit code -6.*the reason.*Fatal Python error.* in crash"
+    ):
         run_ranks(crash, 1, join=False)
     (ended,) = watch_ranks(crash, 1, until_exit_of=[0], join=False)
     assert ended.exit_code == -6 and "in crash" in ended.said

@@ -45,6 +45,8 @@ class Alone(Ranks):
         return value
 
 
+_SHOWN = 8000  # characters of a rank's output, enough for a stack and some lines before
+
 # A server imports what ranks need once, and forks them: imports take seconds, a fork a few milliseconds.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.helpers.preload"])
@@ -175,7 +177,9 @@ def _collect(
             if kind == "error":
                 problems.append(f"rank {rank}: {value}")
     if problems:
-        raise AssertionError("\n".join([*problems, *_ends(folder)]))
+        for rank in range(len(pipes)):
+            problems.append(f"rank {rank}, its last output:\n{_said(folder, rank)[-_SHOWN:]}")
+        raise AssertionError("\n".join(problems))
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -183,13 +187,6 @@ def _said(folder: Path, rank: int) -> str:
     """The output of a rank and, if it crashed or the time was up, where it was."""
     paths = (folder / f"said_{rank}", folder / f"stack_{rank}")
     return "".join(path.read_text() for path in paths if path.exists())
-
-
-def _ends(folder: Path) -> list[str]:
-    """The end of each rank's output, and where it was when it crashed or just before the time was up."""
-    said = {path.name: path.read_text()[-4000:] for path in sorted(folder.glob("said_*"))}
-    stacks = {path.name: path.read_text() for path in sorted(folder.glob("stack_*"))}
-    return [f"{name}:\n{text}" for name, text in {**said, **stacks}.items()]
 
 
 def _rank_main(
