@@ -52,6 +52,7 @@ def longest(like: Completion, prompt: int, completion: int) -> Completion:
             return value
         if value.dim() == 1 or (value.size(1) != width and not name.startswith("prompt")):
             return value[:1]
+        # Masks of ones and tokens of number 1, none of which is padding; log-probabilities of 0.
         tokens = prompt if name.startswith("prompt") else completion
         return value.new_full((1, tokens), not value.is_floating_point())
 

@@ -21,6 +21,7 @@ from torchtune_adaptive.recipe.plan.rollout import RolloutQuery
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
 from torchtune_adaptive.recipe.settings.kind_table import (
+    TENSORS,
     has_images,
     is_packed,
     is_quantized,
@@ -119,10 +120,10 @@ def plan_request(
     """
     cfg, stand_in = _with_installed_optimizer(cfg)
     settings = check(cfg, kind := kind_of(cfg))
-    if (ways := cfg.get("tensor_parallel_dim") or 1) > 1:
+    if (ways := cfg.get(TENSORS) or 1) > 1:
         raise NoPrediction(
-            f"tensor_parallel_dim: {ways} splits tensors in ways that cannot be traced yet. "
-            "Set tensor_parallel_dim=1 to get a prediction."
+            f"{TENSORS}: {ways} splits tensors in ways that cannot be traced yet. "
+            f"Set {TENSORS}=1 to get a prediction."
         )
     _require_installed(cfg)
     require_torchvision(cfg)

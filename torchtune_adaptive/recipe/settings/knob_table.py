@@ -15,7 +15,7 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.core import Choice, Split, knobs
-from torchtune_adaptive.recipe.settings.kind_table import has_images, kind_of
+from torchtune_adaptive.recipe.settings.kind_table import TENSORS, has_images, kind_of
 
 Effect = Literal["exact", "rounding", "named"]
 Config = DictConfig | Mapping[str, Any]
@@ -87,7 +87,7 @@ def _checkpoint_values(cfg: DictConfig, ranks: int) -> tuple[str, ...]:
 
 
 def _reshard_values(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
-    return (False, True) if ranks > 1 and (cfg.get("tensor_parallel_dim") or 1) < ranks else ()
+    return (False, True) if ranks > 1 and (cfg.get(TENSORS) or 1) < ranks else ()
 
 
 def _sharded_layers_values(cfg: DictConfig, ranks: int) -> tuple[Any, ...]:

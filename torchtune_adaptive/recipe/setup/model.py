@@ -193,8 +193,13 @@ def _on_meta(
 def _meshes(
     cfg: DictConfig, environment: Environment, tensors: int
 ) -> tuple[DeviceMesh, DeviceMesh]:
-    """The ranks over which FSDP spreads the model, as copies of shards where that is asked for (HSDP), and
-    those that split tensors, so many.
+    """The mesh over which FSDP spreads the model, as copies of shards where that is asked for (HSDP), and the
+    mesh over which tensors are split.
+
+    Args:
+        cfg: the config, which says how many copies there are.
+        environment: the ranks of the run.
+        tensors: the ranks that split each tensor.
 
     Raises:
         ConfigError: the run has another number of ranks.

@@ -211,7 +211,7 @@ class TrainingTraces:
 
     traces: Traces
     micro_batches: int
-    """Their number; of more than two, the first two count."""
+    """Their number, 1 or 2: a step with more takes no more memory than one with two."""
 
     @property
     def compiled(self) -> bool:
@@ -221,10 +221,10 @@ class TrainingTraces:
         return self.traces.start_up(length)
 
     def step(self, rows: int, length: int) -> RecordedStep:
-        return self.traces.step(rows, length, None, min(2, self.micro_batches))
+        return self.traces.step(rows, length, None, self.micro_batches)
 
     def noted(self, rows: int, length: int) -> RecordedStep:
-        return self.traces.noted(rows, length, None, min(2, self.micro_batches))
+        return self.traces.noted(rows, length, None, self.micro_batches)
 
 
 def _are_traces(value: Any) -> bool:
