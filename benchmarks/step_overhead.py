@@ -1,11 +1,14 @@
 """Steps per second of our recipe beside torchtune's, at the same batch size, in pairs.
 
     python benchmarks/step_overhead.py [--pairs 5] [--steps 40] [--batch_size 8] [--kind full]
+                                       [--tensor_parallel] [--packed]
 
 Each pair runs torchtune's recipe and ours one after the other, in fresh processes on 2 ranks, and compares
 their median step. Pairs alternate which goes first, so that a machine that slows down slows both. Our side
 runs three times in each pair: without recovery; with recovery ready, as it is by default and after a search;
-and as it is on a simulated device, where every operation is counted.
+and as it is on a simulated device, where every operation is counted. With ``--tensor_parallel`` the 2 ranks
+split each layer; otherwise FSDP shards the model. With ``--packed`` all rows have one length; otherwise each
+micro-batch has that of its longest row, and tensor parallelism meets new shapes all the time.
 
 Runs on the CPU; torchtune's recipe needs three of its lines replaced for that (see tests/helpers/recipes).
 """
@@ -31,6 +34,11 @@ from tests.helpers.ranks import run_ranks
 
 WARM_UP = 5
 """Steps at the start that are not counted: the first ones allocate, and ours record."""
+
+TENSOR_PARALLEL = {
+    "tensor_parallel_dim": 2,
+    "tensor_parallel_plan._component_": "torchtune.models.llama3.base_llama_tp_plan",
+}
 
 
 class Clock(recipes.Recorder):
@@ -67,11 +75,15 @@ def main() -> None:
     arguments.add_argument("--batch_size", type=int, default=8)
     arguments.add_argument("--kind", choices=["full", "lora"], default="full")
     arguments.add_argument("--clip", type=float, default=None, help="clip_grad_norm")
+    arguments.add_argument("--tensor_parallel", action="store_true", help="only with --kind full")
+    arguments.add_argument("--packed", action="store_true", help="rows of one length")
     asked = arguments.parse_args()
     base = {
         "batch_size": asked.batch_size,
         "max_steps_per_epoch": asked.steps,
         "clip_grad_norm": asked.clip,
+        **(TENSOR_PARALLEL if asked.tensor_parallel else {}),
+        **({"dataset.packed": True, "tokenizer.max_seq_len": 256} if asked.packed else {}),
     }
     medians: dict[str, list[float]] = {way: [] for way in WAYS}
     for pair in range(asked.pairs):
@@ -84,16 +96,17 @@ def main() -> None:
 
     print(
         f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; tiny Llama, {asked.kind}, "
-        f"2 ranks, {asked.batch_size} rows each, clip_grad_norm {asked.clip}; "
-        f"{asked.steps - WARM_UP} steps a run, {asked.pairs} pairs\n"
+        f"{'tensor parallel, ' if asked.tensor_parallel else ''}2 ranks, {asked.batch_size} rows each, "
+        f"clip_grad_norm {asked.clip}; "
+        f"{'packed, ' if asked.packed else ''}{asked.steps - WARM_UP} steps a run, {asked.pairs} pairs\n"
     )
     print(f"{'':30}{'steps/s':>9}{'torchtune / this, by pair':>30}")
-    print(f"{'':30}{'median':>9}{'median':>12}{'lowest':>9}{'highest':>9}")
+    print(f"{'':30}{'median':>9}{'median':>12}{'quartiles':>18}")
     for way, seconds in medians.items():
         ratios = [theirs / ours for theirs, ours in zip(medians["torchtune"], seconds, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         print(
-            f"{way:30}{1 / statistics.median(seconds):>9.2f}{statistics.median(ratios):>12.3f}"
-            f"{min(ratios):>9.3f}{max(ratios):>9.3f}"
+            f"{way:30}{1 / statistics.median(seconds):>9.2f}{middle:>12.3f}{low:>12.3f} {high:.3f}"
         )
     print("\nAbove 1: faster than torchtune's recipe.")
 

@@ -239,6 +239,51 @@ def test_a_wide_launch_of_the_models_own_may_follow_the_shape() -> None:
     assert passes.collectives._asked.name == "EVERYONE"
 
 
+def test_layers_that_are_computed_again_launch_their_own_again() -> None:
+    passes = Passes()
+    for _ in range(4):
+        passes.run(own=1)
+    assert not passes.collectives.recording
+    passes.collectives.choice = "computed again"
+    passes.run(own=2)
+    assert passes.collectives._asked.name == "EVERYONE"
+
+
+def test_where_holders_wait_for_each_other_in_wide_launches_they_agree_on_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holders = Holders(iter(()), 0, 1)
+    passes = Passes(holders)
+    passes.wide.members = (0, 1, 2, 3)
+    for _ in range(3):
+        passes.run(length=1)
+    passes.others.asked = holders.asked = 0
+    passes.run(length=2)
+    assert (holders.asked, passes.others.asked) == (2 + 2 + 1, 0)
+    # What they have agreed on is made before they are told, and the rest of what is wide after it.
+    again: list[Launch] = []
+    told: list[int] = []
+    tell = passes.collectives._tell
+
+    def make_again(launches: list[Launch], *_: Any) -> None:
+        again.extend(launches)
+        passes.wide.launched += len(launches)  # type: ignore[operator]
+
+    def note_and_tell() -> None:
+        told.append(len(again))
+        tell()
+
+    monkeypatch.setattr(collectives, "launch_again", make_again)
+    monkeypatch.setattr(passes.collectives, "_tell", note_and_tell)
+    passes.collectives.end_step()
+    passes.collectives.begin_pass("training", lambda: 3)
+    passes.collectives.begin_phase("forward")
+    key = ("gather", passes.wide.members)
+    passes.collectives._note([Launch(print, ((), {}), passes.wide, key)])  # type: ignore[arg-type]
+    passes.collectives.finish("forward")
+    assert (told, len(again), passes.others.asked) == ([1], 2, 0)
+
+
 def test_what_the_step_launches_between_phases_is_its_own() -> None:
     passes = Passes()
     for _ in range(3):

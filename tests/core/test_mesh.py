@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.helpers import context_parallel
 from tests.helpers.faults import fail_at_each
 from tests.helpers.mesh import (
     ROWS,
@@ -20,12 +19,16 @@ from tests.helpers.mesh import (
 from tests.helpers.models import batch, local_values, same_bits
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
+from torchtune_adaptive.core.private import unfinished_works
 from torchtune_adaptive.core.step.phase import Phase
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 Shape = tuple[int, int, int]
 """The ranks that hold the same shard, those that share the parameters, those that hold the same rows."""
+
+TURNS = 7
+"""The tests among which the operations of a step are divided, where memory runs out at every one."""
 
 CASES: dict[str, tuple[str, Shape, str, str]] = {
     "tensor parallel": ("tensor", (1, 1, 2), "everything", "one rank"),
@@ -58,7 +61,10 @@ CASES: dict[str, tuple[str, Shape, str, str]] = {
     "balanced ring attention": ("balanced ring", (1, 2, 2), "everything", "two of a group"),
     "balanced ring attention, while recording": ("balanced ring", (1, 1, 2), "nothing", "one rank"),
     "gathered ring attention": ("gathered ring", (1, 2, 2), "shape", "two of a group"),
+    "gathered ring attention, all ranks": ("gathered ring", (1, 2, 2), "shape", "all ranks"),
     "attention gathers by an operator": ("gathering operator", (1, 2, 2), "shape", "one rank"),
+    "undeclared ring attention": ("undeclared ring", (1, 2, 2), "everything", "one rank"),
+    "undeclared ring attention, a new shape": ("undeclared ring", (1, 1, 2), "shape", "one rank"),
     "with HSDP": ("tensor", (2, 2, 2), "everything", "one rank"),
     "with HSDP, a new shape": ("tensor", (2, 2, 2), "shape", "one rank"),
 }
@@ -69,16 +75,26 @@ CASES: dict[str, tuple[str, Shape, str, str]] = {
 def test_memory_runs_out_at_operations_of_a_step(
     way: str, shape: Shape, known: str, who: str, sample: Sample
 ) -> None:
-    seldom = shape == (2, 2, 2) or (way in context_parallel.WAYS and math.prod(shape) > 2)
-    sample = sample.every(exhaustive=13 if seldom else 3, quick=67)
+    sample = sample.every(exhaustive=29, quick=67)
     _assert_survived(
         run_ranks(fail_on_mesh, math.prod(shape), way, shape, known, who, sample, timeout=280)
     )
 
 
+@pytest.mark.exhaustive
+@pytest.mark.sweep
+@pytest.mark.parametrize("turn", range(TURNS))
+@pytest.mark.parametrize(("way", "shape", "known", "who"), CASES.values(), ids=CASES)
+def test_memory_runs_out_at_every_operation_of_a_step(
+    way: str, shape: Shape, known: str, who: str, turn: int
+) -> None:
+    arguments = (way, shape, known, who, Sample(True, shard=turn, stride=TURNS))
+    _assert_survived(run_ranks(fail_on_mesh, math.prod(shape), *arguments, timeout=280))
+
+
 @pytest.mark.rotating(1)
 @pytest.mark.parametrize("known", ["everything", "shape", "nothing"])
-@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 2), (2, 2, 2)], ids=str)
 def test_memory_runs_out_before_and_after_each_launch(
     shape: Shape, known: str, sample: Sample
 ) -> None:
@@ -130,16 +146,16 @@ def test_the_log_is_that_of_two_data_parallel_ranks(way: str) -> None:
         assert seen == pytest.approx(expected, rel=1e-6)
 
 
-def steps_of_any_length(shape: Shape, steps: int, chunks: int) -> dict[str, float]:
+def steps_of_any_length(way: str, shape: Shape, steps: int, chunks: int) -> dict[str, float]:
     """Steps whose rows have other lengths on each rank, and so other numbers of launches; every second one
     fails somewhere. It is taken again, and compared with one that did not fail."""
-    run, reference = OnMesh("tensor", shape, chunks), OnMesh("tensor", shape, chunks)
-    counts = {"lost": 0, "wrong": 0, "unequal": 0}
+    run, reference = OnMesh(way, shape, chunks), OnMesh(way, shape, chunks)
+    counts = {"lost": 0, "wrong": 0, "unequal": 0, "unfinished": 0}
     generator = torch.Generator().manual_seed(0)
     for number, length in enumerate(lengths_of(steps, seed=run.place)):
-        rows = batch(ROWS, length, seed=1000 * number + run.place)
-        operation = int(torch.randint(1, 250, (), generator=generator))
-        victim = number % run.ranks.size
+        rows = run.part_of(batch(ROWS, length, seed=1000 * number + run.place))
+        operation = int(torch.randint(1, 430, (), generator=generator))
+        victim = number // 2 % run.ranks.size
         fails = number % 2 == 1 and victim == run.ranks.rank
         with run.memory.fail_at(operation if fails else None):
             outcome = run.take(1, rows)
@@ -147,19 +163,22 @@ def steps_of_any_length(shape: Shape, steps: int, chunks: int) -> dict[str, floa
             counts["lost"] += 1
             outcome = run.take(1, rows)
         counts["unequal"] += not run.launched()
+        counts["unfinished"] += unfinished_works()
         assert outcome == reference.take(1, rows)
         pairs = zip(local_values(run.model), local_values(reference.model), strict=True)
         counts["wrong"] += not all(torch.equal(*pair) for pair in pairs)
     return counts
 
 
+@pytest.mark.parametrize("way", ["tensor", "ring", "undeclared ring"])
 @pytest.mark.parametrize(
     "steps", [6, pytest.param(300, marks=pytest.mark.exhaustive)], ids=["short", "long"]
 )
-def test_any_rank_may_meet_any_length_at_any_time(steps: int) -> None:
-    for counts in run_ranks(steps_of_any_length, 4, (1, 2, 2), steps, 8, timeout=60 + 2 * steps):
-        assert counts["lost"] >= steps // 4
-        assert counts["wrong"] == counts["unequal"] == 0
+def test_any_rank_may_meet_any_length_at_any_time(steps: int, way: str) -> None:
+    arguments = (way, (1, 2, 2), steps, 8)
+    for counts in run_ranks(steps_of_any_length, 4, *arguments, timeout=60 + 2 * steps):
+        assert counts["lost"] == steps // 2
+        assert counts["wrong"] == counts["unequal"] == counts["unfinished"] == 0
 
 
 def gradients_after_a_step() -> list[bool]:
@@ -191,7 +210,7 @@ def fail_without_gradients(way: str, shape: Shape, known: str, sample: Sample) -
         run, reference = OnMesh(way, shape), OnMesh(way, shape)
         for each in (run, reference):
             each.take(1)
-        counts = dict.fromkeys(("tried", "lost", "wrong", "unequal"), 0)
+        counts = dict.fromkeys(("tried", "lost", "wrong", "unequal", "unfinished"), 0)
         phase = Phase("validation", run.step, run.step.sums)
         expected = [phase.attempt(run.rows) for _ in range(3)][-1]
         assert not expected.lost
@@ -206,6 +225,7 @@ def fail_without_gradients(way: str, shape: Shape, known: str, sample: Sample) -
             counts["tried"] += 1
             counts["lost"] += outcome.lost
             counts["unequal"] += not run.launched()
+            counts["unfinished"] += unfinished_works()
             again = phase.attempt(run.rows)
             counts["wrong"] += again.lost or not torch.equal(again.result, expected.result)
         assert run.take(1) == reference.take(1)
@@ -227,4 +247,4 @@ def test_memory_runs_out_at_operations_of_a_validation(
     arguments = (way, shape, known, sample)
     for counts in run_ranks(fail_without_gradients, math.prod(shape), *arguments, timeout=280):
         assert counts["lost"] == counts["tried"] > 0
-        assert counts["wrong"] == counts["unequal"] == 0
+        assert counts["wrong"] == counts["unequal"] == counts["unfinished"] == 0

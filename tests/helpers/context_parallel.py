@@ -12,7 +12,8 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torchtune.modules.attention import MultiHeadAttention
 
 _SEQUENCE = 2  # the dimension of queries, keys and values
-WAYS = ("ring", "balanced ring", "gathered ring", "gathering operator")
+WAYS = ("ring", "balanced ring", "gathered ring", "gathering operator", "undeclared ring")
+"""The step is told which ranks hold parts of the same rows, but for the last one."""
 
 
 def spread_context(way: str, model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -41,6 +41,7 @@ from torchtune_adaptive.core.step.snapshot import Snapshot
 from torchtune_adaptive.core.step.train_step import TrainStep
 
 ROWS = 2
+DECLARED = {*context_parallel.WAYS} - {"undeclared ring"}
 
 
 def whole_model(layers: int = 1) -> nn.Module:
@@ -155,7 +156,12 @@ class OnMesh:
     """A run of such a model; ranks of one tensor-parallel group have the same rows."""
 
     def __init__(
-        self, way: str, shape: tuple[int, int, int], chunks: int = 2, timeout: float = 20
+        self,
+        way: str,
+        shape: tuple[int, int, int],
+        chunks: int = 2,
+        timeout: float = 20,
+        **options: Any,
     ) -> None:
         self.ranks, self.mesh = Ranks(timeout=timeout), mesh_of(*shape)
         self.model = spread(way, self.mesh, chunks)
@@ -168,7 +174,8 @@ class OnMesh:
             objective=objective,
             memory=self.memory,
             ranks=self.ranks,
-            clip_grad_norm=1.0,
+            context_group=self.mesh["tp"].get_group() if way in DECLARED else None,
+            **{"clip_grad_norm": 1.0, **options},
         )
         if isinstance(objective, _Gathers):
             objective.step = self.step
@@ -267,4 +274,4 @@ def fail_on_mesh(
 def lengths_of(steps: int, seed: int) -> Iterator[int]:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        yield int(torch.randint(4, 17, (), generator=generator)) * 2
+        yield int(torch.randint(2, 9, (), generator=generator)) * 4

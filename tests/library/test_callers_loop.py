@@ -205,6 +205,11 @@ class TestMisuse:
         with pytest.raises(UsageError, match=r"^restore: 3 is not a function"):
             Trained("alone", restore=3)
 
+    @pytest.mark.parametrize("mesh", [2, "cp"])
+    def test_context_mesh(self, mesh: Any) -> None:
+        with pytest.raises(UsageError, match=r"^context_mesh: .* is not a mesh of one dimension"):
+            Trained("alone", context_mesh=mesh)
+
     @pytest.mark.parametrize(
         "theirs", [{"max_grad_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}]
     )

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers.faults import fail_at_each, survivable
 from tests.helpers.library import (
     Communicating,
+    InContext,
     PointToPoint,
     SizedByData,
     Trained,
@@ -98,6 +99,7 @@ WAYS = {
     "DDP, measuring noise": ("ddp", 2, {"measure_noise": True}),
     "FSDP, compiled": ("fsdp", 2, {"compiled": "aot_eager"}),
     "FSDP, communicating": ("fsdp", 2, {"kind": Communicating}),
+    "FSDP, communicating, in parts of rows": ("fsdp", 2, {"kind": InContext}),
     "HSDP, communicating": ("hsdp", 4, {"kind": Communicating}),
     "DDP, communicating": ("ddp", 2, {"kind": Communicating}),
     "FSDP, sizes from data": ("fsdp", 2, {"kind": SizedByData}),
@@ -142,6 +144,29 @@ def test_memory_runs_out_before_and_after_the_launch_of_each_collective(
     for count in counts:
         assert count["retried"] == count["tried"] == len(sample.of(2 * launches))
         assert count["wrong"] == 0
+
+
+def exchanges_in_a_step(kind: type[Trained]) -> int:
+    """The number of exchanges on the host in a step of 3 micro-batches whose collectives are known."""
+    run = kind("fsdp")
+    for _ in range(4):
+        run.step(rows_of(6), collate, 2)
+    ranks, counts = run.step.ranks, Counter[str]()
+    spread = ranks.spread
+
+    def counted(number: int) -> tuple[int, int]:
+        counts["exchanges"] += 1
+        return spread(number)
+
+    ranks.spread = counted  # type: ignore[method-assign]
+    run.step(rows_of(6), collate, 2)
+    return counts["exchanges"]
+
+
+def test_a_step_whose_ranks_are_known_to_have_one_shape_asks_nobody_for_it() -> None:
+    of_arguments = run_ranks(exchanges_in_a_step, 2, Trained)[0]
+    assert run_ranks(exchanges_in_a_step, 2, InContext) == [of_arguments] * 2
+    assert run_ranks(exchanges_in_a_step, 2, Communicating) == [of_arguments + 3] * 2
 
 
 def evaluate_between_steps(way: str) -> list[Any]:

@@ -7,7 +7,9 @@ import operator
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtune_adaptive.common import ConfigError, UsageError, amount_of_memory
 
@@ -51,6 +53,17 @@ def norm(name: str, value: Any) -> float | None:
             f"{name}: {value!r} must be a number above 0; None to leave gradients as they are."
         )
     return value
+
+
+def one_dimension(name: str, value: Any) -> dist.ProcessGroup | None:
+    """The process group of a mesh of one dimension, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, DeviceMesh) or value.ndim != 1:
+        raise UsageError(
+            f'{name}: {value!r} is not a mesh of one dimension. Pass one, such as mesh["cp"].'
+        )
+    return value.get_group()
 
 
 def share(name: str, value: Any) -> float:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -98,6 +99,8 @@ class AdaptiveStep:
             has changed on the host, such as sums of metrics.
         frozen: sharded models that ``forward`` runs besides, such as a teacher.
         compiled: whether ``forward`` runs compiled code; by default, whether the model is compiled.
+        context_mesh: the ranks over which rows are split along their sequence, as by context parallelism; a
+            mesh of one dimension. Their micro-batches must always have one shape.
         wait_for_memory: seconds to wait, in all, where not even one row fits: another process may be the
             cause.
         timeout: seconds that a rank may take to answer the others; by default, the timeout of the process
@@ -123,6 +126,7 @@ class AdaptiveStep:
         restore: Callable[[], Any] | None = None,
         frozen: Sequence[nn.Module] = (),
         compiled: bool | None = None,
+        context_mesh: DeviceMesh | None = None,
         wait_for_memory: float = 0.0,
         timeout: float | None = None,
     ) -> None:
@@ -170,6 +174,7 @@ class AdaptiveStep:
                 clip_grad_norm=max_grad_norm,
                 measure_noise=measure_noise,
                 scaler=scaler,
+                context_group=arguments.one_dimension("context_mesh", context_mesh),
             ),
         )
         self._runner = StepRunner(

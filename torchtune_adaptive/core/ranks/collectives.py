@@ -16,16 +16,18 @@ This is the first part of Note [Failure before a collective] in ``step.failures`
 
 Note [Who is asked]
 ~~~~~~~~~~~~~~~~~~~
-The *holders* are the ranks that hold the same rows: those of tensor parallelism, or one rank alone. A launch
-is *local* if its group is within the holders, and *wide* otherwise. Local launches follow the shape of the
-micro-batch, which holders share by definition; even their number does. FSDP's, which are wide, do not. So
-there are three kinds of passes:
+The *holders* are the ranks that hold the same rows, whole (tensor parallelism) or a part of each (context
+parallelism), or one rank alone. A launch is *local* if its group is within the holders, and *wide* otherwise.
+Local launches follow the shape of the micro-batch, which holders share by definition; even their number does.
+FSDP's, which are wide, do not. So there are three kinds of passes:
 
 1. The first ones: the holders agree before each launch and, if it is wide, all ranks do after them.
-2. A shape that the holders have not met twice: they agree before local launches, and no other rank is asked.
-   Where one of them fails, it launches what they have agreed on, tells them where they ask next, and only
-   then completes what is wide: those who wait there may wait for a holder that has not heard. From then on,
-   until the step ends, these holders complete what is wide and nothing else.
+2. A shape that the holders have not met twice: they agree before launches in which they wait for each other,
+   and no other rank is asked. With tensor parallelism those are the local ones; with context parallelism
+   FSDP's, too, whose groups have several holders. Where one of them fails, it launches what they have agreed
+   on, tells them where they ask next, and only then completes what is wide: those who wait there may wait for
+   a holder that has not heard. From then on, until the step ends, these holders complete what is wide and
+   nothing else.
 3. All others: nobody is asked.
 
 A model that makes wide launches of its own may make others for each shape, and ranks may have different ones.
@@ -120,7 +122,7 @@ class Collectives:
     Args:
         models: the models that run in a pass.
         ranks: the ranks of the run.
-        holders: those of them that hold the same rows as this one.
+        holders: those of them that hold the same rows as this one, or parts of them.
         device: the device of the models.
         launched: function called for each launch of FSDP: there is no finer sign of progress.
         reducing: function called with gradients that FSDP reduces, but not with the buffers of ``finish``.
@@ -169,7 +171,9 @@ class Collectives:
         self._asking = 0.0  # seconds, in this pass
         self._told_cost = False
         self.variant: Hashable = None
-        """What decides which collectives the models launch from the next pass on, where that can change."""
+        """What decides which collectives FSDP launches from the next pass on, where that can change."""
+        self.choice: Hashable = None
+        """What decides it for layers' own: those that are computed again launch them again."""
         self.mode_was_on = False
         """Whether a dispatch mode was on in the last step; it makes backward copy gradients."""
         self.disturbed = False
@@ -201,7 +205,7 @@ class Collectives:
         self._wide = self._wide_sequences.setdefault(key, _Sequence())
         if self._holders.size > 1 or key in self._follow_shape:
             # Gradients that exist are placed; others are added to them in other ways than to none.
-            key = (key, shape(), self._passes > 0)
+            key = (key, self.choice, shape(), self._passes > 0)
         self._sequence = self._sequences.setdefault(key, _Sequence())
         self._asked = self._who_is_asked()
         self._passes += 1
@@ -375,7 +379,7 @@ class Collectives:
             (each.refused for each in launches if each.refused), ""
         )
         wide = not all(map(self._is_local, launches))
-        if self._refusal or self._asked is _Asked.EVERYONE or not wide:
+        if self._refusal or self._asked is _Asked.EVERYONE or any(map(self._joins, launches)):
             try:
                 self._ask(wide)
             except RankLost as lost:
@@ -393,7 +397,11 @@ class Collectives:
                 self._follow_shape.add(self._kind)
 
     def _is_local(self, launch: Launch) -> bool:
-        return self._holders.members.issuperset(dist.get_process_group_ranks(launch.group))
+        return self._holders.members.issuperset(_members_of(launch))
+
+    def _joins(self, launch: Launch) -> bool:
+        """Whether holders wait for each other in it."""
+        return len(self._holders.members.intersection(_members_of(launch))) > 1
 
     # --- agreement and completion ---------------------------------------------------------------------
 
@@ -448,8 +456,8 @@ class Collectives:
             return True
         own = [each for each in agreed if each.any_size]  # others wait in it, whoever they are
         if not self._holders_know and self._asked is _Asked.HOLDERS:
-            local = [each for each in agreed if self._is_local(each) and not each.any_size]
-            self._complete(segment, own + local)
+            joined = [each for each in agreed if self._joins(each) and not each.any_size]
+            self._complete(segment, own + joined)
             self._tell()
         sequence = self._wide if self._holders_know else self._sequence
         rest = [each for each in sequence.recorded.get(segment, []) if not each.any_size]
@@ -474,6 +482,10 @@ class Collectives:
             else:
                 rest.append(launch)
         launch_again(rest, self._device, self._launched)
+
+
+def _members_of(launch: Launch) -> list[int]:
+    return dist.get_process_group_ranks(launch.group)
 
 
 def _segment_of(phase: str, votes: int) -> str:

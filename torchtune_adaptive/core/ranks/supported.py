@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -82,6 +83,17 @@ def holders_of(model: nn.Module, ranks: Ranks) -> Ranks:
     if spread is None or spread.size == ranks.size:
         return SomeRanks()
     return ranks.alike(spread.here)
+
+
+def sharers_of(holders: Ranks, ranks: Ranks, context: dist.ProcessGroup | None) -> Ranks:
+    """The ranks with the same rows as this one, or other parts of them, as those of its ``context``."""
+    if context is None:
+        return holders
+    mine = holders.members.union(dist.get_process_group_ranks(context))
+    parts = ranks.gather(mine)
+    while (joined := mine.union(*(part for part in parts if part & mine))) != mine:
+        mine = joined
+    return ranks.alike(min(mine))
 
 
 def _require_plain_replicas(

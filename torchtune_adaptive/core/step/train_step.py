@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -32,6 +33,7 @@ from torchtune_adaptive.core.ranks.supported import (
     holders_of,
     require_supported,
     require_watchable,
+    sharers_of,
 )
 from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import (
@@ -82,6 +84,9 @@ class StepOptions:
     scaler: GradScaler | None = None
     """The scaler of losses against underflow in float16, which is kept up to date. Not possible where
     optimizers step in backward."""
+    context_group: dist.ProcessGroup | None = None
+    """The ranks that hold parts of the same rows, as in context parallelism: their micro-batches always have
+    one shape."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether this rank has been asked to stop; all ranks learn of it in the outcome."""
 
@@ -116,7 +121,8 @@ class TrainStep:
             require_watchable(self._models)
             require_supported(model, ranks)
         self._holders = holders_of(model, ranks)
-        if self._holders.size > 1 and options.survive:
+        sharers = sharers_of(self._holders, ranks, options.context_group)
+        if sharers.size > 1 and options.survive:
             self._require_no_obstacle()
         self._reduction = reduction_of(model, ranks, self._holders)
         measures_noise = options.measure_noise and not options.optimizer_in_backward
@@ -128,14 +134,14 @@ class TrainStep:
         self._collectives = Collectives(
             self._models,
             ranks,
-            self._holders,
+            sharers,
             device,
             launched=options.launched,
             reducing=self._noise.observer,
             survive=options.survive,
             compiled=options.compiled,
         )
-        self._collectives.variant = self._variant
+        self._follow_switches()
         self._failures = Failures(self._collectives, memory, options.survive, self.forget)
         self._exchange = Exchange(
             ranks=ranks,
@@ -153,22 +159,20 @@ class TrainStep:
         self._begin()
 
     def _require_no_obstacle(self) -> None:
-        """Check the options of a step in which several ranks hold the same rows."""
+        """Check the options of a step in which several ranks hold the same rows, or parts of them."""
         options = self.options
         obstacles = {
             "compiled code launches other collectives than those that were recorded. Do not compile": (
                 options.compiled
             ),
             "optimizers in backward come before gradients are whole. Step them after it": (
-                options.optimizer_in_backward
+                options.optimizer_in_backward and self._holders.size > 1
             ),
             "gradient noise is not measured on such a mesh. Do not measure it": options.measure_noise,
         }
         for obstacle, there in obstacles.items():
             if there:
-                raise UsageError(
-                    f"model: tensors are split over ranks with the same rows: {obstacle}."
-                )
+                raise UsageError(f"model: its layers, or rows, are split over ranks: {obstacle}.")
 
     def _begin(self) -> None:
         self._graph: torch.Tensor | None = None  # between forward and backward
@@ -193,17 +197,15 @@ class TrainStep:
         """Whether a dispatch mode has seen the collectives of the last step, which takes more memory."""
         return self._collectives.mode_was_on
 
-    @property
-    def _variant(self) -> Hashable:
-        switches = self.options.switches
-        # What a layer launches for tensor parallelism, it launches again where it is computed again.
-        return switches.variant if self._holders.size == 1 else switches.choice
-
     def switch(self, choice: Choice) -> None:
         """Use these values of the memory knobs from the next step on; on all ranks alike."""
         self.options.switches.set(choice)
-        self._collectives.variant = self._variant
+        self._follow_switches()
         self._activations = self.options.activations()
+
+    def _follow_switches(self) -> None:
+        switches = self.options.switches
+        self._collectives.variant, self._collectives.choice = switches.variant, switches.choice
 
     def abandon(self) -> None:
         """Give up an unfinished step, after an exception that was raised in it or between micro-batches.

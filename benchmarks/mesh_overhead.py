@@ -1,0 +1,124 @@
+"""What recovery costs in a steady step on a mesh: beside the same step without it, and beside plain torch.
+
+    python benchmarks/mesh_overhead.py [--way tensor] [--rounds 40] [--steps 10] [--ranks 2]
+
+Three loops train the same tiny Llama on the same rows: plain torch, `TrainStep` without recovery, and
+`TrainStep` with recovery ready, whose collectives have been recorded. They take turns in one set of
+processes, some steps at a time, and a ratio compares blocks of one round. So a machine that does other work
+slows all three. Besides the time of a step, that of the processor is shown: it leaves out waiting.
+
+Runs on the CPU. A layer has a width of 16, so a step is almost nothing but work on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.helpers import context_parallel
+from tests.helpers.mesh import OnMesh, context_of, objective_of, spread
+from tests.helpers.models import batch
+from tests.helpers.ranks import run_ranks
+
+WAYS = ("fsdp", "tensor", "sequence", "loss", *context_parallel.WAYS)
+LOOPS = ("plain torch", "without recovery", "recovery ready")
+ROWS = 2
+Seconds = dict[str, list[tuple[float, float]]]
+"""Seconds of a step and of the processor in it, on one rank: for each loop, one pair a round."""
+
+
+def shape_of(way: str, ranks: int) -> tuple[int, int, int]:
+    """The mesh: FSDP over all ranks or, in other ways, over the groups of two that split rows or layers."""
+    return (1, ranks, 1) if way == "fsdp" else (1, ranks // 2, 2)
+
+
+def plain_loop(way: str, run: OnMesh) -> Callable[[], None]:
+    """The loop that one would write: it sums tokens and loss over all ranks, as torchtune's does."""
+    model = spread(way, run.mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    objective = objective_of(way)
+    weight = objective.weight(run.rows)
+
+    def take_step() -> None:
+        loss = objective.summed_loss(model, run.rows, weight)
+        loss.backward()
+        tokens, whole = torch.tensor(weight), loss.detach().clone()
+        dist.all_reduce(tokens)
+        dist.all_reduce(whole)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(run.ranks.size / tokens.item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return take_step
+
+
+def measure(way: str, shape: tuple[int, int, int], rounds: int, steps: int) -> Seconds:
+    with context_of(way):
+        runs = [OnMesh(way, shape, survive=each, clip_grad_norm=None) for each in (False, True)]
+        for run in runs:
+            run.rows = run.part_of(batch(ROWS, 32, seed=run.place))
+        takes = (plain_loop(way, runs[0]), *(lambda run=run: run.take(ROWS) for run in runs))
+        loops = dict(zip(LOOPS, takes, strict=True))
+        for take in loops.values():
+            for _ in range(5):  # the first ones allocate, and are recorded
+                take()
+        assert not runs[1].step._collectives.recording
+        seconds: Seconds = {name: [] for name in loops}
+        for number in range(rounds):
+            turn = number % len(LOOPS)
+            for name in (*LOOPS[turn:], *LOOPS[:turn]):
+                dist.barrier()
+                before = time.perf_counter(), time.process_time()
+                for _ in range(steps):
+                    loops[name]()
+                after = time.perf_counter(), time.process_time()
+                wall, processor = ((b - a) / steps for a, b in zip(before, after, strict=True))
+                seconds[name].append((wall, processor))
+        return seconds
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--way", choices=WAYS, action="append")
+    arguments.add_argument("--rounds", type=int, default=40)
+    arguments.add_argument("--steps", type=int, default=10, help="of a loop in a round")
+    arguments.add_argument("--ranks", type=int, default=2, choices=[2, 4])
+    asked = arguments.parse_args()
+    print(
+        f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; tiny Llama, {asked.ranks} "
+        f"ranks, {ROWS} rows of 32 tokens each; {asked.rounds} rounds of {asked.steps} steps of each loop\n"
+    )
+    print(f"{'':16}{'':18}{'ms/step':>9}{'plain torch / this':>26}{'without recovery / this':>27}")
+    print(f"{'':16}{'':18}{'median':>9}" + 2 * f"{'median':>12}{'quartiles':>14}")
+    for way in asked.way or WAYS:
+        shape = shape_of(way, asked.ranks)
+        ranks = run_ranks(measure, asked.ranks, way, shape, asked.rounds, asked.steps, timeout=560)
+        for what, at in (("time", 0), ("processor", 1)):
+            of = {name: [each[at] for each in ranks[0][name]] for name in LOOPS}
+            for name in LOOPS:
+                ratios = "".join(_compared(of[other], of[name]) for other in LOOPS[:2])
+                label = f"{way}, {what}" if name == LOOPS[0] else ""
+                print(f"{label:28}{name:18}{1000 * statistics.median(of[name]):>9.2f}{ratios}")
+    print("\nAbove 1: faster.")
+
+
+def _compared(others: list[float], these: list[float]) -> str:
+    ratios = [other / this for other, this in zip(others, these, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return f"{middle:>12.3f}{low:>8.3f} {high:.3f}"
+
+
+if __name__ == "__main__":
+    main()
