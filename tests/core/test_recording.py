@@ -97,7 +97,10 @@ def test_sizes_of_parts_may_follow_data(
     [
         ("c10d", "send", "sequence of its own"),
         ("c10d", "recv_", "sequence of its own"),
+        ("c10d", "recv_any_source_", "sequence of its own"),
         ("_c10d_functional", "isend", "sequence of its own"),
+        ("_c10d_functional", "irecv", "sequence of its own"),
+        ("_c10d_functional", "batch_p2p_ops", "sequence of its own"),
         ("symm_mem", "one_shot_all_reduce", "memory of other ranks"),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -360,6 +362,112 @@ def refusals() -> dict[str, str]:
         run.step(rows_of(2), collate, 2)
     said["gradients"] = str(refused.value)
     return said
+
+
+class LaunchingUnseen(Trained):
+    """A program whose first rank launches something of its own."""
+
+    launch: Callable[[torch.Tensor], Any]
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, int]:
+        if dist.get_rank() == 0:
+            self.launch(batch[0])
+        return super().forward(batch)
+
+
+class Launching(LaunchingUnseen, InContext):
+    """One whose ranks look at operators from the first step on."""
+
+
+def _send(rows: torch.Tensor) -> None:
+    dist.send(rows, 1)
+
+
+def _send_in_batch(rows: torch.Tensor) -> None:
+    dist.batch_isend_irecv([dist.P2POp(dist.isend, rows, 1)])
+
+
+def _sum_in_memory_of_others(rows: torch.Tensor) -> None:
+    torch.ops.symm_mem.one_shot_all_reduce(rows, "sum", "0")
+
+
+def _multiply_what_is_gathered(rows: torch.Tensor) -> None:
+    torch.ops.symm_mem.fused_all_gather_matmul(rows, [rows.T], 0, "0")
+
+
+def _send_to_experts_of_torch(rows: torch.Tensor) -> None:
+    splits = torch.zeros(2, dtype=torch.int64)
+    torch.ops.symm_mem.all_to_all_vdev(rows, rows, splits, splits, "0")
+
+
+def _send_to_experts(rows: torch.Tensor) -> None:
+    torch.ops.deepep.dispatch(rows)
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str, str]] = {
+    "point to point": (_send, "c10d.send", "as in a pipeline"),
+    "point to point, in a batch": (_send_in_batch, "c10d.send", "as in a pipeline"),
+    "symmetric memory": (_sum_in_memory_of_others, "symm_mem.one_shot", "memory of other ranks"),
+    "asynchronous tensor parallelism": (
+        _multiply_what_is_gathered,
+        "symm_mem.fused_all_gather_matmul",
+        "memory of other ranks",
+    ),
+    "one-sided experts of torch": (
+        _send_to_experts_of_torch,
+        "symm_mem.all_to_all_vdev",
+        "memory of other ranks",
+    ),
+    "one-sided experts": (_send_to_experts, "deepep.dispatch", "memory of other ranks"),
+}
+
+
+def refused_in_the_first_step(name: str) -> str:
+    kind: type[Trained] = Launching
+    if name == "one-sided experts":
+        # As torchtitan defines it. No group counts it, and nothing else makes ranks look at operators.
+        operator = torch.library.Library("deepep", "DEF")
+        operator.define("dispatch(Tensor rows) -> Tensor")
+        operator.impl("dispatch", torch.clone, "CPU")
+        kind = LaunchingUnseen
+    run = kind("fsdp")
+    run.launch = REFUSED[name][0]  # type: ignore[attr-defined]
+    with pytest.raises(UsageError) as refused:
+        run.step(rows_of(2), collate, 2)
+    return str(refused.value)
+
+
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_rank_could_complete_is_refused_in_the_first_step(name: str) -> None:
+    _, operator, why = REFUSED[name]
+    said = run_ranks(refused_in_the_first_step, 2, name)
+    assert said == [said[0]] * 2
+    assert operator in said[0] and why in said[0]
+
+
+def log_of_sizes_from_data() -> tuple[list[str], bool]:
+    """What is logged in steps whose sizes follow data, and whether the ranks still agree in the last one."""
+    said: list[str] = []
+
+    class Keeping(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                said.append(record.getMessage())
+
+    logging.getLogger("torchtune_adaptive.core").addHandler(Keeping())
+    run = SizedByData("fsdp")
+    for seed in range(5):
+        run.step(rows_of(4, seed + dist.get_rank()), collate, 2)
+    run.step.train_step._collectives.begin_pass("training", lambda: 0)
+    return said, run.step.train_step._collectives.recording
+
+
+def test_ranks_always_agree_where_sizes_follow_data_and_say_what_it_costs() -> None:
+    [(said, agree), (nothing, agree_too)] = run_ranks(log_of_sizes_from_data, 2)
+    assert agree and agree_too
+    assert nothing == [] and len(said) == 1
+    assert "is told the sizes of its parts" in said[0] and "ms of this one" in said[0]
 
 
 class Mishap(Exception):

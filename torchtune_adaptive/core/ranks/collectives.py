@@ -56,7 +56,13 @@ from torchtune_adaptive.common import RankLost, UsageError, counted
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.counts import Counts, by_group, groups_of, other_groups
-from torchtune_adaptive.core.ranks.recording import Launch, Recorder, launch_again, launch_of
+from torchtune_adaptive.core.ranks.recording import (
+    Launch,
+    Recorder,
+    knows_one_sided_experts,
+    launch_again,
+    launch_of,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -146,7 +152,7 @@ class Collectives:
         self._launched = launched
         self._survive = survive
         self._compiled = compiled
-        self._sees_all = holders.size > 1
+        self._sees_all = holders.size > 1 or knows_one_sided_experts()
         self._groups = groups_of(models) if survive else set()
         self._others = other_groups(self._groups) if survive else set()
         self._of_fsdp = set[dist.ProcessGroup]().union(*map(fsdp.replicas, models))

@@ -26,6 +26,8 @@ _NAMESPACES = {"c10d", "_c10d_functional", "_dtensor"}
 _LAUNCH_NOTHING = {"aten", "prims", "prim", "profiler"}
 _NO_LAUNCHES = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
 _ALL_TO_ALL = {"alltoall_base_", "all_to_all_single"}
+_ONE_SIDED = {"symm_mem", "deepep", "hybridep"}
+"""Operators that reach into the memory of other ranks: torch's, and DeepEP's as torchtitan names them."""
 _POINT_TO_POINT = {"send", "recv_", "recv_any_source_", "isend", "irecv", "batch_p2p_ops"}
 
 
@@ -132,12 +134,18 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)  # a sharded tensor's shape is being worked out
         if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a sharded tensor: what it launches for the plain ones inside is shown
-        if func.namespace == "symm_mem" or _is_launch(func):
+        if func.namespace in _ONE_SIDED or _is_launch(func):
             self._before(_seen(func, args, kwargs))
         elif func.namespace not in _LAUNCH_NOTHING | _NAMESPACES:
             with self:
                 return call_inside(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def knows_one_sided_experts() -> bool:
+    """Whether operators are loaded by which experts get their rows, and which no group counts."""
+    spaces = (getattr(torch.ops, name) for name in _ONE_SIDED - {"symm_mem"})
+    return any(hasattr(space, "dispatch") for space in spaces)
 
 
 def _is_launch(operator: Any) -> bool:
@@ -150,7 +158,7 @@ def _name(operator: Any) -> str:
 
 def _seen(operator: Any, positional: Any, named: Any) -> Launch:
     why = ""
-    if operator.namespace == "symm_mem":
+    if operator.namespace in _ONE_SIDED:
         why = "it reads and writes the memory of other ranks"
     elif _name(operator) in _POINT_TO_POINT:
         why = "each rank has a sequence of its own, as in a pipeline"
