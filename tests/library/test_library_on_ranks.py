@@ -330,6 +330,13 @@ def refusals() -> dict[str, str]:
             AdaptiveStep(model, optimizer, lambda batch: (batch, 1))
         except UsageError as refused:
             said[name] = str(refused)
+    for name, settings in (
+        ("compiled", {"compiled": "aot_eager"}),
+        ("noise", {"measure_noise": True}),
+    ):
+        with pytest.raises(UsageError) as refused:
+            InContext("fsdp", **settings)
+        said[f"{name}, in parts of rows"] = str(refused.value)
     run = Communicating("fsdp", compiled="aot_eager")
     with pytest.raises(UsageError) as refused:
         run.step(rows_of(2), collate, 2)
@@ -563,6 +570,8 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
         "not spread": "nothing reduces its gradients",
         "tensor parallel": "is spread over 2 of 4 ranks",
         "point to point": "each rank has a sequence of its own, as in a pipeline",
+        "compiled, in parts of rows": "Do not compile",
+        "noise, in parts of rows": "gradient noise is not measured on such a mesh",
         "compiled, communicates": "Compile nothing that communicates",
         "on a part of the ranks": "is spread over 2 of 4 ranks",
         "in parts": "is not sharded, so nothing reduces its gradient",
