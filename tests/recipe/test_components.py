@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torchtune import training
 
 from tests.helpers.recipes import tiny_config
 from tests.recipe.test_config import config
@@ -102,6 +103,27 @@ def check_all(cfg: DictConfig, kind: Kind) -> None:
 def assert_line(said: str, line: str) -> None:
     begins, _, has = line.partition(" ... ")
     assert said.startswith(begins) and has in said and "\n" not in said
+
+
+class CheckpointerOfMain:
+    """One with the types of torchtune's main branch."""
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        checkpoint_files: list[str],
+        model_type: str,
+        output_dir: str | None = None,
+        adapter_checkpoint: str = "adapter_model.pt",
+        recipe_checkpoint: str = "recipe_state.pt",
+        should_load_recipe_state: bool = False,
+    ) -> None: ...
+
+
+def test_null_is_no_checkpoint_to_resume_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config("tiny/full", "checkpointer.adapter_checkpoint=null")
+    monkeypatch.setattr(training, "FullModelHFCheckpointer", CheckpointerOfMain)
+    check_components(cfg, KINDS["full"])
 
 
 def test_an_argument_that_is_missing_is_named() -> None:

@@ -38,6 +38,9 @@ _GIVEN: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 _OF_REWARD_FUNCTIONS = 3
 """Arguments that the recipe gives to a reward function."""
+_READ_BY_US = ("recipe_checkpoint", "adapter_checkpoint")
+"""Arguments of checkpointers that the recipe reads itself. On torchtune's main branch their type leaves out
+the null that configs have."""
 _OURS = ("batch_increase_function",)  # made elsewhere, as soon as the config is read
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _WITH_HONEST_TYPES = ("torch", "torchao", "torchtune")
@@ -153,7 +156,7 @@ def _check(key: str, name: str, block: Mapping[str, Any]) -> None:
                 f"{name}.{each.name}", None, f"is missing, and {path} needs it", "Set it"
             )
     rules = _rules(found) if path.partition(".")[0] in _WITH_HONEST_TYPES else {}
-    optional = {each.name for each in parameters if each.default is None}
+    optional = {each.name for each in parameters if each.default is None}.union(_READ_BY_US)
     for argument, value in given.items():
         if argument in rules and not (value is None and argument in optional):
             rules[argument].read(f"{name}.{argument}", value)
