@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import wraps
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +14,7 @@ from torchtune import config
 
 from tests.helpers.models import batch, tiny_llama
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
+from torchtune_adaptive.recipe import upstream
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.upstream import give_output_to_loss, labels_are_shifted
 
@@ -49,6 +53,21 @@ def test_labels_are_those_of_the_installed_datasets() -> None:
     shift = int(labels_are_shifted())
     learnt = [n for n, label in enumerate(labels) if label != -100]
     assert learnt and all(labels[n] == tokens[n + shift] for n in learnt)
+
+
+def test_a_loss_is_known_by_its_class_also_where_a_function_wraps_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunked = upstream.CEWithChunkedOutputLoss()
+
+    @wraps(upstream.CEWithChunkedOutputLoss)
+    def deprecated(*arguments: Any) -> nn.Module:
+        raise NotImplementedError
+
+    for installed in (upstream.CEWithChunkedOutputLoss, deprecated):
+        monkeypatch.setattr(upstream, "CEWithChunkedOutputLoss", installed)
+        assert upstream.is_chunked_cross_entropy(chunked)
+        assert not upstream.is_chunked_cross_entropy(nn.CrossEntropyLoss())
 
 
 def test_shifted_labels_give_the_same_loss() -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import fields
 from functools import cache
 from importlib.util import find_spec
+from inspect import unwrap
 from typing import Any
 
 from torch import nn
+from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from torchtune_adaptive.recipe.private import sft_transform
 
@@ -24,6 +26,7 @@ __all__ = [
     "component_path",
     "fake_quantization_for_lora",
     "give_output_to_loss",
+    "is_chunked_cross_entropy",
     "labels_are_shifted",
     "to_nf4",
 ]
@@ -74,6 +77,11 @@ def give_output_to_loss(loss_fn: nn.Module, model: nn.Module) -> None:
         output(model)
     elif hasattr(loss_fn, "num_output_chunks"):
         model.set_num_output_chunks(loss_fn.num_output_chunks)  # type: ignore[operator]
+
+
+def is_chunked_cross_entropy(loss_fn: nn.Module) -> bool:
+    """Whether a loss is the cross entropy of logits in chunks. On main its class is wrapped in a function."""
+    return isinstance(loss_fn, unwrap(CEWithChunkedOutputLoss))
 
 
 def fake_quantization_for_lora(described: Any) -> Any:

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtune import modules
 from torchtune.modules import TiedLinear
-from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.model_fusion import DeepFusionModel
 
 from torchtune_adaptive.core import NextTokenPrediction, Objective, Switches, knobs, recompute
@@ -21,6 +20,7 @@ from torchtune_adaptive.recipe.settings.knob_table import (
 )
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.optimizer import build_loss
+from torchtune_adaptive.recipe.upstream import is_chunked_cross_entropy
 
 
 class CanBeEnabled(Protocol):
@@ -78,7 +78,7 @@ def _of_the_loss(
     apart = "output" in (cfg.get(SHARDED_LAYERS) or ())
     setters: dict[str, Any] = {} if apart else {knobs.LOSS: loss}
     head = head_of(model)
-    if head is not None and isinstance(objective.loss_fn, CEWithChunkedOutputLoss):
+    if head is not None and is_chunked_cross_entropy(objective.loss_fn):
         objective.recomputed = chunks = recompute.RecomputedChunks(
             head, lambda logits, labels: objective.loss_fn.compute_cross_entropy(logits, labels)
         )
