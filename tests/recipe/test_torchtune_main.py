@@ -44,6 +44,19 @@ def test_both_losses(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
+def test_copies_of_shards_train_as_shards_do(kind: str, tmp_path: Path) -> None:
+    """HSDP, whose size is searched for as well."""
+    copies = {**VALIDATES, "data_parallel_replicate_dim": 2}
+    found = runs.train(kind, tmp_path / "found", 4, **copies, **SEARCHES)
+    size = int(found[0]["micro_batch_size"])
+    assert size > 4 and len(losses(found)) == 3
+    if kind == "full":  # new adapters are other ones
+        plain = runs.train(kind, tmp_path / "plain", 4, **VALIDATES, batch_size=size)
+        assert dict(losses(found)) == pytest.approx(dict(losses(plain)), rel=1e-5)
+        assert validation_losses(found) == pytest.approx(validation_losses(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
 def test_qwen3(kind: str, tmp_path: Path) -> None:
     """With tied embeddings, so the loss multiplies by the embeddings; searched, then trained."""
     checkpoint = tmp_path / "start"
