@@ -237,7 +237,15 @@ def fail_without_gradients(way: str, shape: Shape, known: str, sample: Sample) -
 @pytest.mark.parametrize("known", ["everything", "nothing"])
 @pytest.mark.parametrize(
     ("way", "shape"),
-    [("tensor", (1, 1, 2)), ("sequence", (1, 2, 2)), ("loss", (1, 1, 2)), ("tensor", (1, 2, 2))],
+    [
+        *(
+            ("tensor", (1, 1, 2)),
+            ("sequence", (1, 2, 2)),
+            ("loss", (1, 1, 2)),
+            ("tensor", (1, 2, 2)),
+        ),
+        ("ring", (1, 2, 2)),
+    ],
     ids=str,
 )
 def test_memory_runs_out_at_operations_of_a_validation(
