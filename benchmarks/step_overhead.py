@@ -45,10 +45,11 @@ class Clock(recipes.Recorder):
     """A metric logger that notes when each step was over."""
 
     def log_dict(self, payload: dict[str, Any], step: int) -> None:
-        recipes.RECORDS.append({"step": step, "time": time.perf_counter()})
+        recipes.RECORDS.append({"time": time.perf_counter(), "processor": time.process_time()})
 
 
-def seconds_per_step(whose: str, kind: str, changes: dict[str, Any]) -> list[float]:
+def seconds_per_step(whose: str, kind: str, changes: dict[str, Any]) -> list[tuple[float, float]]:
+    """Seconds of each step, and of the processor in it, on the rank that logs."""
     with tempfile.TemporaryDirectory() as folder:
         cfg = recipes.tiny_config(
             kind,
@@ -56,8 +57,11 @@ def seconds_per_step(whose: str, kind: str, changes: dict[str, Any]) -> list[flo
             **{"metric_logger._component_": f"{__name__}.Clock", "epochs": 1, **changes},
         )
         run = recipes.run_ours if whose == "ours" else recipes.run_torchtunes
-        times = [record["time"] for record in run(kind, cfg)]
-    return [after - before for before, after in pairwise(times)][WARM_UP:]
+        records = run(kind, cfg)[WARM_UP:]
+    return [
+        (after["time"] - before["time"], after["processor"] - before["processor"])
+        for before, after in pairwise(records)
+    ]
 
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -85,14 +89,15 @@ def main() -> None:
         **(TENSOR_PARALLEL if asked.tensor_parallel else {}),
         **({"dataset.packed": True, "tokenizer.max_seq_len": 256} if asked.packed else {}),
     }
-    medians: dict[str, list[float]] = {way: [] for way in WAYS}
+    medians: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for pair in range(asked.pairs):
         for way in list(WAYS) if pair % 2 == 0 else reversed(WAYS):
             whose, changes = WAYS[way]
-            steps, *_ = run_ranks(
+            seconds, *_ = run_ranks(
                 seconds_per_step, 2, whose, asked.kind, {**base, **changes}, join=False, timeout=300
             )
-            medians[way].append(statistics.median(steps))
+            times, of_processor = zip(*seconds, strict=True)
+            medians[way].append((statistics.median(times), statistics.median(of_processor)))
 
     print(
         f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; tiny Llama, {asked.kind}, "
@@ -100,14 +105,16 @@ def main() -> None:
         f"clip_grad_norm {asked.clip}; "
         f"{'packed, ' if asked.packed else ''}{asked.steps - WARM_UP} steps a run, {asked.pairs} pairs\n"
     )
-    print(f"{'':30}{'steps/s':>9}{'torchtune / this, by pair':>30}")
-    print(f"{'':30}{'median':>9}{'median':>12}{'quartiles':>18}")
-    for way, seconds in medians.items():
-        ratios = [theirs / ours for theirs, ours in zip(medians["torchtune"], seconds, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        print(
-            f"{way:30}{1 / statistics.median(seconds):>9.2f}{middle:>12.3f}{low:>12.3f} {high:.3f}"
-        )
+    print(f"{'':30}{'steps/s':>9}" + f"{'torchtune / this, by pair':>30}{'of the processor':>30}")
+    print(f"{'':30}{'median':>9}" + 2 * f"{'median':>14}{'quartiles':>16}")
+    for way, pairs in medians.items():
+        line = f"{way:30}{1 / statistics.median(seconds for seconds, _ in pairs):>9.2f}"
+        for clock in (0, 1):
+            both = zip(medians["torchtune"], pairs, strict=True)
+            ratios = [theirs[clock] / ours[clock] for theirs, ours in both]
+            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+            line += f"{middle:>14.3f}{low:>10.3f} {high:.3f}"
+        print(line)
     print("\nAbove 1: faster than torchtune's recipe.")
 
 
