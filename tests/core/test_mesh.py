@@ -89,7 +89,7 @@ def test_memory_runs_out_at_every_operation_of_a_step(
     way: str, shape: Shape, known: str, who: str, turn: int
 ) -> None:
     arguments = (way, shape, known, who, Sample(True, shard=turn, stride=TURNS))
-    _assert_survived(run_ranks(fail_on_mesh, math.prod(shape), *arguments, timeout=280))
+    _assert_survived(run_ranks(fail_on_mesh, math.prod(shape), *arguments, timeout=600))
 
 
 @pytest.mark.rotating(1)
@@ -100,7 +100,7 @@ def test_memory_runs_out_before_and_after_each_launch(
 ) -> None:
     sample = sample.every(exhaustive=1, quick=13)
     arguments = ("sequence", shape, known, "one rank", sample, True)
-    _assert_survived(run_ranks(fail_on_mesh, math.prod(shape), *arguments, timeout=280))
+    _assert_survived(run_ranks(fail_on_mesh, math.prod(shape), *arguments, timeout=600))
 
 
 def _assert_survived(ranks: list[dict[str, int]]) -> None:
