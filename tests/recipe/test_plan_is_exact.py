@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import run_ranks
+from torchtune_adaptive.common import launcher
+from torchtune_adaptive.core import TrainStep
+from torchtune_adaptive.core.ranks import recording
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, OFFLOADING, Choice
 from torchtune_adaptive.planner import private
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, MemoryEvent, RecordedStep
 from torchtune_adaptive.planner.trace import compiled_regions
 from torchtune_adaptive.recipe.data.packed import collate_packed
+from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
 from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, measured_peaks, traced_peaks
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
@@ -167,6 +174,93 @@ def test_copies_of_shards_are_predicted(kind: str) -> None:
     [measurement] = run_ranks(measured, 4, [config], SIZES, timeout=100)[0]
     [[prediction]] = run_ranks(predicted, 1, [config], SIZES, 4, 0, timeout=100, join=False)
     assert prediction == measurement
+
+
+def split_over(tensors: int, *config: Any, **changes: Any) -> DictConfig:
+    """A config whose layers are split over so many ranks, by torchtune's plan."""
+    cfg = a_config("full", *config)
+    plan = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
+    split = {"tensor_parallel_dim": tensors, "tensor_parallel_plan": plan}
+    merged = OmegaConf.merge(cfg, split, changes)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_layers_that_are_split_over_ranks_are_predicted(ranks: int, exhaustive: bool) -> None:
+    """Alone, and together with FSDP. Where parts are uneven, the first rank has the largest."""
+    configs = [split_over(2, False, 2, 512)]
+    if exhaustive:
+        whole = {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}
+        configs.append(split_over(2, True, 1, 515 if ranks == 2 else 2000, **whole))
+    measurements = run_ranks(measured, ranks, configs, FEW_SIZES, timeout=200)
+    [predictions] = run_ranks(predicted, 1, configs, FEW_SIZES, ranks, 0, timeout=200, join=False)
+    assert predictions == measurements[0]
+    for first, last in zip(measurements[0], measurements[-1], strict=True):
+        assert all(first[size] >= last[size] for size in FEW_SIZES)
+
+
+@pytest.mark.exhaustive
+def test_copies_of_shards_of_split_layers_are_predicted() -> None:
+    config = split_over(2, False, 1, 512, data_parallel_replicate_dim=2)
+    [measurement] = run_ranks(measured, 8, [config], FEW_SIZES, timeout=200)[0]
+    [[prediction]] = run_ranks(predicted, 1, [config], FEW_SIZES, 8, 0, timeout=100, join=False)
+    assert prediction == measurement
+
+
+class Launches(private.TorchDispatchMode):
+    """Notes each collective that a step launches: what, among which ranks, with which tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = (torch.Tensor, torch.nn.Parameter, private.FakeTensor)
+        if not all(kind in plain for kind in types):
+            return NotImplemented
+        if recording._is_launch(func):
+            given = private.tree_leaves((args, kwargs or {}))
+            group = recording._group_of(given)
+            if group.group_desc != launcher.OWN_GROUP:  # ranks that are real agree on what is new
+                shapes = [tuple(each.shape) for each in given if isinstance(each, torch.Tensor)]
+                self.seen.append((str(func), *dist.get_process_group_ranks(group), *shapes))
+        return func(*args, **(kwargs or {}))
+
+
+def launches_of_steps(cfg: DictConfig, ranks: int, rank: int | None = None) -> list[Any]:
+    """What each step launches: on a rank that is real, or else on a fake one."""
+    steps: list[Any] = []
+
+    def seen(part: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            with Launches() as launches:
+                result = part(*arguments, **named)
+            steps.append(launches.seen)
+            return result
+
+        return run
+
+    with (
+        mock.patch.object(TrainStep, "forward_backward", seen(TrainStep.forward_backward)),
+        mock.patch.object(TrainStep, "apply", seen(TrainStep.apply)),
+    ):
+        if rank is None:
+            measured_peaks(cfg, FEW_SIZES)
+        else:
+            traced_peaks(Tracer(cfg, ranks, rank), FEW_SIZES)
+    return steps[-len(FEW_SIZES) * (configured_accumulation(cfg) + 1) :]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_fake_rank_launches_what_a_real_one_does(ranks: int) -> None:
+    """Among the same ranks, with the same sizes: of tensor parallelism, of FSDP, of the update."""
+    cfg = split_over(2, True, 2, 512)
+    real = run_ranks(launches_of_steps, ranks, cfg, ranks, timeout=100)
+    for rank in (0, ranks - 1):
+        [fake] = run_ranks(launches_of_steps, 1, cfg, ranks, rank, timeout=100, join=False)
+        assert fake == real[rank]
+    assert len(fake) == 6 and all(map(len, fake))
 
 
 def traced(cfg: DictConfig) -> list[int]:

@@ -21,7 +21,6 @@ from torchtune_adaptive.recipe.plan.rollout import RolloutQuery
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
 from torchtune_adaptive.recipe.settings.kind_table import (
-    TENSORS,
     has_images,
     is_packed,
     is_quantized,
@@ -120,11 +119,6 @@ def plan_request(
     """
     cfg, stand_in = _with_installed_optimizer(cfg)
     settings = check(cfg, kind := kind_of(cfg))
-    if (ways := cfg.get(TENSORS) or 1) > 1:
-        raise NoPrediction(
-            f"{TENSORS}: {ways} splits tensors in ways that cannot be traced yet. "
-            f"Set {TENSORS}=1 to get a prediction."
-        )
     _require_installed(cfg)
     require_torchvision(cfg)
     source = "--seq-len"
