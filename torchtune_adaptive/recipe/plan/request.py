@@ -21,7 +21,9 @@ from torchtune_adaptive.recipe.plan.rollout import RolloutQuery
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
 from torchtune_adaptive.recipe.settings.kind_table import (
+    TENSORS,
     has_images,
+    holders,
     is_packed,
     is_quantized,
     kind_of,
@@ -78,7 +80,13 @@ class PlanRequest:
             return None
         compiled, quantized = bool(self.cfg.get("compile", False)), is_quantized(self.cfg)
         measured = self.pace.correction if compiled == self.pace.compiled else None
-        return replace(self.pace, compiled=compiled, quantized=quantized, correction=measured)
+        return replace(
+            self.pace,
+            compiled=compiled,
+            quantized=quantized,
+            correction=measured,
+            holders=holders(self.cfg),
+        )
 
 
 def on_devices(plan: PlanRequest, names: str) -> list[tuple[DeviceLimits, Pace | None]]:
@@ -119,6 +127,11 @@ def plan_request(
     """
     cfg, stand_in = _with_installed_optimizer(cfg)
     settings = check(cfg, kind := kind_of(cfg))
+    if holders(cfg) > 1 and cfg.get("compile", False):
+        raise NoPrediction(
+            f"compile: with {TENSORS}, compiled code launches collectives that cannot be traced. Set "
+            "compile=False to get a prediction."
+        )
     _require_installed(cfg)
     require_torchvision(cfg)
     source = "--seq-len"
