@@ -262,6 +262,11 @@ def _caveats(cfg: DictConfig) -> Iterator[str]:
             yield "compile: compiling itself may take more for a moment (underestimates)"
         else:
             yield "compile: the simulated device runs everything as it is written"
+    if (together := holders(cfg)) > 1:
+        yield (
+            f"{TENSORS}: {together} ranks have the same rows, so batch_size is that of all {together}, and a "
+            "step trains on so many fewer rows"
+        )
     if cfg.get("fsdp_cpu_offload", False):
         yield "CPU offload: host memory is not predicted"
     if OmegaConf.select(cfg, f"{BLOCK}.token_budget"):
