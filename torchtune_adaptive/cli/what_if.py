@@ -74,8 +74,10 @@ def splits(plan: PlanRequest) -> Iterator[WhatIf]:
     for number in _SPLITS:
         if number == holders(cfg) or plan.ranks % number:
             continue
-        fused = {"optimizer": {"fused": False}} if cfg.optimizer.get("fused") else {}
-        changed = OmegaConf.merge(cfg, {TENSORS: number, _PLAN: split, **fused})
+        changes: dict[str, Any] = {TENSORS: number, _PLAN: split}
+        if cfg.optimizer.get("fused"):
+            changes["optimizer"] = {"fused": False}
+        changed = OmegaConf.merge(cfg, OmegaConf.create(changes))
         assert isinstance(changed, DictConfig)
         name = f"layers split over {number} ranks, which share rows"
         yield _what_if(plan, name, changed)

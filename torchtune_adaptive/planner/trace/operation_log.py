@@ -180,8 +180,8 @@ class OperationLog:
     def _note_sized(
         self, kind: str, name: str, nbytes: int, shape: tuple[float, ...] = (), repeats: int = 0
     ) -> None:
-        where, size = (self._phase(), _stream()), {"nbytes": nbytes, "fused_bytes": nbytes}
-        self._add(Operation(kind, name, *where, **size, shape=shape, repeats=repeats))
+        where, sizes = (self._phase(), _stream()), (nbytes, nbytes)
+        self._add(Operation(kind, name, *where, "", 0.0, *sizes, shape=shape, repeats=repeats))
 
     def _note_kernel(  # type: ignore[no-untyped-def]
         self, signature: _Signature, args, kwargs, given, changed, returned, result

@@ -117,7 +117,7 @@ def _micro_batches(cfg: DictConfig, ranks: int) -> tuple[int, ...]:
 
 
 def _if_chunked(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
-    return (False, True) if _losses(cfg, ranks) else ()
+    return (False, True) if _losses(cfg, ranks) and holders(cfg) == 1 else ()
 
 
 def _losses(cfg: DictConfig, ranks: int) -> tuple[str, ...]:
