@@ -85,7 +85,8 @@ def splits(plan: PlanRequest) -> Iterator[WhatIf]:
 
 def _split_of_model(cfg: DictConfig) -> dict[str, str] | None:
     """torchtune's plan for a model, if it has one."""
-    if cfg.model._component_.startswith("torchtune.models.llama3"):
+    component = cfg.model._component_
+    if component.startswith("torchtune.models.llama3") and "vision" not in component:
         return {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
     return None
 
@@ -110,7 +111,7 @@ def _changes(cfg: DictConfig, ranks: int) -> Iterator[tuple[str, dict[str, Any]]
     else:
         selective = {} if kind.adapters else {"ac_mode": None}
         yield "activation checkpointing", {checkpointing: True, **selective}
-    if not now[knobs.OFFLOADING] and cfg.device != "cpu":
+    if not now[knobs.OFFLOADING] and cfg.device != "cpu" and holders(cfg) == 1:
         yield "activations offloaded", {checkpointing: True, knobs.OFFLOADING: True}
     if kind.frozen or kind.sample == "pair":
         pass  # another loss would be another recipe, or would not go with the other model's
