@@ -16,7 +16,7 @@ from torchtune_adaptive.planner import DeviceLimits, Machine, Pace, gpu_limits, 
 from torchtune_adaptive.recipe.data.row_lengths import longest_known
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.recipe.plan.pace import pace_for
-from torchtune_adaptive.recipe.plan.predict import Query
+from torchtune_adaptive.recipe.plan.predict import Query, planned_rank
 from torchtune_adaptive.recipe.plan.rollout import RolloutQuery
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
@@ -66,6 +66,7 @@ class PlanRequest:
             self.device,
             micro_batch,
             self.length,
+            rank=planned_rank(self.cfg),
             cache=self.settings.cache,
             rounding="divisor" if divides else self.settings.rounding,
             ceiling=self.settings.ceiling,
