@@ -319,9 +319,8 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
             confirmed = ask(confirm, query, lengths)
         if found.uneven:
             progress.expect_more(1)
-            last = ask(
-                predict, plan.query(rank=0 if found.rank == plan.ranks - 1 else plan.ranks - 1)
-            )
+            other = 0 if found.rank == plan.ranks - 1 else plan.ranks - 1
+            last = ask(predict, plan.query(rank=other))
         compared: Future[list[OnDevice]] | None = None
         if devices:
             progress.expect_more(1)
