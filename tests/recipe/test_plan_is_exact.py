@@ -14,7 +14,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.common import launcher
+from torchtune_adaptive.common import ConfigError, launcher
 from torchtune_adaptive.core import TrainStep
 from torchtune_adaptive.core.ranks import recording
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, OFFLOADING, Choice
@@ -211,6 +211,23 @@ def test_copies_of_shards_of_split_layers_are_predicted() -> None:
     [measurement] = run_ranks(measured, 8, [config], FEW_SIZES, timeout=200)[0]
     [[prediction]] = run_ranks(predicted, 1, [config], FEW_SIZES, 8, 0, timeout=100, join=False)
     assert prediction == measurement
+
+
+def refusals(configs: list[DictConfig], ranks: int) -> list[str]:
+    found = []
+    for cfg in configs:
+        with pytest.raises(ConfigError) as refused:
+            Tracer(cfg, ranks)
+        found.append(str(refused.value))
+    return found
+
+
+def test_what_cannot_be_split_is_refused_as_a_run_refuses_it() -> None:
+    """By name, before weights are loaded: heads, and parts that are split once more by FSDP."""
+    configs = [split_over(4, False, 1, 512), split_over(2, False, 1, 514)]
+    [(heads, parts)] = run_ranks(refusals, 1, configs, 4, timeout=100, join=False)
+    assert "tensor_parallel_dim: 4" in heads and "KV heads (2)" in heads
+    assert "tensor_parallel_dim: 2" in parts and "tok_embeddings.weight" in parts and "514" in parts
 
 
 class Launches(private.TorchDispatchMode):
