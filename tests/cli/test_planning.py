@@ -36,7 +36,7 @@ from torchtune_adaptive.cli.plan_report import (
     headline,
 )
 from torchtune_adaptive.cli.speed_report import compare_table, job
-from torchtune_adaptive.cli.what_if import what_ifs
+from torchtune_adaptive.cli.what_if import splits, what_ifs
 from torchtune_adaptive.common.document import as_markdown, as_text
 from torchtune_adaptive.common.errors import ConfigError, NoPrediction
 from torchtune_adaptive.planner.memory.gpus import GPUS, gpu
@@ -526,6 +526,13 @@ def stock(name: str, **changes: Any) -> Any:
     return OmegaConf.merge(OmegaConf.load(find_config(name)), changes)
 
 
+SPLIT = {
+    "tensor_parallel_dim": 2,
+    "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
+    "optimizer": {"fused": False},
+}
+
+
 class TestWhatIsAssumed:
     def test_a_device_by_name(self) -> None:
         plan = plan_request(stock("llama3_1/8B_full"), 8, "a100-40gb")
@@ -614,13 +621,18 @@ class TestWhatIsAssumed:
         Calibrations(Calibration, False, cfg, 8)
 
     def test_what_cannot_be_predicted_is_refused(self) -> None:
-        changes = {
-            "tensor_parallel_dim": 2,
-            "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
-            "optimizer": {"fused": False},
-        }
-        with pytest.raises(NoPrediction, match="cannot be traced yet"):
-            plan_request(stock("llama3_1/8B_full", **changes), 8)
+        compiled = stock("llama3_1/8B_full", **SPLIT, compile=True)
+        compiled.adaptive_batching = {"on_out_of_memory": "raise"}
+        with pytest.raises(NoPrediction, match="cannot be traced"):
+            plan_request(compiled, 8)
+
+    def test_ranks_that_share_rows_are_told_and_counted(self) -> None:
+        plan = plan_request(stock("llama3_1/8B_full", **SPLIT), 8)
+        assert any("2 ranks have the same rows" in line for line in plan.assumptions)
+        pace = plan.query().pace
+        assert pace is not None and pace.holders == 2
+        alone = plan_request(stock("llama3_1/8B_full"), 8)
+        assert not any("same rows" in line for line in alone.assumptions)
 
     def test_bitsandbytes_is_planned_with_what_can_be_traced(self) -> None:
         plan = plan_request(stock("llama3_2/1B_full_single_device"), 1)
@@ -661,6 +673,38 @@ def test_what_ifs_change_one_thing_each() -> None:
     assert changed["expandable segments"].device.expandable
     for query in changed.values():  # each is a config that a recipe would take
         plan_request(OmegaConf.create(query.cfg), query.ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "expected"),
+    [
+        ("llama3_1/8B_full", 8, [2, 4, 8]),
+        ("llama3_1/8B_full", 6, [2]),
+        ("llama3_1/8B_full", 1, []),
+        ("llama3_1/8B_lora", 8, []),  # for which torchtune has no tensor parallelism
+        ("qwen2_5/7B_full", 8, []),  # for whose layers it has no plan
+    ],
+)
+def test_layers_are_split_over_numbers_of_ranks_that_divide_all(
+    name: str, ranks: int, expected: list[int]
+) -> None:
+    plan = plan_request(stock(name), ranks)
+    queries = [one.query for one in splits(plan)]
+    assert [query.cfg["tensor_parallel_dim"] for query in queries] == expected
+    assert all(query.pace is not None and query.pace.holders > 1 for query in queries)
+    for one in splits(plan):  # each is a config that a recipe would take, as it is printed
+        pasted = with_overrides(load_config(name), shlex.split(one.override))
+        assert plan_request(pasted, ranks).query().cfg == one.query.cfg
+
+
+def test_what_cannot_be_combined_with_split_layers_is_no_what_if() -> None:
+    plan = plan_request(stock("llama3_1/8B_full", **SPLIT), 2)
+    names = {one.name for one in what_ifs(plan)}
+    assert {"no activation checkpointing", "LoRA (rank 8)", "4 ranks"} <= names
+    assert not names & {"fused optimizer", "optimizer in backward", "1 rank"}
+    assert not any("after forward" in name for name in names), "nothing is sharded"
+    lora = next(one.query.cfg for one in what_ifs(plan) if one.name == "LoRA (rank 8)")
+    assert lora["tensor_parallel_dim"] is None
 
 
 @pytest.mark.parametrize("name", ["llama3_1/8B_full", "llama3_1/8B_lora", "tiny/full"])

@@ -127,6 +127,28 @@ def test_collectives_share_the_links() -> None:
     assert took(*step) == pytest.approx(2 * one, rel=1e-3)
 
 
+def test_a_collective_of_split_layers_is_not_hidden() -> None:
+    """It is on the stream that computes, and takes what its own group takes, however many ranks there are."""
+    one = gathered(1e9, 0)._replace(name="all_reduce", shape=(2, 1))
+    alone = seconds(one, FAST_HOST, 2, False)
+    assert (
+        alone
+        == seconds(one, FAST_HOST, 64, False)
+        == seconds(one._replace(name="allreduce_"), FAST_HOST, 64, False)
+    )
+    assert took(gemm(8192), one, ranks=64) == pytest.approx(took(gemm(8192)) + alone)
+    across = one._replace(shape=(16, 1))
+    assert seconds(across, FAST_HOST, 64, False) > 2 * alone, "over the network"
+
+
+def test_ranks_with_the_same_rows_train_on_them_once() -> None:
+    pace, step = Pace(A100, 8, False, False, "bfloat16"), StepOperations([[gemm(8192)]], [])
+    apart, together = (replace(pace, holders=n).speed(step, 4, 512, 1) for n in (1, 4))
+    assert together.rows_per_second_per_gpu * 4 == apart.rows_per_second_per_gpu
+    assert together.hours(1e9, 8) == pytest.approx(4 * apart.hours(1e9, 8))
+    assert together.mfu == apart.mfu, "each has computed its own share"
+
+
 def share_of_bandwidth(gpu: str, name: str, columns: int = 0, nbytes: float = 1e9) -> float:
     shape = (nbytes / columns / 2, columns) if columns else ()
     operation = moved(nbytes, name=name, shape=shape)

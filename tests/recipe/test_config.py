@@ -459,11 +459,22 @@ IMPOSSIBLE: list[tuple[str, list[str], str, str]] = [
         [
             "tensor_parallel_dim=2",
             "tensor_parallel_plan._component_=m.plan",
+            "adaptive_batching.recompute_loss=True",
+        ],
+        "adaptive_batching.recompute_loss",
+        "tensor_parallel_dim=1",
+    ),
+    (
+        "full",
+        [
+            "tensor_parallel_dim=2",
+            "tensor_parallel_plan._component_=m.plan",
             "use_fastest_configuration=True",
             "use_maximum_batch_size=False",
+            "compile=True",
         ],
-        "use_fastest_configuration",
-        "tensor_parallel_dim=1",
+        "compile",
+        "choose batch_size yourself",
     ),
     (
         "full",

@@ -13,10 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import watch_ranks
 from tests.helpers.recipes import run_ours, tiny_config
-from torchtune_adaptive.core.step.knobs import CHECKPOINT
+from tests.helpers.runs import run_with, train
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, COMPILE
 from torchtune_adaptive.recipe.plan import background
 from torchtune_adaptive.recipe.registry import with_overrides
 from torchtune_adaptive.recipe.settings.kind_table import FOUND
+from torchtune_adaptive.recipe.settings.knob_table import FUSED
 
 pytestmark = pytest.mark.runs
 
@@ -32,9 +34,13 @@ CHOOSES = {
 }
 
 
-def run_without_waiting_for_a_prediction(cfg: DictConfig) -> None:
+def run_of_kind_without_waiting(kind: str, cfg: DictConfig) -> list[dict[str, float]]:
     background.PATIENCE = 0.0
-    run_ours("full", cfg)
+    return run_ours(kind, cfg)
+
+
+def run_without_waiting_for_a_prediction(cfg: DictConfig) -> None:
+    run_of_kind_without_waiting("full", cfg)
 
 
 def run(cfg: DictConfig, *said: str) -> Path:
@@ -80,3 +86,28 @@ def logged(folder: Path, prefix: str = "") -> list[dict[str, Any]]:
     lines = path.read_text().splitlines()
     kept = [line for line in lines if ("search/" in line) == bool(prefix)]
     return [dict(re.findall(rf"{prefix}(\w+):(\S+)", line)) for line in kept]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_split_layers_are_trained_in_the_way_that_was_chosen(ranks: int, tmp_path: Path) -> None:
+    """Alone, and with FSDP: the rows of a step are counted once, and the choice makes the same run."""
+    split = {
+        "tensor_parallel_dim": 2,
+        "tensor_parallel_plan._component_": "torchtune.models.llama3.base_llama_tp_plan",
+        "optimizer.foreach": False,
+        "shuffle": False,
+        "adaptive_batching.memory_limit": "9MiB",
+        "adaptive_batching.may_change": "exact",
+        "metric_logger._component_": "tests.helpers.recipes.Recorder",
+    }
+    cfg = tiny_config("full", tmp_path / "chose", **{**CHOOSES, **split})
+    chose = run_with(run_of_kind_without_waiting, "full", cfg, ranks)
+    (found,) = (tmp_path / "chose").glob("**/fastest_configuration.json")
+    report = json.loads(found.read_text())
+    changed = {change["key"]: change["new"] for change in report["changes"]}
+    assert changed and not changed.keys() & {COMPILE, FUSED}
+    assert report["global_batch_size"] == chose[0]["global_batch_size"] == 8 * ranks // 2
+    same = {**CHOOSES, **split, **changed, "use_fastest_configuration": False}
+    again = train("full", tmp_path / "again", ranks, **same)
+    assert [step["loss"] for step in again] == [step["loss"] for step in chose]

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import run_ranks
+from torchtune_adaptive.common import ConfigError, launcher
+from torchtune_adaptive.core import TrainStep
+from torchtune_adaptive.core.ranks import recording
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, OFFLOADING, Choice
 from torchtune_adaptive.planner import private
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, MemoryEvent, RecordedStep
+from torchtune_adaptive.planner.speed.operations import COLLECTIVE, Operation
 from torchtune_adaptive.planner.trace import compiled_regions
 from torchtune_adaptive.recipe.data.packed import collate_packed
+from torchtune_adaptive.recipe.plan.predict import planned_rank
+from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
 from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, measured_peaks, traced_peaks
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
@@ -167,6 +176,136 @@ def test_copies_of_shards_are_predicted(kind: str) -> None:
     [measurement] = run_ranks(measured, 4, [config], SIZES, timeout=100)[0]
     [[prediction]] = run_ranks(predicted, 1, [config], SIZES, 4, 0, timeout=100, join=False)
     assert prediction == measurement
+
+
+def split_over(tensors: int, *config: Any, **changes: Any) -> DictConfig:
+    """A config whose layers are split over so many ranks, by torchtune's plan."""
+    cfg = a_config("full", *config)
+    plan = {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
+    split = {"tensor_parallel_dim": tensors, "tensor_parallel_plan": plan}
+    merged = OmegaConf.merge(cfg, split, changes)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_layers_that_are_split_over_ranks_are_predicted(ranks: int, exhaustive: bool) -> None:
+    """Alone, and together with FSDP. Where parts are uneven, the plan is for the rank that needs most."""
+    configs = [split_over(2, False, 2, 512)]
+    if exhaustive:
+        whole = {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}
+        configs.append(split_over(2, True, 1, 515 if ranks == 2 else 2000, **whole))
+    measurements = run_ranks(measured, ranks, configs, FEW_SIZES, timeout=200)
+    rank = planned_rank(configs[0])
+    [found] = run_ranks(predicted, 1, configs, FEW_SIZES, ranks, rank, timeout=200, join=False)
+    assert found[0] == measurements[rank][0]
+    for at, prediction in enumerate(found):
+        for size in FEW_SIZES:
+            most = max(peaks[at][size] for peaks in measurements)
+            assert prediction[size] == pytest.approx(most, rel=1e-3)
+
+
+@pytest.mark.exhaustive
+def test_copies_of_shards_of_split_layers_are_predicted() -> None:
+    config = split_over(2, False, 1, 512, data_parallel_replicate_dim=2)
+    [measurement] = run_ranks(measured, 8, [config], FEW_SIZES, timeout=200)[0]
+    [[prediction]] = run_ranks(predicted, 1, [config], FEW_SIZES, 8, 0, timeout=100, join=False)
+    assert prediction == measurement
+
+
+def refusals(configs: list[DictConfig], ranks: int) -> list[str]:
+    found = []
+    for cfg in configs:
+        with pytest.raises(ConfigError) as refused:
+            Tracer(cfg, ranks)
+        found.append(str(refused.value))
+    return found
+
+
+def test_what_cannot_be_split_is_refused_as_a_run_refuses_it() -> None:
+    """By name, before weights are loaded: heads, and parts that are split once more by FSDP."""
+    configs = [split_over(4, False, 1, 512), split_over(2, False, 1, 514)]
+    [(heads, parts)] = run_ranks(refusals, 1, configs, 4, timeout=100, join=False)
+    assert "tensor_parallel_dim: 4" in heads and "KV heads (2)" in heads
+    assert "tensor_parallel_dim: 2" in parts and "tok_embeddings.weight" in parts and "514" in parts
+
+
+class Launches(private.TorchDispatchMode):
+    """Notes each collective that a step launches: what, among which ranks, with which tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = (torch.Tensor, torch.nn.Parameter, private.FakeTensor)
+        if not all(kind in plain for kind in types):
+            return NotImplemented
+        if recording._is_launch(func):
+            given = private.tree_leaves((args, kwargs or {}))
+            group = recording._group_of(given)
+            if group.group_desc != launcher.OWN_GROUP:  # ranks that are real agree on what is new
+                shapes = [tuple(each.shape) for each in given if isinstance(each, torch.Tensor)]
+                self.seen.append((str(func), *dist.get_process_group_ranks(group), *shapes))
+        return func(*args, **(kwargs or {}))
+
+
+def launches_of_steps(cfg: DictConfig, ranks: int, rank: int | None = None) -> list[Any]:
+    """What each step launches: on a rank that is real, or else on a fake one."""
+    steps: list[Any] = []
+
+    def seen(part: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            with Launches() as launches:
+                result = part(*arguments, **named)
+            steps.append(launches.seen)
+            return result
+
+        return run
+
+    with (
+        mock.patch.object(TrainStep, "forward_backward", seen(TrainStep.forward_backward)),
+        mock.patch.object(TrainStep, "apply", seen(TrainStep.apply)),
+    ):
+        if rank is None:
+            measured_peaks(cfg, [(3, 24)])
+        else:
+            traced_peaks(Tracer(cfg, ranks, rank), [(3, 24)])
+    return steps[-(configured_accumulation(cfg) + 1) :]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_fake_rank_launches_what_a_real_one_does(ranks: int, exhaustive: bool) -> None:
+    """Among the same ranks, with the same sizes: of tensor parallelism, of FSDP, of the update."""
+    cfg = split_over(2, True, 2, 512)
+    real = run_ranks(launches_of_steps, ranks, cfg, ranks, timeout=200)
+    for rank in (0, ranks - 1) if exhaustive else (0,):
+        [fake] = run_ranks(launches_of_steps, 1, cfg, ranks, rank, timeout=200, join=False)
+        assert fake == real[rank]
+    assert len(fake) == 3 and all(map(len, fake))
+
+
+def collectives_in_time(cfg: DictConfig, ranks: int) -> list[Operation]:
+    """The collectives of a step as the time model has them."""
+    tracer = Tracer(cfg, ranks)
+    operations = [tracer.take_step(2, 64) for _ in range(2)][1].operations
+    assert operations is not None
+    return [one for one in operations.all() if one.kind == COLLECTIVE]
+
+
+def test_collectives_of_split_layers_block_the_computation() -> None:
+    """They are on the stream that computes, among the ranks of their own group; FSDP's are not."""
+    cfg = OmegaConf.merge(split_over(2, True, 1, 512), {"device": "cuda"})
+    [found] = run_ranks(collectives_in_time, 1, cfg, 4, timeout=100, join=False)
+    of_tensors = [one for one in found if one.shape == (2, 1)]
+    of_fsdp = [one for one in found if one.shape == (2, 2)]
+    assert {one.stream for one in of_tensors} == {0} and 0 not in {one.stream for one in of_fsdp}
+    assert sum(one.phase == "forward" for one in of_tensors) >= 2 * cfg.model.num_layers
+    assert any(one.repeats for one in of_tensors), (
+        "a layer that is computed again launches them again"
+    )
+    of_all = [one for one in found if one not in of_tensors + of_fsdp]
+    assert {one.shape for one in of_all} == {(4, 1)} and len(of_all) == 1, "the one of each step"
 
 
 def traced(cfg: DictConfig) -> list[int]:

@@ -24,7 +24,7 @@ from torchtune_adaptive.cli.plan_progress import TraceProgress
 from torchtune_adaptive.cli.plan_report import PlanReport, WhatIfResult, as_dict, details, headline
 from torchtune_adaptive.cli.speed_report import Job, job
 from torchtune_adaptive.cli.transformers_plan import plan_transformers
-from torchtune_adaptive.cli.what_if import WhatIf, what_ifs
+from torchtune_adaptive.cli.what_if import WhatIf, splits, what_ifs
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
     Block,
@@ -307,6 +307,11 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
             answers.checked()  # if it failed, that explains any other failure
         if not arguments.json:
             progress.print(_rendered(headline(plan, found, job), arguments))
+        if alternatives and found.verdict(plan.device) == DOES_NOT_FIT:
+            more = list(splits(plan))
+            progress.expect_more(len(more))
+            alternatives += more
+            others += [ask(predict, replace(one.query, in_detail=in_detail)) for one in more]
         # Asked last: they use the traces of those above.
         confirmed = last = by_rank = None
         if not fastest and not rollouts:
@@ -314,7 +319,8 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
             confirmed = ask(confirm, query, lengths)
         if found.uneven:
             progress.expect_more(1)
-            last = ask(predict, plan.query(rank=plan.ranks - 1))
+            other = 0 if found.rank == plan.ranks - 1 else plan.ranks - 1
+            last = ask(predict, plan.query(rank=other))
         compared: Future[list[OnDevice]] | None = None
         if devices:
             progress.expect_more(1)

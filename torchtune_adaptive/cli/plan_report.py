@@ -61,7 +61,8 @@ class PlanReport:
     first_answer: Prediction
     """Prediction before that, as the headline has it."""
     last_rank: Prediction | None
-    """Prediction for the last rank, if its share of the parameters differs from the first rank's."""
+    """Prediction for the last rank, if its share of the parameters differs from that of the rank that the
+    plan is for; for the first, if that is the last."""
     outcomes: Sequence[WhatIfResult]
     by_length: LengthLimits | None = None
     """Limits of rows of other lengths, if asked."""
@@ -155,11 +156,12 @@ def details(report: PlanReport) -> list[Block]:
         text = f"Correction, from a trace of every size. {correction}"
         blocks.append(Paragraph([text], important=True))
     if report.last_rank is not None:
-        peak = report.last_rank.configured
+        other = report.last_rank
+        peak = other.configured
         text = (
-            "Parameters do not divide evenly across ranks; the numbers above are for the first rank. The "
-            f"last rank's peak is {human_bytes(peak.reserved)} reserved ({human_bytes(peak.allocated)} "
-            f"allocated); its largest micro-batch is {report.last_rank.largest}."
+            "Parameters do not divide evenly across ranks; the numbers above are for rank "
+            f"{report.found.rank}. The peak of rank {other.rank} is {human_bytes(peak.reserved)} reserved "
+            f"({human_bytes(peak.allocated)} allocated); its largest micro-batch is {other.largest}."
         )
         blocks.append(Paragraph([text]))
     if report.fastest is not None:

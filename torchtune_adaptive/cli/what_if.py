@@ -19,14 +19,19 @@ from torchtune_adaptive.recipe import (
     ACCUMULATION,
     FUSED,
     KNOBS,
+    TENSORS,
     WHOLE,
     PlanRequest,
     Query,
+    holders,
     kind_of,
     overrides,
 )
 
 _EIGHT_BIT = "torchao.optim.AdamW8bit"
+_SPLITS = (2, 4, 8)
+"""Ranks over which layers may be split; more would not be in one machine."""
+_PLAN = "tensor_parallel_plan"
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,11 @@ class WhatIf:
 
 def what_ifs(plan: PlanRequest) -> Iterator[WhatIf]:
     """The alternatives that apply to this config."""
-    for name, changed in _changed_configs(plan.cfg):
-        override = shlex.join(overrides(plan.cfg, changed))
-        yield WhatIf(name, replace(plan, cfg=changed).query(), override)
+    for name, changed in _changed_configs(plan.cfg, plan.ranks):
+        yield _what_if(plan, name, changed)
+    together = holders(plan.cfg)
     for ranks in (plan.ranks // 2, plan.ranks * 2):
-        if ranks:
+        if ranks and ranks % together == 0:
             yield WhatIf(
                 counted(ranks, "rank"), plan.query(ranks=ranks), f"--nproc_per_node {ranks}"
             )
@@ -54,8 +59,40 @@ def what_ifs(plan: PlanRequest) -> Iterator[WhatIf]:
         yield WhatIf("expandable segments", plan.query(device=device), override)
 
 
-def _changed_configs(cfg: DictConfig) -> Iterator[tuple[str, DictConfig]]:
-    for name, changes in _changes(cfg):
+def _what_if(plan: PlanRequest, name: str, changed: DictConfig) -> WhatIf:
+    override = shlex.join(overrides(plan.cfg, changed))
+    return WhatIf(name, replace(plan, cfg=changed).query(), override)
+
+
+def splits(plan: PlanRequest) -> Iterator[WhatIf]:
+    """The same run with its layers split over more or fewer ranks, where torchtune has a way to do so."""
+    cfg = plan.cfg
+    if TENSORS not in kind_of(cfg).keys or not (split := cfg.get(_PLAN) or _split_of_model(cfg)):
+        return
+    if cfg.get(knobs.COMPILE, False) or cfg.get("optimizer_in_bwd", False):
+        return  # a run that searches or recovers has neither with split layers
+    for number in _SPLITS:
+        if number == holders(cfg) or plan.ranks % number:
+            continue
+        changes: dict[str, Any] = {TENSORS: number, _PLAN: split}
+        if cfg.optimizer.get("fused"):
+            changes["optimizer"] = {"fused": False}
+        changed = OmegaConf.merge(cfg, OmegaConf.create(changes))
+        assert isinstance(changed, DictConfig)
+        name = f"layers split over {number} ranks, which share rows"
+        yield _what_if(plan, name, changed)
+
+
+def _split_of_model(cfg: DictConfig) -> dict[str, str] | None:
+    """torchtune's plan for a model, if it has one."""
+    component = cfg.model._component_
+    if component.startswith("torchtune.models.llama3") and "vision" not in component:
+        return {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
+    return None
+
+
+def _changed_configs(cfg: DictConfig, ranks: int) -> Iterator[tuple[str, DictConfig]]:
+    for name, changes in _changes(cfg, ranks):
         changed = OmegaConf.merge(cfg, OmegaConf.create(changes))
         assert isinstance(changed, DictConfig)
         yield name, changed
@@ -65,7 +102,7 @@ def _changed_configs(cfg: DictConfig) -> Iterator[tuple[str, DictConfig]]:
         yield name, changed
 
 
-def _changes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+def _changes(cfg: DictConfig, ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     kind = kind_of(cfg)
     now = {knob.key: knob.configured(cfg) for knob in KNOBS}
     checkpointing = "enable_activation_checkpointing"
@@ -74,7 +111,7 @@ def _changes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     else:
         selective = {} if kind.adapters else {"ac_mode": None}
         yield "activation checkpointing", {checkpointing: True, **selective}
-    if not now[knobs.OFFLOADING] and cfg.device != "cpu":
+    if not now[knobs.OFFLOADING] and cfg.device != "cpu" and holders(cfg) == 1:
         yield "activations offloaded", {checkpointing: True, knobs.OFFLOADING: True}
     if kind.frozen or kind.sample == "pair":
         pass  # another loss would be another recipe, or would not go with the other model's
@@ -84,8 +121,12 @@ def _changes(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "loss in chunks", {"loss": {"_component_": knobs.CHUNKED}}
     if kind.adapters:
         return
-    kept_or_freed = "kept" if now[knobs.RESHARD] else "freed"
-    yield f"parameters {kept_or_freed} after forward", {knobs.RESHARD: not now[knobs.RESHARD]}
+    together = holders(cfg)
+    if together == 1 or together < ranks:
+        kept_or_freed = "kept" if now[knobs.RESHARD] else "freed"
+        yield f"parameters {kept_or_freed} after forward", {knobs.RESHARD: not now[knobs.RESHARD]}
+    if together > 1:
+        return  # what follows cannot be combined with layers that are split
     if not cfg.get("optimizer_in_bwd", False):
         in_backward = {ACCUMULATION: 1, "clip_grad_norm": None}
         yield "optimizer in backward", {"optimizer_in_bwd": True, **in_backward}
@@ -108,7 +149,8 @@ def _other_parts(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         not_in_torchao = ("fused", "foreach")
         kept = {key: value for key, value in cfg.optimizer.items() if key not in not_in_torchao}
         yield "8-bit optimizer (torchao)", {"optimizer": {**kept, "_component_": _EIGHT_BIT}}
-    not_for_adapters = {key: None for key in ("optimizer_in_bwd", "ac_mode") if cfg.get(key)}
+    of_full = ("optimizer_in_bwd", "ac_mode", TENSORS, _PLAN)
+    not_for_adapters = {key: None for key in of_full if cfg.get(key)}
     if _exists(adapted := f"{module}.lora_{name}"):
         model = {"_component_": adapted, **given, **ADAPTERS}
         yield "LoRA (rank 8)", {"model": model, **not_for_adapters}

@@ -21,6 +21,8 @@ from torch._ops import OpOverload
 
 # Fake tensors have shapes and storages, but no memory; dispatch modes see each operation.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -36,6 +38,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 # A context in which no dispatch mode or subclass sees an operation.
 without_dispatch = torch._C._DisableTorchDispatch
+# A context without the dispatch modes that are active.
+without_modes = _disable_current_modes
 # Gives torch a device that Python supplies; every other way takes a build of torch.
 register_device = _setup_privateuseone_for_python_backend
 
@@ -60,7 +64,10 @@ def schema_of(operation: Any) -> Any:
 
 def group_of(arguments: Iterable[Any]) -> tuple[int, ...]:
     """The size of the process group among a collective's arguments, and the distance of its ranks; empty if
-    there is none (torch 2.13)."""
+    there is none (torch 2.13). Functional collectives name it, as the last of their texts."""
+    arguments = [*arguments]
+    if names := [each for each in arguments if isinstance(each, str)]:
+        arguments = [_resolve_process_group(names[-1])]  # type: ignore[arg-type]
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject):  # the group comes before the kind of reduction
             argument = dist.ProcessGroup.unbox(argument)
@@ -93,6 +100,18 @@ def with_shard(sharded: DTensor, make: Callable[[torch.Tensor], torch.Tensor]) -
 def communication_streams(model: nn.Module) -> Any:
     """The streams on which FSDP allocates what it gathers and reduces, as attributes; None without FSDP."""
     return model._get_fsdp_state()._comm_ctx if isinstance(model, FSDPModule) else None
+
+
+def of_meshes() -> Iterable[tuple[Any, str, Any]]:
+    """Replacements in torch while tensors are fake: owner, name, replacement. A mesh of devices is a tensor
+    of ranks' numbers, in which a rank looks for its own; FSDP makes one where tensors are split already."""
+    make = DeviceMesh.__init__
+
+    def with_values(mesh: DeviceMesh, *arguments: Any, **options: Any) -> None:
+        with without_modes():
+            make(mesh, *arguments, **options)
+
+    yield DeviceMesh, "__init__", with_values
 
 
 _FOR_STRIDED = "_propagate_use_strided_shard_flag"
@@ -134,8 +153,6 @@ def _once_for_each_schema() -> Callable[..., None]:
 
 # --- the compiler: AOTAutograd, the min-cut partitioner, inductor ---------------------------------
 
-# A context without the dispatch modes that are active.
-without_modes = _disable_current_modes
 # A context in which a module has other parameters and buffers, by their names.
 with_tensors = _reparametrize_module
 

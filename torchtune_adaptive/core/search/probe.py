@@ -87,19 +87,24 @@ class Probe:
     ) -> list[float] | None:
         """Seconds of each of some steps on the slowest rank; None if memory runs out on one.
 
-        They follow one that is not counted, in which the device gets its memory and loads its kernels.
+        They follow one that is not counted, in which the device gets its memory and loads its kernels, and up
+        to two more where collectives are recorded for each shape, which takes time.
         """
         self.entering(f"a step {what}")
         self.step.memory.release()
         seconds: list[float] = []
         failed_in = None
         with self.step.memory.capped(self._usable()):
-            for _ in range(1 + steps):
+            failed_in = self._take_step(micro_batches)
+            for _ in range(2):
+                if self.ranks.any(self.step.was_recorded):  # ranks may have rows of other lengths
+                    failed_in = self._take_step(micro_batches) or failed_in
+            for _ in range(steps):
                 started = self.step.memory.clock()
                 failed_in = self._take_step(micro_batches) or failed_in
                 seconds.append(self.step.memory.clock() - started)
         self._snapshot.restore()  # only now: how long a step takes does not depend on values
-        seen = self.ranks.gather((failed_in, seconds[1:]))
+        seen = self.ranks.gather((failed_in, seconds))
         if any(failed for failed, _ in seen):
             return None
         return [max(each) for each in zip(*(seconds for _, seconds in seen), strict=True)]

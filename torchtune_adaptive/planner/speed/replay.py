@@ -7,8 +7,9 @@ operations in order as well, ahead of the device, unless they are too short for 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torchtune_adaptive.planner.speed import devices
@@ -64,8 +65,9 @@ class _Clock:
     recomputing: float = 0.0
     repeating: int = 0
     """Layer that is being repeated, as in ``Operation.repeats``."""
-    collectives: deque[tuple[float, float]] = field(default_factory=deque)
-    """When the latest collectives begin and end, one after the other: they share the links."""
+    collectives: deque[tuple[float, float, float]] = field(default_factory=deque)
+    """When the latest collectives begin and end, one after the other: they share the links; and the bytes/s
+    that each sends."""
 
     def now(self) -> float:
         return max([self.host, *self.streams.values()])
@@ -112,17 +114,19 @@ class _Costs(dict[Operation, float]):
         self.speeds, self.ranks, self.compiled = speeds, ranks, compiled
         self.choosing = choosing
 
-    def left_over(self, operation: Operation) -> float:
+    def sent(self, collective: Operation) -> float:
+        """The bytes/s that a collective sends."""
+        size, distance = map(int, collective.shape or (self.ranks, 1))
+        return self.speeds.collective_bandwidth(size, distance)
+
+    def left_over(self, operation: Operation, sent: float) -> float:
         """The share of the device that a collective leaves to an operation: of the memory's bandwidth, or of
         the multiprocessors."""
         speeds = self.speeds
-        if speeds.is_host or self.ranks == 1 or operation.kind == COPY:
+        if speeds.is_host or operation.kind == COPY:
             return 1.0
-        if operation.kind == MEMORY:
-            passing = 2 * speeds.collective_bandwidth(
-                self.ranks
-            )  # what is sent is read, and written
-            return max(0.5, 1.0 - passing / (speeds.bandwidth * devices.STREAMING))
+        if operation.kind == MEMORY:  # what is sent is read, and written
+            return max(0.5, 1.0 - 2 * sent / (speeds.bandwidth * devices.STREAMING))
         channels = devices.CHANNELS if speeds.has_nvlink else devices.PCIE_CHANNELS
         return 1.0 - channels / speeds.processors
 
@@ -183,9 +187,9 @@ def _run(clock: _Clock, one: Operation, cost: _Costs) -> None:
     start = max(clock.streams[one.stream], clock.host)
     if one.kind == COLLECTIVE:
         start = max(start, clock.collectives[-1][1] if clock.collectives else 0.0)
-        clock.collectives.append((start, start + took))
+        clock.collectives.append((start, start + took, cost.sent(one)))
     elif one.stream == _MAIN:
-        took = _beside_collectives(clock.collectives, start, took, cost.left_over(one))
+        took = _beside_collectives(clock.collectives, start, took, partial(cost.left_over, one))
     if one.stream == _MAIN:
         idle = COLLECTIVE if one.kind == COLLECTIVE and start > clock.host else LAUNCHES
         clock.waits[idle] += start - clock.streams[_MAIN]
@@ -198,20 +202,24 @@ def _run(clock: _Clock, one: Operation, cost: _Costs) -> None:
 
 
 def _beside_collectives(
-    collectives: deque[tuple[float, float]], start: float, took: float, left_over: float
+    collectives: deque[tuple[float, float, float]],
+    start: float,
+    took: float,
+    left_over: Callable[[float], float],
 ) -> float:
     """The time of an operation that has only a share of the device while a collective runs."""
     while collectives and collectives[0][1] <= start:
         collectives.popleft()
     at, work = start, took
-    for begins, ends in collectives:
+    for begins, ends, sent in collectives:
         alone = max(0.0, begins - at)
         if work <= alone:
             break
         at, work = at + alone, work - alone
-        beside = (ends - at) * left_over
+        share = left_over(sent)
+        beside = (ends - at) * share
         if work <= beside:
-            return at + work / left_over - start
+            return at + work / share - start
         at, work = ends, work - beside
     return at + work - start
 

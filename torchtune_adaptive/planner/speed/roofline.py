@@ -53,7 +53,7 @@ def _of_collective(operation: Operation, speeds: Speeds, ranks: int) -> float:
     size, distance = map(int, operation.shape or (ranks, 1))
     if size == 1:
         return 0.0
-    passes = 2 if operation.name.startswith("allreduce") else 1
+    passes = 2 if operation.name.startswith(("allreduce", "all_reduce")) else 1
     wire = operation.nbytes * passes * (size - 1) / size
     latency = devices.COLLECTIVE_LATENCY + passes * speeds.ring_latency(size, distance)
     return latency + wire / speeds.collective_bandwidth(size, distance)

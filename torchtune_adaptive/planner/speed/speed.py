@@ -31,6 +31,8 @@ class Pace:
     """Type of the numbers that the model computes with."""
     correction: float | None = None
     """Measured / predicted seconds, where a run on this machine measured it."""
+    holders: int = 1
+    """Ranks that hold the same rows, and so train on them together."""
 
     @property
     def band(self) -> tuple[float, float]:
@@ -52,7 +54,7 @@ class Pace:
         """
         time = step_time(step, self.speeds, self.ranks, micro_batches, self.compiled)
         seconds = time.seconds * (self.correction or 1.0)
-        rows_per_second = rows * micro_batches / seconds
+        rows_per_second = rows * micro_batches / seconds / self.holders
         peak = self.speeds.peak(self.dtype)
         return Speed(
             seconds=seconds,

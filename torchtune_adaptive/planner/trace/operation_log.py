@@ -50,6 +50,8 @@ class _Signature(NamedTuple):
     """Arguments that are changed: position, name, whether they are read as well."""
     causal: int | None
     flops: Callable[..., int] | None
+    functional: bool
+    """Whether it is a collective that gives a new tensor, as tensor parallelism has them."""
 
 
 class _Use(NamedTuple):
@@ -150,8 +152,12 @@ class OperationLog:
         if not on_device:
             return
         if signature.kind == COLLECTIVE:
-            group = group_of((*args, *kwargs.values()))
-            self._note_sized(COLLECTIVE, signature.name, max(map(_nbytes, on_device)), group)
+            group, size = group_of((*args, *kwargs.values())), max(map(_nbytes, on_device))
+            # What is functional gives a new tensor, and whoever asked for it waits: on the stream that runs.
+            repeats = self._repeats(signature.name) if signature.functional else 0
+            if signature.functional and signature.name == "all_reduce":
+                self._note_sized(MEMORY, "clone", 2 * size, repeats=repeats)  # it reduces a copy
+            self._note_sized(COLLECTIVE, signature.name, size, group, repeats)
             return
         if signature.name == "all_gather_copy_in":  # of the output it writes only this rank's part
             self._note_sized(MEMORY, signature.name, 2 * sum(map(_nbytes, _tensors(args[0]))))
@@ -171,9 +177,11 @@ class OperationLog:
         ]
         self._note_kernel(signature, args, kwargs, given, changed, returned, result)
 
-    def _note_sized(self, kind: str, name: str, nbytes: int, shape: tuple[float, ...] = ()) -> None:
-        where = (self._phase(), _stream())
-        self._add(Operation(kind, name, *where, nbytes=nbytes, fused_bytes=nbytes, shape=shape))
+    def _note_sized(
+        self, kind: str, name: str, nbytes: int, shape: tuple[float, ...] = (), repeats: int = 0
+    ) -> None:
+        where, sizes = (self._phase(), _stream()), (nbytes, nbytes)
+        self._add(Operation(kind, name, *where, "", 0.0, *sizes, shape=shape, repeats=repeats))
 
     def _note_kernel(  # type: ignore[no-untyped-def]
         self, signature: _Signature, args, kwargs, given, changed, returned, result
@@ -270,15 +278,17 @@ def _signature(func: Any) -> _Signature:
     is_view = bool(infos) and all(info is not None and not info.is_write for info in infos)
     flops = flop_registry.get(func.overloadpacket)
     causal = next((at for at, one in enumerate(schema.arguments) if one.name == "is_causal"), None)
-    if func.namespace == "c10d":
-        kind = COLLECTIVE if schema.returns and name != "barrier" else ""
+    functional = func.namespace in ("_c10d_functional", "_dtensor")
+    if func.namespace == "c10d" or functional:
+        launches = schema.returns and name not in ("barrier", "wait_tensor")
+        kind = COLLECTIVE if launches else ""
     elif name in _WITHOUT_KERNEL or (is_view and not writes):
         kind = ""
     elif "scaled_dot_product" in name:
         kind = ATTENTION
     else:
         kind = GEMM if name in _PRODUCTS or flops is not None else MEMORY
-    return _Signature(name, kind, writes, causal, flops)
+    return _Signature(name, kind, writes, causal, flops, functional)
 
 
 def _attention(

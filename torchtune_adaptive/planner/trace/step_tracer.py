@@ -95,11 +95,16 @@ class FakeRanks(Ranks):
 
     communicate = False
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int, ranks: int, holders: int = 1) -> None:
         self.rank, self.size, self._group = rank, ranks, None
+        self._holders = holders
 
     def alike(self, value: Hashable) -> Ranks:
-        raise NoPrediction("tensor parallelism splits tensors in ways that cannot be traced yet.")
+        if self._holders == 1:
+            raise NoPrediction(
+                "Layers are split over ranks, which is predicted only for configs. Plan the model unsplit."
+            )
+        return FakeRanks(self.rank % self._holders, self._holders)
 
 
 class _Again(AbstractContextManager[None]):
@@ -117,6 +122,16 @@ class _Again(AbstractContextManager[None]):
         return self._entered.pop().__exit__(*error)
 
 
+@contextmanager
+def _replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """A context with these replacements: owner, name, replacement."""
+    with ExitStack() as undo:
+        for owner, name, replacement in replacements:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, replacement)
+        yield
+
+
 class StepTracer:
     """One rank of a run on a fake device.
 
@@ -126,6 +141,7 @@ class StepTracer:
         simulated: whether the device is the simulated one, whose memory is that of a CPU.
         rank: the number of this rank. If parameters do not divide evenly, the first has the largest share.
         ranks: the number of ranks.
+        holders: the number of them that hold the same rows, and have successive numbers.
     """
 
     ACTIVATIONS: ClassVar = ACTIVATIONS
@@ -134,10 +150,10 @@ class StepTracer:
     LOSS: ClassVar = LOSS
     """Categories for ``recorder.category``."""
 
-    def __init__(self, simulated: bool, rank: int, ranks: int) -> None:
+    def __init__(self, simulated: bool, rank: int, ranks: int, holders: int = 1) -> None:
         self.device = torch.device("cpu") if simulated else fake_device.device()
         fake_device.init_fake_ranks(rank, ranks)
-        self.ranks = FakeRanks(rank, ranks)
+        self.ranks = FakeRanks(rank, ranks, holders)
         self.recorder = Recorder(self.device)
         self.memory = FakeMemory(self.recorder)
         self._fake = private.FakeTensorMode(allow_non_fake_inputs=True)
@@ -172,8 +188,7 @@ class StepTracer:
             if not self.recorder.simulated:
                 self._update_at_once(optimizer)
         parameters = [p for model in models for p in model.parameters()]
-        sharded = [p for p in parameters if isinstance(p, DTensor)]
-        self.uneven = any(p.ndim and p.shape[0] % self.ranks.size for p in sharded)
+        self.uneven = any(_is_uneven(p) for p in parameters if isinstance(p, DTensor))
         """Whether ranks hold different shares of the parameters."""
         self.recorder.phase = lambda: self.step.phase
         self.set_up = self.recorder.take_events()
@@ -270,20 +285,21 @@ class StepTracer:
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
-        with self._fake, self._watch, self._watch.paused():
+        with _replaced(private.of_meshes()), self._fake, self._watch, self._watch.paused():
             yield
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """A context in which tensors are fake, and what is allocated on the device is recorded."""
-        with ExitStack() as undo:
-            for owner, name, replacement in self._replacements():
-                undo.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, replacement)
-            # What is compiled already runs eager: dynamo does not know the device.
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
-            with self._fake, self._watch, self._within():
-                yield
+        # What is compiled already runs eager: dynamo does not know the device.
+        with (
+            _replaced(self._replacements()),
+            torch.compiler.set_stance("force_eager"),
+            self._fake,
+            self._watch,
+            self._within(),
+        ):
+            yield
 
     def _replacements(self) -> list[tuple[Any, str, Any]]:
         """Replacements in torch while tracing: owner, name, replacement."""
@@ -331,6 +347,7 @@ class StepTracer:
             (torch, "compile", compiled),
             (torch.UntypedStorage, "resize_", seen_resize),
             *private.of_sharding(unseen=watch.paused),
+            *private.of_meshes(),
         ]
         if not recorder.simulated:
             replacements += [
@@ -367,6 +384,15 @@ class StepTracer:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return not private.is_traceable_wrapper_subclass(tensor)
+
+
+def _is_uneven(parameter: DTensor) -> bool:
+    """Whether ranks hold parts of different sizes."""
+    parts = [1] * parameter.ndim
+    for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+        if not placement.is_replicate():
+            parts[placement.dim] *= size  # type: ignore[attr-defined]
+    return any(size % number for size, number in zip(parameter.shape, parts, strict=True))
 
 
 def _state(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch import nn
 from torchtune_adaptive.core import NextTokenPrediction, Objective
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.data.rows import Rows, TokenRows
-from torchtune_adaptive.recipe.settings.kind_table import TENSORS, Kind, is_packed
+from torchtune_adaptive.recipe.settings.kind_table import Kind, holders, is_packed
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import AS_IT_IS, Model, announce, frozen_model, load_full
 from torchtune_adaptive.recipe.setup.offloading import Offloading
@@ -56,10 +56,8 @@ class RecipeKind(ABC):
         self.load(model, checkpoint)
         offloading = Offloading(model, cfg.get("enable_activation_offloading", False))
         announce(model, environment, started)
-        # The ranks that have the same data.
-        share = (cfg.get(TENSORS) or 1) if TENSORS in self.about.keys else 1
-        ranks = environment.ranks
-        return Model(model, offloading, ranks.rank // share, ranks.size // share)
+        same, ranks = holders(cfg), environment.ranks
+        return Model(model, offloading, ranks.rank // same, ranks.size // same)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Change the model that is trained while it is on the meta device and not yet sharded."""

@@ -18,6 +18,7 @@ from torchtune_adaptive.core import Choice, Usage
 from torchtune_adaptive.planner import TracedRun, Worker
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations, SpeedCalibration
 from torchtune_adaptive.recipe.plan.pace import pace_for
+from torchtune_adaptive.recipe.plan.predict import planned_rank
 from torchtune_adaptive.recipe.plan.ranking import rank_candidates
 from torchtune_adaptive.recipe.plan.request import device_for, plan_request, row_length
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
@@ -178,7 +179,7 @@ class _Planner:
         self._cfg, self._ranks = OmegaConf.create(cfg), ranks
         self._settings = check(self._cfg, kind_of(self._cfg))
         check_method(self._settings.cache)
-        self._traces = Traces(self._cfg, ranks, 0, self._settings.cache)
+        self._traces = Traces(self._cfg, ranks, planned_rank(self._cfg), self._settings.cache)
         length, _ = row_length(self._cfg, self._settings)
         self._run = TracedRun(self._traces, length, any_length=True)
         self._traces.remember()

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.common import Cache, cache_folder, libraries
 from torchtune_adaptive.recipe.settings.fingerprint import allocator_facts
-from torchtune_adaptive.recipe.settings.kind_table import is_packed, is_quantized
+from torchtune_adaptive.recipe.settings.kind_table import holders, is_packed, is_quantized
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Calibrations(Generic[Kept]):
     Args:
         made: the kind of calibration: ``Calibration`` for memory, ``SpeedCalibration`` for speed.
         cache: the run's setting of the folder where they are kept.
-        cfg: the config of the run. The error of a prediction is different for compiled steps and packed rows,
-            so each kind has its own calibration.
+        cfg: the config of the run. The error of a prediction is different for compiled steps, packed rows and
+            layers that are split, so each kind has its own calibration.
         ranks: the number of ranks; only one or several makes a difference.
     """
 
@@ -102,6 +102,7 @@ class Calibrations(Generic[Kept]):
             "ranks": "many" if ranks > 1 else "one",
             "compile": bool(cfg.get("compile", False)),
             "packed": is_packed(cfg),
+            "holders": holders(cfg),
             "libraries": libraries(),
             **made.facts(cfg),
         }

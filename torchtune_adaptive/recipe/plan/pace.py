@@ -10,7 +10,7 @@ from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.planner import Machine, Pace
 from torchtune_adaptive.recipe.plan.calibration import Calibrations, SpeedCalibration
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
-from torchtune_adaptive.recipe.settings.kind_table import is_packed, is_quantized
+from torchtune_adaptive.recipe.settings.kind_table import holders, is_packed, is_quantized
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _USUAL = Machine()
@@ -46,7 +46,7 @@ def pace_for(
     measured = Calibrations(SpeedCalibration, settings.cache, cfg, ranks).of(device)
     correction = measured.seconds_ratio if measured and not machine.is_told else None
     compiled = bool(cfg.get("compile", False))
-    pace = Pace(speeds, ranks, compiled, is_quantized(cfg), dtype, correction)
+    pace = Pace(speeds, ranks, compiled, is_quantized(cfg), dtype, correction, holders(cfg))
     around = () if speeds.is_host else machine.lines(device, ranks)
     return pace, (*_assumptions(cfg, pace), *around)
 

@@ -12,13 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.core import Rounding, candidates
 from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Pace, Peak, Speed, TracedRun
 from torchtune_adaptive.recipe.plan.rollout import RolloutPlanner, RolloutPrediction, RolloutQuery
+from torchtune_adaptive.recipe.settings.kind_table import holders
 from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
 from torchtune_adaptive.recipe.tracing.traces import Traces
+
+
+def planned_rank(cfg: DictConfig) -> int:
+    """The rank that a plan stands for: the first of FSDP, whose share is the largest, and the last of those
+    that split layers. Where their parts are uneven, it pads its part of the logits before they are gathered,
+    which takes more than a smaller part saves."""
+    return holders(cfg) - 1
 
 
 @dataclass(frozen=True)

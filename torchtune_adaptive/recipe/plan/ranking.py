@@ -17,7 +17,7 @@ from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.planner import Speed, StepsByChoice, TracedStep
 from torchtune_adaptive.recipe.plan.predict import Prediction, Query
-from torchtune_adaptive.recipe.settings.kind_table import has_quantized_weights
+from torchtune_adaptive.recipe.settings.kind_table import has_quantized_weights, holders
 from torchtune_adaptive.recipe.settings.knob_table import (
     KNOBS,
     KNOBS_BY_KEY,
@@ -165,7 +165,7 @@ def _candidate(
     changed: Any = OmegaConf.to_container(with_choice(cfg, query.ranks, choice), resolve=True)
     found = traced.get(choice)
     seconds = found.seconds if found else estimated[choice]
-    per_second = query.rows_per_step * query.length / seconds
+    per_second = query.rows_per_step * query.length / seconds / holders(cfg)
     reserved = found.reserved if found else None
     fits = reserved <= query.device.usable_bytes if reserved is not None else None
     return Candidate(changed, (), seconds, per_second, reserved, fits)

@@ -16,13 +16,14 @@ from torchtune_adaptive.planner import DeviceLimits, Machine, Pace, gpu_limits, 
 from torchtune_adaptive.recipe.data.row_lengths import longest_known
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.recipe.plan.pace import pace_for
-from torchtune_adaptive.recipe.plan.predict import Query
+from torchtune_adaptive.recipe.plan.predict import Query, planned_rank
 from torchtune_adaptive.recipe.plan.rollout import RolloutQuery
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
 from torchtune_adaptive.recipe.settings.kind_table import (
     TENSORS,
     has_images,
+    holders,
     is_packed,
     is_quantized,
     kind_of,
@@ -65,6 +66,7 @@ class PlanRequest:
             self.device,
             micro_batch,
             self.length,
+            rank=planned_rank(self.cfg),
             cache=self.settings.cache,
             rounding="divisor" if divides else self.settings.rounding,
             ceiling=self.settings.ceiling,
@@ -79,7 +81,13 @@ class PlanRequest:
             return None
         compiled, quantized = bool(self.cfg.get("compile", False)), is_quantized(self.cfg)
         measured = self.pace.correction if compiled == self.pace.compiled else None
-        return replace(self.pace, compiled=compiled, quantized=quantized, correction=measured)
+        return replace(
+            self.pace,
+            compiled=compiled,
+            quantized=quantized,
+            correction=measured,
+            holders=holders(self.cfg),
+        )
 
 
 def on_devices(plan: PlanRequest, names: str) -> list[tuple[DeviceLimits, Pace | None]]:
@@ -120,10 +128,10 @@ def plan_request(
     """
     cfg, stand_in = _with_installed_optimizer(cfg)
     settings = check(cfg, kind := kind_of(cfg))
-    if (ways := cfg.get(TENSORS) or 1) > 1:
+    if holders(cfg) > 1 and cfg.get("compile", False):
         raise NoPrediction(
-            f"{TENSORS}: {ways} splits tensors in ways that cannot be traced yet. "
-            f"Set {TENSORS}=1 to get a prediction."
+            f"compile: with {TENSORS}, compiled code launches collectives that cannot be traced. Set "
+            "compile=False to get a prediction."
         )
     _require_installed(cfg)
     require_torchvision(cfg)
@@ -255,6 +263,11 @@ def _caveats(cfg: DictConfig) -> Iterator[str]:
             yield "compile: compiling itself may take more for a moment (underestimates)"
         else:
             yield "compile: the simulated device runs everything as it is written"
+    if (together := holders(cfg)) > 1:
+        yield (
+            f"{TENSORS}: {together} ranks have the same rows, so batch_size is that of all {together}, and a "
+            "step trains on so many fewer rows"
+        )
     if cfg.get("fsdp_cpu_offload", False):
         yield "CPU offload: host memory is not predicted"
     if OmegaConf.select(cfg, f"{BLOCK}.token_budget"):

@@ -269,10 +269,10 @@ def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
         "Set it to off, or tensor_parallel_dim=1",
     )
     yield (
-        in_tensors and settings.use_fastest_configuration,
-        "use_fastest_configuration",
-        "cannot be combined with tensor_parallel_dim: it needs predictions, which there are none of",
-        "Set use_fastest_configuration=False, or tensor_parallel_dim=1",
+        in_tensors and settings.recompute_loss,
+        knobs.RECOMPUTE_LOSS,
+        "cannot be combined with tensor_parallel_dim: logits are whole only outside of the last projection",
+        "Set it to False, or tensor_parallel_dim=1",
     )
     yield (
         settings.save_every_n_steps and cfg.get("enable_async_checkpointing", False),

@@ -349,6 +349,11 @@ def is_packed(cfg: DictConfig, block: str = "dataset") -> bool:
     return bool(datasets) and all(one.get("packed", False) for one in datasets)
 
 
+def holders(cfg: DictConfig) -> int:
+    """The number of ranks that hold the same rows, as those do that split layers by tensor parallelism."""
+    return int(cfg.get(TENSORS) or 1) if TENSORS in kind_of(cfg).keys else 1
+
+
 def has_images(cfg: DictConfig) -> bool:
     """Whether samples have images, by the function that makes batches of them."""
     return "tiled_images" in str(cfg.get("collate_fn") or "")

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.core import Choice, Split, knobs
-from torchtune_adaptive.recipe.settings.kind_table import TENSORS, has_images, kind_of
+from torchtune_adaptive.recipe.settings.kind_table import has_images, holders, kind_of
 
 Effect = Literal["exact", "rounding", "named"]
 Config = DictConfig | Mapping[str, Any]
@@ -87,7 +87,7 @@ def _checkpoint_values(cfg: DictConfig, ranks: int) -> tuple[str, ...]:
 
 
 def _reshard_values(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
-    return (False, True) if ranks > 1 and (cfg.get(TENSORS) or 1) < ranks else ()
+    return (False, True) if holders(cfg) < ranks else ()
 
 
 def _sharded_layers_values(cfg: DictConfig, ranks: int) -> tuple[Any, ...]:
@@ -103,8 +103,9 @@ def _sharded_layers(cfg: DictConfig) -> tuple[str, ...] | None:
 
 
 def _offloading_values(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
-    # torchtune refuses to offload for a model of images.
-    return (False, True) if cfg.device == "cuda" and not has_images(cfg) else ()
+    # torchtune refuses to offload for a model of images; with layers that are split nobody has tried it.
+    possible = cfg.device == "cuda" and not has_images(cfg)
+    return (False, True) if possible and holders(cfg) == 1 else ()
 
 
 def _micro_batches(cfg: DictConfig, ranks: int) -> tuple[int, ...]:
@@ -116,7 +117,7 @@ def _micro_batches(cfg: DictConfig, ranks: int) -> tuple[int, ...]:
 
 
 def _if_chunked(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
-    return (False, True) if _losses(cfg, ranks) else ()
+    return (False, True) if _losses(cfg, ranks) and holders(cfg) == 1 else ()
 
 
 def _losses(cfg: DictConfig, ranks: int) -> tuple[str, ...]:
@@ -130,6 +131,8 @@ def _losses(cfg: DictConfig, ranks: int) -> tuple[str, ...]:
 
 def _fused(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
     component = OmegaConf.select(cfg, "optimizer._component_")
+    if holders(cfg) > 1:
+        return ()  # its kernel does not take layers that are split
     return (False, True) if component in ("torch.optim.AdamW", "torch.optim.Adam") else ()
 
 
@@ -155,7 +158,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         knobs.COMPILE,
         "named",
-        lambda cfg, ranks: () if cfg.get("quantizer") else (False, True),
+        lambda cfg, ranks: () if cfg.get("quantizer") or holders(cfg) > 1 else (False, True),
         lambda cfg: cfg.get(knobs.COMPILE, False),
         switch=False,
     ),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -73,14 +74,51 @@ def full_model(
     model = _on_meta(cfg, block, environment)
     _compile_if_asked(model, cfg)
     if tensors.size() > 1:
-        model = training.prepare_mha_for_tp(model, tensors)
-        plan = make(cfg.tensor_parallel_plan, "tensor_parallel_plan")
-        parallelize_module(model, tensors, parallelize_plan=plan)
-
+        _split(model, cfg, tensors)
     model = prepare(model)
     with sharding:
         _shard(model, cfg, data)
+    if tensors.size() > 1 and data.size() > 1:
+        _require_even_parts(model, cfg)
     return model
+
+
+def _split(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh) -> None:
+    """Split layers over the ranks of a mesh, by the plan of a config.
+
+    Raises:
+        ConfigError: the heads of its attention cannot be divided by them.
+    """
+    try:
+        training.prepare_mha_for_tp(model, mesh)
+    except ValueError as error:
+        reason = f"does not fit the model: {str(error).rstrip('.')}"
+        raise ConfigError(TENSORS, mesh.size(), reason, "Use a number that divides it") from None
+    plan = make(cfg.tensor_parallel_plan, "tensor_parallel_plan")
+    parallelize_module(model, mesh, parallelize_plan=plan)
+
+
+def _require_even_parts(model: nn.Module, cfg: DictConfig) -> None:
+    """Check that whatever FSDP splits where tensor parallelism has split it before comes out even: no others
+    can be loaded (checked on torch 2.13).
+
+    Raises:
+        ConfigError: naming one that does not.
+    """
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)  # FSDP has made it one
+        split = [
+            (each.dim, size)  # type: ignore[attr-defined]
+            for each, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            if not each.is_replicate()
+        ]
+        for dim in {dim for dim, _ in split}:
+            sizes = [size for of, size in split if of == dim]
+            if len(sizes) > 1 and (length := parameter.shape[dim]) % prod(sizes):
+                ways = " x ".join(map(str, sizes))
+                reason = f"and FSDP split {name}, whose length is {length}, into {ways} parts of other sizes"
+                remedy = f"Use numbers of ranks that divide {length}, or {TENSORS}=1"
+                raise ConfigError(TENSORS, cfg[TENSORS], reason, remedy)
 
 
 def lora_model(

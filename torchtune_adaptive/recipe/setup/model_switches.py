@@ -12,6 +12,7 @@ from torchtune.modules import TiedLinear
 from torchtune.modules.model_fusion import DeepFusionModel
 
 from torchtune_adaptive.core import NextTokenPrediction, Objective, Switches, knobs, recompute
+from torchtune_adaptive.recipe.settings.kind_table import holders
 from torchtune_adaptive.recipe.settings.knob_table import (
     KNOBS_BY_KEY,
     SHARDED_LAYERS,
@@ -77,7 +78,8 @@ def _of_the_loss(
     # Batches are made for a projection that is sharded by itself and runs once a chunk (``data.rows``).
     apart = "output" in (cfg.get(SHARDED_LAYERS) or ())
     setters: dict[str, Any] = {} if apart else {knobs.LOSS: loss}
-    head = head_of(model)
+    # Where layers are split, logits are whole only outside of the projection.
+    head = head_of(model) if holders(cfg) == 1 else None
     if head is not None and is_chunked_cross_entropy(objective.loss_fn):
         objective.recomputed = chunks = recompute.RecomputedChunks(
             head, lambda logits, labels: objective.loss_fn.compute_cross_entropy(logits, labels)

@@ -18,7 +18,7 @@ from torchtune_adaptive.planner import RecordedStep, StepTracer, fill
 from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.rollout.policy_and_value import PolicyAndValue
-from torchtune_adaptive.recipe.settings.kind_table import is_packed, kind_of
+from torchtune_adaptive.recipe.settings.kind_table import holders, is_packed, kind_of
 from torchtune_adaptive.recipe.settings.knob_table import (
     compiles_for_gpu,
     configured_accumulation,
@@ -68,7 +68,7 @@ class Tracer(StepTracer):
     """
 
     def __init__(self, cfg: DictConfig, ranks: int, rank: int = 0) -> None:
-        super().__init__(cfg.device == "cpu", rank, ranks)
+        super().__init__(cfg.device == "cpu", rank, ranks, holders(cfg))
         dtype = training.get_dtype(cfg.dtype, torch.device("cpu"))
         environment = Environment(self.device, dtype, self.ranks)
         self._within = self._with_parts_of_torchtune

@@ -31,7 +31,10 @@ from torchtune_adaptive.recipe.settings.knob_table import (
 from torchtune_adaptive.recipe.settings.phase_names import SCORING
 
 _MOST_KEPT = 100
-_PARTS = ("model", "loss", "optimizer", *sorted(FROZEN_MODELS | MORE_BLOCKS))
+_PARTS = (
+    *("model", "loss", "optimizer", "tensor_parallel_plan"),
+    *sorted(FROZEN_MODELS | MORE_BLOCKS),
+)
 _VERSIONED = ("torch.", "torchtune.", "torchao.", "torchtune_adaptive.")
 
 
