@@ -38,4 +38,5 @@ def test_ci_runs_the_lowest_versions() -> None:
     assert lowest == facts.LOWEST
     extras = tomllib.loads((Path(__file__).parents[2] / "library" / "pyproject.toml").read_text())
     bounds = extras["project"]["optional-dependencies"]["trainers"]
-    assert dict(bound.split(">=") for bound in bounds) == facts.LOWEST
+    # torchtitan needs other versions of the same packages, so it is not among them.
+    assert dict(bound.split(">=") for bound in bounds) | {"torchtitan": "0.3"} == facts.LOWEST

@@ -43,7 +43,9 @@ def adaptive(config: Config, options: Adaptive | None = None) -> Config:
     class AdaptiveConfig(type(config)):  # type: ignore[misc]
         pass
 
-    own: dict[str, Any] = {"Config": AdaptiveConfig}  # whose build() makes the class that it stands in
+    own: dict[str, Any] = {
+        "Config": AdaptiveConfig
+    }  # whose build() makes the class that it stands in
     if options is not None:
         own["adaptive"] = options
     type(f"Adaptive{trainer.__name__}", (AdaptiveTrainerMixin, trainer), own)
@@ -66,6 +68,7 @@ class AdaptiveTrainerMixin(_Trainer):
     """
 
     adaptive = Adaptive()
+    gradient_accumulation_steps: int
 
     def __init__(self, config: Any) -> None:
         check_versions("torchtitan")

@@ -1,4 +1,4 @@
-"""torchtitan's trainer on a tiny Llama: what it logs, its weights and checkpoints are those of the plain one."""
+"""torchtitan's trainer on a tiny Llama: logs, weights and checkpoints are those of the plain one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-
-pytest.importorskip("torchtitan")
 
 from tests.helpers.ranks import run_ranks
 from tests.integrations.real.titan import (
@@ -25,7 +22,6 @@ from tests.integrations.real.titan import (
 )
 from torchtune_adaptive import UsageError
 from torchtune_adaptive.integrations import Adaptive
-from torchtune_adaptive.integrations.facts import FACTS_OF_TORCHTITAN
 from torchtune_adaptive.integrations.torchtitan import AdaptiveTrainerMixin, adaptive
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
@@ -33,7 +29,7 @@ CLOSE = 1e-6
 
 
 def on_ranks(function: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
-    return run_ranks(_in_a_folder, count, function, *arguments, timeout=300, join=False)
+    return run_ranks(_in_a_folder, count, function, *arguments, timeout=300)
 
 
 def _in_a_folder(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -184,8 +180,6 @@ def refusals(folder: str) -> list[str]:
             said.append("")
         except UsageError as error:
             said.append(str(error))
-        if dist.is_initialized():
-            dist.destroy_process_group()
     return said
 
 
@@ -196,8 +190,8 @@ def _two_optimizers(made: Any) -> Any:
 
 
 def _experts() -> Any:
-    from torchtitan.models.deepseek_v3 import model_registry
     from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.deepseek_v3 import model_registry
 
     spec = model_registry("debugmodel")
     for layer in spec.model.layers:

@@ -1,12 +1,12 @@
 """torchtitan's trainer on a tiny Llama with random weights, plain or ours, on a CPU. No downloads.
 
-torchtitan is made for accelerators and a newer torch. What stands in for these is at the top; its trainer, its
-models, its ways of sharding and splitting, its losses and its checkpoints are its own.
+torchtitan is made for accelerators and a newer torch. What stands in for these is at the top. Its trainer, its
+models, its ways of sharding and splitting, its losses and its checkpoints are its own. All trainers of a test
+share the process group that ``run_ranks`` makes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -31,6 +31,8 @@ for name, value in {
     setattr(torch.cpu, name, lambda *_, value=value: value)
 if not hasattr(dist, "set_timeout"):  # which is to come in torch 2.14
     dist.set_timeout = lambda *_, **__: None  # type: ignore[attr-defined]
+
+torch.autograd.set_multithreading_enabled(False)  # as where torchtitan makes the process group
 
 import torchtitan.trainer  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
@@ -121,7 +123,9 @@ def config(folder: str, chunks: int = 0, backend: str = "partial_dtensor", **set
         made.loss = CrossEntropyLoss.Config(global_vocab_size=WORDS)
     made.tokenizer, made.dataloader = Words.Config(), Random.Config()
     made.validator = Validator.Config(enable=False, dataloader=Random.Config(batches=2), steps=2)
-    replicas = int(os.environ["WORLD_SIZE"]) // settings.get("parallelism__tensor_parallel_degree", 1)
+    replicas = int(os.environ["WORLD_SIZE"]) // settings.get(
+        "parallelism__tensor_parallel_degree", 1
+    )
     rows = {"local_batch_size": 4, "global_batch_size": 8 * replicas, "seq_len": LENGTH}
     defaults = {
         **{f"training__{name}": value for name, value in rows.items()},
@@ -181,7 +185,6 @@ def train(made: Any, options: Adaptive | None = None, lost: Loss | None = None) 
         return _trained(trainer, lost)
     finally:
         trainer.close()
-        dist.destroy_process_group()
 
 
 def _trained(trainer: Any, lost: Loss | None) -> Result:
