@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.integrations import private
 from torchtune_adaptive.integrations import titan_refusals as refusals
 from torchtune_adaptive.integrations.facts import check_versions
 from torchtune_adaptive.integrations.options import Adaptive
@@ -32,7 +33,7 @@ _Trainer: Any = object
 
 def adaptive(config: Config, options: Adaptive | None = None) -> Config:
     """The same config, of a trainer whose micro-batches have the size that fits."""
-    trainer = getattr(config, "_owner", None)
+    trainer = private.builder_of(config)
     if trainer is None:
         raise UsageError(
             f"adaptive: {config!r} is not the config of a trainer of torchtitan. Pass what a function of a "

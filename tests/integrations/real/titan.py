@@ -1,8 +1,8 @@
 """torchtitan's trainer on a tiny Llama with random weights, plain or ours, on a CPU. No downloads.
 
-torchtitan is made for accelerators and a newer torch. What stands in for these is at the top. Its trainer, its
-models, its ways of sharding and splitting, its losses and its checkpoints are its own. All trainers of a test
-share the process group that ``run_ranks`` makes.
+torchtitan is made for accelerators and a newer torch. What stands in for these is at the top. Its trainer,
+models, ways of sharding and splitting, losses and checkpoints are its own. All trainers of a test share the
+process group that ``run_ranks`` makes.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class Random(BaseDataLoader):  # type: ignore[misc]
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
         batches: int = 1 << 30
+        infinite: bool = False
+        """What a validator sets; it stops by itself."""
         more: bool = False
         """Whether there is an input that has no row for each label."""
 
