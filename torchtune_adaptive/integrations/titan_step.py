@@ -107,7 +107,7 @@ class TitanStep(RowStep):
 
     def _configured(self) -> tuple[int, int, int]:
         rows = self._trainer.config.training.local_batch_size
-        return rows, self._rows_of_step, torch.distributed.get_world_size()
+        return rows, self._rows_of_step, self._trainer.parallel_dims.world_size
 
     def _saved(self) -> dict[str, Any] | None:
         return None  # a checkpoint has only what the plain trainer's has

@@ -134,7 +134,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_with_either_trainer(
 def exhausted(folder: str) -> list[int]:
     """The steps of runs whose data ends in the middle of the third."""
     return [
-        len(train(config(folder, dataloader=Random.Config(batches=10)), options).logs)
+        len(train(config(folder, dataloader=Random.Config(batches=5)), options).logs)
         for options in (None, AS_CONFIGURED)
     ]
 
