@@ -104,6 +104,24 @@ def test_on_ranks(name: str, tmp_path: Path) -> None:
         assert rest == [(4, 1), (4, 2), (4, 1)], seen
 
 
+def limited(folder: str) -> dict[str, Any]:
+    """Trainings with memory for half of the rows of a step."""
+    made = {"chunks": 4, "training__global_batch_size": 16}
+    plain = train(config(folder, **made))
+    searched = train(config(folder, **made), Adaptive(memory_limit="48MiB"))
+    return {
+        "far": searched.far(plain),
+        "sizes": searched.sizes,
+        "same": torch.equal(searched.weights, plain.weights),
+    }
+
+
+def test_the_size_that_fits_is_found_and_the_search_leaves_no_trace(tmp_path: Path) -> None:
+    [seen] = on_ranks(limited, 1, tmp_path)
+    assert seen["sizes"] == (4, 4), seen  # as configured, so equal to the bit
+    assert seen["far"] == 0 and seen["same"], seen
+
+
 def resumed(folder: str) -> dict[str, Any]:
     saved = {
         "checkpoint__enable": True,
