@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.beside import make_environment
+from tests.helpers.beside import TORCHTITAN, make_environment
 from tests.helpers.samples import Sample
 
 STRIDE = 29  # a prime, so that samples do not keep step with the layers of a model
@@ -101,6 +101,12 @@ def sample(exhaustive: bool, shard: int) -> Sample:
 def beside_trl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment with the library alone, transformers, PEFT and TRL."""
     return make_environment(tmp_path_factory.mktemp("beside_trl"))
+
+
+@pytest.fixture(scope="session")
+def beside_torchtitan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the library alone, and torchtitan."""
+    return make_environment(tmp_path_factory.mktemp("beside_torchtitan"), TORCHTITAN, pinned=False)
 
 
 @pytest.hookimpl(wrapper=True)

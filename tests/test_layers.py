@@ -107,7 +107,13 @@ def test_interfaces_are_narrow(package: str, most: int) -> None:
 def test_core_planner_and_library_load_no_config() -> None:
     packages = [f"torchtune_adaptive.{name}" for name in OWN_WHEEL]
     public = [f"from {each} import {', '.join(import_module(each).__all__)}" for each in packages]
-    assert not loaded_by("\n".join(public)) & {*FOREIGN, "transformers", "trl", "lightning"}
+    assert not loaded_by("\n".join(public)) & {
+        *FOREIGN,
+        "transformers",
+        "trl",
+        "lightning",
+        "torchtitan",
+    }
 
 
 def test_arithmetic_needs_no_torch() -> None:

@@ -1,4 +1,4 @@
-"""The tests against the real libraries, in an environment that has them."""
+"""The tests against the real libraries, in environments that have them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,26 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.beside import ROOT
+from tests.integrations.conftest import OF_OTHERS, OF_TORCHTITAN
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.runs]
 
-FILES = sorted(path.name for path in Path(__file__).parent.glob("real/test_*.py"))
 
-
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", sorted(OF_OTHERS))
 def test_with_the_real_libraries(name: str, beside_trl: Path) -> None:
+    in_environment(beside_trl, name)
+
+
+@pytest.mark.parametrize("name", sorted(OF_TORCHTITAN))
+def test_with_the_real_torchtitan(name: str, beside_torchtitan: Path) -> None:
+    in_environment(beside_torchtitan, name)
+
+
+def in_environment(python: Path, name: str) -> None:
     path = f"tests/integrations/real/{name}"
     options = ["--exhaustive", "-W", "ignore", "-p", "no:cacheprovider", "--quiet"]
     done = subprocess.run(
-        [beside_trl, "-m", "pytest", path, *options],
+        [python, "-m", "pytest", path, *options],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -26,8 +26,8 @@ def test_a_newer_version_warns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", facts.LOWEST)
 def test_a_version_that_is_too_old_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "version", lambda _: "1.8.3")
-    with pytest.raises(UsageError, match=rf"{name}: 1\.8\.3 is installed, and \d+\.\d+ or newer"):
+    monkeypatch.setattr(facts, "version", lambda _: "0.2.3")
+    with pytest.raises(UsageError, match=rf"{name}: 0\.2\.3 is installed, and \d+\.\d+ or newer"):
         facts.check_versions(name)
 
 
@@ -38,4 +38,5 @@ def test_ci_runs_the_lowest_versions() -> None:
     assert lowest == facts.LOWEST
     extras = tomllib.loads((Path(__file__).parents[2] / "library" / "pyproject.toml").read_text())
     bounds = extras["project"]["optional-dependencies"]["trainers"]
-    assert dict(bound.split(">=") for bound in bounds) == facts.LOWEST
+    # torchtitan needs other versions of the same packages, so it is not among them.
+    assert dict(bound.split(">=") for bound in bounds) | {"torchtitan": "0.3"} == facts.LOWEST

@@ -12,10 +12,22 @@ from packaging.version import Version
 
 from torchtune_adaptive.common import UsageError
 
-TESTED = {"transformers": "5.23", "trl": "1.16", "accelerate": "1.15", "lightning": "2.6"}
+TESTED = {
+    "transformers": "5.23",
+    "trl": "1.16",
+    "accelerate": "1.15",
+    "lightning": "2.6",
+    "torchtitan": "0.3",
+}
 """The versions that the tests have run with."""
 
-LOWEST = {"transformers": "5.16", "trl": "1.9", "accelerate": "1.10", "lightning": "2.6"}
+LOWEST = {
+    "transformers": "5.16",
+    "trl": "1.9",
+    "accelerate": "1.10",
+    "lightning": "2.6",
+    "torchtitan": "0.3",
+}
 """The lowest versions that the tests pass with. Below, gradients would silently be others: transformers 5.4
 scales the loss in ``accelerator.backward`` as well, and 5.14 takes a mean of label smoothing over a batch."""
 
@@ -42,6 +54,17 @@ FACTS = {
     "source of a loader": "fit_loop._data_source.dataloader gives Lightning's loader, after setup",
     "order of a batch": "automatic optimization calls training_step, optimizer_zero_grad and backward once",
     "end of a step": "the optimizer steps with each accumulate_grad_batches-th batch, and with the last",
+}
+
+FACTS_OF_TORCHTITAN = {
+    "one batch": "train_step takes gradient_accumulation_steps batches, and forward_backward_step each once",
+    "one loss": "forward_backward_step calls loss_fn once, and goes backward from what it returns",
+    "linear loss": "a loss is divided by global_valid_tokens, whatever number that is, and by nothing else",
+    "sum over ranks": "FSDP sums gradients over ranks, and divides them by 1",
+    "counted tokens": "forward_backward_step changes no attribute of a trainer but ntokens_seen",
+    "owner of a config": "build() of a config makes the class in which its class stands, as _owner says",
+    "one optimizer": "optimizers.optimizers is a list of torch's own, one for all parameters by default",
+    "counted experts": "a mixture of experts is a MoE, which counts tokens in forward",
 }
 
 

@@ -13,6 +13,12 @@ def pass_loader_through(trainer: Any, change: Callable[[Any], Any]) -> None:
     source.dataloader = lambda: change(type(source).dataloader(source))
 
 
+def builder_of(config: Any) -> type | None:
+    """The class that ``build()`` of a config of torchtitan (0.3) makes, which has no public name."""
+    owner: type | None = getattr(config, "_owner", None)
+    return owner
+
+
 # TRL's GRPOTrainer and RLOOTrainer, 1.9 and 1.16: they generate and score in private methods, which have no
 # hooks around them, and count their batches in private attributes.
 

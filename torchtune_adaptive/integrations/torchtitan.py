@@ -1,0 +1,130 @@
+"""torchtitan's ``Trainer``, which takes its steps in micro-batches of the size that fits.
+
+    from torchtune_adaptive.integrations.torchtitan import adaptive
+
+    def llama3_8b():
+        return adaptive(config_registry.llama3_8b())
+
+The rows of an optimizer step are what they were: ``global_batch_size``. So are their order, the loss,
+clipping, the optimizer, the schedule, metrics, validation and checkpoints, which are the trainer's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+
+from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.integrations import private
+from torchtune_adaptive.integrations import titan_refusals as refusals
+from torchtune_adaptive.integrations.facts import check_versions
+from torchtune_adaptive.integrations.options import Adaptive
+from torchtune_adaptive.integrations.titan_step import TitanStep
+
+Config = TypeVar("Config")
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""What a data loader of torchtitan yields: the inputs by name, and the labels."""
+_Trainer: Any = object
+"""What stands for the trainer, which is the next base of a class with the mixin."""
+
+
+def adaptive(config: Config, options: Adaptive | None = None) -> Config:
+    """The same config, of a trainer whose micro-batches have the size that fits."""
+    trainer = private.builder_of(config)
+    if trainer is None:
+        raise UsageError(
+            f"adaptive: {config!r} is not the config of a trainer of torchtitan. Pass what a function of a "
+            "config registry returns."
+        )
+
+    @dataclass(kw_only=True, slots=True)
+    class AdaptiveConfig(type(config)):  # type: ignore[misc]
+        pass
+
+    own: dict[str, Any] = {
+        "Config": AdaptiveConfig
+    }  # whose build() makes the class that it stands in
+    if options is not None:
+        own["adaptive"] = options
+    type(f"Adaptive{trainer.__name__}", (AdaptiveTrainerMixin, trainer), own)
+    values = {field.name: getattr(config, field.name) for field in fields(config)}  # type: ignore[arg-type]
+    return AdaptiveConfig(**values)
+
+
+class AdaptiveTrainerMixin(_Trainer):
+    """Makes a trainer take its steps in micro-batches of the size that fits.
+
+        class AdaptiveTrainer(AdaptiveTrainerMixin, Trainer):
+            adaptive = Adaptive(headroom=0.1)
+
+            @dataclass(kw_only=True, slots=True)
+            class Config(Trainer.Config):
+                pass
+
+    Raises:
+        UsageError: when the trainer is made, if a setting cannot be kept; on all ranks.
+    """
+
+    adaptive = Adaptive()
+    gradient_accumulation_steps: int
+
+    def __init__(self, config: Any) -> None:
+        check_versions("torchtitan")
+        refusals.require_supported_config(config, self.adaptive)
+        refusals.require_known_trainer(super())
+        super().__init__(config)
+        refusals.require_supported(self)
+        self._adaptive_step: TitanStep | None = None
+
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        batches = self.gradient_accumulation_steps
+
+        def all_of_the_step() -> Iterator[Batch]:
+            yield merged([next(data_iterator) for _ in range(batches)])
+
+        self.gradient_accumulation_steps = 1
+        try:
+            super().train_step(all_of_the_step())
+        finally:
+            self.gradient_accumulation_steps = batches
+
+    def forward_backward_step(
+        self,
+        *,
+        input_dict: dict[str, torch.Tensor],
+        labels: torch.Tensor,
+        global_valid_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        if self._adaptive_step is None:
+            self._adaptive_step = TitanStep(self, super().forward_backward_step)
+        return self._adaptive_step.take(input_dict, labels, global_valid_tokens)
+
+
+def merged(batches: list[Batch]) -> Batch:
+    """The rows of several batches in one."""
+    rows = [len(labels) for _, labels in batches]
+    for inputs, labels in batches:
+        for name, value in {**inputs, "labels": labels}.items():
+            if not isinstance(value, torch.Tensor) or not value.ndim or len(value) != len(labels):
+                raise UsageError(
+                    f"dataloader: {name} is {_shape(value)}, and there are {len(labels)} rows of labels. "
+                    "Micro-batches are made of rows, so each value must be a tensor with one for each."
+                )
+    first = batches[0][0]
+    try:
+        inputs = {name: torch.cat([batch[name] for batch, _ in batches]) for name in first}
+        return inputs, torch.cat([labels for _, labels in batches])
+    except (KeyError, RuntimeError) as error:
+        raise UsageError(
+            f"dataloader: {len(batches)} batches, of {rows} rows, have different names or lengths, so they "
+            f"cannot be divided into other micro-batches: {error}. Cut or pad rows to seq_len."
+        ) from None
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {[*value.shape]}"
+    return f"a {type(value).__name__}"
