@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("transformers", "peft", "trl", "lightning")
+OTHERS = ("transformers", "peft", "trl", "lightning", "pillow")
 
 
 def make_environment(folder: Path) -> Path:

@@ -219,7 +219,8 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
     }
     trainer_class, config_class = classes[kind]
     arguments: dict[str, Any] = {}
-    for name in ("compute_loss_func", "peft_config", "callbacks", "eval_dataset"):
+    passed = ("compute_loss_func", "peft_config", "callbacks", "eval_dataset")
+    for name in (*passed, "ref_model", "processing_class"):
         if name in settings:
             arguments[name] = settings.pop(name)
     model = settings.pop("model", None)
@@ -239,13 +240,13 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
         if kind == "kto":
             data = data.add_column("label", [number % 3 > 0 for number in range(len(data))])
             settings = {"loss_type": "apo_zero_unpaired"} | settings
-        arguments |= {"processing_class": tokenizer(), "train_dataset": data}
+        arguments = {"processing_class": tokenizer(), "train_dataset": data} | arguments
         settings = {"max_length": 64} | settings
     if kind == "reward":
         model = llama("LlamaForSequenceClassification", num_labels=1, **config)
     elif (
         kind in ("dpo", "kto")
-        and "peft_config" not in arguments
+        and not {"peft_config", "ref_model"} & {*arguments}
         and (settings.get("fsdp") or not settings.get("precompute_ref_log_probs"))
     ):
         arguments["ref_model"] = llama(**config)
@@ -295,7 +296,8 @@ def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
         trainer.compute_loss = lambda *args, **named: (hook(), compute_loss(*args, **named))[1]
         return lambda: left
     model = trainer.ref_model if lost.where == "reference" else trainer.model
-    [layer] = [module for name, module in model.named_modules() if name.endswith("layers.1")]
+    layers = [module for name, module in model.named_modules() if name.endswith("layers.1")]
+    [*_, layer] = layers  # after those of a vision tower
     layer.register_forward_pre_hook(hook, with_kwargs=True)
     return lambda: left
 
