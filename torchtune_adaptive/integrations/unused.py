@@ -24,9 +24,10 @@ class Unused:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        looks = isinstance(model, DistributedDataParallel) and model.find_unused_parameters
-        trained = [each for each in model.parameters() if each.requires_grad] if model else []
-        self._parameters = trained if looks else []
+        self._parameters: list[nn.Parameter] = []
+        for each in [] if model is None else model.modules():  # a compiled model wraps the wrapper
+            if isinstance(each, DistributedDataParallel) and each.find_unused_parameters:
+                self._parameters = [one for one in each.parameters() if one.requires_grad]
         self.forget()
 
     def forget(self) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset, load_from_disk
+from packaging.version import Version
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from tests.integrations.real.trainers import (
@@ -28,6 +30,7 @@ from tests.integrations.real.trainers import (
     tokens,
     trained,
 )
+from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.integrations import Adaptive
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
@@ -106,6 +109,8 @@ def compare(name: str, way: str, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks(name: str, way: str, tmp_path: Path) -> None:
+    if "precomputed" in name and way == "fsdp2" and Version(version("trl")) < Version("1.16"):
+        pytest.skip("TRL 1.9 itself cannot")
     if "precomputed" in name:  # by one rank for all, which find them beside the rows
         texts(*NAMES[name.partition(",")[0]]).save_to_disk(tmp_path)
     for seen in on_ranks(compare, 2, name, way, str(tmp_path)):
@@ -120,16 +125,19 @@ def test_two_ranks(name: str, way: str, tmp_path: Path) -> None:
 
 
 class Tighter(TrainerCallback):  # type: ignore[misc]
-    """Leaves the first rank less memory from the third step on."""
+    """Takes more than half of what a step needs from the first rank, from the third step on."""
 
-    def __init__(self, memory_limit: int) -> None:
-        self.memory_limit = memory_limit
-        self.trainer: Any = None
+    trainer: Any = None
 
     def on_step_begin(self, args: Any, state: Any, *_: Any, **named: Any) -> None:
         if state.global_step == 2 and rank() == 0:
-            memory = self.trainer._adaptive_step._step.train_step.memory
-            memory.limit = self.memory_limit
+            memory = memory_of(self.trainer)
+            held = memory.in_use()
+            memory.limit = held + int(0.4 * (memory.usage().peak_bytes - held))
+
+
+def memory_of(trainer: Any) -> Any:
+    return trainer._adaptive_step._step.train_step.memory
 
 
 def within_limits(way: str) -> dict[str, Any]:
@@ -138,9 +146,13 @@ def within_limits(way: str) -> dict[str, Any]:
     settings["config"] = {"hidden_size": 96, "intermediate_size": 384}
     settings["data"] = texts("text", count=128)
     plain = trained("sft", None, **settings)
-    tighter = Tighter(10 << 20)
+    tighter = Tighter()
     with tempfile.TemporaryDirectory() as folder:
-        options = Adaptive(memory_limit="32MiB")
+        options = Adaptive(memory_limit="1GiB", search=False)
+        trainer = make("sft", options, folder, **settings)
+        trainer.train()
+        peak = max(Ranks().gather(memory_of(trainer).usage().peak_bytes))
+        options = Adaptive(memory_limit=int(1.1 * peak), headroom=0.0)
         trainer = make("sft", options, folder, callbacks=[tighter], **settings)
         tighter.trainer = trainer
         trainer.train()
@@ -156,7 +168,7 @@ def within_limits(way: str) -> dict[str, Any]:
 def test_in_memory_that_shrinks_on_one_rank(way: str) -> None:
     for seen in on_ranks(within_limits, 2, way):
         found, last = seen["sizes"]
-        assert 1 <= last < found < 16 and seen["relieved"], seen
+        assert 1 <= last < found < 16 and seen["relieved"], seen  # of 16 rows
         assert seen["far"] <= CLOSE, seen
 
 
