@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OTHERS = ("transformers", "peft", "trl", "lightning")
+OTHERS = ("transformers", "peft", "trl", "lightning", "pillow")
 TORCHTITAN = ("torchtitan==0.3.0", "triton", "torchao>=0.18")
 """torchtitan needs an older datasets than TRL; and it does not say that it needs the other two."""
 

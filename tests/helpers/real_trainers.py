@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "lora_dropout": 0.1,
         "gradient_checkpointing": False,
     },
+    "SFT with adapters and checkpointing": {**SFT, **HALF, "lora": True},
     "DPO": DPO,
     "DPO in bfloat16": {**DPO, **HALF},
     "DPO with adapters": {**DPO, **HALF, "lora": True},

@@ -56,6 +56,30 @@ def test_the_longest_row_of_a_table_is_found_without_loading_rows() -> None:
     )
 
 
+@pytest.mark.exhaustive
+def test_rows_of_a_table_that_are_text_are_measured_by_their_characters() -> None:
+    from datasets import Dataset
+
+    def said(*words: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [{"text": word, "type": "text"}]} for word in words]
+
+    rows = [
+        {"messages": said("a", "b", "c", "d", "e", "f"), "images": ["x"]},
+        {"messages": said("a" * 200), "images": ["x"]},
+        {"messages": said("a" * 30), "images": ["x"]},
+        {"messages": None, "images": []},
+    ]
+
+    def collate(some: list[Any]) -> torch.Tensor:
+        turns = [turn for row in some for turn in row["messages"] or ()]
+        return torch.zeros(sum(len(part["text"]) for turn in turns for part in turn["content"]))
+
+    assert longest(Dataset.from_list(rows), collate, CPU) == rows[1]
+    texts = Dataset.from_list([{"text": "a" * n, "number": 1} for n in (3, 9, 4)])
+    count = lambda some: torch.zeros(sum(len(row["text"]) for row in some))  # noqa: E731
+    assert len(longest(texts, count, CPU)["text"]) == 9
+
+
 def _lists(rows: list[dict[str, torch.Tensor]]) -> list[dict[str, list[int]]]:
     return [{name: value.tolist() for name, value in row.items()} for row in rows]
 

@@ -15,6 +15,7 @@ from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.row_step import RowStep
 from torchtune_adaptive.integrations.rows import Rows
+from torchtune_adaptive.integrations.unused import Unused
 from torchtune_adaptive.library import AdaptiveStep
 
 
@@ -103,7 +104,7 @@ class ModuleStep(RowStep):
                 f"training_step: returned {loss!r}, and must return the loss of each batch. None would skip "
                 "it on one rank only."
             )
-        return loss * (self._weight / self._terms * self._part)
+        return self._unused.joined(loss * (self._weight / self._terms * self._part))
 
     def _count(self, rows: Sequence[Any] | torch.Tensor, inputs: Any) -> int:
         """The terms in a batch."""
@@ -124,6 +125,7 @@ class ModuleStep(RowStep):
         [optimizer] = trainer.optimizers  # as automatic optimization has it
         if isinstance(optimizer, LBFGS):
             raise UsageError("optimizer: LBFGS takes several passes in a step. Use another.")
+        self._unused = Unused(trainer.strategy.model)
         return AdaptiveStep(
             trainer.strategy.model,
             optimizer,

@@ -15,6 +15,7 @@ import torch
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, Rows, keeping_in, longest, tokens_in
+from torchtune_adaptive.integrations.unused import Unused
 from torchtune_adaptive.library import AdaptiveStep, Outcome, find_batch_size
 
 
@@ -43,6 +44,7 @@ class RowStep(ABC):
         self._size = 0
         self._rows_of_step = 0
         self._kept: dict[str, Any] = {}
+        self._unused = Unused()
 
     @abstractmethod
     def new_step(self) -> AdaptiveStep:
@@ -68,8 +70,11 @@ class RowStep(ABC):
         if self._step is None:
             self._require_repeatable(batches[0])
             self._step = self._begin(len(rows))
+        self._unused.forget()
         with self.around(self._step):
-            return self._step(rows, self._micro_batch, self._size, self._lengths(rows))
+            outcome = self._step(rows, self._micro_batch, self._size, self._lengths(rows))
+        self._unused.settle(self._step.ranks)
+        return outcome
 
     @property
     def learned(self) -> dict[str, Any] | None:
@@ -176,6 +181,7 @@ class RowStep(ABC):
 
     def restore(self) -> None:
         """Set back what a lost attempt has changed."""
+        self._unused.forget()
         for name, value in self._kept.items():
             setattr(self._owner, name, copy.deepcopy(value))
 

@@ -109,24 +109,57 @@ def _lengths(rows: Iterable[Any]) -> dict[str, list[int]]:
 
 
 def _lengths_in_table(dataset: Any) -> dict[str, list[int]] | None:
-    """The lengths of lists in a ``datasets.Dataset``, read from its table without loading rows; None if it
-    is none, or its rows are made when they are asked for."""
+    """The lengths of lists and texts in a ``datasets.Dataset``, read from its table without loading rows;
+    None if it is none, or its rows are made when they are asked for."""
     if not hasattr(dataset, "with_format") or dict(getattr(dataset, "format", {})).get("type"):
         return None
     found: dict[str, list[int]] = {}
     for part in dataset.with_format("arrow").iter(batch_size=1 << 16):
         for name in part.column_names:
-            if str(part.schema.field(name).type).startswith(("list", "large_list")):
-                column = found.setdefault(name, [])
-                column += [length or 0 for length in _list_lengths(part[name])]
+            for column in part[name].chunks:
+                for what, lengths in (("", _items(column)), (" text", _characters(column))):
+                    if lengths is not None:
+                        found.setdefault(f"{name}{what}", []).extend(lengths)
     return found or None
 
 
-def _list_lengths(column: Any) -> list[int | None]:
+def _items(column: Any) -> list[int] | None:
+    """The number of items in each value, where these are lists."""
+    if not _is_list(column.type):
+        return None
     import pyarrow.compute
 
-    lengths: list[int | None] = pyarrow.compute.list_value_length(column).to_pylist()
-    return lengths
+    return [length or 0 for length in pyarrow.compute.list_value_length(column).to_pylist()]
+
+
+def _characters(column: Any) -> list[int] | None:
+    """The number of characters in each value, in whatever lists and structures; None if it has no text."""
+    import pyarrow
+    import pyarrow.compute
+
+    kind = column.type
+    if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
+        return [length or 0 for length in pyarrow.compute.utf8_length(column).to_pylist()]
+    if pyarrow.types.is_struct(kind):
+        fields = [_characters(column.field(number)) for number in range(kind.num_fields)]
+        texts = [each for each in fields if each is not None]
+        return _sum(texts) if texts else None
+    if not _is_list(kind):
+        return None
+    of_items = _characters(column.flatten())
+    if of_items is None:
+        return None
+    sums = [0] * len(column)
+    parents = pyarrow.compute.list_parent_indices(column).to_pylist()
+    for row, length in zip(parents, of_items, strict=True):
+        sums[row] += length
+    return sums
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow
+
+    return bool(pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind))
 
 
 def tokens_in(batch: Any) -> int:

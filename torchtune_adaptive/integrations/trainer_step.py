@@ -13,6 +13,7 @@ import torch
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.integrations.row_step import RowStep
 from torchtune_adaptive.integrations.rows import Rows
+from torchtune_adaptive.integrations.unused import Unused
 from torchtune_adaptive.integrations.votes import voting
 from torchtune_adaptive.library import AdaptiveStep
 
@@ -65,7 +66,8 @@ class TrainerStep(RowStep):
                 f"training_step: it called accelerator.backward {counted(len(found), 'time')}, and must call "
                 "it once, with the loss of the micro-batch."
             )
-        return found.pop()  # or what it refers to would outlive a lost step
+        loss = found.pop()  # or what it refers to would outlive a lost step
+        return self._unused.joined(loss)
 
     def parts(self, rows: int) -> float:
         """What the loss of a micro-batch of so many rows, which is a mean over them, is divided by."""
@@ -87,6 +89,7 @@ class TrainerStep(RowStep):
 
     def new_step(self) -> AdaptiveStep:
         trainer, options = self._trainer, self._options
+        self._unused = Unused(self._model)
         return AdaptiveStep(
             self._model,
             trainer.optimizer,

@@ -225,7 +225,8 @@ def compare_on_ranks(way: str) -> dict[str, Any]:
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 def test_two_ranks(way: str) -> None:
     for seen in on_ranks(compare_on_ranks, 2, way):
-        assert max(seen["far"]) <= CLOSE and max(seen["weights"]) <= 1e-5, seen
+        assert max(seen["far"]) <= CLOSE, seen
+        assert max(seen["weights"]) <= 1e-4, seen  # a step moves them by 1e-2
         configured, searched, _, *lost = seen["sizes"]
         assert configured == (4, 4) and searched[0] == 8 and lost == [(4, 1)] * 2, seen
 

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integrations.real.test_on_ranks import WAYS
+from tests.integrations.real.test_on_ranks import CASES, WAYS, settings_of
 from tests.integrations.real.trainers import (
     AS_CONFIGURED,
     SEARCHING,
     Loss,
     distance,
-    fsdp2_on_cpu,
     make,
     on_ranks,
     result,
@@ -69,11 +68,13 @@ def test_a_search_leaves_no_trace(kind: str) -> None:
     assert seen["size"] == 8
 
 
-def resumed(way: str, folder: str, kind: str = "trainer") -> dict[str, Any]:
+def resumed(way: str, folder: str, name: str) -> dict[str, Any]:
     """Training that is ended after two steps and resumed, beside training that is not."""
-    settings = WAYS.get(way, {}) | {"max_steps": 4, "save_steps": 2, "save_strategy": "steps"}
+    kind = name.partition(",")[0]
+    known = name in CASES and way in WAYS
+    settings = settings_of(name, way) if known else WAYS.get(way, {})
+    settings = settings | {"max_steps": 4, "save_steps": 2, "save_strategy": "steps"}
     if way == "fsdp2":
-        fsdp2_on_cpu()
         # accelerate loads a full state dict on rank 0 by way of a device that a CPU is not.
         settings["fsdp_config"] = settings["fsdp_config"] | {
             "state_dict_type": "SHARDED_STATE_DICT"
@@ -100,18 +101,26 @@ def resumed(way: str, folder: str, kind: str = "trainer") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "way", "ranks"),
-    [("trainer", "alone", 1), ("trainer", "ddp", 2), ("trainer", "fsdp2", 2), ("grpo", "ddp", 2)],
+    ("name", "way", "ranks"),
+    [
+        ("trainer", "alone", 1),
+        ("trainer", "ddp", 2),
+        ("trainer", "fsdp2", 2),
+        ("sft, padding-free", "ddp", 2),
+        ("sft, padding-free", "fsdp2", 2),
+        ("dpo, lora", "ddp", 2),
+        ("grpo", "ddp", 2),
+    ],
 )
 def test_a_resumed_run_goes_on_as_it_would_have(
-    kind: str, way: str, ranks: int, tmp_path: Path
+    name: str, way: str, ranks: int, tmp_path: Path
 ) -> None:
-    for seen in on_ranks(resumed, ranks, way, str(tmp_path), kind):
+    for seen in on_ranks(resumed, ranks, way, str(tmp_path), name):
         assert seen["distance"] <= CLOSE and seen["weights"] <= CLOSE, seen
         assert seen["sizes"][0] == seen["sizes"][1] == (4, 2), seen
         learned = seen["state"]["attributes"]["learned"]
         assert learned["size"] == 4
-        if kind == "grpo":
+        if name == "grpo":
             assert learned["phases"]["generation"]["size"] == 8
             assert learned["phases"]["generation"]["recovery"]["size"] == 4
 

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.real.trainers import AS_CONFIGURED, Loss, lose_memory, make, on_ranks
+from tests.integrations.real.trainers import (
+    AS_CONFIGURED,
+    NAMES,
+    Loss,
+    lose_memory,
+    make,
+    on_ranks,
+    texts,
+    tokens,
+)
+from torchtune_adaptive import UsageError
 from torchtune_adaptive.integrations.refusals import REFUSED, WITHOUT_EFFECT
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
@@ -76,6 +86,7 @@ USED = """
     dataloader_drop_last dataloader_num_workers dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names
     train_sampling_strategy length_column_name ddp_backend ddp_timeout fsdp fsdp_config debug
+    ddp_find_unused_parameters
     skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank
 """
 """What the trainer itself uses, in code that runs as it is."""
@@ -177,3 +188,19 @@ def test_callbacks_and_a_loss_of_the_users_own() -> None:
     [seen] = on_ranks(hooks_and_a_subclass, 1)
     assert seen["gradient"] == [True] * 8 and seen["step"] == [1, 2, 3, 4] * 2
     assert seen["loss"] <= 1e-6
+
+
+def streamed() -> list[str]:
+    said = []
+    for kind in ("trainer", "sft", "dpo", "reward"):
+        data = tokens() if kind == "trainer" else texts(*NAMES[kind])
+        with tempfile.TemporaryDirectory() as folder, pytest.raises(UsageError) as refused:
+            make(kind, AS_CONFIGURED, folder, data=data.to_iterable_dataset())
+        said.append(str(refused.value))
+    return said
+
+
+def test_rows_that_can_only_be_iterated_over_are_refused() -> None:
+    [said] = on_ranks(streamed, 1)
+    assert all(one.startswith("train_dataset: one that can only be iterated over") for one in said)
+    assert len(said) == 4

@@ -44,6 +44,7 @@ SETTINGS = {
     "gradient_checkpointing": False,
     "bf16": False,
     "dataloader_pin_memory": False,
+    "ddp_timeout": 120,  # seconds that a rank waits for another, on a busy machine
 }
 GENERATION = {
     "num_generations": 4,
@@ -51,6 +52,13 @@ GENERATION = {
     "beta": 0.0,
     "generation_kwargs": {"use_cache": True},
 }
+NAMES = {
+    "sft": ("text",),
+    "reward": ("chosen", "rejected"),
+    "dpo": ("prompt", "chosen", "rejected"),
+    "kto": ("prompt", "completion"),
+}
+"""The columns of rows of text, for a kind of trainer."""
 SEARCHING = Adaptive(memory_limit="64MiB")
 AS_CONFIGURED = Adaptive(search=False)
 
@@ -76,6 +84,14 @@ class Result:
     sizes: tuple[int, int] | None = None
     """The size at the beginning, and at the end."""
     more: dict[str, Any] = field(default_factory=dict)
+
+    def without_times(self) -> list[dict[str, float]]:
+        """All that was logged, but how long it took."""
+        times = ("runtime", "per_second", "step_time")
+        return [
+            {name: value for name, value in entry.items() if not name.endswith(times)}
+            for entry in self.logs
+        ]
 
     def column(self, *names: str) -> list[list[float]]:
         return [[entry[name] for name in names] for entry in self.logs if names[0] in entry]
@@ -156,10 +172,10 @@ def tokens(count: int = 64, ragged: bool = False) -> Any:
     return Dataset.from_list(rows)
 
 
-def lora() -> Any:
+def lora(task: str = "CAUSAL_LM") -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type=task)
 
 
 def evenness(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -179,6 +195,13 @@ class Padding:
         }
 
 
+def padding_of_transformers() -> Any:
+    """The same of transformers, which makes a ``BatchEncoding``, no dictionary."""
+    from transformers import DataCollatorForSeq2Seq
+
+    return DataCollatorForSeq2Seq(tokenizer())
+
+
 def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> Any:
     """A trainer of a kind: ``trainer``, ``sft``, ``dpo``, ``kto``, ``reward``, ``grpo`` or ``rloo``; plain
     without options."""
@@ -196,7 +219,8 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
     }
     trainer_class, config_class = classes[kind]
     arguments: dict[str, Any] = {}
-    for name in ("compute_loss_func", "peft_config", "callbacks", "eval_dataset"):
+    passed = ("compute_loss_func", "peft_config", "callbacks", "eval_dataset")
+    for name in (*passed, "ref_model", "processing_class"):
         if name in settings:
             arguments[name] = settings.pop(name)
     model = settings.pop("model", None)
@@ -209,26 +233,21 @@ def make(kind: str, options: Adaptive | None, folder: str, **settings: Any) -> A
         if settings.get("beta"):  # the reference is loaded from where the policy is from
             model = _saved(llama(**config), f"{folder}/policy")
     elif kind == "trainer":
-        arguments |= {"data_collator": Padding(), "train_dataset": data or tokens(ragged=ragged)}
+        collate = settings.pop("data_collator", Padding)()
+        arguments |= {"data_collator": collate, "train_dataset": data or tokens(ragged=ragged)}
     else:
-        names = {
-            "sft": ("text",),
-            "reward": ("chosen", "rejected"),
-            "dpo": ("prompt", "chosen", "rejected"),
-            "kto": ("prompt", "completion"),
-        }
-        data = data or texts(*names[kind])
+        data = data or texts(*NAMES[kind])
         if kind == "kto":
             data = data.add_column("label", [number % 3 > 0 for number in range(len(data))])
             settings = {"loss_type": "apo_zero_unpaired"} | settings
-        arguments |= {"processing_class": tokenizer(), "train_dataset": data}
+        arguments = {"processing_class": tokenizer(), "train_dataset": data} | arguments
         settings = {"max_length": 64} | settings
     if kind == "reward":
         model = llama("LlamaForSequenceClassification", num_labels=1, **config)
     elif (
         kind in ("dpo", "kto")
-        and "peft_config" not in arguments
-        and not settings.get("precompute_ref_log_probs")
+        and not {"peft_config", "ref_model"} & {*arguments}
+        and (settings.get("fsdp") or not settings.get("precompute_ref_log_probs"))
     ):
         arguments["ref_model"] = llama(**config)
     if options is not None:
@@ -277,7 +296,8 @@ def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
         trainer.compute_loss = lambda *args, **named: (hook(), compute_loss(*args, **named))[1]
         return lambda: left
     model = trainer.ref_model if lost.where == "reference" else trainer.model
-    [layer] = [module for name, module in model.named_modules() if name.endswith("layers.1")]
+    layers = [module for name, module in model.named_modules() if name.endswith("layers.1")]
+    [*_, layer] = layers  # after those of a vision tower
     layer.register_forward_pre_hook(hook, with_kwargs=True)
     return lambda: left
 
