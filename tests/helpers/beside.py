@@ -28,5 +28,5 @@ def make_environment(folder: Path, others: Sequence[str] = OTHERS, *, pinned: bo
     constraint = ["--constraint", ROOT / "constraints.txt"]
     subprocess.run([*install, *constraint, "torch"], check=True, timeout=600)
     rest = [*constraint * pinned, "./library", *others, "pytest"]
-    subprocess.run([*install, *rest], cwd=ROOT, check=True, timeout=600)
+    subprocess.run([*install, *rest], cwd=ROOT, check=True, timeout=1200)
     return python
