@@ -141,7 +141,9 @@ def test_each_trainer_needs_its_mixin() -> None:
 def generating(**own: Any) -> Any:
     args = {"loss_type": "dapo", "use_liger_kernel": False} | own.pop("args", {})
     with_defaults = {"reward_funcs": [len], "tools": [], "adaptive": Adaptive()} | own
-    return SimpleNamespace(args=SimpleNamespace(**args), **with_defaults)
+    state = SimpleNamespace(fsdp_plugin=with_defaults.pop("fsdp_plugin", None))
+    accelerator = SimpleNamespace(state=state)
+    return SimpleNamespace(args=SimpleNamespace(**args), accelerator=accelerator, **with_defaults)
 
 
 OF_ROLLOUTS: dict[str, dict[str, Any]] = {
@@ -166,3 +168,17 @@ def test_what_a_trainer_that_generates_cannot_keep_is_refused(message: str) -> N
     with pytest.raises(UsageError) as error:
         refusals.require_supported_rollouts(generating(**OF_ROLLOUTS[message]))
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_generating_with_fsdp_needs_an_accelerate_that_keeps_what_is_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sharded = generating(fsdp_plugin=SimpleNamespace(fsdp_version=2))
+    monkeypatch.setattr(refusals, "version", lambda name: "1.15.0")
+    refusals.require_supported_rollouts(sharded)
+    monkeypatch.setattr(refusals, "version", lambda name: "1.13.0")
+    refusals.require_supported_rollouts(generating())
+    with pytest.raises(
+        UsageError, match=r"fsdp: with accelerate 1\.13\.0, .* Use accelerate 1\.15 or newer"
+    ):
+        refusals.require_supported_rollouts(sharded)

@@ -26,7 +26,7 @@ from torchtune_adaptive.library import planning
 SIGNATURES = {
     "AdaptiveStep": "(model, optimizer, forward, *, optimizer_steps=True, max_grad_norm=None, scaler=None, "
     "memory_limit=None, grow_back_after=100, measure_noise=False, relief=None, restore=None, frozen=(), "
-    "compiled=None, wait_for_memory=0.0, timeout=None)",
+    "compiled=None, context_mesh=None, wait_for_memory=0.0, timeout=None)",
     "AdaptiveStep.__call__": "(self, rows, collate, size, lengths=None)",
     "AdaptiveStep.collective": "(self, launch, *arguments, **named)",
     "AdaptiveStep.forward_only": "(self, work, *, name=None, worst=None, gathers=False)",

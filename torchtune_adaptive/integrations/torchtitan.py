@@ -44,9 +44,8 @@ def adaptive(config: Config, options: Adaptive | None = None) -> Config:
     class AdaptiveConfig(type(config)):  # type: ignore[misc]
         pass
 
-    own: dict[str, Any] = {
-        "Config": AdaptiveConfig
-    }  # whose build() makes the class that it stands in
+    # Its build() makes the class that it stands in.
+    own: dict[str, Any] = {"Config": AdaptiveConfig}
     if options is not None:
         own["adaptive"] = options
     type(f"Adaptive{trainer.__name__}", (AdaptiveTrainerMixin, trainer), own)

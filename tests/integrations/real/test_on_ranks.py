@@ -35,6 +35,7 @@ from torchtune_adaptive.integrations import Adaptive
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 CLOSE = 1e-6
+BEFORE_1_16 = Version(version("trl")) < Version("1.16")
 FSDP2 = {
     "fsdp": True,
     "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
@@ -109,7 +110,7 @@ def compare(name: str, way: str, folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks(name: str, way: str, tmp_path: Path) -> None:
-    if "precomputed" in name and way == "fsdp2" and Version(version("trl")) < Version("1.16"):
+    if "precomputed" in name and way == "fsdp2" and BEFORE_1_16:
         pytest.skip("TRL 1.9 itself cannot")
     if "precomputed" in name:  # by one rank for all, which find them beside the rows
         texts(*NAMES[name.partition(",")[0]]).save_to_disk(tmp_path)
@@ -166,6 +167,8 @@ def within_limits(way: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_in_memory_that_shrinks_on_one_rank(way: str) -> None:
+    if way == "fsdp2" and BEFORE_1_16:
+        pytest.skip("with TRL 1.9 not even one row fits in what is left")
     for seen in on_ranks(within_limits, 2, way):
         found, last = seen["sizes"]
         assert 1 <= last <= found < 16 and seen["relieved"], seen

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from tests.integrations.real.test_on_ranks import WAYS
 from tests.integrations.real.trainers import (
@@ -136,6 +138,8 @@ def test_one_process(name: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["grpo", "grpo, reference", "grpo, lora", "rloo"])
 def test_two_ranks(name: str, way: str) -> None:
+    if way == "fsdp2" and Version(version("accelerate")) < Version("1.15"):
+        pytest.skip("refused with this version of accelerate: generating would hang")
     for seen in on_ranks(compare, 2, name, way):
         check(name, seen)
 
