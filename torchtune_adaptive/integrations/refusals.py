@@ -15,13 +15,15 @@ from torchtune_adaptive.integrations import private
 
 OF_TRL = {"SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer"}
 """Trainers of TRL whose loss does not depend on how rows are split, or that refuse where it does."""
-_ACCELERATE_THAT_KEEPS_GATHERED = Version("1.15")
-"""The lowest version of accelerate with which parameters that FSDP2 has gathered stay so for many forward
-passes, as generating needs. With 1.10 to 1.13 a process waits for ever; 1.14 has not run."""
 OF_ROLLOUTS = {"GRPOTrainer", "RLOOTrainer"}
 """Those of them that generate the rows they train on."""
 _LOSSES = {"grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"}
 """Losses of completions that do not depend on how rows are split."""
+
+_LOWEST_TO_GENERATE_SHARDED = Version("1.15")
+"""The lowest version of accelerate with which parameters that FSDP2 has gathered stay gathered while a
+process generates. With 1.10, 1.11 and 1.13 it launches all-gathers that others do not join; 1.12 and 1.14
+have not run."""
 
 Setting = Callable[[Any], Any]
 
@@ -164,10 +166,10 @@ def require_supported_rollouts(trainer: Any) -> None:
             )
     if getattr(trainer.accelerator.state, "fsdp_plugin", None) is not None:
         installed = version("accelerate")
-        if Version(installed) < _ACCELERATE_THAT_KEEPS_GATHERED:
+        if Version(installed) < _LOWEST_TO_GENERATE_SHARDED:
             raise UsageError(
                 f"fsdp: with accelerate {installed}, a process that generates waits for the others. Use "
-                f"accelerate {_ACCELERATE_THAT_KEEPS_GATHERED} or newer, or DistributedDataParallel."
+                f"accelerate {_LOWEST_TO_GENERATE_SHARDED} or newer, or DistributedDataParallel."
             )
     if private.takes_images(trainer):
         raise UsageError(

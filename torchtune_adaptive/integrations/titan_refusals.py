@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "parallelism.expert_parallel_degree": (
         _above_one,
-        "experts would count the tokens of a step twice that is done again. Use a dense model",
+        "experts would count the tokens of a retried step twice. Use a dense model",
     ),
     "parallelism.enable_fsdp_symm_mem": (
         bool,

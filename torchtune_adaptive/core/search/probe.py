@@ -93,7 +93,6 @@ class Probe:
         self.entering(f"a step {what}")
         self.step.memory.release()
         seconds: list[float] = []
-        failed_in = None
         with self.step.memory.capped(self._usable()):
             failed_in = self._take_step(micro_batches)
             for _ in range(2):
