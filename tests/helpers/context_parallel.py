@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 from torchtune.modules.attention import MultiHeadAttention
 
@@ -87,3 +90,45 @@ class _Ring(torch.autograd.Function):
             is_causal=True,
         )
         return *found[:3], None
+
+
+@contextmanager
+def kernels_of_the_cpu() -> Iterator[None]:
+    """A context in which torch's ``context_parallel`` knows the CPU's attention besides that of GPUs."""
+    ours = {_FORWARD: _attend, _BACKWARD: _attend_backward}
+    torchs.custom_ops.update(ours)
+    try:
+        yield
+    finally:
+        for operator in ours:
+            del torchs.custom_ops[operator]
+
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _attend(operator: Any, arguments: Any, named: Any) -> Any:
+    def ring(
+        group: Any, query: Any, key: Any, value: Any, _: Any = 0.0, causal: Any = False
+    ) -> Any:
+        around = torchs._templated_ring_attention
+        return around(group, _SEQUENCE, _forward, query, key, value, is_causal=causal)[:2]
+
+    return _on_local_tensors(ring, arguments)
+
+
+def _attend_backward(operator: Any, arguments: Any, named: Any) -> Any:
+    def ring(group: Any, grad: Any, *tensors: Any) -> Any:
+        *tensors, _, causal = tensors
+        around = torchs._templated_ring_attention_backward
+        return around(group, _SEQUENCE, _backward, grad, "grad_out", *tensors, is_causal=causal)[:3]
+
+    return _on_local_tensors(ring, arguments)
+
+
+def _on_local_tensors(ring: Any, arguments: Any) -> Any:
+    mesh, placements = arguments[0].device_mesh, arguments[0].placements
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in arguments]
+    found = ring(mesh.get_group(), *local)
+    return tuple(DTensor.from_local(each, mesh, placements, run_check=False) for each in found)

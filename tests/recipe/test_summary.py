@@ -31,7 +31,7 @@ def metrics_of(losses: list[float], seconds: float, monkeypatch: pytest.MonkeyPa
         now[0] += seconds
         usage = Usage((20 + number % 3) * GIB, 0, 0)
         outcome = SimpleNamespace(loss=loss, weight=100, gradient_norm=None, metrics={})
-        loaded = [MicroBatch((0, 1), 30, 60)]
+        loaded = [MicroBatch((0, 1), 60)]
         split = Split(2, 1, 2)
         metrics.record(number, 4 * number, split, outcome, 0.1, loaded, {})  # type: ignore[arg-type]
     assert all(record["tokens_per_second_per_gpu"] == 50 / seconds for record in logged)

@@ -96,6 +96,13 @@ def initialize_state(optimizer: Any) -> None:
     _init_optim_state(optimizer)
 
 
+def rotate_context_by(method: str) -> None:
+    """Choose how ranks exchange keys and values in context parallelism; also in torch 2.11."""
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    set_rotate_method(method)
+
+
 def llama3_vision_tune_to_hf(*weights: Any, **sizes: Any) -> dict[str, Any]:
     """Llama 3.2 Vision's weights under the names of Hugging Face."""
     from torchtune.models.llama3_2_vision import _convert_weights

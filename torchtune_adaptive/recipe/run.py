@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,7 @@ from torchtune_adaptive.recipe.settings.checks import check, warn_of_unused_keys
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.setup.components import check_components
+from torchtune_adaptive.recipe.setup.context_parallel import attention_over_parts
 from torchtune_adaptive.recipe.setup.environment import start_environment
 from torchtune_adaptive.recipe.setup.flex_attention import (
     compile_for_every_size,
@@ -105,7 +107,10 @@ class Run:
         self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here
         compile_for_every_size(cfg)
         patience = self.settings.agreement_timeout(compiles(cfg))
-        self.environment = start_environment(cfg, patience, watched=self.settings.survives)
+        environment = start_environment(cfg, patience, watched=self.settings.survives)
+        self._attention = ExitStack()  # until the end of the run
+        context = self._attention.enter_context(attention_over_parts(cfg, environment))
+        self.environment = replace(environment, context=context)
         self._no_retry = no_retry(cfg)
         self._say_whether_steps_are_retried()
         self.kind = recipe_kind(KINDS[kind], cfg, self.environment)
@@ -162,6 +167,7 @@ class Run:
             raise
         finally:
             self._close_planner()
+            self._attention.close()
             if self.record is not None:
                 trained = self._loop.trained() if self._loop else None
                 self.record.close(error or self.stop.reason, trained)
@@ -433,7 +439,7 @@ class Run:
     def _train_step(
         self, model: Model, optimizers: Optimizers, objective: Objective, measure_noise: bool
     ) -> TrainStep:
-        clip = self._cfg.get("clip_grad_norm", None)
+        clip, context = self._cfg.get("clip_grad_norm", None), self.environment.context
         return TrainStep(
             model=model.module,
             objective=objective,
@@ -452,6 +458,7 @@ class Run:
                 optimizer_in_backward=optimizers.in_backward,
                 launched=self.watchdog.tick,
                 measure_noise=measure_noise,
+                context_group=context.group if context else None,
                 stop_requested=lambda: self.stop.requested,
             ),
         )

@@ -26,18 +26,16 @@ class Portion:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What is known of a micro-batch once it is loaded: its samples, and the shape they were padded to."""
+    """What is known of a micro-batch once it is loaded."""
 
     sample_ids: tuple[int, ...]
-    length: int
     tokens: int
     """Tokens, padding included."""
 
     @classmethod
     def of(cls, portion: Portion, batch: dict[str, Any]) -> MicroBatch:
-        tokens = batch["tokens"]
         samples = () if portion.weightless else tuple(portion.sample_ids)
-        return cls(samples, tokens.shape[-1], tokens.numel())
+        return cls(samples, batch["tokens"].numel())
 
     @property
     def rows(self) -> int:
@@ -188,8 +186,9 @@ class ByTokens(MicroBatches):
             batch["labels"] = F.pad(batch["labels"], (0, missing), value=self._ignored)
 
     def metrics(self, step: Sequence[MicroBatch]) -> dict[str, float]:
-        in_all = sum(each.rows * each.length for each in step)
-        tokens = sum(self.row_lengths[sample] for each in step for sample in each.sample_ids)
+        samples = [each.sample_ids for each in step if each.rows]
+        in_all = sum(len(some) * max(map(self._lengths.__getitem__, some)) for some in samples)
+        tokens = sum(self.row_lengths[sample] for some in samples for sample in some)
         return {"padding_share": 1 - tokens / in_all}
 
     def state(self) -> list[list[int]]:

@@ -14,8 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.common import CheckpointError
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.kind_table import (
+    CONTEXT,
     COPIES,
     FOUND,
+    ROTATION,
     SHARDS,
     TENSORS,
     VALUE_CHECKPOINTER,
@@ -58,6 +60,8 @@ _IRRELEVANT_KEYS = {
     TENSORS,
     COPIES,
     SHARDS,
+    CONTEXT,
+    ROTATION,
     "tensor_parallel_plan",
     "cudnn_deterministic_mode",
     "use_maximum_batch_size",

@@ -17,7 +17,9 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.recipe.data.images import RowSize, images_of
 from torchtune_adaptive.recipe.data.packed import ImaginedMask, collate_packed
+from torchtune_adaptive.recipe.data.split_rows import CollateParts, RowParts
 from torchtune_adaptive.recipe.registry import component
+from torchtune_adaptive.recipe.upstream import labels_are_shifted
 
 Row = dict[str, Any]
 Collate = Callable[[list[Row]], dict[str, Any]]
@@ -34,6 +36,10 @@ class Rows(ABC):
     @abstractmethod
     def length(self, row: Row) -> int:
         """How many tokens it has; of several sequences, the longest counts."""
+
+    def padded(self, length: int) -> int:
+        """The length of a batch whose longest row has so many tokens."""
+        return length
 
     def size(self, row: Row) -> RowSize:
         """All that decides the memory that it takes."""
@@ -64,12 +70,16 @@ class Rows(ABC):
 
 @dataclass(frozen=True)
 class TokenRows(Rows):
-    """Rows of tokens and their labels, packed or not."""
+    """Rows of tokens and their labels, packed or not, on one rank or split over several."""
 
     packed: bool = False
+    parts: RowParts | None = None
 
     def length(self, row: Row) -> int:
         return len(row["tokens"])
+
+    def padded(self, length: int) -> int:
+        return self.parts.padded(length) if self.parts else length
 
     def stretched(self, row: Row, length: int) -> Row:
         tokens = len(row["tokens"])
@@ -101,10 +111,12 @@ class TokenRows(Rows):
             padding_idx=tokenizer.pad_id,
             ignore_idx=objective.ignored,
         )
-        chunks = objective.output_chunks
+        chunks, parts = objective.output_chunks, self.parts
+        end = tokenizer.pad_id, objective.ignored
         if chunks > 1 and "output" in (cfg.get("custom_sharded_layers", None) or []):
-            return partial(_collate_in_chunks, collate, chunks, tokenizer.pad_id, objective.ignored)
-        return collate
+            least = (chunks * (chunks - 1) + 1) * (parts.ranks if parts else 1)
+            collate = partial(_collate_in_chunks, collate, least, *end)
+        return CollateParts(collate, parts, *end, labels_are_shifted()) if parts else collate
 
     def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, Any]:
         """A batch; the mask of packed rows is dense on a CPU, and a few kilobytes on a GPU."""
@@ -119,18 +131,18 @@ class TokenRows(Rows):
 
 def _collate_in_chunks(
     collate: Callable[[list[Any]], dict[str, Any]],
-    chunks: int,
+    least: int,
     padding: int,
     ignored: int,
     rows: list[Any],
 ) -> dict[str, Any]:
-    """A batch long enough to be cut into as many chunks as the loss wants.
+    """A batch of ``least`` tokens or more in each row, to be cut into as many chunks as the loss wants.
 
     The output layer runs once for each chunk and, sharded by itself, gathers its weights each time. Short
     batches give fewer chunks, so ranks with batches of other lengths would wait for each other forever.
     """
     batch = collate(rows)
-    missing = chunks * (chunks - 1) + 1 - batch["tokens"].shape[-1]
+    missing = least - batch["tokens"].shape[-1]
     if missing > 0:
         batch["tokens"] = F.pad(batch["tokens"], (0, missing), value=padding)
         batch["labels"] = F.pad(batch["labels"], (0, missing), value=ignored)

@@ -15,7 +15,7 @@ from torch import nn
 from torchtune_adaptive.core import NextTokenPrediction, Objective
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.data.rows import Rows, TokenRows
-from torchtune_adaptive.recipe.settings.kind_table import Kind, holders, is_packed
+from torchtune_adaptive.recipe.settings.kind_table import Kind, is_packed, sharers
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import AS_IT_IS, Model, announce, frozen_model, load_full
 from torchtune_adaptive.recipe.setup.offloading import Offloading
@@ -56,7 +56,7 @@ class RecipeKind(ABC):
         self.load(model, checkpoint)
         offloading = Offloading(model, cfg.get("enable_activation_offloading", False))
         announce(model, environment, started)
-        same, ranks = holders(cfg), environment.ranks
+        same, ranks = sharers(cfg), environment.ranks
         return Model(model, offloading, ranks.rank // same, ranks.size // same)
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -84,7 +84,8 @@ class RecipeKind(ABC):
     def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
         """What is minimized: the loss of a micro-batch, its weight, its metrics."""
         loss_fn = build_loss(self.cfg, self.environment, model)
-        return NextTokenPrediction(loss_fn, labels_are_shifted())
+        split = self.environment.context is not None  # those of parts of rows are always shifted
+        return NextTokenPrediction(loss_fn, shifted=split or labels_are_shifted())
 
     def before_step(self, model: nn.Module, number: int) -> None:  # noqa: B027 - nothing to do
         """Change the model as training proceeds; called before each step with its number, counted from 1.
@@ -96,7 +97,8 @@ class RecipeKind(ABC):
 
     def rows(self) -> Rows:
         """What the samples are like."""
-        return TokenRows(packed=is_packed(self.cfg))
+        context = self.environment.context
+        return TokenRows(packed=is_packed(self.cfg), parts=context.parts if context else None)
 
 
 def recipe_kind(about: Kind, cfg: DictConfig, environment: Environment) -> RecipeKind:

@@ -20,7 +20,12 @@ from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.recipe.plan.pace import pace_for
 from torchtune_adaptive.recipe.plan.predict import planned_rank
 from torchtune_adaptive.recipe.plan.ranking import rank_candidates
-from torchtune_adaptive.recipe.plan.request import device_for, plan_request, row_length
+from torchtune_adaptive.recipe.plan.request import (
+    device_for,
+    plan_request,
+    require_traceable,
+    row_length,
+)
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import kind_of
@@ -178,6 +183,7 @@ class _Planner:
 
         self._cfg, self._ranks = OmegaConf.create(cfg), ranks
         self._settings = check(self._cfg, kind_of(self._cfg))
+        require_traceable(self._cfg)
         check_method(self._settings.cache)
         self._traces = Traces(self._cfg, ranks, planned_rank(self._cfg), self._settings.cache)
         length, _ = row_length(self._cfg, self._settings)

@@ -21,7 +21,9 @@ from torchtune_adaptive.recipe.plan.rollout import RolloutQuery
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
 from torchtune_adaptive.recipe.settings.kind_table import (
+    CONTEXT,
     TENSORS,
+    contexts,
     has_images,
     holders,
     is_packed,
@@ -128,11 +130,7 @@ def plan_request(
     """
     cfg, stand_in = _with_installed_optimizer(cfg)
     settings = check(cfg, kind := kind_of(cfg))
-    if holders(cfg) > 1 and cfg.get("compile", False):
-        raise NoPrediction(
-            f"compile: with {TENSORS}, compiled code launches collectives that cannot be traced. Set "
-            "compile=False to get a prediction."
-        )
+    require_traceable(cfg)
     _require_installed(cfg)
     require_torchvision(cfg)
     source = "--seq-len"
@@ -148,6 +146,24 @@ def plan_request(
     pace, about_speed = pace_for(cfg, settings, ranks, named, machine)
     about = (*assumed, *stand_in, *_caveats(cfg), *about_speed)
     return PlanRequest(name, cfg, ranks, device, length, source, settings, about, pace, machine)
+
+
+def require_traceable(cfg: DictConfig) -> None:
+    """Check that one process can stand for one rank of a run.
+
+    Raises:
+        NoPrediction: it cannot.
+    """
+    if holders(cfg) > 1 and cfg.get("compile", False):
+        raise NoPrediction(
+            f"compile: with {TENSORS}, compiled code launches collectives that cannot be traced. Set "
+            "compile=False to get a prediction."
+        )
+    if contexts(cfg) > 1:
+        raise NoPrediction(
+            f"{CONTEXT}: attention over parts of rows cannot be traced without the other ranks. Search on "
+            f"the ranks themselves (use_maximum_batch_size=True), or set {CONTEXT}=1 to get a prediction."
+        )
 
 
 _OF_ADAM = ("_component_", "lr", "betas", "eps", "weight_decay")

@@ -127,6 +127,7 @@ def _by_tokens(prober: Prober, rows: RowsToTry, saved: TrainingState | None) -> 
     if rows.order.rows_per_rank and images_of(rows.data.dataset[0]):
         raise token_budget_with_images(prober.settings)
     lengths = rows.lengths.all(say_progress=prober.ranks.is_zero)
+    lengths = [rows.data.rows.padded(length) for length in lengths]
     budget = Budget(tuple((length, size) for length, size in known)) if known else None
     report = find_token_budget(prober, rows, lengths, budget)
     announce(prober.cfg, prober.ranks, report)

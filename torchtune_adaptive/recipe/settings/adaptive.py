@@ -159,7 +159,7 @@ class AdaptiveSettings:
     on_out_of_memory: Literal["shrink", "raise"] | None = None
     """The response to a training step that runs out of memory: ``shrink`` retries it with more checkpointing,
     then with micro-batches of at most half the size; ``raise`` stops. By default ``shrink``, except where a
-    step cannot be retried (optimizer_in_bwd, or tensor_parallel_dim with compile)."""
+    step cannot be retried (optimizer_in_bwd; compile with tensor_parallel_dim or context_parallel_dim)."""
 
     grow_back_after: Annotated[int | None, either(at_least(1), NEVER)] = 100
     """Steps without running out of memory after which a size that failed in training is tried again, or
@@ -264,8 +264,9 @@ def no_retry(cfg: DictConfig) -> str | None:
     """The reason why no step of this config can be retried after running out of memory, if there is one."""
     if cfg.get("optimizer_in_bwd", False):
         return "with optimizer_in_bwd, a step changes parameters before it is over"
-    if cfg.get("tensor_parallel_dim") not in (None, 1) and cfg.get("compile", False):
-        return "with tensor_parallel_dim and compile, what a step launches cannot be recorded"
+    for key in ("tensor_parallel_dim", "context_parallel_dim"):
+        if cfg.get(key) not in (None, 1) and cfg.get("compile", False):
+            return f"with {key} and compile, what a step launches cannot be recorded"
     return None
 
 

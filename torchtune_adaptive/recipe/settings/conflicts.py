@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.kind_table import (
+    CONTEXT,
     COPIES,
     TENSORS,
     Kind,
@@ -141,6 +142,22 @@ def _conflicts_of_meshes(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
         f"is not available in {kind.recipe}",
         f"Set {COPIES}=1",
     )
+    parts = cfg.get(CONTEXT) or 1
+    yield (
+        CONTEXT not in kind.keys and parts > 1,
+        CONTEXT,
+        f"is not available in {kind.recipe}",
+        f"Set {CONTEXT}=1",
+    )
+    unsplit = "goes into attention as a mask, and context parallelism splits rows without one"
+    for block in ("dataset", "dataset_val"):
+        packed = is_packed(cfg, block)
+        yield (
+            parts > 1 and packed,
+            f"{block}.packed",
+            unsplit,
+            f"Set {block}.packed=False, or {CONTEXT}=1",
+        )
     yield (
         known and dim != 1 and cfg.get("tensor_parallel_plan") is None,
         TENSORS,
@@ -246,12 +263,12 @@ def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
         "has nothing to search for",
         "Set use_maximum_batch_size=True or use_fastest_configuration=True as well",
     )
+    shared = TENSORS if in_tensors else CONTEXT if (cfg.get(CONTEXT) or 1) > 1 else None
     yield (
-        settings.survives and in_tensors and cfg.get("compile", False),
+        settings.survives and shared and cfg.get("compile", False),
         "compile",
-        "cannot be combined with tensor_parallel_dim and use_maximum_batch_size, growth or shrink: a rank "
-        "that runs out of memory launches the step's remaining collectives, and those of compiled code are "
-        "not seen",
+        f"cannot be combined with {shared} and use_maximum_batch_size, growth or shrink: a rank that runs "
+        "out of memory launches the step's remaining collectives, and those of compiled code are not seen",
         "Set compile=False, or use_maximum_batch_size=False, batch_increase_function=null, "
         f"{BLOCK}.on_out_of_memory=raise, and choose batch_size yourself",
     )
@@ -263,10 +280,10 @@ def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
         "Set optimizer_in_bwd=False, or choose batch_size yourself",
     )
     yield (
-        in_tensors and settings.gradient_noise != "off",
+        shared and settings.gradient_noise != "off",
         f"{BLOCK}.gradient_noise",
-        "is not measured with tensor_parallel_dim",
-        "Set it to off, or tensor_parallel_dim=1",
+        f"is not measured with {shared}",
+        f"Set it to off, or {shared}=1",
     )
     yield (
         in_tensors and settings.recompute_loss,

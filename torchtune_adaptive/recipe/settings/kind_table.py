@@ -97,7 +97,9 @@ _FULL_KEYS = frozenset(["optimizer_in_bwd", "ac_mode", "ac_option", "enable_asyn
 TENSORS = "tensor_parallel_dim"
 COPIES = "data_parallel_replicate_dim"
 SHARDS = "data_parallel_shard_dim"
-_COPIES_KEYS = frozenset([COPIES, SHARDS])
+CONTEXT = "context_parallel_dim"
+ROTATION = "context_parallel_rotate_method"
+_MESH_KEYS = frozenset([COPIES, SHARDS, CONTEXT, ROTATION])
 _TENSOR_PARALLEL_KEYS = frozenset([TENSORS, "tensor_parallel_plan"])
 _LORA_KEYS = frozenset({"save_adapter_weights_only"})
 _REFERENCE = FrozenModel("model", "ref_checkpointer")
@@ -128,9 +130,9 @@ KINDS: dict[str, Kind] = {
         Kind(
             "full",
             "full_finetune_distributed",
-            _FULL_KEYS | _TENSOR_PARALLEL_KEYS | _COPIES_KEYS,
+            _FULL_KEYS | _TENSOR_PARALLEL_KEYS | _MESH_KEYS,
         ),
-        Kind("lora", "lora_finetune_distributed", _LORA_KEYS | _COPIES_KEYS, adapters=True),
+        Kind("lora", "lora_finetune_distributed", _LORA_KEYS | _MESH_KEYS, adapters=True),
         Kind("full_dpo", "full_dpo_distributed", _FULL_KEYS, frozen=(_REFERENCE,), sample="pair"),
         Kind("lora_dpo", "lora_dpo_distributed", _LORA_KEYS, adapters=True, sample="pair"),
         Kind(
@@ -351,7 +353,21 @@ def is_packed(cfg: DictConfig, block: str = "dataset") -> bool:
 
 def holders(cfg: DictConfig) -> int:
     """The number of ranks that hold the same rows, as those do that split layers by tensor parallelism."""
-    return int(cfg.get(TENSORS) or 1) if TENSORS in kind_of(cfg).keys else 1
+    return _of_mesh(cfg, TENSORS)
+
+
+def contexts(cfg: DictConfig) -> int:
+    """The number of ranks that have parts of the same rows (context parallelism)."""
+    return _of_mesh(cfg, CONTEXT)
+
+
+def sharers(cfg: DictConfig) -> int:
+    """The number of ranks with the same rows, or parts of them."""
+    return holders(cfg) * contexts(cfg)
+
+
+def _of_mesh(cfg: DictConfig, key: str) -> int:
+    return int(cfg.get(key) or 1) if key in kind_of(cfg).keys else 1
 
 
 def has_images(cfg: DictConfig) -> bool:

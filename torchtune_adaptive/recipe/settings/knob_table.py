@@ -15,7 +15,7 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.core import Choice, Split, knobs
-from torchtune_adaptive.recipe.settings.kind_table import has_images, holders, kind_of
+from torchtune_adaptive.recipe.settings.kind_table import has_images, holders, kind_of, sharers
 
 Effect = Literal["exact", "rounding", "named"]
 Config = DictConfig | Mapping[str, Any]
@@ -103,9 +103,9 @@ def _sharded_layers(cfg: DictConfig) -> tuple[str, ...] | None:
 
 
 def _offloading_values(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
-    # torchtune refuses to offload for a model of images; with layers that are split nobody has tried it.
+    # torchtune refuses to offload for a model of images; with layers or rows that are split nobody has tried.
     possible = cfg.device == "cuda" and not has_images(cfg)
-    return (False, True) if possible and holders(cfg) == 1 else ()
+    return (False, True) if possible and sharers(cfg) == 1 else ()
 
 
 def _micro_batches(cfg: DictConfig, ranks: int) -> tuple[int, ...]:
@@ -158,7 +158,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         knobs.COMPILE,
         "named",
-        lambda cfg, ranks: () if cfg.get("quantizer") or holders(cfg) > 1 else (False, True),
+        lambda cfg, ranks: () if cfg.get("quantizer") or sharers(cfg) > 1 else (False, True),
         lambda cfg: cfg.get(knobs.COMPILE, False),
         switch=False,
     ),

@@ -11,9 +11,11 @@ from typing import Any
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.recipe.settings.kind_table import (
+    CONTEXT,
     COPIES,
     FROZEN_CHECKPOINTERS,
     FROZEN_MODELS,
+    ROTATION,
     SHARDS,
     TENSORS,
     VALUE_CHECKPOINTER,
@@ -103,12 +105,13 @@ _NOT_NULL: dict[str, Rule] = {
     TENSORS: at_least(1),
     COPIES: at_least(1),
     SHARDS: either(at_least(1), one_of(-1)),
+    CONTEXT: at_least(1),
+    ROTATION: one_of("allgather", "alltoall"),
 }
 # Of torchtune's main branch: they change what is trained or how, and these recipes do not know them.
 _UNKNOWN_UNLESS: dict[str, Any] = {
     "enable_fp8_training": False,
     "resize_token_embeddings": False,
-    "context_parallel_dim": 1,
 }
 _MUST_BE_GIVEN = ("seed", "shuffle", "max_steps_per_epoch", "resume_from_checkpoint")
 # Inside blocks, where given.

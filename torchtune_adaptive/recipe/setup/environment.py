@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from torchtune import training, utils
 from torchtune_adaptive.common import ConfigError, launcher
 from torchtune_adaptive.core import Ranks, Watchdog
 from torchtune_adaptive.recipe.settings.checks import require_torchvision
+
+if TYPE_CHECKING:
+    from torchtune_adaptive.recipe.setup.context_parallel import Context
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,13 @@ class Environment:
     ranks: Ranks
     launched: bool = True
     """Whether a launcher started this rank; or else it is the only one, as in a single-device recipe."""
+    context: Context | None = None
+    """The part of its rows that this rank has, where several share them (context parallelism)."""
+
+    @property
+    def parts(self) -> int:
+        """The number of parts that rows are split into, each of which is on another rank."""
+        return self.context.parts.ranks if self.context else 1
 
 
 def start_environment(cfg: DictConfig, patience: float, watched: bool = True) -> Environment:

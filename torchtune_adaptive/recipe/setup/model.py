@@ -29,11 +29,13 @@ from torchtune.modules.peft import (
     validate_missing_and_unexpected_for_lora,
 )
 
-from torchtune_adaptive.common import CheckpointError, ConfigError, counted
+from torchtune_adaptive.common import CheckpointError, ConfigError
 from torchtune_adaptive.recipe.private import has_quantized_base
-from torchtune_adaptive.recipe.settings.kind_table import COPIES, SHARDS, TENSORS, FrozenModel
+from torchtune_adaptive.recipe.settings.kind_table import COPIES, TENSORS, FrozenModel
 from torchtune_adaptive.recipe.setup.components import make
+from torchtune_adaptive.recipe.setup.context_parallel import require_whole_rows_only_in_attention
 from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.setup.meshes import model_meshes
 from torchtune_adaptive.recipe.setup.offloading import Offloading
 from torchtune_adaptive.recipe.upstream import NF4Tensor, to_nf4
 
@@ -70,8 +72,10 @@ def full_model(
     It is made of a block of the config, and sharded in the context ``sharding``, where tensors are not what
     they seem.
     """
-    data, tensors = _meshes(cfg, environment, cfg.get(TENSORS) or 1)
+    data, tensors = model_meshes(cfg, environment, cfg.get(TENSORS) or 1)
     model = _on_meta(cfg, block, environment)
+    if environment.parts > 1:
+        require_whole_rows_only_in_attention(model, environment.parts)
     _compile_if_asked(model, cfg)
     if tensors.size() > 1:
         _split(model, cfg, tensors)
@@ -129,11 +133,13 @@ def lora_model(
 ) -> nn.Module:
     """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
     model = _on_meta(cfg, "model", environment, prepare)
+    if environment.parts > 1:
+        require_whole_rows_only_in_attention(model, environment.parts)
     if environment.ranks.size > 1:
         _require_shardable(model, cfg)
     set_trainable_params(model, get_adapter_params(model))
     _compile_if_asked(model, cfg)
-    data, _ = _meshes(cfg, environment, tensors=1)
+    data, _ = model_meshes(cfg, environment, tensors=1)
     with sharding:
         _shard(model, cfg, data)
     return model
@@ -226,42 +232,6 @@ def _on_meta(
     """The model without memory: each rank will only ever hold its part."""
     with training.set_default_dtype(environment.dtype), torch.device("meta"):
         return prepare(make(cfg[block], block))
-
-
-def _meshes(
-    cfg: DictConfig, environment: Environment, tensors: int
-) -> tuple[DeviceMesh, DeviceMesh]:
-    """The mesh over which FSDP spreads the model, as copies of shards where that is asked for (HSDP), and the
-    mesh over which tensors are split.
-
-    Args:
-        cfg: the config, which says how many copies there are.
-        environment: the ranks of the run.
-        tensors: the ranks that split each tensor.
-
-    Raises:
-        ConfigError: the run has another number of ranks.
-    """
-    ranks = environment.ranks.size
-    copies, configured = cfg.get(COPIES) or 1, cfg.get(SHARDS) or -1
-    shards, left = divmod(ranks, copies * tensors)
-    if left:
-        key = TENSORS if ranks % tensors else COPIES
-        reason = f"does not divide the {counted(ranks, 'rank')} of this run"
-        if key == COPIES and tensors > 1:
-            reason += f" by {TENSORS}, {tensors}"
-        raise ConfigError(key, cfg[key], reason, "Lower it, or use another number of ranks")
-    if configured not in (-1, shards):
-        reason = f"does not fit {counted(ranks, 'rank')}, which leave {shards} for it"
-        raise ConfigError(SHARDS, configured, reason, "Leave it out, or set it to -1")
-    if copies > 1 and shards == 1:
-        reason = "leaves one rank for each copy, so that nothing is sharded"
-        raise ConfigError(COPIES, copies, reason, "Lower it, or use more ranks")
-    names = ("dp_replicate", "dp_shard", "tp")
-    mesh = init_device_mesh(
-        environment.device.type, (copies, shards, tensors), mesh_dim_names=names
-    )
-    return mesh[names[:2]] if copies > 1 else mesh["dp_shard"], mesh["tp"]
 
 
 def _compile_if_asked(model: nn.Module, cfg: DictConfig) -> None:

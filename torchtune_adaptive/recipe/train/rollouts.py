@@ -321,9 +321,8 @@ class RolloutRows:
         self.loaded = []
         for some in self._rollouts.parts(self._of_step, size):
             batch = collate(some, self._rollouts.phases.padding_id)
-            tokens = batch["tokens"]
             ids = tuple(row.index for row in some)
-            self.loaded.append(MicroBatch(ids, tokens.shape[1], tokens.numel()))
+            self.loaded.append(MicroBatch(ids, batch["tokens"].numel()))
             yield batch
 
     def advance(self, rows: int) -> None:
