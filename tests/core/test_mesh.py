@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.helpers.context_parallel import TORCHS
 from tests.helpers.faults import fail_at_each
 from tests.helpers.mesh import (
     ROWS,
@@ -65,6 +66,9 @@ CASES: dict[str, tuple[str, Shape, str, str]] = {
     "attention gathers by an operator": ("gathering operator", (1, 2, 2), "shape", "one rank"),
     "undeclared ring attention": ("undeclared ring", (1, 2, 2), "everything", "one rank"),
     "undeclared ring attention, a new shape": ("undeclared ring", (1, 1, 2), "shape", "one rank"),
+    TORCHS: (TORCHS, (1, 1, 2), "everything", "one rank"),
+    f"{TORCHS}, a new shape": (TORCHS, (1, 2, 2), "shape", "two of a group"),
+    f"{TORCHS}, while recording": (TORCHS, (1, 1, 2), "nothing", "one rank"),
     "with HSDP": ("tensor", (2, 2, 2), "everything", "one rank"),
     "with HSDP, a new shape": ("tensor", (2, 2, 2), "shape", "one rank"),
 }
@@ -111,7 +115,7 @@ def _assert_survived(ranks: list[dict[str, int]]) -> None:
 
 def log_of(way: str, shape: Shape, data_ranks: int) -> list[tuple[float, ...]]:
     """What steps say, in which the rows of all data-parallel ranks are the same on every mesh."""
-    with context_of(way):
+    with context_of(way, shape):
         run = OnMesh(way, shape)
         shares = data_ranks // (shape[0] * shape[1])
         said = []
@@ -126,7 +130,7 @@ def log_of(way: str, shape: Shape, data_ranks: int) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.rotating(1)
-@pytest.mark.parametrize("way", ["tensor", "sequence", "loss", "ring", "balanced ring"])
+@pytest.mark.parametrize("way", ["tensor", "sequence", "loss", "ring", "balanced ring", TORCHS])
 def test_the_log_is_that_of_one_rank(way: str) -> None:
     """Tokens count once, and gradients that are terms of a sum are summed before their norm."""
     [alone] = run_ranks(log_of, 1, "sequence", (1, 1, 1), 1)
@@ -137,7 +141,7 @@ def test_the_log_is_that_of_one_rank(way: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", ["tensor", "sequence", "loss", "ring", "balanced ring"])
+@pytest.mark.parametrize("way", ["tensor", "sequence", "loss", "ring", "balanced ring", TORCHS])
 def test_the_log_is_that_of_two_data_parallel_ranks(way: str) -> None:
     plain = run_ranks(log_of, 2, "sequence", (1, 2, 1), 2)
     four = run_ranks(log_of, 4, way, (1, 2, 2), 2)
@@ -149,28 +153,29 @@ def test_the_log_is_that_of_two_data_parallel_ranks(way: str) -> None:
 def steps_of_any_length(way: str, shape: Shape, steps: int, chunks: int) -> dict[str, float]:
     """Steps whose rows have other lengths on each rank, and so other numbers of launches; every second one
     fails somewhere. It is taken again, and compared with one that did not fail."""
-    run, reference = OnMesh(way, shape, chunks), OnMesh(way, shape, chunks)
-    counts = {"lost": 0, "wrong": 0, "unequal": 0, "unfinished": 0}
-    generator = torch.Generator().manual_seed(0)
-    for number, length in enumerate(lengths_of(steps, seed=run.place)):
-        rows = run.part_of(batch(ROWS, length, seed=1000 * number + run.place))
-        operation = int(torch.randint(1, 430, (), generator=generator))
-        victim = number // 2 % run.ranks.size
-        fails = number % 2 == 1 and victim == run.ranks.rank
-        with run.memory.fail_at(operation if fails else None):
-            outcome = run.take(1, rows)
-        if outcome.lost:
-            counts["lost"] += 1
-            outcome = run.take(1, rows)
-        counts["unequal"] += not run.launched()
-        counts["unfinished"] += unfinished_works()
-        assert outcome == reference.take(1, rows)
-        pairs = zip(local_values(run.model), local_values(reference.model), strict=True)
-        counts["wrong"] += not all(torch.equal(*pair) for pair in pairs)
-    return counts
+    with context_of(way, shape):
+        run, reference = OnMesh(way, shape, chunks), OnMesh(way, shape, chunks)
+        counts = {"lost": 0, "wrong": 0, "unequal": 0, "unfinished": 0}
+        generator = torch.Generator().manual_seed(0)
+        for number, length in enumerate(lengths_of(steps, seed=run.place)):
+            rows = run.part_of(batch(ROWS, length, seed=1000 * number + run.place))
+            operation = int(torch.randint(1, 430, (), generator=generator))
+            victim = number // 2 % run.ranks.size
+            fails = number % 2 == 1 and victim == run.ranks.rank
+            with run.memory.fail_at(operation if fails else None):
+                outcome = run.take(1, rows)
+            if outcome.lost:
+                counts["lost"] += 1
+                outcome = run.take(1, rows)
+            counts["unequal"] += not run.launched()
+            counts["unfinished"] += unfinished_works()
+            assert outcome == reference.take(1, rows)
+            pairs = zip(local_values(run.model), local_values(reference.model), strict=True)
+            counts["wrong"] += not all(torch.equal(*pair) for pair in pairs)
+        return counts
 
 
-@pytest.mark.parametrize("way", ["tensor", "ring", "undeclared ring"])
+@pytest.mark.parametrize("way", ["tensor", "ring", "undeclared ring", TORCHS])
 @pytest.mark.parametrize(
     "steps", [6, pytest.param(300, marks=pytest.mark.exhaustive)], ids=["short", "long"]
 )
@@ -206,7 +211,7 @@ def test_gradients_are_placed_as_their_parameters_are() -> None:
 
 def fail_without_gradients(way: str, shape: Shape, known: str, sample: Sample) -> dict[str, int]:
     """Run out of memory in a validation of rows, on one rank after the other; train after each."""
-    with context_of(way):
+    with context_of(way, shape):
         run, reference = OnMesh(way, shape), OnMesh(way, shape)
         for each in (run, reference):
             each.take(1)
@@ -245,6 +250,7 @@ def fail_without_gradients(way: str, shape: Shape, known: str, sample: Sample) -
             ("tensor", (1, 2, 2)),
         ),
         ("ring", (1, 2, 2)),
+        (TORCHS, (1, 1, 2)),
     ],
     ids=str,
 )

@@ -10,17 +10,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 from torchtune.modules.attention import MultiHeadAttention
 
 _SEQUENCE = 2  # the dimension of queries, keys and values
-WAYS = ("ring", "balanced ring", "gathered ring", "gathering operator", "undeclared ring")
-"""The step is told which ranks hold parts of the same rows, but for the last one."""
+TORCHS = "torch's context"
+WAYS = ("ring", "balanced ring", "gathered ring", "gathering operator", "undeclared ring", TORCHS)
+"""The step is told which ranks hold parts of the same rows, but for the undeclared ring."""
 
 
 def spread_context(way: str, model: nn.Module, group: dist.ProcessGroup) -> None:
     """Let a model's attention see the whole rows, of which each rank of a group has a part."""
+    if way == TORCHS:
+        return  # see ``torchs_context``
     torchs.set_rotate_method("allgather" if way == "gathered ring" else "alltoall")
     torchs._cp_options.enable_load_balance = way == "balanced ring"
     for module in model.modules():
@@ -32,7 +36,8 @@ def part_of(way: str, rows: dict[str, torch.Tensor], rank: int, ranks: int) -> d
     """A rank's part of rows: with a balanced ring, a piece from the front and one from the back."""
     labels = F.pad(rows["labels"][:, 1:], (0, 1), value=-100)
     pieces = torch.arange(rows["tokens"].shape[1]).chunk(2 * ranks)
-    mine = (rank, 2 * ranks - 1 - rank) if way == "balanced ring" else (2 * rank, 2 * rank + 1)
+    balanced = way in ("balanced ring", TORCHS)
+    mine = (rank, 2 * ranks - 1 - rank) if balanced else (2 * rank, 2 * rank + 1)
     at = torch.cat([pieces[number] for number in mine])
     positions = at.expand(len(labels), -1).contiguous()
     return {"tokens": rows["tokens"][:, at], "labels": labels[:, at], "input_pos": positions}
@@ -90,6 +95,19 @@ class _Ring(torch.autograd.Function):
             is_causal=True,
         )
         return *found[:3], None
+
+
+@contextmanager
+def torchs_context(mesh: DeviceMesh) -> Iterator[None]:
+    """A context in which torch replaces attention, as users of its ``context_parallel`` have it."""
+    torchs.set_rotate_method("allgather")
+    torchs._cp_options.enable_load_balance = True
+    pieces = torch.arange(2 * mesh.size())
+    with (
+        kernels_of_the_cpu(),
+        torchs.context_parallel(mesh, buffers=[pieces], buffer_seq_dims=[0]),
+    ):
+        yield
 
 
 @contextmanager

@@ -148,7 +148,9 @@ def objective_of(way: str, chunks: int = 2) -> NextTokenPrediction:
     return _WholeOutput(loss)
 
 
-def context_of(way: str) -> AbstractContextManager[Any]:
+def context_of(way: str, shape: tuple[int, int, int]) -> AbstractContextManager[Any]:
+    if way == context_parallel.TORCHS:
+        return context_parallel.torchs_context(mesh_of(*shape)["tp"])
     return loss_parallel() if way == "loss" else nullcontext()
 
 
@@ -233,7 +235,7 @@ def fail_on_mesh(
         sample: of operations.
         only_launches: whether those are what comes before and after launches.
     """
-    with context_of(way):
+    with context_of(way, shape):
         run = OnMesh(way, shape)
         for size in (ROWS, ROWS, ROWS, 1, 1):
             run.take(size)
