@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from inspect import getsource
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -98,9 +99,10 @@ def run_torchtunes(kind: str, cfg: DictConfig) -> list[dict[str, float]]:
     training.cleanup_before_training = lambda: None
     folder = Path(torchtune.__file__).parent.parent / "recipes"
     module = _module_at(folder / f"{KINDS[kind].torchtunes}.py")
-    if kind != "full":  # which does it itself
+    recipe_class = _recipe_class(module)
+    if "init_process_group" not in getsource(recipe_class.__init__):  # some do it themselves
         dist.init_process_group("gloo")
-    recipe = _recipe_class(module)(cfg)
+    recipe = recipe_class(cfg)
     recipe.setup(cfg)
     recipe.train()
     recipe.cleanup()
