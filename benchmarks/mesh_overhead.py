@@ -72,7 +72,7 @@ def plain_loop(way: str, run: OnMesh) -> Callable[[], None]:
 def measure(
     way: str, shape: tuple[int, int, int], rounds: int, steps: int
 ) -> tuple[Seconds, Calls]:
-    with context_of(way):
+    with context_of(way, shape):
         runs = [OnMesh(way, shape, survive=each, clip_grad_norm=None) for each in (False, True)]
         for run in runs:
             run.rows = run.part_of(batch(ROWS, 32, seed=run.place))

@@ -75,6 +75,8 @@ def test_without_a_word_everything_is_off() -> None:
         ({"tensor_parallel_dim": 2}, True),
         ({"tensor_parallel_dim": 2, "compile": True}, False),
         ({"tensor_parallel_dim": 1}, True),
+        ({"context_parallel_dim": 2}, True),
+        ({"context_parallel_dim": 2, "compile": True}, False),
     ],
 )
 def test_a_step_is_retried_by_default_wherever_it_can_be(
@@ -541,7 +543,38 @@ IMPOSSIBLE: list[tuple[str, list[str], str, str]] = [
     ("lora", ["optimizer_in_bwd=True"], "optimizer_in_bwd", "Remove"),
     ("full", ["run_val_every_n_steps=5"], "run_val_every_n_steps", "Set dataset_val"),
     ("full", ["enable_fp8_training=True"], "enable_fp8_training", "enable_fp8_training=False"),
-    ("full", ["context_parallel_dim=2"], "context_parallel_dim", "context_parallel_dim=1"),
+    ("kd", ["context_parallel_dim=2"], "context_parallel_dim", "context_parallel_dim=1"),
+    ("full", ["context_parallel_dim=0"], "context_parallel_dim", "an integer >= 1"),
+    (
+        "full",
+        ["context_parallel_rotate_method=ring"],
+        "context_parallel_rotate_method",
+        "allgather",
+    ),
+    (
+        "full",
+        ["context_parallel_dim=2", "dataset.packed=True"],
+        "dataset.packed",
+        "context_parallel_dim=1",
+    ),
+    (
+        "lora",
+        [
+            "context_parallel_dim=2",
+            "run_val_every_n_steps=2",
+            "dataset_val._component_=torchtune.datasets.instruct_dataset",
+            "dataset_val.packed=True",
+        ],
+        "dataset_val.packed",
+        "dataset_val.packed=False",
+    ),
+    ("lora", ["context_parallel_dim=2", "compile=True"], "compile", "use_maximum_batch_size=False"),
+    (
+        "lora",
+        ["context_parallel_dim=2", "adaptive_batching.gradient_noise=observe"],
+        "adaptive_batching.gradient_noise",
+        "context_parallel_dim=1",
+    ),
     (
         "qat",
         ["data_parallel_replicate_dim=2"],

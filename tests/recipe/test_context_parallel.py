@@ -22,7 +22,10 @@ from tests.helpers.recipes import tiny_config
 from tests.helpers.runs import RESUME, Records, assert_same_end, losses, undisturbed
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.recipe.data.split_rows import CollateParts, RowParts
-from torchtune_adaptive.recipe.setup.context_parallel import require_whole_rows_only_in_attention
+from torchtune_adaptive.recipe.setup.context_parallel import (
+    require_whole_rows_only_in_attention,
+    shortest_piece,
+)
 
 on_ranks = pytest.mark.runs
 
@@ -181,7 +184,7 @@ def test_the_same_rows_in_other_micro_batches(choice: str, ranks: int, tmp_path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "device: cpu has no attention that torch can split by context_parallel_dim"),
+        ({}, "device: 'cpu' has no attention that torch can split by context_parallel_dim"),
         ({"context_parallel_dim": 3}, "context_parallel_dim: 3 does not divide the 2 ranks"),
     ],
 )
@@ -227,6 +230,13 @@ def test_what_else_a_batch_has_cannot_be_split() -> None:
     parts = CollateParts(collate, RowParts(2, (0, 3), 4), 0, -100, False)
     with pytest.raises(ConfigError, match=r"collate_fn: .* makes mask, and context parallelism"):
         parts([{"tokens": [1], "labels": [1], "mask": [1]}])
+
+
+def test_pieces_of_rows_are_as_long_as_the_kernels_of_a_gpu_want_them() -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert shortest_piece(gpu, torch.float32) == 32
+    assert {shortest_piece(gpu, torch.bfloat16), shortest_piece(cpu, torch.float32)} == {1}
+    assert RowParts(2, (0, 3), 2 * 2 * 32).padded(129) == 256
 
 
 # --- models ---------------------------------------------------------------------------------------

@@ -16,10 +16,19 @@ from tests.helpers.models import adamw, batch, tiny_llama, train_step
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.common.errors import ConfigError, NothingToLearn
 from torchtune_adaptive.recipe.data.dataset import Data
+from torchtune_adaptive.recipe.data.split_rows import RowParts
 from torchtune_adaptive.recipe.kinds.preference import Pairs, Preference
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
 from torchtune_adaptive.recipe.registry import find_config, our_configs
-from torchtune_adaptive.recipe.settings.kind_table import COPIES, KINDS, SHARDS, TENSORS, kind_of
+from torchtune_adaptive.recipe.settings.kind_table import (
+    CONTEXT,
+    COPIES,
+    KINDS,
+    SHARDS,
+    TENSORS,
+    kind_of,
+)
+from torchtune_adaptive.recipe.setup.context_parallel import Context
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import AS_IT_IS, full_model
 from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
@@ -47,6 +56,11 @@ def test_a_kind_has_a_module_a_short_recipe_and_a_tiny_config(name: str) -> None
             f"{COPIES}: 2 does not divide the 6 ranks of this run by {TENSORS}, 2",
         ),
         (3, {TENSORS: 2}, f"{TENSORS}: 2 does not divide"),
+        (
+            8,
+            {COPIES: 4, TENSORS: 2, CONTEXT: 2},
+            f"{COPIES}: 4 does not divide the 8 ranks of this run by {TENSORS}, 2 and {CONTEXT}, 2",
+        ),
         (2, {COPIES: 2}, f"{COPIES}: 2 leaves one rank for each copy"),
         (8, {COPIES: 2, SHARDS: 2}, f"{SHARDS}: 2 does not fit 8 ranks, which leave 4"),
     ],
@@ -54,7 +68,9 @@ def test_a_kind_has_a_module_a_short_recipe_and_a_tiny_config(name: str) -> None
 def test_a_mesh_that_does_not_fit_the_ranks_is_refused(
     ranks: int, changes: dict[str, int], said: str
 ) -> None:
-    environment = Environment(torch.device("cpu"), torch.float32, Alone(ranks))
+    parts = changes.get(CONTEXT, 1)
+    context = Context(RowParts(parts, (0,), 1), None) if parts > 1 else None  # type: ignore[arg-type]
+    environment = Environment(torch.device("cpu"), torch.float32, Alone(ranks), context=context)
     with pytest.raises(ConfigError, match=said):
         full_model(OmegaConf.create(changes), environment, lambda model: model, AS_IT_IS)
 

@@ -353,6 +353,8 @@ CHANGES = [
     {"tensor_parallel_dim": 2},
     {"data_parallel_replicate_dim": 2},
     {"data_parallel_shard_dim": 2},
+    {"context_parallel_dim": 2},
+    {"context_parallel_rotate_method": "alltoall"},
     {"tensor_parallel_plan._component_": "m.plan"},
     {"use_maximum_batch_size": False},
     {"batch_increase_function": "m.grow"},

@@ -97,7 +97,7 @@ def initialize_state(optimizer: Any) -> None:
 
 
 def rotate_context_by(method: str) -> None:
-    """Choose how ranks exchange keys and values in context parallelism; also in torch 2.11."""
+    """Choose how ranks exchange keys and values in context parallelism, as torchtune's main does."""
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     set_rotate_method(method)

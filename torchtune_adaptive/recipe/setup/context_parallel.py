@@ -64,7 +64,17 @@ def attention_over_parts(cfg: DictConfig, environment: Environment) -> Iterator[
     ):
         mine = tuple(pieces.tolist())
         _try(device, environment.dtype)
-        yield Context(RowParts(ranks, mine, 2 * ranks * holders(cfg)), mesh.get_group())
+        multiple = len(mine) * ranks * holders(cfg) * shortest_piece(device, environment.dtype)
+        yield Context(RowParts(ranks, mine, multiple), mesh.get_group())
+
+
+def shortest_piece(device: torch.device, dtype: torch.dtype) -> int:
+    """The tokens in the shortest piece of a row that attention can take; others have a multiple of it.
+
+    On a GPU, fp32 goes through efficient attention. That keeps one number for each token, and so many more
+    that there is a multiple of 32 (``kAlignLSE`` in torch's sources); torch takes halves of them.
+    """
+    return 1 if device.type == "cpu" or dtype is torch.bfloat16 else 32
 
 
 def _try(device: torch.device, dtype: torch.dtype) -> None:
@@ -73,7 +83,7 @@ def _try(device: torch.device, dtype: torch.dtype) -> None:
     Raises:
         ConfigError: it is one.
     """
-    row = torch.zeros(1, 1, 2, 64, device=device, dtype=dtype)
+    row = torch.zeros(1, 1, 2 * shortest_piece(device, dtype), 64, device=device, dtype=dtype)
     try:
         F.scaled_dot_product_attention(row, row, row, is_causal=True)
     except RuntimeError as error:
