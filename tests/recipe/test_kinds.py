@@ -28,8 +28,7 @@ from torchtune_adaptive.recipe.settings.kind_table import (
     TENSORS,
     kind_of,
 )
-from torchtune_adaptive.recipe.setup.context_parallel import Context
-from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.setup.environment import Context, Environment
 from torchtune_adaptive.recipe.setup.model import AS_IT_IS, full_model
 from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
 

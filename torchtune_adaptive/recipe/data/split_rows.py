@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from torchtune_adaptive.common import ConfigError
-
-if TYPE_CHECKING:
-    from torchtune_adaptive.recipe.data.rows import Collate, Row
 
 _SPLIT = {"tokens", "labels"}
 
@@ -43,7 +41,7 @@ class CollateParts:
     """Makes batches of a rank's part of each row; their labels are the tokens that come next, as after the
     last token of a part that may be another rank's."""
 
-    collate: Collate
+    collate: Callable[[list[Any]], dict[str, Any]]
     """How whole rows become a batch."""
     parts: RowParts
     padding: int
@@ -53,7 +51,7 @@ class CollateParts:
     shifted: bool
     """Whether the labels of whole rows are the tokens that come next already."""
 
-    def __call__(self, rows: list[Row]) -> dict[str, Any]:
+    def __call__(self, rows: list[Any]) -> dict[str, Any]:
         batch = self.collate(rows)
         if other := sorted(batch.keys() - _SPLIT):
             raise ConfigError(

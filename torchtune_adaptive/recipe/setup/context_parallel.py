@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import nn
@@ -24,7 +23,7 @@ from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.recipe.data.split_rows import RowParts
 from torchtune_adaptive.recipe.private import rotate_context_by
 from torchtune_adaptive.recipe.settings.kind_table import CONTEXT, ROTATION, contexts, holders
-from torchtune_adaptive.recipe.setup.environment import Environment
+from torchtune_adaptive.recipe.setup.environment import Context, Environment
 from torchtune_adaptive.recipe.setup.meshes import context_mesh
 
 _KERNELS = [
@@ -33,13 +32,6 @@ _KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
 ]
 """Those that torch's context parallelism knows."""
-
-
-class Context(NamedTuple):
-    """The part of rows that a rank has, and the ranks that have the others."""
-
-    parts: RowParts
-    group: dist.ProcessGroup
 
 
 @contextmanager

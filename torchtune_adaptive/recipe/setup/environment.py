@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,15 @@ from torchtune import training, utils
 
 from torchtune_adaptive.common import ConfigError, launcher
 from torchtune_adaptive.core import Ranks, Watchdog
+from torchtune_adaptive.recipe.data.split_rows import RowParts
 from torchtune_adaptive.recipe.settings.checks import require_torchvision
 
-if TYPE_CHECKING:
-    from torchtune_adaptive.recipe.setup.context_parallel import Context
+
+class Context(NamedTuple):
+    """The part of its rows that a rank has, and the ranks that have the others."""
+
+    parts: RowParts
+    group: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
