@@ -87,7 +87,7 @@ def all_pieces(device: str) -> list[Piece]:
         tests("test_gpu", "out of memory", 90),
         tests("test_two_ranks", "out of memory on one of two ranks", 120),
         tests("test_nccl", "what NCCL counts", 40),
-        tests("test_context_parallel", "attention over parts of rows", 60),
+        tests("test_context_parallel", "attention over parts of rows", 35),
         *(benchmark("plan", case.name, "Prediction", 90) for case in FIRST),
         *(benchmark("search", model, "Sizes found", 90) for model in ("1B", "3B", "8B")),
         *(benchmark("fastest", model, "Fastest configuration", 165) for model in FASTEST),
