@@ -154,6 +154,42 @@ def test_ctrl_c_in_a_single_process_with_workers(tmp_path: Path) -> None:
     assert list((tmp_path / "out").glob("epoch_0_step_*"))
 
 
+BAD = """import torchtune.datasets as theirs
+
+class Rows:
+    def __init__(self, *given, **named):
+        self.rows = theirs.instruct_dataset(*given, **named)
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, number):
+        if number == 5:
+            raise KeyError("the bad row")
+        return self.rows[number]
+"""
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["in an epoch", "with an error in a worker"])
+def test_a_run_with_workers_ends(bad: bool, tmp_path: Path) -> None:
+    """At exit Python sends workers a SIGTERM, which they ignore, and then waits for them."""
+    (tmp_path / "bad.py").write_text(BAD)
+    changes = ["adaptive_batching.workers=1", "epochs=1", "max_steps_per_epoch=4"]
+    if bad:
+        changes += ["dataset._component_=bad.Rows", "shuffle=False"]
+    ended = subprocess.run(
+        [BIN / SINGLE[0], *SINGLE[1:], *FIXED, *changes],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert ended.returncode == bad, ended.stdout
+    assert ("the bad row" if bad else "Trained 4 steps") in ended.stdout
+    assert "killed by signal" not in ended.stdout
+
+
 @pytest.mark.exhaustive
 def test_ctrl_c_while_it_searches(tmp_path: Path) -> None:
     status, said = signalled(

@@ -224,3 +224,9 @@ def _parameter_groups(state: Any) -> list[Any]:
     """The parameters that an FSDP module shards together; one until torch 2.12."""
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def end_workers(batches: Any) -> None:
+    """End the processes that fetch the batches of a ``DataLoader``, of which this is the iterator. In public,
+    they end with the iterator, and anything may still refer to that. Checked on torch 2.13."""
+    batches._shutdown_workers()

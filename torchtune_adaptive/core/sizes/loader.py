@@ -8,15 +8,18 @@ out to the ranks one by one and repeats the first few if they do not divide.
 
 from __future__ import annotations
 
+import atexit
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from torchtune_adaptive.core.private import end_workers
 from torchtune_adaptive.core.sizes.micro_batches import MicroBatch, MicroBatches, Portion
 
 
@@ -78,24 +81,52 @@ class Loader:
         """Load the samples of each portion as one micro-batch."""
         # Twice: once to fetch, ahead if there are workers, and once to say what has come.
         fetched, brought = tee(portion for portions in steps for portion in portions)
-        loader = DataLoader(
-            self.dataset,
-            batch_sampler=(portion.sample_ids for portion in fetched),
-            collate_fn=self.collate,
-            generator=torch.Generator(),  # or each loader would draw from the run's own
-            num_workers=self.workers,
-            worker_init_fn=self.leave_signals_to_the_run if self.workers else None,
-        )
-        for portion, batch in zip(brought, loader, strict=True):
+        samples = (portion.sample_ids for portion in fetched)
+        batches = self.batches(self.dataset, samples, self.collate, self.workers)
+        for portion, batch in zip(brought, batches, strict=True):
             self.micro_batches.finish(portion, batch)
             yield MicroBatch.of(portion, batch), batch
 
     @staticmethod
-    def leave_signals_to_the_run(_: int) -> None:
-        """Workers get the signals of their group, too, and the run needs them until it has saved a
-        checkpoint."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+    def batches(
+        dataset: Dataset[Any],
+        samples: Iterable[list[int]],
+        collate: Callable[[list[Any]], dict[str, Any]],
+        workers: int,
+    ) -> Iterator[dict[str, Any]]:
+        """The samples of each batch, fetched and collated; ahead and in other processes if there are workers.
+        The run's random numbers stay as they are."""
+        loader = DataLoader(
+            dataset,
+            batch_sampler=samples,
+            collate_fn=collate,
+            generator=torch.Generator(),  # or each loader would draw from the run's own
+            num_workers=workers,
+            worker_init_fn=_leave_signals_to_the_run if workers else None,
+        )
+        batches = iter(loader)
+        if workers:
+            _WITH_WORKERS.add(batches)
+        return batches
+
+
+_WITH_WORKERS: WeakSet[Iterator[dict[str, Any]]] = WeakSet()
+"""Batches that workers fetch, as long as anything refers to them."""
+
+
+def _leave_signals_to_the_run(_: int) -> None:
+    """Ignore signals in a worker. The whole process group gets them, and the run needs its workers until it
+    has saved a checkpoint."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register
+def _end_workers() -> None:
+    """End the workers that are still there at exit. Python would send them the SIGTERM that they ignore, and
+    then wait for them without a limit."""
+    for batches in list(_WITH_WORKERS):
+        end_workers(batches)
 
 
 class EpochRows:

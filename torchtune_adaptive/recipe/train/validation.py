@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils.data import DataLoader
 
 from torchtune_adaptive.common import OutOfMemoryElsewhere, TrainingOutOfMemory, counted
 from torchtune_adaptive.core import (
@@ -150,15 +149,9 @@ class Validation:
         """Micro-batches after this many rows on each rank: their rows there, and whether they count here."""
         mine = range(self.rank, len(self.data.dataset), self.ranks)
         portions = [mine[at : at + size] for at in range(used, self._rows_per_rank, size)]
-        loader = DataLoader(
-            self.data.dataset,
-            batch_sampler=[list(portion) or [0] for portion in portions],
-            collate_fn=self.data.collate,
-            generator=torch.Generator(),  # or it would draw from the run's own
-            num_workers=self.workers,
-            worker_init_fn=Loader.leave_signals_to_the_run if self.workers else None,
-        )
-        for portion, batch in zip(portions, loader, strict=True):
+        samples = [list(portion) or [0] for portion in portions]
+        batches = Loader.batches(self.data.dataset, samples, self.data.collate, self.workers)
+        for portion, batch in zip(portions, batches, strict=True):
             yield size, (batch, len(portion) > 0)
 
     def _adjusted(self, reason: str, before: int, after: int) -> None:
