@@ -196,6 +196,9 @@ def test_what_ranks_refuse(changes: dict[str, Any], said: str, tmp_path: Path) -
 # --- rows -----------------------------------------------------------------------------------------
 
 
+PARTS = RowParts(2, (0, 3), 4)
+
+
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
 
@@ -227,7 +230,7 @@ def test_the_parts_of_rows_are_the_rows(shifted: bool) -> None:
 
 
 def test_what_else_a_batch_has_cannot_be_split() -> None:
-    parts = CollateParts(collate, RowParts(2, (0, 3), 4), 0, -100, False)
+    parts = CollateParts(collate, PARTS, 0, -100, False)
     with pytest.raises(ConfigError, match=r"collate_fn: .* makes mask, and context parallelism"):
         parts([{"tokens": [1], "labels": [1], "mask": [1]}])
 
@@ -261,12 +264,12 @@ def llama(**more: Any) -> nn.Module:
 )
 def test_models_that_see_other_tokens_elsewhere_are_refused(model: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=f"context_parallel_dim: 2 .*{said}"):
-        require_whole_rows_only_in_attention(model(), 2)
+        require_whole_rows_only_in_attention(model(), PARTS)
 
 
 def test_rows_that_are_longer_than_the_model_takes_are_refused() -> None:
     model = llama()
-    require_whole_rows_only_in_attention(model, 2)
+    require_whole_rows_only_in_attention(model, PARTS)
     positions = torch.arange(16).repeat(1, 1)
     model(tokens=torch.zeros(1, 16, dtype=torch.int64), input_pos=positions)
     with pytest.raises(ConfigError, match="34 tokens, padded for context_parallel_dim, of 32"):

@@ -230,3 +230,5 @@ def end_workers(batches: Any) -> None:
     """End the processes that fetch the batches of a ``DataLoader``, of which this is the iterator. In public,
     they end with the iterator, and anything may still refer to that. Checked on torch 2.13."""
     batches._shutdown_workers()
+    for worker in batches._workers:
+        worker.kill()  # unless it has ended: a dataset may wait for a disk, and SIGTERM is ignored

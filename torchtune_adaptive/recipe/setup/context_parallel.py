@@ -87,7 +87,7 @@ def _try(device: torch.device, dtype: torch.dtype) -> None:
         ) from error
 
 
-def require_whole_rows_only_in_attention(model: nn.Module, parts: int) -> None:
+def require_whole_rows_only_in_attention(model: nn.Module, parts: RowParts) -> None:
     """Check that a model can be trained on parts of rows: its layers see more than a token in attention only,
     and that is torch's. It will check the length of the whole rows.
 
@@ -96,7 +96,7 @@ def require_whole_rows_only_in_attention(model: nn.Module, parts: int) -> None:
     """
     if not isinstance(model, TransformerDecoder):
         reason = f"splits rows of text, and the model is a {type(model).__name__}"
-        raise ConfigError(CONTEXT, parts, reason, f"Set {CONTEXT}=1")
+        raise ConfigError(CONTEXT, parts.ranks, reason, f"Set {CONTEXT}=1")
     for number, layer in enumerate(model.layers):
         attention: Any = getattr(layer, "attn", None)
         if type(attention) is not MultiHeadAttention or not attention.is_causal:
@@ -108,20 +108,20 @@ def require_whole_rows_only_in_attention(model: nn.Module, parts: int) -> None:
         else:
             continue
         reason = f"splits causal attention without masks and dropout, and layer {number} has {what}"
-        raise ConfigError(CONTEXT, parts, reason, f"Set {CONTEXT}=1")
+        raise ConfigError(CONTEXT, parts.ranks, reason, f"Set {CONTEXT}=1")
     # Its own check sees the length of a part; positions that it does not have would end a kernel.
     model.register_forward_pre_hook(partial(_require_known_positions, parts), with_kwargs=True)
 
 
 def _require_known_positions(
-    parts: int, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+    parts: RowParts, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
     tokens = named["tokens"] if "tokens" in named else arguments[0]
-    length, longest = tokens.shape[1] * parts, cast(int, model.max_seq_len)
+    length, longest = tokens.shape[1] * parts.ranks, cast(int, model.max_seq_len)
     if length > longest:
         raise ConfigError(
             "tokenizer.max_seq_len",
             None,
             f"lets rows be longer than the model takes: {length} tokens, padded for {CONTEXT}, of {longest}",
-            f"Set it to {longest - longest % (2 * parts)} or less",
+            f"Set it to {longest - longest % parts.multiple} or less",
         )

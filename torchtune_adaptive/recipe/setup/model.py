@@ -74,8 +74,8 @@ def full_model(
     """
     data, tensors = model_meshes(cfg, environment, cfg.get(TENSORS) or 1)
     model = _on_meta(cfg, block, environment)
-    if environment.parts > 1:
-        require_whole_rows_only_in_attention(model, environment.parts)
+    if environment.context:
+        require_whole_rows_only_in_attention(model, environment.context.parts)
     _compile_if_asked(model, cfg)
     if tensors.size() > 1:
         _split(model, cfg, tensors)
@@ -133,8 +133,8 @@ def lora_model(
 ) -> nn.Module:
     """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
     model = _on_meta(cfg, "model", environment, prepare)
-    if environment.parts > 1:
-        require_whole_rows_only_in_attention(model, environment.parts)
+    if environment.context:
+        require_whole_rows_only_in_attention(model, environment.context.parts)
     if environment.ranks.size > 1:
         _require_shardable(model, cfg)
     set_trainable_params(model, get_adapter_params(model))
