@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -184,6 +185,28 @@ def test_any_rank_may_meet_any_length_at_any_time(steps: int, way: str) -> None:
     for counts in run_ranks(steps_of_any_length, 4, *arguments, timeout=60 + 2 * steps):
         assert counts["lost"] == steps // 2
         assert counts["wrong"] == counts["unequal"] == counts["unfinished"] == 0
+
+
+def fail_and_take_other_rows() -> Counter[str]:
+    """Run out of memory at the first operations of a step, and go on with rows of the same shape."""
+    run, reference = OnMesh("tensor", (1, 1, 2)), OnMesh("tensor", (1, 1, 2))
+    for each in (run, reference):
+        for _ in range(3):
+            each.take(ROWS)
+    counts: Counter[str] = Counter()
+    for operation, _, failure in fail_at_each(range(1, 40), run.memory, run.ranks):
+        with failure:
+            counts["lost"] += run.take(ROWS).lost
+        other = batch(ROWS, seed=operation)
+        counts["different"] += run.take(ROWS, other) != reference.take(ROWS, other)
+    return counts
+
+
+@pytest.mark.rotating(1)
+def test_other_rows_follow_a_step_that_was_lost_in_an_embedding() -> None:
+    """torch masks the tokens of other ranks, and keeps the mask while the embedding is not whole."""
+    for counts in run_ranks(fail_and_take_other_rows, 2, timeout=120):
+        assert counts["lost"] == 39 and counts["different"] == 0
 
 
 def gradients_after_a_step() -> list[bool]:

@@ -6,6 +6,7 @@ Each was checked on torch 2.11, 2.13 and 2.15, where it does not say otherwise.
 # ruff: noqa: F401 - what is imported here is for the other modules of the package
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,18 @@ def group_named(name: str) -> dist.ProcessGroup:
 def unfinished_works() -> int:
     """The number of functional collectives that nobody has waited for (checked on torch 2.13)."""
     return int(torch._C._distributed_c10d._get_work_registry_size())
+
+
+def drop_masks() -> None:
+    """Drop the masks of embeddings that tensor parallelism splits, which a failure has left in use.
+
+    torch keeps a mask with a placement that it caches for each shape, until the embedding is whole. It would
+    refuse later rows of that shape with other tokens ("MaskBuffer has been materialized with conflicting
+    data"). Checked on torch 2.13.
+    """
+    for each in gc.get_objects():
+        if type(each).__name__ == "MaskBuffer" and type(each).__module__.startswith("torch."):
+            each.data, each.refcount = None, 0
 
 
 def has_communication_hook(wrapped: DistributedDataParallel) -> bool:

@@ -22,6 +22,7 @@ def settle(error: BaseException) -> None:
     """Wait for what has been launched and not been waited for, while the error's frames still hold it.
 
     torch keeps the work of such a collective, and with it the memory of its result, until somebody waits.
+    What only an expression held, such as the results so far of a list comprehension, is gone by now.
     """
     if not unfinished_works():
         return

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core.device.memory import DeviceMemory
+from torchtune_adaptive.core.private import drop_masks
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.collectives import Collectives
@@ -125,6 +126,7 @@ class TrainStep:
         if sharers.size > 1 and options.survive:
             self._require_no_obstacle()
         self._reduction = reduction_of(model, ranks, self._holders)
+        self._split = self._holders.size > 1
         measures_noise = options.measure_noise and not options.optimizer_in_backward
         self._noise = SmallBatches(device, self._reduction, measures_noise)
         self._loss_scale = LossScale.of(options.scaler)
@@ -226,6 +228,8 @@ class TrainStep:
         self._graph = None
         self._activations = self.options.activations()
         gradients.drop_unfinished(self.device)
+        if self._split:
+            drop_masks()
         self._reset_models()
         self.memory.release()  # last: it can give back only what nothing refers to anymore
 
