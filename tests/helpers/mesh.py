@@ -39,6 +39,7 @@ from torchtune_adaptive.core.step.exchange import StepOutcome
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.core.step.snapshot import Snapshot
 from torchtune_adaptive.core.step.train_step import TrainStep
+from torchtune_adaptive.recipe.setup.model import wait_for_logits
 
 ROWS = 2
 DECLARED = {*context_parallel.WAYS} - {"undeclared ring"}
@@ -104,6 +105,7 @@ def spread(way: str, mesh: DeviceMesh, chunks: int = 2) -> nn.Module:
         of_tensors = way in ("tensor", "gathering")
         plan = base_llama_tp_plan() if of_tensors else sequence_plan(way == "loss")
         parallelize_module(model, tp, plan)
+        wait_for_logits(model)
     if mesh.size() > tp.size():
         shards = mesh["copies", "dp"] if mesh["copies"].size() > 1 else mesh["dp"]
         whole = [partial(training.get_shard_conditions, names_to_match=None)]
@@ -274,9 +276,6 @@ def fail_on_mesh(
 
 
 def lengths_of(steps: int, seed: int) -> Iterator[int]:
-    """The lengths of rows in each step: 12 to 32 tokens. In chunks of one token torch gathers the logits
-    of one row without waiting. Where the next chunk fails, the list that held them is gone, and
-    nobody can wait for them (see ``core.ranks.unfinished``)."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        yield int(torch.randint(3, 9, (), generator=generator)) * 4
+        yield int(torch.randint(2, 9, (), generator=generator)) * 4

@@ -95,6 +95,32 @@ def named_checkpoint(kind: str, saved: str = "epoch_0") -> dict[str, Any]:
     return named
 
 
+def assert_found_by_trying(
+    train: Callable[..., Records], folder: Path, searches: Sequence[str], **changes: Any
+) -> None:
+    """Each search finds, on four ranks, what trying every size finds; rows are as long as the longest."""
+    changes |= {
+        "tokenizer.max_seq_len": 32,
+        "dataset.train_on_input": True,
+        "adaptive_batching.memory_limit": "4.5MiB",
+        "adaptive_batching.headroom": 0,
+        "adaptive_batching.rounding": "none",
+        "adaptive_batching.on_out_of_memory": "raise",
+        "max_steps_per_epoch": 2,
+    }
+    found = set()
+    for search in searches:
+        asked = {"use_maximum_batch_size": True, "adaptive_batching.search": search}
+        found.add(train("full", folder / search, 4, **changes, **asked)[0]["micro_batch_size"])
+    size = 1
+    while size <= max(found):
+        train("full", folder / f"{size}", 4, **changes, batch_size=size)
+        size += 1
+    with pytest.raises(AssertionError, match="TrainingOutOfMemory: "):
+        train("full", folder / "next", 4, **changes, batch_size=size)
+    assert found == {size - 1} and size > 3
+
+
 def losses(records: Records) -> list[float]:
     return [record["loss"] for record in records if "loss" in record]
 

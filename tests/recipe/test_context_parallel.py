@@ -19,11 +19,18 @@ from torchtune.models.llama2 import llama2
 from tests.helpers import recipes, runs
 from tests.helpers.context_parallel import kernels_of_the_cpu
 from tests.helpers.recipes import tiny_config
-from tests.helpers.runs import RESUME, Records, assert_same_end, losses, undisturbed
+from tests.helpers.runs import (
+    RESUME,
+    Records,
+    assert_found_by_trying,
+    assert_same_end,
+    losses,
+    undisturbed,
+)
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.recipe.data.split_rows import CollateParts, RowParts
 from torchtune_adaptive.recipe.setup.context_parallel import (
-    require_whole_rows_only_in_attention,
+    prepare_for_parts,
     shortest_piece,
 )
 
@@ -137,33 +144,8 @@ def test_a_search_a_resumed_run_and_growth(kind: str, tmp_path: Path) -> None:
 @on_ranks
 @pytest.mark.exhaustive
 def test_searches_find_what_trying_every_size_finds(tmp_path: Path) -> None:
-    changes = {
-        **TWO,
-        "tokenizer.max_seq_len": 32,
-        "dataset.train_on_input": True,
-        "adaptive_batching.memory_limit": "4.5MiB",
-        "adaptive_batching.headroom": 0,
-        "adaptive_batching.rounding": "none",
-        "adaptive_batching.on_out_of_memory": "raise",
-        "max_steps_per_epoch": 2,
-    }
-    found = {
-        train(
-            "full",
-            tmp_path / search,
-            4,
-            **changes,
-            **{"use_maximum_batch_size": True, "adaptive_batching.search": search},
-        )[0]["micro_batch_size"]
-        for search in ("extrapolate", "bisect", "halve", "predict")
-    }
-    size = 1
-    while size <= max(found):
-        train("full", tmp_path / f"{size}", 4, **changes, batch_size=size)
-        size += 1
-    with pytest.raises(AssertionError, match="TrainingOutOfMemory: "):
-        train("full", tmp_path / "next", 4, **changes, batch_size=size)
-    assert found == {size - 1} and size > 3
+    """Four ranks, of which two have parts of the same rows."""
+    assert_found_by_trying(train, tmp_path, ("extrapolate", "bisect", "halve", "predict"), **TWO)
 
 
 @on_ranks
@@ -264,13 +246,16 @@ def llama(**more: Any) -> nn.Module:
 )
 def test_models_that_see_other_tokens_elsewhere_are_refused(model: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=f"context_parallel_dim: 2 .*{said}"):
-        require_whole_rows_only_in_attention(model(), PARTS)
+        prepare_for_parts(model(), PARTS)
 
 
 def test_rows_that_are_longer_than_the_model_takes_are_refused() -> None:
     model = llama()
-    require_whole_rows_only_in_attention(model, PARTS)
+    prepare_for_parts(model, PARTS)
     positions = torch.arange(16).repeat(1, 1)
     model(tokens=torch.zeros(1, 16, dtype=torch.int64), input_pos=positions)
-    with pytest.raises(ConfigError, match="34 tokens, padded for context_parallel_dim, of 32"):
+    with pytest.raises(
+        ConfigError,
+        match=r"2 pads rows to 34 tokens, and the model takes 32\. Set .* to 32 or",
+    ):
         model(torch.zeros(1, 17, dtype=torch.int64))

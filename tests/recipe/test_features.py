@@ -16,6 +16,7 @@ from tests.helpers.recipes import run_ours, tiny_config
 from tests.helpers.runs import (
     RESUME,
     Records,
+    assert_found_by_trying,
     assert_same_end,
     losses,
     named_checkpoint,
@@ -96,33 +97,9 @@ TENSOR_PARALLEL = {
 
 @pytest.mark.exhaustive
 def test_searches_with_tensor_parallelism_find_what_trying_every_size_finds(tmp_path: Path) -> None:
-    """Four ranks, of which two have the same rows; all rows are as long as the longest."""
-    changes = {
-        **TENSOR_PARALLEL,
-        "tokenizer.max_seq_len": 32,
-        "dataset.train_on_input": True,
-        "adaptive_batching.memory_limit": "4.5MiB",
-        "adaptive_batching.headroom": 0,
-        "adaptive_batching.rounding": "none",
-        "adaptive_batching.on_out_of_memory": "raise",
-        "max_steps_per_epoch": 2,
-    }
-    found = {
-        train(
-            "full",
-            tmp_path / search,
-            4,
-            **changes,
-            **{"use_maximum_batch_size": True, "adaptive_batching.search": search},
-        )[0]["micro_batch_size"]
-        for search in ("extrapolate", "bisect", "halve")
-    }
-    size = 1
-    while size <= max(found):
-        train("full", tmp_path / f"{size}", 4, **changes, batch_size=size)
-        size += 1
-    refused("TrainingOutOfMemory", "full", tmp_path / "next", 4, **changes, batch_size=size)
-    assert found == {size - 1} and size > 3
+    """Four ranks, of which two have the same rows."""
+    searches = ("extrapolate", "bisect", "halve")
+    assert_found_by_trying(train, tmp_path, searches, **TENSOR_PARALLEL)
 
 
 @pytest.mark.exhaustive

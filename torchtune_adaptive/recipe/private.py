@@ -103,6 +103,14 @@ def rotate_context_by(method: str) -> None:
     set_rotate_method(method)
 
 
+def wait_for(tensor: Any) -> None:
+    """Wait for a tensor if it is the result of a functional collective."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor.trigger_wait()
+
+
 def llama3_vision_tune_to_hf(*weights: Any, **sizes: Any) -> dict[str, Any]:
     """Llama 3.2 Vision's weights under the names of Hugging Face."""
     from torchtune.models.llama3_2_vision import _convert_weights

@@ -16,8 +16,8 @@ _SPLIT = {"tokens", "labels"}
 
 @dataclass(frozen=True)
 class RowParts:
-    """The part of each row that a rank has. Rows are cut into pieces of one length, and attention says which
-    of them are whose: a causal one has less to do for those at the front."""
+    """The part of each row that a rank has: some of the pieces, of equal length, into which rows are cut.
+    torch chooses them so that each rank has as much to do: attention has less at the front of a row."""
 
     ranks: int
     """The ranks that have the parts of a row."""
@@ -38,8 +38,8 @@ class RowParts:
 
 @dataclass(frozen=True)
 class CollateParts:
-    """Makes batches of a rank's part of each row; their labels are the tokens that come next, as after the
-    last token of a part that may be another rank's."""
+    """Makes batches of a rank's part of each row. Labels are shifted before that: the token that follows the
+    last one of a piece may be another rank's."""
 
     collate: Callable[[list[Any]], dict[str, Any]]
     """How whole rows become a batch."""

@@ -63,8 +63,8 @@ def attention_over_parts(cfg: DictConfig, environment: Environment) -> Iterator[
 def shortest_piece(device: torch.device, dtype: torch.dtype) -> int:
     """The tokens in the shortest piece of a row that attention can take; others have a multiple of it.
 
-    On a GPU, fp32 goes through efficient attention. That keeps one number for each token, and so many more
-    that there is a multiple of 32 (``kAlignLSE`` in torch's sources); torch takes halves of them.
+    On a GPU, fp32 goes through efficient attention. It pads its sums to a multiple of 32 tokens
+    (``kAlignLSE`` in torch's sources), and torch cuts them in halves as it cuts the tokens.
     """
     return 1 if device.type == "cpu" or dtype is torch.bfloat16 else 32
 
@@ -87,9 +87,9 @@ def _try(device: torch.device, dtype: torch.dtype) -> None:
         ) from error
 
 
-def require_whole_rows_only_in_attention(model: nn.Module, parts: RowParts) -> None:
-    """Check that a model can be trained on parts of rows: its layers see more than a token in attention only,
-    and that is torch's. It will check the length of the whole rows.
+def prepare_for_parts(model: nn.Module, parts: RowParts) -> None:
+    """Prepare a model to be trained on parts of rows: check that nothing but torch's attention uses several
+    tokens of a row, and let the model check the length of whole rows.
 
     Raises:
         ConfigError: naming what of it cannot.
@@ -119,9 +119,6 @@ def _require_known_positions(
     tokens = named["tokens"] if "tokens" in named else arguments[0]
     length, longest = tokens.shape[1] * parts.ranks, cast(int, model.max_seq_len)
     if length > longest:
-        raise ConfigError(
-            "tokenizer.max_seq_len",
-            None,
-            f"lets rows be longer than the model takes: {length} tokens, padded for {CONTEXT}, of {longest}",
-            f"Set it to {longest - longest % parts.multiple} or less",
-        )
+        reason = f"pads rows to {length} tokens, and the model takes {longest}"
+        remedy = f"Set tokenizer.max_seq_len to {longest - longest % parts.multiple} or less"
+        raise ConfigError(CONTEXT, parts.ranks, reason, remedy)

@@ -30,12 +30,13 @@ from torchtune.modules.peft import (
 )
 
 from torchtune_adaptive.common import CheckpointError, ConfigError
-from torchtune_adaptive.recipe.private import has_quantized_base
+from torchtune_adaptive.recipe.private import has_quantized_base, wait_for
 from torchtune_adaptive.recipe.settings.kind_table import COPIES, TENSORS, FrozenModel
 from torchtune_adaptive.recipe.setup.components import make
-from torchtune_adaptive.recipe.setup.context_parallel import require_whole_rows_only_in_attention
+from torchtune_adaptive.recipe.setup.context_parallel import prepare_for_parts
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.meshes import model_meshes
+from torchtune_adaptive.recipe.setup.model_switches import head_of
 from torchtune_adaptive.recipe.setup.offloading import Offloading
 from torchtune_adaptive.recipe.upstream import NF4Tensor, to_nf4
 
@@ -75,7 +76,7 @@ def full_model(
     data, tensors = model_meshes(cfg, environment, cfg.get(TENSORS) or 1)
     model = _on_meta(cfg, block, environment)
     if environment.context:
-        require_whole_rows_only_in_attention(model, environment.context.parts)
+        prepare_for_parts(model, environment.context.parts)
     _compile_if_asked(model, cfg)
     if tensors.size() > 1:
         _split(model, cfg, tensors)
@@ -100,6 +101,18 @@ def _split(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh) -> None:
         raise ConfigError(TENSORS, mesh.size(), reason, "Use a number that divides it") from None
     plan = make(cfg.tensor_parallel_plan, "tensor_parallel_plan")
     parallelize_module(model, mesh, parallelize_plan=plan)
+    wait_for_logits(model)
+
+
+def wait_for_logits(model: nn.Module) -> None:
+    """Let a model whose last projection is split wait for its logits in each chunk.
+
+    torch does it by itself, except for a chunk of one token of one row. While such chunks wait in a list for
+    those after them, a failure would drop the list, and then nobody could wait for them (see
+    ``core.ranks.unfinished``).
+    """
+    if (head := head_of(model)) is not None:
+        head.register_forward_hook(lambda module, inputs, logits: wait_for(logits))
 
 
 def _require_even_parts(model: nn.Module, cfg: DictConfig) -> None:
@@ -134,7 +147,7 @@ def lora_model(
     """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
     model = _on_meta(cfg, "model", environment, prepare)
     if environment.context:
-        require_whole_rows_only_in_attention(model, environment.context.parts)
+        prepare_for_parts(model, environment.context.parts)
     if environment.ranks.size > 1:
         _require_shardable(model, cfg)
     set_trainable_params(model, get_adapter_params(model))
