@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torchtune_adaptive.common import launcher
 from torchtune_adaptive.common.errors import RankLost
 from torchtune_adaptive.core.ranks import collectives
 from torchtune_adaptive.core.ranks.agreement import Ranks, SomeRanks
-from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives
+from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives, _Said
 from torchtune_adaptive.core.ranks.counts import other_groups
 from torchtune_adaptive.core.ranks.recording import Launch
 from torchtune_adaptive.core.step.gradients import drop_unfinished
@@ -192,7 +193,7 @@ def test_a_rank_that_does_not_answer_is_waited_for_before_a_launch_with_a_name()
 
 
 def test_a_failure_among_the_holders_is_told_to_all_in_the_first_passes() -> None:
-    says = iter([0, 0, 2])
+    says = iter([0, 0, _Said.FAILED])
     passes = Passes(Holders(says, 0, 1))
     passes.others.says = iter([0])
     with pytest.raises(AnotherRankFailed) as failed:
@@ -208,10 +209,28 @@ def test_later_it_is_told_to_nobody_else() -> None:
     passes = Passes(holders)
     for _ in range(3):
         passes.run(length=1)
-    passes.others.asked, holders.says = 0, iter([0, 2])
+    passes.others.asked, holders.says = 0, iter([0, _Said.FAILED])
     with pytest.raises(AnotherRankFailed) as failed:
         passes.run(length=2)
     assert not failed.value.everywhere and passes.others.asked == 0
+
+
+@pytest.mark.parametrize(
+    ("new", "asked"), [(0, "NOBODY"), (_Said.NEW, "HOLDERS"), (_Said.NEW | _Said.WIDE, "EVERYONE")]
+)
+def test_what_is_new_on_one_of_the_holders_is_new_on_all(new: int, asked: str) -> None:
+    passes = Passes(Holders(repeat(new), 0, 1))
+    for _ in range(4):
+        passes.run(length=1)
+    assert passes.collectives._asked.name == asked
+
+
+def test_what_is_new_for_all_on_one_rank_is_new_for_all() -> None:
+    passes = Passes(Holders(iter(()), 0, 1))
+    passes.others.says = repeat(_Said.WIDE)
+    for _ in range(4):
+        passes.run(length=1)
+    assert passes.collectives._asked.name == "EVERYONE"
 
 
 def test_what_only_the_groups_have_seen_is_seen_by_a_mode_from_then_on() -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.helpers.context_parallel import TORCHS
@@ -65,6 +66,8 @@ CASES: dict[str, tuple[str, Shape, str, str]] = {
     "gathered ring attention": ("gathered ring", (1, 2, 2), "shape", "two of a group"),
     "gathered ring attention, all ranks": ("gathered ring", (1, 2, 2), "shape", "all ranks"),
     "attention gathers by an operator": ("gathering operator", (1, 2, 2), "shape", "one rank"),
+    "exchanged heads": ("exchanged heads", (1, 1, 2), "everything", "two of a group"),
+    "exchanged heads, a new shape": ("exchanged heads", (1, 2, 2), "shape", "one rank"),
     "undeclared ring attention": ("undeclared ring", (1, 2, 2), "everything", "one rank"),
     "undeclared ring attention, a new shape": ("undeclared ring", (1, 1, 2), "shape", "one rank"),
     TORCHS: (TORCHS, (1, 1, 2), "everything", "one rank"),
@@ -73,6 +76,12 @@ CASES: dict[str, tuple[str, Shape, str, str]] = {
     "with HSDP": ("tensor", (2, 2, 2), "everything", "one rank"),
     "with HSDP, a new shape": ("tensor", (2, 2, 2), "shape", "one rank"),
 }
+
+
+KNOWING_THEIR_RANKS = [
+    *("tensor", "sequence", "loss"),
+    *("ring", "balanced ring", "exchanged heads", TORCHS),
+]
 
 
 @pytest.mark.rotating(1)
@@ -131,7 +140,7 @@ def log_of(way: str, shape: Shape, data_ranks: int) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.rotating(1)
-@pytest.mark.parametrize("way", ["tensor", "sequence", "loss", "ring", "balanced ring", TORCHS])
+@pytest.mark.parametrize("way", KNOWING_THEIR_RANKS)
 def test_the_log_is_that_of_one_rank(way: str) -> None:
     """Tokens count once, and gradients that are terms of a sum are summed before their norm."""
     [alone] = run_ranks(log_of, 1, "sequence", (1, 1, 1), 1)
@@ -142,7 +151,7 @@ def test_the_log_is_that_of_one_rank(way: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", ["tensor", "sequence", "loss", "ring", "balanced ring", TORCHS])
+@pytest.mark.parametrize("way", KNOWING_THEIR_RANKS)
 def test_the_log_is_that_of_two_data_parallel_ranks(way: str) -> None:
     plain = run_ranks(log_of, 2, "sequence", (1, 2, 1), 2)
     four = run_ranks(log_of, 4, way, (1, 2, 2), 2)
@@ -207,6 +216,37 @@ def test_other_rows_follow_a_step_that_was_lost_in_an_embedding() -> None:
     """torch masks the tokens of other ranks, and keeps the mask while the embedding is not whole."""
     for counts in run_ranks(fail_and_take_other_rows, 2, timeout=120):
         assert counts["lost"] == 39 and counts["different"] == 0
+
+
+def steps_in_which_a_group_launches_more() -> Counter[str]:
+    """Now and then one pair of ranks that hold the same rows has a collective more than the other pair."""
+    run = OnMesh("tensor", (1, 2, 2))
+    pair = run.mesh["tp"].get_group()
+    more = False
+
+    def launch(*_: object) -> None:
+        if more and run.place == 0:
+            dist.all_reduce(torch.zeros(1), group=pair)
+
+    run.model.register_forward_pre_hook(launch)
+    counts: Counter[str] = Counter()
+    for number in range(24):
+        more = number % 8 >= 4
+        # The number is as before in what fails: it is recorded by then.
+        fails = number % 4 == 3 and run.ranks.rank == number // 4 % run.ranks.size
+        with run.memory.fail_at(100 if fails else None):
+            counts["lost"] += run.take(1).lost
+        counts["unequal"] += not run.launched()
+        counts["recording"] += run.step._collectives.recording
+    return counts
+
+
+@pytest.mark.rotating(1)
+def test_ranks_that_hold_the_same_rows_may_change_what_they_launch() -> None:
+    pairs = run_ranks(steps_in_which_a_group_launches_more, 4, timeout=120)
+    assert [each["lost"] for each in pairs] == [6] * 4
+    assert [each["unequal"] for each in pairs] == [0] * 4
+    assert pairs[0]["recording"] > pairs[2]["recording"]  # the others are not asked
 
 
 def gradients_after_a_step() -> list[bool]:

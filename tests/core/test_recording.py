@@ -70,26 +70,34 @@ def test_a_launch_is_seen_compared_and_made_again(call: Callable[[int], Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("received", "sent", "follows"),
+    ("received", "sent", "follows", "in_tensors"),
     [
-        (None, None, False),
-        ([0, 4], [4, 0], False),
-        ([2, 2], [2, 2], True),
-        ([1, 3], [2, 2], True),
+        (None, None, False, False),
+        ([0, 4], [4, 0], False, False),
+        ([0, 0], [4, 0], True, True),
+        ([2, 2], [2, 2], True, False),
+        ([1, 3], [2, 2], True, True),
     ],
 )
 def test_sizes_of_parts_may_follow_data(
-    received: list[int] | None, sent: list[int] | None, follows: bool
+    received: list[int] | None, sent: list[int] | None, follows: bool, in_tensors: bool
 ) -> None:
+    """Where parts are tensors of their own, there is no other way to say that they are equal."""
+    followed = []
+
     class Seen(Exception):
         pass
 
     def stop(launch: Launch) -> None:
-        assert launch.follows_data is follows
+        followed.append(launch.follows_data)
         raise Seen
 
     with pytest.raises(Seen), Recorder(stop):
         dist.all_to_all_single(torch.ones(4), torch.ones(4), received, sent)
+    if received and sent:
+        with pytest.raises(Seen), Recorder(stop):
+            dist.all_to_all([torch.ones(n) for n in received], [torch.ones(n) for n in sent])
+    assert followed == [follows, in_tensors][: len(followed)]
 
 
 @pytest.mark.parametrize(

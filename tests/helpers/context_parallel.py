@@ -15,9 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 from torchtune.modules.attention import MultiHeadAttention
 
-_SEQUENCE = 2  # the dimension of queries, keys and values
+_HEADS, _SEQUENCE = 1, 2  # dimensions of queries, keys and values
 TORCHS = "torch's context"
-WAYS = ("ring", "balanced ring", "gathered ring", "gathering operator", "undeclared ring", TORCHS)
+WAYS = (
+    *("ring", "balanced ring", "gathered ring", "undeclared ring", TORCHS),
+    *("gathering operator", "exchanged heads"),
+)
 """The step is told which ranks hold parts of the same rows, but for the undeclared ring."""
 
 
@@ -55,7 +58,31 @@ def _attention(way: str, group: dist.ProcessGroup) -> Any:
         allowed = mine[:, None] >= torch.arange(k.shape[_SEQUENCE])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
 
-    return gathering if way == "gathering operator" else ring
+    def exchanging(q: Any, k: Any, v: Any, **_: Any) -> Any:
+        whole_rows = (_Exchange.apply(each, group, _HEADS, _SEQUENCE) for each in (q, k, v))
+        outputs = F.scaled_dot_product_attention(*whole_rows, is_causal=True)
+        return _Exchange.apply(outputs, group, _SEQUENCE, _HEADS)
+
+    others = {"gathering operator": gathering, "exchanged heads": exchanging}
+    return others.get(way, ring)
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all in equal parts, which splits a tensor along one dimension instead of another: a rank has
+    some of the heads of whole rows, as with DeepSpeed's Ulysses, or all heads of parts of them."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, group: Any, split: int, joined: int) -> Any:
+        ctx.back = group, joined, split
+        sent = torch.stack(tensor.chunk(group.size(), split))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat([*received], joined)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        [grad] = grads
+        return _Exchange.apply(grad, *ctx.back), None, None, None
 
 
 def _forward(query: Any, key: Any, value: Any, is_causal: bool) -> Any:

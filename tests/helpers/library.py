@@ -115,13 +115,28 @@ class SizedByData(Trained):
 
     def forward(self, batch: Row) -> tuple[torch.Tensor, int]:
         inputs, _ = batch
-        first = int((inputs[:, 0] > 0).sum())
+        first = self.of_the_first(inputs)
         sent = [first, len(inputs) - first]
         counts = torch.zeros(2)
         dist.all_to_all_single(counts, torch.tensor(sent).float())
         received = [int(count) for count in counts]
         dist.all_to_all_single(inputs.new_empty(sum(received), WIDTH), inputs, received, sent)
         return super().forward(batch)
+
+    def of_the_first(self, inputs: torch.Tensor) -> int:
+        """The number of rows that the first rank gets."""
+        return int((inputs[:, 0] > 0).sum())
+
+
+class SentToOne(SizedByData):
+    """The same, where ranks hold parts of the same rows, and send all to the first: it alone gets parts."""
+
+    def __init__(self, way: str, **settings: Any) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        super().__init__(way, context_mesh=mesh, **settings)
+
+    def of_the_first(self, inputs: torch.Tensor) -> int:
+        return len(inputs)
 
 
 class PointToPoint(Trained):

@@ -24,6 +24,7 @@ from tests.helpers.library import (
     Communicating,
     InContext,
     PointToPoint,
+    SentToOne,
     SizedByData,
     Trained,
     collate,
@@ -105,6 +106,7 @@ WAYS = {
     "HSDP, communicating": ("hsdp", 4, {"kind": Communicating}),
     "DDP, communicating": ("ddp", 2, {"kind": Communicating}),
     "FSDP, sizes from data": ("fsdp", 2, {"kind": SizedByData}),
+    "FSDP, sizes from data, in parts of rows": ("fsdp", 2, {"kind": SentToOne}),
 }
 
 
@@ -453,7 +455,7 @@ def test_what_no_rank_could_complete_is_refused_in_the_first_step(name: str) -> 
     assert operator in said[0] and why in said[0]
 
 
-def log_of_sizes_from_data() -> tuple[list[str], bool]:
+def log_of_sizes_from_data(kind: type[SizedByData]) -> tuple[list[str], bool]:
     """What is logged in steps whose sizes follow data, and whether the ranks still agree in the last one."""
     said: list[str] = []
 
@@ -463,15 +465,18 @@ def log_of_sizes_from_data() -> tuple[list[str], bool]:
                 said.append(record.getMessage())
 
     logging.getLogger("torchtune_adaptive.core").addHandler(Keeping())
-    run = SizedByData("fsdp")
+    run = kind("fsdp")
     for seed in range(5):
         run.step(rows_of(4, seed + dist.get_rank()), collate, 2)
     run.step.train_step._collectives.begin_pass("training", lambda: 0)
     return said, run.step.train_step._collectives.recording
 
 
-def test_ranks_always_agree_where_sizes_follow_data_and_say_what_it_costs() -> None:
-    [(said, agree), (nothing, agree_too)] = run_ranks(log_of_sizes_from_data, 2)
+@pytest.mark.parametrize("kind", [SizedByData, SentToOne])
+def test_ranks_always_agree_where_sizes_follow_data_and_say_what_it_costs(
+    kind: type[SizedByData],
+) -> None:
+    [(said, agree), (nothing, agree_too)] = run_ranks(log_of_sizes_from_data, 2, kind)
     assert agree and agree_too
     assert nothing == [] and len(said) == 1
     assert "is told the sizes of its parts" in said[0] and "ms of this one" in said[0]

@@ -41,7 +41,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntFlag
@@ -85,10 +85,14 @@ class AnotherRankFailed(Exception):
 class _Said(IntFlag):
     """What ranks tell each other while recording; of several, they hear the largest."""
 
-    UNSEEN = 1
+    NEW = 1
+    """The launches of the pass are not those that are recorded, or may be others the next time."""
+    WIDE = 2
+    """The wide ones are not those that are recorded."""
+    UNSEEN = 4
     """A group has launched what only it has seen."""
-    FAILED = 2
-    REFUSED = 4
+    FAILED = 8
+    REFUSED = 16
     """There is a launch that no rank could complete."""
 
 
@@ -113,8 +117,8 @@ class _Sequence:
     def certain(self) -> bool:
         return self.equal_passes >= 2
 
-    def learn(self, launches: Launches) -> None:
-        self.equal_passes = self.equal_passes + 1 if launches == self.recorded else 1
+    def learn(self, launches: Launches, equal: bool) -> None:
+        self.equal_passes = self.equal_passes + 1 if equal else 1
         self.recorded = launches
         self.of_groups = {segment: by_group(each) for segment, each in launches.items()}
 
@@ -251,9 +255,20 @@ class Collectives:
         launched = self._counts.launched_in(self._segment)
         if self.recording:
             self._compare(launched, by_group(self._pass[self._segment]))
-        elif launched != self._sequence.of_groups.get(self._segment, {}):
-            # Not a constant sequence after all: record it again, in agreement.
-            self._sequence.equal_passes = self._wide.equal_passes = 0
+        else:
+            self._look_for_others(launched, self._sequence.of_groups.get(self._segment, {}))
+
+    def _look_for_others(
+        self,
+        launched: dict[dist.ProcessGroup, int],
+        recorded: Mapping[dist.ProcessGroup, int],
+    ) -> None:
+        """Record again, in agreement, what is not a constant sequence after all."""
+        for group in launched.keys() | recorded.keys():
+            if launched.get(group, 0) != recorded.get(group, 0):
+                self._sequence.equal_passes = 0
+                if not self._is_within(group):  # or other ranks do not know of it
+                    self._wide.equal_passes = 0
 
     def _compare(
         self, launched: dict[dist.ProcessGroup, int], seen: Counter[dist.ProcessGroup]
@@ -284,28 +299,32 @@ class Collectives:
             AnotherRankFailed: another one was not as lucky.
         """
         if self.recording:
-            self._ask()
+            wide = {
+                segment: [each for each in some if not self._is_local(each)]
+                for segment, some in self._pass.items()
+            }
+            heard = self._ask(self._news(wide))
             if self._mode or not self._sees_all:  # or it has not seen what there is
-                self._learn()
+                self._learn(wide, *heard)
 
     def look_elsewhere(self) -> None:
         """Learn, between phases, of a failure that all ranks will know of; raises as ``end_pass`` does."""
         if self._asked is _Asked.EVERYONE:
             self._ask()
 
-    def _learn(self) -> None:
-        launches = self._pass
-        self._sequence.learn(launches)
-        data = {each for some in launches.values() for each in some if each.follows_data}
+    def _news(self, wide: Launches) -> int:
+        """What is not as recorded on this rank: where it is on others, they still have to agree with it."""
+        data = [each for some in self._pass.values() for each in some if each.follows_data]
         if data:
-            self._sequence.equal_passes = 0
-            self._say_what_it_costs(data.pop())
-        wide = {
-            segment: [each for each in some if not self._is_local(each)]
-            for segment, some in launches.items()
-        }
+            self._say_what_it_costs(data[0])
+        new = bool(data) or self._pass != self._sequence.recorded
+        return _Said.NEW * new | _Said.WIDE * (wide != self._wide.recorded)
+
+    def _learn(self, wide: Launches, of_holders: int, of_all: int) -> None:
+        """Record a pass, after which ranks have heard of what is new among the holders, and among all."""
+        self._sequence.learn(self._pass, equal=not of_holders)
         if self._asked is _Asked.EVERYONE:
-            self._wide.learn(wide)
+            self._wide.learn(wide, equal=not of_all & _Said.WIDE)
         elif wide != self._wide.recorded:
             raise UsageError(
                 "model: what it launches for all ranks is not the same for each shape of a micro-batch. "
@@ -387,7 +406,7 @@ class Collectives:
         wide = not all(map(self._is_local, launches))
         if self._refusal or self._asked is _Asked.EVERYONE or any(map(self._joins, launches)):
             try:
-                self._ask(wide)
+                self._ask(wide=wide)
             except RankLost as lost:
                 here = (
                     f"Rank {self._ranks.rank} stood before {launches[0].key[0]} in {self._phase}."
@@ -403,16 +422,21 @@ class Collectives:
                 self._follow_shape.add(self._kind)
 
     def _is_local(self, launch: Launch) -> bool:
-        return self._holders.members.issuperset(_members_of(launch))
+        return self._is_within(launch.group)
+
+    def _is_within(self, group: dist.ProcessGroup) -> bool:
+        """Whether all of its ranks are holders."""
+        return self._holders.members.issuperset(dist.get_process_group_ranks(group))
 
     def _joins(self, launch: Launch) -> bool:
         """Whether holders wait for each other in it."""
-        return len(self._holders.members.intersection(_members_of(launch))) > 1
+        ranks = dist.get_process_group_ranks(launch.group)
+        return len(self._holders.members.intersection(ranks)) > 1
 
     # --- agreement and completion ---------------------------------------------------------------------
 
-    def _ask(self, wide: bool = True, failed: bool = False) -> None:
-        """Tell the ranks that are asked how this one is.
+    def _ask(self, news: int = 0, wide: bool = True, failed: bool = False) -> tuple[int, int]:
+        """Tell the ranks that are asked how this one is; gives what holders say, and what all say.
 
         Raises:
             AnotherRankFailed: one of them has failed; also where this one has.
@@ -420,12 +444,13 @@ class Collectives:
         """
         started = time.perf_counter()
         said = (
-            _Said.UNSEEN * self._unseen
+            news
+            | _Said.UNSEEN * self._unseen
             | _Said.FAILED * failed
             | _Said.REFUSED * bool(self._refusal)
         )
         asked = self._holders
-        heard = asked.spread(said)[1]
+        of_holders = heard = asked.spread(said)[1]
         if self._asked is _Asked.EVERYONE and (wide or heard >= _Said.FAILED):
             asked = self._ranks
             heard = asked.spread(heard)[1]
@@ -437,11 +462,13 @@ class Collectives:
         if heard & _Said.FAILED:
             self._holders_know = True
             raise AnotherRankFailed(everywhere=asked is self._ranks)
+        return of_holders, heard
 
     def _vote(self, failed: bool = False) -> None:
         """Ask all ranks; raises as ``_ask`` does."""
         if self._asked is _Asked.EVERYONE:
-            return self._ask(failed=failed)
+            self._ask(failed=failed)
+            return
         if self._asked is _Asked.HOLDERS and not self._holders_know:
             failed = self._holders.any(failed)  # where one has failed, it tells them first
         if self._ranks.any(failed):
@@ -488,10 +515,6 @@ class Collectives:
             else:
                 rest.append(launch)
         launch_again(rest, self._device, self._launched)
-
-
-def _members_of(launch: Launch) -> list[int]:
-    return dist.get_process_group_ranks(launch.group)
 
 
 def _segment_of(phase: str, votes: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Launch:
     """Whether one of FSDP's hooks for collectives makes it."""
     follows_data: bool = False
     """Whether its sizes may be others for other data of the same shape: an all-to-all that is told the sizes
-    of its parts. With one part, as in a rotation, there is nothing to choose."""
+    of its parts. In a rotation, which sends one part and gets one, there is nothing to choose."""
     refused: str = ""
     """The reason why a rank cannot make it by itself, or cannot tell whether it has been made."""
     any_size: bool = False
@@ -166,19 +167,26 @@ def _seen(operator: Any, positional: Any, named: Any) -> Launch:
     assert group is not None
     arguments = _without_values((positional, named))
     plain = (leaf for leaf in tree_leaves(arguments) if not isinstance(leaf, torch.ScriptObject))
-    parts = filter(_are_sizes, positional if _name(operator) in _ALL_TO_ALL else ())
     return Launch(
         operator,
         arguments,
         group,
         (str(operator), group.group_name, *plain),
-        follows_data=any(sum(map(bool, sizes)) > 1 for sizes in parts),
+        follows_data=_parts_follow_data(_name(operator), positional),
         refused=_refusal(operator, why) if why else "",
     )
 
 
-def _are_sizes(argument: Any) -> bool:
-    return isinstance(argument, (list, tuple)) and all(isinstance(each, int) for each in argument)
+def _parts_follow_data(name: str, arguments: Sequence[Any]) -> bool:
+    """Whether an all-to-all is told the sizes of its parts: by numbers, or by tensors that are not alike."""
+    lists = [each for each in arguments if isinstance(each, (list, tuple)) and each]
+    if name == "alltoall_":
+        lists = [[part.numel() for part in each] for each in lists]
+        if len({*chain(*lists)}) == 1:
+            return False
+    elif name not in _ALL_TO_ALL:
+        return False
+    return any(sum(map(bool, sizes)) != 1 for sizes in lists)
 
 
 def _refusal(operator: Any, why: str) -> str:
