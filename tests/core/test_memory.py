@@ -206,6 +206,9 @@ class TestSimulatedDevice:
                     dist.broadcast(mine, src=0)
                     dist.all_gather([all_of_them], mine)
                     assert all_of_them.sum() == 1000
+                    dist.all_to_all_single(all_of_them, 2 * mine)
+                    assert all_of_them.sum() == 2000
+                    dist.barrier()
                     del mine, all_of_them
                     assert memory.in_use() == 0
         finally:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.faults import FailingMemory
@@ -137,6 +138,41 @@ class SentToOne(SizedByData):
 
     def of_the_first(self, inputs: torch.Tensor) -> int:
         return len(inputs)
+
+
+class Experts(nn.Module):
+    """Two linear layers on two ranks, to which all ranks send rows, by what is in them."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        weights = torch.eye(WIDTH) + torch.arange(2.0)[:, None, None] / 10
+        self.weight = nn.Parameter(distribute_tensor(weights, mesh, [Shard(0)]))
+        self._group = mesh.get_group()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        chosen = (rows[:, 0] > 0).long()
+        order = chosen.argsort(stable=True)
+        sent = torch.bincount(chosen, minlength=2)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        there, here = received.tolist(), sent.tolist()
+        exchange = functional.all_to_all_single_autograd
+        [weight] = self.weight.to_local()  # type: ignore[attr-defined]
+        mine = exchange(rows[order], there, here, self._group)
+        return exchange(mine @ weight, here, there, self._group)[order.argsort()]
+
+
+class WithExperts(Trained):
+    """A program with experts; FSDP spreads each over the ranks that have it, and all else over all."""
+
+    def __init__(self, way: str, **settings: Any) -> None:
+        ranks = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("shards", "experts"))
+        first, last = tiny_model("alone").children()
+        experts = fully_shard(Experts(mesh["experts"]), mesh=mesh["shards"])
+        experts.set_gradient_divide_factor(float(ranks))  # they get the rows of all, too
+        model = nn.Sequential(first, experts, last)
+        super().__init__(way, model=fully_shard(model, mesh=mesh._flatten()), **settings)
 
 
 class PointToPoint(Trained):

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +28,7 @@ from tests.helpers.library import (
     SentToOne,
     SizedByData,
     Trained,
+    WithExperts,
     collate,
     failing,
     rows_of,
@@ -106,6 +108,7 @@ WAYS = {
     "HSDP, communicating": ("hsdp", 4, {"kind": Communicating}),
     "DDP, communicating": ("ddp", 2, {"kind": Communicating}),
     "FSDP, sizes from data": ("fsdp", 2, {"kind": SizedByData}),
+    "FSDP, experts": ("fsdp", 2, {"kind": WithExperts}),
     "FSDP, sizes from data, in parts of rows": ("fsdp", 2, {"kind": SentToOne}),
 }
 
@@ -339,6 +342,15 @@ def refusals() -> dict[str, str]:
         with pytest.raises(UsageError) as refused:
             InContext("fsdp", **settings)
         said[f"{name}, in parts of rows"] = str(refused.value)
+    with pytest.raises(UsageError) as refused:
+        WithExperts("fsdp", measure_noise=True)
+    said["noise, with experts"] = str(refused.value)
+    plan = {"0.0": ColwiseParallel(output_layouts=Replicate())}
+    run = Trained("", model=parallelize_module(tiny_model("alone"), mesh, plan))
+    run.model.get_parameter("1.0.bias").register_post_accumulate_grad_hook(_reduce_gradient)
+    with pytest.raises(UsageError) as refused:
+        run.step(rows_of(2), collate, 2)
+    said["gradients by hook"] = str(refused.value)
     run = Communicating("fsdp", compiled="aot_eager")
     with pytest.raises(UsageError) as refused:
         run.step(rows_of(2), collate, 2)
@@ -371,6 +383,10 @@ def refusals() -> dict[str, str]:
         run.step(rows_of(2), collate, 2)
     said["gradients"] = str(refused.value)
     return said
+
+
+def _reduce_gradient(parameter: torch.Tensor) -> None:
+    dist.all_reduce(parameter.grad)
 
 
 class LaunchingUnseen(Trained):
@@ -581,7 +597,9 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
         "on a part of the ranks": "is spread over 2 of 4 ranks",
         "in parts": "is not sharded, so nothing reduces its gradient",
         "ignored parameters": "is not sharded",
-        "divide factor": "set_gradient_divide_factor has set",
+        "divide factor": "gradients are divided by 1.0 and 4 in modules",
+        "noise, with experts": "its experts have gradients of the rows of other ranks",
+        "gradients by hook": "a hook reduces the gradient of 1.0.bias over ranks after each",
         "gradients apart": "set_requires_gradient_sync(False) was called",
         "replicas apart": "set_requires_all_reduce(False) was called",
         "all-reduce by hook": "set_all_reduce_hook was called",

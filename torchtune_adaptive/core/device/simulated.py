@@ -155,7 +155,9 @@ def _communicate_through_copies(func, args, kwargs):  # type: ignore[no-untyped-
     would make the count depend on timing.
     """
     result, copies = _on_copies(func, args, kwargs)
-    dist.Work.unbox(result[-1]).wait()
+    for leaf in tree_leaves(result):  # the work alone, or after the tensors
+        if isinstance(leaf, torch.ScriptObject):
+            dist.Work.unbox(leaf).wait()
     for tensor, copied in copies:
         tensor.copy_(copied)
     return result

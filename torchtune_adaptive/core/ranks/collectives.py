@@ -151,6 +151,7 @@ class Collectives:
         survive: bool = True,
         compiled: bool = False,
     ) -> None:
+        self._models = models
         self._ranks, self._holders = ranks, holders
         self._device = device
         self._launched = launched
@@ -240,7 +241,7 @@ class Collectives:
         self._begin_segment()
         self._mode = self.recording and self._sees_all
         self._mode_was_on |= self._mode
-        return Recorder(self._note_one) if self._mode else nullcontext()
+        return Recorder(self._note_one, self._reduces_again) if self._mode else nullcontext()
 
     def _begin_segment(self) -> None:
         segment = self._segment = _segment_of(self._phase, self._votes)
@@ -393,6 +394,24 @@ class Collectives:
         if self._unrecorded:
             return
         self._note([replace(launch, of_fsdp=self._in_hook)])
+
+    def _reduces_again(self, tensors: Sequence[torch.Tensor]) -> str:
+        """The reason to refuse a launch that reduces a gradient to which those of micro-batches are added.
+
+        FSDP reduces each before it adds it.
+        """
+        given = {tensor.data_ptr() for tensor in tensors if tensor.numel()}
+        for model in self._models:
+            for name, parameter in () if fsdp.roots(model) else model.named_parameters():
+                gradient = parameter.grad
+                if type(gradient) is torch.Tensor and gradient.data_ptr() in given:
+                    return (
+                        f"model: a hook reduces the gradient of {name} over ranks after each micro-batch, "
+                        "along with the reduced sum of the earlier ones. transformers does so where tensor "
+                        "parallelism leaves norms whole. Apply fully_shard as well: "
+                        "DistributedConfig(fsdp_size=2) or more."
+                    )
+        return ""
 
     def _note(self, launches: Sequence[Launch]) -> None:
         """Agree on launches that follow each other, and record them.

@@ -43,14 +43,22 @@ def watch_collectives(model: nn.Module, watcher: Watcher, reducing: Reducing | N
 
 
 def spread(model: nn.Module) -> private.Spread | None:
-    """The ranks over which FSDP averages the gradients of a model."""
-    return next(filter(None, map(private.spread_by, _sharded(model))), None)
+    """The ranks over which FSDP averages the gradients of a model, apart from its experts."""
+    return max(_spreads(model), key=lambda each: each.size, default=None)
+
+
+def _spreads(model: nn.Module) -> Iterator[private.Spread]:
+    return filter(None, map(private.spread_by, _sharded(model)))
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether FSDP averages gradients of some modules over fewer ranks: they get rows of other ranks, too."""
+    return len({each.size for each in _spreads(model)}) > 1
 
 
 def replicas(model: nn.Module) -> set[dist.ProcessGroup]:
     """The groups of ranks that hold the same shard, with HSDP, over which FSDP all-reduces gradients."""
-    about = filter(None, map(private.spread_by, _sharded(model)))
-    return {each.replicas for each in about if each.replicas is not None}
+    return {each.replicas for each in _spreads(model) if each.replicas is not None}
 
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
@@ -176,16 +184,25 @@ def _check_sharded(model: nn.Module) -> None:
 
 
 def divisor(model: nn.Module) -> float | None:
-    """The number that gradients are divided by instead of the number of ranks, if it has been set.
+    """The number that the sum of the gradients of all ranks is divided by; None without FSDP.
+
+    It is the number of ranks over which FSDP shards, or what has been set instead. Experts that are spread
+    over fewer ranks get the rows of all, so they are in order if they are divided by the same.
 
     Raises:
         UsageError: it is not the same in all modules, so there is no one gradient to scale.
     """
-    found = {factor for module in _sharded(model) for factor in private.divide_factors(module)}
+    found = {
+        factor or about.size
+        for module in _sharded(model)
+        if (about := private.spread_by(module))
+        for factor in private.divide_factors(module)
+    }
     if len(found) > 1:
         raise UsageError(
-            f"model: set_gradient_divide_factor has set {' and '.join(map(str, found))} in modules. "
-            "Set the same value in every module that fully_shard was applied to, or on none."
+            f"model: gradients are divided by {' and '.join(map(str, sorted(found)))} in modules: by the "
+            "ranks of fully_shard's mesh, or by what set_gradient_divide_factor has set. Set the same value "
+            "in every module that fully_shard was applied to."
         )
     return found.pop() if found else None
 

@@ -123,11 +123,19 @@ def launch_again(
 
 
 class Recorder(TorchDispatchMode):
-    """Shows each launch to ``before``, before it is made; also those inside of custom operators."""
+    """Shows each launch to ``before``, before it is made; also those inside of custom operators.
 
-    def __init__(self, before: Callable[[Launch], None]) -> None:
+    ``refuse`` gives the reason why a launch with these tensors must not be made, if there is one.
+    """
+
+    def __init__(
+        self,
+        before: Callable[[Launch], None],
+        refuse: Callable[[Sequence[torch.Tensor]], str] = lambda tensors: "",
+    ) -> None:
         super().__init__()
         self._before = before
+        self._refuse = refuse
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,7 +144,13 @@ class Recorder(TorchDispatchMode):
         if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a sharded tensor: what it launches for the plain ones inside is shown
         if func.namespace in _ONE_SIDED or _is_launch(func):
-            self._before(_seen(func, args, kwargs))
+            launch = _seen(func, args, kwargs)
+            if not launch.refused:
+                given = [
+                    leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+                ]
+                launch = replace(launch, refused=self._refuse(given))
+            self._before(launch)
         elif func.namespace not in _LAUNCH_NOTHING | _NAMESPACES:
             with self:
                 return call_inside(func, args, kwargs)

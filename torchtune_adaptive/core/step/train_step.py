@@ -125,6 +125,11 @@ class TrainStep:
         sharers = sharers_of(self._holders, ranks, options.context_group)
         if sharers.size > 1 and options.survive:
             self._require_no_obstacle()
+        if options.measure_noise and fsdp.has_experts(model):
+            raise UsageError(
+                "model: its experts have gradients of the rows of other ranks, whose noise cannot be told "
+                "apart. Do not measure gradient noise."
+            )
         self._reduction = reduction_of(model, ranks, self._holders)
         self._split = self._holders.size > 1
         measures_noise = options.measure_noise and not options.optimizer_in_backward
