@@ -120,6 +120,11 @@ def require_supported(trainer: Any) -> None:
             raise UsageError(f"{name}: {value!r} is not supported: {why}.")
     if trainer.is_deepspeed_enabled:
         raise UsageError(f"deepspeed: {REFUSED['deepspeed'][1]}.")
+    if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
+        raise UsageError(
+            "model: from_pretrained(distributed_config=...) has spread it over ranks, with which no trainer "
+            "has run here. Load it without, and set fsdp; or train it in a loop of your own, by AdaptiveStep."
+        )
     if args.n_gpu > 1:
         raise UsageError(
             f"n_gpu: {args.n_gpu} devices in one process. Start one process for each, by torchrun."

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.faults import FailingMemory, fail_at_each, survivable
 from tests.helpers.ranks import run_ranks
-from tests.integrations.real.trainers import LLAMA
+from tests.integrations.real.trainers import AS_CONFIGURED, LLAMA, trained
 from torchtune_adaptive import AdaptiveStep, UsageError, find_batch_size
 from torchtune_adaptive.core.private import unfinished_works
 from torchtune_adaptive.core.step.snapshot import Snapshot
@@ -135,6 +135,13 @@ def search(folder: str, way: dict[str, int]) -> tuple[int, list[bool], bool]:
     return int(size), [trial.fits for trial in size.trials], same
 
 
+def refused_by_a_trainer(folder: str) -> str:
+    spread = Spread(folder, {"fsdp_size": 2}).model
+    with pytest.raises(UsageError) as refused:
+        trained("trainer", AS_CONFIGURED, model=spread)
+    return str(refused.value)
+
+
 def refused_in_the_first_step(folder: str, way: dict[str, int]) -> str:
     run = Spread(folder, way)
     with pytest.raises(UsageError) as refused:
@@ -185,3 +192,9 @@ def test_gradients_that_hooks_reduce_again_are_refused(saved: str) -> None:
     said = run_ranks(refused_in_the_first_step, 2, saved, {"tp_size": 2})
     assert said == [said[0]] * 2
     assert "a hook reduces the gradient of model.layers" in said[0] and "fsdp_size=2" in said[0]
+
+
+@pytest.mark.parametrize("saved", ["Llama"], indirect=True)
+def test_trainers_refuse_such_models(saved: str) -> None:
+    said = run_ranks(refused_by_a_trainer, 2, saved)
+    assert said == [said[0]] * 2 and "distributed_config" in said[0]
