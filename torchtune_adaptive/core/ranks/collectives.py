@@ -268,7 +268,7 @@ class Collectives:
         for group in launched.keys() | recorded.keys():
             if launched.get(group, 0) != recorded.get(group, 0):
                 self._sequence.equal_passes = 0
-                if not self._is_within(group):  # or other ranks do not know of it
+                if not self._is_within(group):  # ranks other than holders have seen it, too
                     self._wide.equal_passes = 0
 
     def _compare(
@@ -396,9 +396,9 @@ class Collectives:
         self._note([replace(launch, of_fsdp=self._in_hook)])
 
     def _reduces_again(self, tensors: Sequence[torch.Tensor]) -> str:
-        """The reason to refuse a launch that reduces a gradient to which those of micro-batches are added.
+        """The reason not to reduce these tensors in place: one is a gradient to which more will be added.
 
-        FSDP reduces each before it adds it.
+        FSDP reduces what a micro-batch adds, and not the sum.
         """
         given = {tensor.data_ptr() for tensor in tensors if tensor.numel()}
         for model in self._models:

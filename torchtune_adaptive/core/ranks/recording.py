@@ -26,6 +26,7 @@ _ALIGNMENT = 512  # bytes; allocators align the start of a buffer like this
 _NAMESPACES = {"c10d", "_c10d_functional", "_dtensor"}
 _LAUNCH_NOTHING = {"aten", "prims", "prim", "profiler"}
 _NO_LAUNCHES = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
+_IN_PLACE = {"allreduce_", "allreduce_coalesced_", "all_reduce_", "all_reduce_coalesced_"}
 _ALL_TO_ALL = {"alltoall_base_", "all_to_all_single"}
 _ONE_SIDED = {"symm_mem", "deepep", "hybridep"}
 """Operators that reach into the memory of other ranks: torch's, and DeepEP's as torchtitan names them."""
@@ -125,7 +126,7 @@ def launch_again(
 class Recorder(TorchDispatchMode):
     """Shows each launch to ``before``, before it is made; also those inside of custom operators.
 
-    ``refuse`` gives the reason why a launch with these tensors must not be made, if there is one.
+    ``refuse`` gives the reason why these tensors must not be reduced in place, if there is one.
     """
 
     def __init__(
@@ -145,11 +146,11 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # a sharded tensor: what it launches for the plain ones inside is shown
         if func.namespace in _ONE_SIDED or _is_launch(func):
             launch = _seen(func, args, kwargs)
-            if not launch.refused:
+            if _name(func) in _IN_PLACE:
                 given = [
                     leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
                 ]
-                launch = replace(launch, refused=self._refuse(given))
+                launch = replace(launch, refused=launch.refused or self._refuse(given))
             self._before(launch)
         elif func.namespace not in _LAUNCH_NOTHING | _NAMESPACES:
             with self:
