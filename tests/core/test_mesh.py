@@ -77,11 +77,8 @@ CASES: dict[str, tuple[str, Shape, str, str]] = {
     "with HSDP, a new shape": ("tensor", (2, 2, 2), "shape", "one rank"),
 }
 
-
-KNOWING_THEIR_RANKS = [
-    *("tensor", "sequence", "loss"),
-    *("ring", "balanced ring", "exchanged heads", TORCHS),
-]
+COMPARED = ["tensor", "sequence", "loss", "ring", "balanced ring", "exchanged heads", TORCHS]
+"""The ways in which a log is compared with that of whole rows."""
 
 
 @pytest.mark.rotating(1)
@@ -140,7 +137,7 @@ def log_of(way: str, shape: Shape, data_ranks: int) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.rotating(1)
-@pytest.mark.parametrize("way", KNOWING_THEIR_RANKS)
+@pytest.mark.parametrize("way", COMPARED)
 def test_the_log_is_that_of_one_rank(way: str) -> None:
     """Tokens count once, and gradients that are terms of a sum are summed before their norm."""
     [alone] = run_ranks(log_of, 1, "sequence", (1, 1, 1), 1)
@@ -151,7 +148,7 @@ def test_the_log_is_that_of_one_rank(way: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", KNOWING_THEIR_RANKS)
+@pytest.mark.parametrize("way", COMPARED)
 def test_the_log_is_that_of_two_data_parallel_ranks(way: str) -> None:
     plain = run_ranks(log_of, 2, "sequence", (1, 2, 1), 2)
     four = run_ranks(log_of, 4, way, (1, 2, 2), 2)

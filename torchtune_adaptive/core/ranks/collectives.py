@@ -63,6 +63,7 @@ from torchtune_adaptive.core.ranks.recording import (
     launch_again,
     launch_of,
 )
+from torchtune_adaptive.core.ranks.supported import reason_not_to_reduce
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -151,7 +152,7 @@ class Collectives:
         survive: bool = True,
         compiled: bool = False,
     ) -> None:
-        self._models = models
+        self._refuse = partial(reason_not_to_reduce, models)
         self._ranks, self._holders = ranks, holders
         self._device = device
         self._launched = launched
@@ -241,7 +242,7 @@ class Collectives:
         self._begin_segment()
         self._mode = self.recording and self._sees_all
         self._mode_was_on |= self._mode
-        return Recorder(self._note_one, self._reduces_again) if self._mode else nullcontext()
+        return Recorder(self._note_one, self._refuse) if self._mode else nullcontext()
 
     def _begin_segment(self) -> None:
         segment = self._segment = _segment_of(self._phase, self._votes)
@@ -394,24 +395,6 @@ class Collectives:
         if self._unrecorded:
             return
         self._note([replace(launch, of_fsdp=self._in_hook)])
-
-    def _reduces_again(self, tensors: Sequence[torch.Tensor]) -> str:
-        """The reason not to reduce these tensors in place: one is a gradient to which more will be added.
-
-        FSDP reduces what a micro-batch adds, and not the sum.
-        """
-        given = {tensor.data_ptr() for tensor in tensors if tensor.numel()}
-        for model in self._models:
-            for name, parameter in () if fsdp.roots(model) else model.named_parameters():
-                gradient = parameter.grad
-                if type(gradient) is torch.Tensor and gradient.data_ptr() in given:
-                    return (
-                        f"model: a hook reduces the gradient of {name} over ranks after each micro-batch, "
-                        "along with the reduced sum of the earlier ones. transformers does so where tensor "
-                        "parallelism leaves norms whole. Apply fully_shard as well: "
-                        "DistributedConfig(fsdp_size=2) or more."
-                    )
-        return ""
 
     def _note(self, launches: Sequence[Launch]) -> None:
         """Agree on launches that follow each other, and record them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -65,6 +66,22 @@ def require_supported(model: nn.Module, ranks: Ranks) -> None:
             f"model: there are {ranks.size} ranks, but nothing reduces its gradients. Apply fully_shard, or "
             "wrap it in DistributedDataParallel."
         )
+
+
+def reason_not_to_reduce(models: Sequence[nn.Module], tensors: Sequence[torch.Tensor]) -> str:
+    """The reason why tensors must not be reduced in place during a pass, if there is one: a gradient to which
+    later micro-batches are added would be reduced again. FSDP reduces only what a micro-batch adds."""
+    given = {tensor.data_ptr() for tensor in tensors if tensor.numel()}
+    without_fsdp = [model for model in models if not fsdp.roots(model)]
+    for name, parameter in (pair for model in without_fsdp for pair in model.named_parameters()):
+        gradient = parameter.grad
+        if type(gradient) is torch.Tensor and gradient.data_ptr() in given:
+            return (
+                f"model: a hook reduces the gradient of {name} over ranks after each micro-batch, along with "
+                "the reduced sum of the earlier ones. transformers does so where tensor parallelism leaves "
+                "norms whole. Apply fully_shard as well: DistributedConfig(fsdp_size=2) or more."
+            )
+    return ""
 
 
 def is_split(model: nn.Module) -> bool:

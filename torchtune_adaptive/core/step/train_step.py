@@ -131,7 +131,6 @@ class TrainStep:
                 "apart. Do not measure gradient noise."
             )
         self._reduction = reduction_of(model, ranks, self._holders)
-        self._split = self._holders.size > 1
         measures_noise = options.measure_noise and not options.optimizer_in_backward
         self._noise = SmallBatches(device, self._reduction, measures_noise)
         self._loss_scale = LossScale.of(options.scaler)
@@ -233,7 +232,7 @@ class TrainStep:
         self._graph = None
         self._activations = self.options.activations()
         gradients.drop_unfinished(self.device)
-        if self._split:
+        if self._holders.size > 1:
             drop_masks()
         self._reset_models()
         self.memory.release()  # last: it can give back only what nothing refers to anymore
