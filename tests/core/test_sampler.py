@@ -38,7 +38,7 @@ def loader(samples: int = 20, rank: int = 0, ranks: int = 1, workers: int = 0) -
 
 def test_a_micro_batch_knows_its_samples() -> None:
     rows = loader().epoch(0)
-    for batch in rows.step(rows=20, size=4):
+    for batch in rows.step(samples=20, size=4):
         brought = rows.loaded[-1]
         assert tuple(batch["tokens"].flatten() // 10) == brought.sample_ids
         assert (brought.rows, brought.tokens) == (4, 4)
@@ -114,8 +114,27 @@ def test_an_epoch_can_begin_where_it_was_left() -> None:
 
 def test_every_sample_goes_to_one_rank() -> None:
     ranks = [loader(20, rank, 4).epoch(0) for rank in range(4)]
-    everyone = [i for rows in ranks for i in take(rows, step=5, micro_batch=2)]
+    everyone = [i for rows in ranks for i in take(rows, step=20, micro_batch=2)]
     assert sorted(everyone) == list(range(20))
+
+
+@pytest.mark.parametrize("samples", [24, 23])
+@pytest.mark.parametrize("others", [[1], [2], [4, 1, 2], [1, 4]])
+def test_other_ranks_go_on_with_the_same_samples(samples: int, others: list[int]) -> None:
+    dataset: Any = list(range(samples))
+    order = SampleOrder(samples, 2, shuffle=True)
+    steps, expected = [], order.epoch(3)
+    for number, ranks in enumerate([2, *others, 2, 1]):
+        loaders = [
+            Loader(dataset, collate, order, rank, ranks, ByRows("none")) for rank in range(ranks)
+        ]
+        parts = [
+            take(loader.epoch(3, used=4 * number), step=4, micro_batch=3) for loader in loaders
+        ]
+        assert {len(part) for part in parts} == {4 // ranks}
+        steps.append(sorted(chain.from_iterable(parts)))
+    assert steps == [sorted(expected[at : at + 4]) for at in range(0, 4 * len(steps), 4)]
+    assert order.per_epoch == 24, "also where a sample is repeated for the ranks that it began with"
 
 
 def test_bringing_samples_draws_nothing_from_the_runs_generator() -> None:

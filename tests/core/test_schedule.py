@@ -127,7 +127,7 @@ def test_beta2_forgets_as_much_in_as_many_samples() -> None:
 
 
 def test_positions_follow_samples_and_an_epoch_ends_at_its_end() -> None:
-    epochs = Epochs(rows=103, base_rows=4)
+    epochs = Epochs(samples=103, base_batch=4)
     assert epochs.base_steps == 25
     assert [epochs.position(0, used) for used in (0, 3, 4, 32, 100, 103)] == [0, 0, 1, 8, 25, 25]
     assert epochs.position(2, 0) == 50

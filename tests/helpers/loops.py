@@ -127,7 +127,7 @@ class Training:
         trained = Trained()
         optimizers = Optimizers((self.optimizer,), self.optimizer)
         order = SampleOrder(len(self.dataset), self.ranks.size, shuffle=True)
-        epochs = Epochs.of(order.rows_per_rank, self.split, None)
+        epochs = Epochs.of(order.per_epoch, self.split, None)
 
         def falling(position: int) -> torch.optim.lr_scheduler.LRScheduler:
             return torch.optim.lr_scheduler.LambdaLR(
@@ -136,7 +136,9 @@ class Training:
 
         events = Events(folder)
         micro_batches = ByRows("none")
-        growth = Growth(self.split, self.split.micro_batch, None, False, epochs.rows, self.ranks)
+        growth = Growth(
+            self.split, self.split.micro_batch, None, False, order.rows_per_rank, self.ranks
+        )
         rate = LearningRate(optimizers, falling, 0, "none", False, self.split.global_batch)
         environment = Environment(torch.device("cpu"), torch.float32, Alone(self.ranks.size))
         loop = TrainingLoop(
@@ -195,8 +197,8 @@ class _WatchedRows(EpochRows):
         super().__init__(*arguments)
         self._trained = trained
 
-    def advance(self, rows: int) -> None:
-        super().advance(rows)
+    def advance(self, samples: int) -> None:
+        super().advance(samples)
         for micro_batch in self.loaded:
             self._trained.taken += micro_batch.sample_ids
 

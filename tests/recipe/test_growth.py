@@ -125,7 +125,7 @@ def test_ranks_that_disagree_follow_rank_zero_and_fail_together() -> None:
 
 
 def test_steps_can_be_counted_ahead() -> None:
-    epochs = Epochs(rows=100, base_rows=2)
+    epochs = Epochs(samples=100, base_batch=2)
     assert growth(None).steps_ahead(epochs, 3) == 150
     assert growth(Geometric()).steps_ahead(epochs, 3) == 50 + 25 + 12
     assert growth(rfc).steps_ahead(epochs, 3) is None
@@ -144,6 +144,31 @@ def test_a_first_batch_whose_last_micro_batch_is_smaller_is_resumed_with_its_row
     assert saved.start_on(1, 8) == Split(5, 2, 1, rows=10)
     assert replace(saved, start_rows=None).start_on(1, 8).rows == 12  # as older files are read
     assert growth(Geometric(), start=Split(3, 2, 2)).state().start_rows is None
+
+
+def test_after_a_detour_over_other_ranks_the_first_batch_is_as_it_was() -> None:
+    first = growth(None, start=Split(8, 1, 2)).state()
+    detour = first.start_on(1, 8)
+    assert detour == Split(8, 2, 1)
+    alone = growth(None, start=detour, first=first.decided).state()
+    assert (alone.decided, alone.start_on(1, 8)) == ([8, 1, 2], detour)
+    back = growth(None, start=alone.start_on(2, 8), first=alone.decided)
+    assert back.split == Split(8, 1, 2) and back.state() == first
+
+
+@pytest.mark.parametrize(
+    ("configured", "kept"),
+    [
+        (Split(4, 1, 1), True),
+        (Split(2, 2, 4), True),  # another split of the same batch
+        (Split(8, 1, 1), False),
+        (Split(4, 2, 1), False),
+    ],
+)
+def test_a_config_with_another_batch_than_the_run_began_with_wins(
+    configured: Split, kept: bool
+) -> None:
+    assert growth(None, start=Split(4, 1, 2)).state().keeps(configured) is kept
 
 
 def test_other_ranks_keep_the_global_batch_or_say_that_they_cannot() -> None:

@@ -304,16 +304,16 @@ def rollouts(
     )
 
 
-def made(rows: RolloutRows, size: int = 8) -> list[tuple[str, float, list[float]]]:
+def made(rows: RolloutRows, share: int = 8) -> list[tuple[str, float, list[float]]]:
     assert rows.begin_step()
-    batches = [*rows.step(size, size)]
+    batches = [*rows.step(8, share)]
     assert sum(each.rows for each in rows.loaded) == sum(len(b["tokens"]) for b in batches)
     return [(row.data, row.draws.sum().item(), list(row.prompt)) for row in rows._rows]
 
 
 def test_a_rollout_is_the_same_on_any_number_of_ranks() -> None:
     alone = made(rollouts().epoch(0, 0))
-    shared = [made(rollouts(rank, 2, prompts=2).epoch(0, 0), 4) for rank in (0, 1)]
+    shared = [made(rollouts(rank, 2, prompts=2).epoch(0, 0), share=4) for rank in (0, 1)]
     assert sorted(alone) == sorted(shared[0] + shared[1])
     assert len({draws for _, draws, _ in alone}) == 8
     assert len({answer for answer, *_ in alone}) == 4

@@ -20,8 +20,9 @@ from typing import NoReturn
 
 from torchtune_adaptive.common import launcher
 
-MOMENT = 5.0
-"""Seconds in which a launcher ends a rank after another one has failed; torchrun looks every 0.1 s."""
+MOMENT = 30.0
+"""Seconds that a rank waits for the launcher to end it, once another one says why. torchrun looks every
+0.1 s, but that other one has a report to write before it ends: on a busy machine, 5 s were not always enough."""
 _CLAIM = "reason"
 _status: int | None = None
 """The status with which this process leaves the other ranks, once it does."""
@@ -35,7 +36,7 @@ def explain(reason: str, *, known_to_all: bool = False) -> None:
         known_to_all: whether every rank ends for this reason, so that one of them may speak for all.
     """
     if known_to_all and launcher.local_rank() != 0:
-        # Rank 0 says it, and has a moment to write the run's report; unless it is slow.
+        # Rank 0 says it, once it has written the run's report; unless that takes too long.
         moment = time.monotonic() + MOMENT
         while time.monotonic() < moment and not another_rank_has_failed():
             time.sleep(0.05)

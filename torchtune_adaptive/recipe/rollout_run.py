@@ -72,7 +72,8 @@ class RolloutRun(Run):
             over(ranks),
             self._entering_reward,
         )
-        sizes.require_prompts(order.rows_per_rank)
+        prompts_per_rank = order.per_epoch // ranks.size
+        sizes.require_prompts(prompts_per_rank)
         self._require_same_rollouts(sizes)
         step = self.train_step(model, optimizers, objective)
         self.watchdog.enter("looking up the lengths of all prompts", patience=None)
@@ -106,11 +107,11 @@ class RolloutRun(Run):
             stop_requested=lambda: self.stop.requested,
             events=self._events(),
         )
-        if left := order.rows_per_rank % sizes.prompts:
+        if left := prompts_per_rank % sizes.prompts:
             log.info(
                 f"Each epoch leaves out {counted(left, 'prompt')} per rank, too few for a rollout."
             )
-        epochs = Epochs(rollouts.per_epoch * sizes.trained_rows, sizes.step_rows)
+        epochs = Epochs(rollouts.per_epoch * rollouts.trained_rows, sizes.step_rows * ranks.size)
         loop = self._training_loop(model, optimizers, step, batch, rollouts, epochs, "row", save)
         loop.save_every_n_epochs = cfg.get("save_every_n_epochs") or 1
         return loop

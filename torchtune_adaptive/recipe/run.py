@@ -15,7 +15,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import training
 
-from torchtune_adaptive.common import FolderLock, UsageError
+from torchtune_adaptive.common import FolderLock, UsageError, counted
 from torchtune_adaptive.core import (
     Epochs,
     Generators,
@@ -225,7 +225,7 @@ class Run:
         )
         step = self.train_step(model, optimizers, objective, measures_noise)
         require_something_to_learn(data, step)
-        configured = configured_batch(cfg, model.data_ranks)
+        configured = self._configured(model.data_ranks)
         validation = self._validation_rows(loaded, objective)
         rows = RowsToTry(data, order, configured, self._lengths(data, cfg), validation)
         prober = Prober(step, self.ranks, self.watchdog, cfg, settings)
@@ -243,7 +243,7 @@ class Run:
             batch.micro_batches,
             settings.workers,
         )
-        epochs = Epochs.of(order.rows_per_rank, batch.start, self.progress.max_steps_per_epoch)
+        epochs = Epochs.of(order.per_epoch, batch.start, self.progress.max_steps_per_epoch)
         sample = data.rows.sample
         loop = self._training_loop(model, optimizers, step, batch, loader, epochs, sample, save)
         loop.validation = self._validation(step, validation, batch, model, loop)
@@ -254,7 +254,18 @@ class Run:
         changed = self.progress.require_data(len(dataset))
         if changed is not None and self.ranks.is_zero:
             log.warning(changed)
-        return SampleOrder(len(dataset), model.data_ranks, self.progress.shuffle)
+        saved = self.progress.training
+        ranks = saved.ranks_of_order if saved else model.data_ranks
+        return SampleOrder(len(dataset), ranks, self.progress.shuffle)
+
+    def _configured(self, ranks: int) -> Split:
+        """The batch that the config asks for. A resumed run keeps its global batch on any number of ranks,
+        unless the config has another batch than the run began with."""
+        configured, saved = configured_batch(self._cfg, ranks), self.progress.training
+        if saved is None or not saved.growth.keeps(configured):
+            return configured
+        # What a micro-batch of the config takes has fitted, so none is larger.
+        return Split.resumed(saved.growth.first_global_batch, ranks, configured.micro_batch, 1)
 
     def _training_loop(
         self,
@@ -362,13 +373,15 @@ class Run:
         return how_to_go_on(last)
 
     def _compare_batch(self, split: Split) -> None:
-        """Say if a resumed run goes on with another global batch."""
+        """Say if a resumed run goes on with another global batch, or with the same one on other ranks."""
         saved = self.progress.training
-        if saved is None or saved.growth.global_batch == split.global_batch:
+        if saved is None or not self.ranks.is_zero:
             return
-        if self.ranks.is_zero:
-            old, whose = saved.growth.global_batch, f"config's: {split.text()}"
-            log.warning(change("global batch", old, split.global_batch, whose))
+        old, new = saved.growth.global_batch, split.global_batch
+        if old != new:
+            log.warning(change("global batch", old, new, f"config's: {split.text()}"))
+        elif saved.growth.start[2] != split.ranks:
+            log.info(f"The global batch stays {counted(new, 'row')}: {split.text()}.")
 
     def _last_checkpoint(self) -> str:
         return last_saved(Path(self._cfg.checkpointer.output_dir))
@@ -388,17 +401,19 @@ class Run:
     ) -> Adaptation:
         """How the batch and the learning rate change from here on; restored if the run is resumed."""
         settings, progress, saved = self.settings, self.progress, self.progress.training
+        goes_on = saved and saved.growth.first_global_batch == batch.start.global_batch
         growth = Growth(
             batch.start,
             batch.largest,
             self._grow,
             settings.grow_past_memory,
-            epochs.rows,
+            epochs.samples // batch.start.ranks,
             self.ranks,
+            saved.growth.decided if saved and goes_on else None,
         )
         used = 0
         if saved:
-            used = saved.samples_of_epoch // batch.start.ranks
+            used = saved.samples_of_epoch
             if settings.adapts and saved.growth.largest is not None:
                 growth.resume(saved.growth)
         total = progress.total_epochs * epochs.base_steps

@@ -30,7 +30,8 @@ class SampleOrder:
     samples: int
     """The number of samples in the dataset."""
     ranks: int
-    """The number of data-parallel ranks that share them."""
+    """The number of data-parallel ranks that the run began with, each of which gets as many. On others, a
+    resumed run keeps the order."""
     shuffle: bool
     """Whether the order is another one in each epoch, or always the dataset's."""
     seed: int = 0
@@ -40,6 +41,11 @@ class SampleOrder:
         """The number of samples of each rank in an epoch."""
         return -(-self.samples // self.ranks)
 
+    @property
+    def per_epoch(self) -> int:
+        """The number of samples of all ranks in an epoch; those that are repeated count again."""
+        return self.rows_per_rank * self.ranks
+
     def epoch(self, epoch: int) -> list[int]:
         """The samples of an epoch, in order; rank ``r`` of ``n`` uses those at ``r``, ``r + n``, ..."""
         if self.shuffle:
@@ -47,7 +53,7 @@ class SampleOrder:
             order = torch.randperm(self.samples, generator=generator).tolist()
         else:
             order = list(range(self.samples))
-        while missing := self.rows_per_rank * self.ranks - len(order):
+        while missing := self.per_epoch - len(order):
             order += order[:missing]  # more than once only where there are fewer samples than ranks
         return order
 
@@ -68,7 +74,7 @@ class Loader:
     """Processes that fetch and collate ahead."""
 
     def epoch(self, epoch: int, used: int = 0) -> EpochRows:
-        """This rank's samples of an epoch, of which the first ``used`` rows have been used."""
+        """This rank's samples of an epoch, of which all ranks together have used the first ``used``."""
         return EpochRows(self, self.order.epoch(epoch), used)
 
     def state_dict(self) -> None:
@@ -132,8 +138,9 @@ def _end_workers() -> None:
 class EpochRows:
     """One rank's samples of an epoch, a step at a time.
 
-    A step has the same rows until ``advance`` is called, in micro-batches of whatever size, so a retry in
-    smaller ones loses and repeats nothing.
+    A step has the same samples until ``advance`` is called, in micro-batches of whatever size, so a retry in
+    smaller ones loses and repeats nothing. They are counted over all ranks, and each step deals out its own,
+    so another number of ranks goes on with the same samples.
     """
 
     can_be_left: ClassVar = True
@@ -145,20 +152,20 @@ class EpochRows:
         self._loader = loader
         self._sample_ids = sample_ids  # of all ranks
         self.used = used
-        """Rows used so far, on each rank."""
+        """Samples used so far, over all ranks."""
         self.loaded: list[MicroBatch] = []
         """The micro-batches of the last step that have been loaded so far."""
         self._running: tuple[int, int, int] | None = None
-        """The step that micro-batches are being loaded for, its rows and the size of its portions."""
+        """The step that micro-batches are being loaded for, its samples and the size of its portions."""
 
-    def step(self, rows: int, size: int) -> Iterator[dict[str, Any]]:
-        """The next ``rows`` samples on each rank, in portions of ``size``; the last may be smaller."""
-        if self._running != (self.used, rows, size):
-            self._micro_batches = self._loader.bring(self._steps(self.used, rows, size))
-        self._running = (self.used + rows, rows, size)
+    def step(self, samples: int, size: int) -> Iterator[dict[str, Any]]:
+        """This rank's share of the next ``samples``, in portions of ``size``; the last may be smaller."""
+        if self._running != (self.used, samples, size):
+            self._micro_batches = self._loader.bring(self._steps(self.used, samples, size))
+        self._running = (self.used + samples, samples, size)
         self.loaded = []
         for micro_batch, batch in islice(
-            self._micro_batches, len(self._portions(self.used, rows, size))
+            self._micro_batches, len(self._portions(self.used, samples, size))
         ):
             self.loaded.append(micro_batch)
             yield batch
@@ -167,21 +174,21 @@ class EpochRows:
         """Get ready for the next step; False if there was a request to stop meanwhile."""
         return True
 
-    def advance(self, rows: int) -> None:
+    def advance(self, samples: int) -> None:
         """Go on to the next step."""
-        self.used += rows
+        self.used += samples
 
     def metrics(self) -> dict[str, float]:
         """What is logged of the last step's rows."""
         return self._loader.micro_batches.metrics(self.loaded)
 
-    def _steps(self, used: int, rows: int, size: int) -> Iterator[list[Portion]]:
-        """The portions of each full step; rows that do not fill one are left out."""
-        while (used + rows) * self._loader.ranks <= len(self._sample_ids):
-            yield self._portions(used, rows, size)
-            used += rows
+    def _steps(self, used: int, samples: int, size: int) -> Iterator[list[Portion]]:
+        """The portions of each full step; samples that do not fill one are left out."""
+        while used + samples <= len(self._sample_ids):
+            yield self._portions(used, samples, size)
+            used += samples
 
-    def _portions(self, used: int, rows: int, size: int) -> list[Portion]:
+    def _portions(self, used: int, samples: int, size: int) -> list[Portion]:
         rank, ranks = self._loader.rank, self._loader.ranks
-        step = self._sample_ids[used * ranks : (used + rows) * ranks]
+        step = self._sample_ids[used : used + samples]
         return self._loader.micro_batches.portions(step, size, rank, ranks)

@@ -63,35 +63,35 @@ class Epochs:
     at one of them by the samples that it has used, however many steps it took to use them.
     """
 
-    rows: int
-    """Rows per rank that an epoch may use."""
-    base_rows: int
-    """Rows per rank in a base step."""
+    samples: int
+    """Samples that an epoch may use, over all ranks."""
+    base_batch: int
+    """Samples in a base step."""
 
     @classmethod
-    def of(cls, rows_per_rank: int, split: Split, max_steps: int | None) -> Epochs:
+    def of(cls, samples: int, split: Split, max_steps: int | None) -> Epochs:
         """The epochs of a run, at most ``max_steps`` of its first split each. A run without a step would save
         untrained weights, and is refused."""
-        if rows_per_rank < split.rows:
+        if samples < split.global_batch:
             raise ConfigError(
                 "batch_size",
                 split.micro_batch,
-                f"with gradient_accumulation_steps {split.accumulation} makes steps of "
-                f"{counted(split.rows, 'sample')} per rank, and the data has {rows_per_rank}",
+                f"with gradient_accumulation_steps {split.accumulation} on {counted(split.ranks, 'rank')} "
+                f"makes steps of {counted(split.global_batch, 'sample')}, and the data has {samples:,}",
                 "Lower batch_size or gradient_accumulation_steps, or use more data",
             )
         if max_steps is not None:
-            rows_per_rank = min(rows_per_rank, max_steps * split.rows)
-        return cls(rows_per_rank, split.rows)
+            samples = min(samples, max_steps * split.global_batch)
+        return cls(samples, split.global_batch)
 
     @property
     def base_steps(self) -> int:
         """Base steps in an epoch."""
-        return self.rows // self.base_rows
+        return self.samples // self.base_batch
 
     def position(self, epoch: int, used: int) -> int:
-        """The number of base steps completed by a run that has used ``used`` rows of its epoch."""
-        return epoch * self.base_steps + min(used // self.base_rows, self.base_steps)
+        """The number of base steps completed by a run that has used ``used`` samples of its epoch."""
+        return epoch * self.base_steps + min(used // self.base_batch, self.base_steps)
 
     def progress(self, epoch: int, used: int) -> float:
-        return epoch + used / self.rows
+        return epoch + used / self.samples

@@ -16,7 +16,7 @@ class GrowthState:
     """The batch of a run, and how it has grown."""
 
     start: list[int]
-    """Micro-batch, accumulation and ranks of the batch that the run began with."""
+    """Micro-batch, accumulation and ranks of the batch that the run began with, as these ranks share it."""
     global_batch: int
     largest: int | None
     """The largest micro-batch that fits, as a search found it; None if there was no search."""
@@ -25,12 +25,27 @@ class GrowthState:
     schedule: dict[str, Any]
     start_rows: int | None = None
     """Rows of each rank in the first batch, where its last micro-batch has fewer than the others."""
+    first: list[int] | None = None
+    """The same of that batch when it was decided on, if that was on other ranks."""
+
+    @property
+    def decided(self) -> list[int]:
+        """Micro-batch, accumulation and ranks of the first batch, when it was decided on."""
+        return self.first or self.start
+
+    @property
+    def first_global_batch(self) -> int:
+        micro_batch, accumulation, ranks = self.start
+        return (self.start_rows or micro_batch * accumulation) * ranks
 
     def start_on(self, ranks: int, largest: int) -> Split:
         """The batch that the run began with, on another number of ranks."""
-        micro_batch, accumulation, saved_ranks = self.start
-        rows = self.start_rows or micro_batch * accumulation
-        return Split.resumed(rows * saved_ranks, ranks, largest, accumulation)
+        # From the accumulation that was decided on: fewer ranks need more of it, and it would stay.
+        return Split.resumed(self.first_global_batch, ranks, largest, self.decided[1])
+
+    def keeps(self, configured: Split) -> bool:
+        """Whether a config asks for the batch that the run began with, had the ranks not changed."""
+        return configured.rows * self.decided[2] == self.first_global_batch
 
 
 @dataclass(frozen=True)
@@ -60,15 +75,25 @@ class TrainingState:
     allocation_retries: int
     rollouts: dict[str, Any] | None = None
     """The sizes of the phases of rollouts, where rows are generated."""
+    dealt_to: int | None = None
+    """The ranks that the order of samples was made for, where the ranks have changed."""
+
+    @property
+    def ranks_of_order(self) -> int:
+        """The ranks that the order of samples was made for."""
+        return self.dealt_to or self.growth.start[2]
 
     def write(self) -> dict[str, Any]:
         """The state in types that a checkpoint may hold."""
-        growth = dict(vars(self.growth))
-        if self.growth.start_rows is None:
-            del growth["start_rows"]  # older versions do not know it
-        written = {"version": VERSION, **vars(self), "growth": growth}
-        if self.rollouts is None:
-            del written["rollouts"]  # older versions do not know it
+        written = {"version": VERSION, **vars(self), "growth": dict(vars(self.growth))}
+        # Older versions do not know these, and can read what needs none of them.
+        for part, newer in (
+            (written["growth"], ("start_rows", "first")),
+            (written, ("rollouts", "dealt_to")),
+        ):
+            for name in newer:
+                if part[name] is None:
+                    del part[name]
         return written
 
     @classmethod

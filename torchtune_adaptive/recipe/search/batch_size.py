@@ -38,7 +38,7 @@ def find_micro_batch(
     found, worst, validation = _search(prober, rows, known, planner)
     if found.size is None:
         raise worst.nothing_fits(found.trials[-1])
-    configured, rows_per_rank = rows.configured, rows.order.rows_per_rank
+    configured, rows_per_rank = rows.configured, rows.per_rank
     after = split_for(settings, configured, found.size)
     return SearchReport(
         result=found,
@@ -63,7 +63,7 @@ def _search(
 ) -> tuple[strategies.SearchResult[SizeTrial], WorstCase, SizeTrial | None]:
     """What was found, the row that it was found with, and the trial of validation."""
     settings = prober.settings
-    sizes = possible_sizes(settings, rows.configured, rows.order.rows_per_rank)
+    sizes = possible_sizes(settings, rows.configured, rows.per_rank)
     worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
     sample = rows.data.rows.sample
     log.info(

@@ -82,9 +82,7 @@ def _searched(
             )
         # Tokens are bounded, not rows.
         size = _size_of(budget.validation)
-        return DecidedBatch(
-            configured, rows.order.rows_per_rank, budget.micro_batches, size, budget
-        )
+        return DecidedBatch(configured, rows.per_rank, budget.micro_batches, size, budget)
     if settings.use_fastest_configuration:
         return _fastest(prober, rows, saved, planner)
     if not settings.searches:
@@ -124,7 +122,7 @@ def _by_tokens(prober: Prober, rows: RowsToTry, saved: TrainingState | None) -> 
         log.info("No token budget: it was slower when this run began (the checkpoint says).")
         return None
     prober.enter("looking up the lengths of all rows")
-    if rows.order.rows_per_rank and images_of(rows.data.dataset[0]):
+    if rows.order.samples and images_of(rows.data.dataset[0]):
         raise token_budget_with_images(prober.settings)
     lengths = rows.lengths.all(say_progress=prober.ranks.is_zero)
     lengths = [rows.data.rows.padded(length) for length in lengths]

@@ -53,6 +53,11 @@ class RowsToTry:
     validation: ValidationRows | None = None
 
     @property
+    def per_rank(self) -> int:
+        """The rows that each rank has in an epoch."""
+        return self.order.per_epoch // self.configured.ranks
+
+    @property
     def first_samples(self) -> list[int]:
         """The samples of the first step; rank ``r`` of ``n`` has those at ``r``, ``r + n``, ..."""
         return self.order.epoch(0)[: self.configured.global_batch]
@@ -62,7 +67,7 @@ class RowsToTry:
         data, order, shares = self.data, self.order, self.configured.ranks
         mine = ranks.rank * shares // ranks.size  # several ranks may hold the same rows
         loader = Loader(data.dataset, data.collate, order, mine, shares, micro_batches)
-        return _Fresh([*loader.epoch(0).step(self.configured.rows, size)])
+        return _Fresh([*loader.epoch(0).step(self.configured.global_batch, size)])
 
 
 class _Fresh(Sequence[Batch]):

@@ -161,7 +161,7 @@ def find_token_budget(
         first = probe.prime(worst.of_length(longest).batch)
         if not first.fits:
             raise worst.nothing_fits(first)
-        most_rows = rows.order.rows_per_rank if settings.grows else rows.configured.rows
+        most_rows = rows.per_rank if settings.grows else rows.configured.rows
         budget, trials = _find_or_confirm(
             settings,
             lambda size, length: probe.trial(size, worst.of_length(length).batch),
@@ -261,7 +261,7 @@ def _speeds(
     The same on all ranks, since a step takes as long as it takes the slowest.
     """
     split = rows.configured
-    if prober.compiled or split.rows > rows.order.rows_per_rank:
+    if prober.compiled or split.rows > rows.per_rank:
         return None, None  # most of what would be measured is compiling; or there is no full step
     tokens = sum(by_tokens.row_lengths[sample] for sample in rows.first_samples) / split.ranks
 

@@ -40,7 +40,7 @@ class Adaptation:
     def before_step(self, epoch: int, used: int, samples: int, number: int) -> bool:
         """Ask the schedule before step ``number``; whether the batch has changed.
 
-        Each rank has ``used`` so many rows of the epoch, and the run so many samples.
+        So many samples have been ``used`` of the epoch, and ``samples`` in all.
         """
         moment = Moment(
             samples=samples,

@@ -39,6 +39,7 @@ class Growth:
         past_memory: True to accumulate gradients where the micro-batch cannot grow any more.
         rows_per_epoch: the rows that a rank may use in an epoch; one step must remain.
         ranks: the ranks of the run.
+        first: micro-batch, accumulation and ranks of ``start`` when it was decided on, on other ranks.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class Growth:
         past_memory: bool,
         rows_per_epoch: int,
         ranks: Ranks,
+        first: list[int] | None = None,
     ) -> None:
         self.start = start
+        self._first = first
         self.largest = start.micro_batch if largest is None else largest
         self._was_found = largest is not None
         self.split = start
@@ -139,7 +142,12 @@ class Growth:
         if self.schedule is None:
             return total_epochs * epochs.base_steps
         future = Growth(
-            self.start, self.largest, self.schedule, self._past_memory, epochs.rows, self._ranks
+            self.start,
+            self.largest,
+            self.schedule,
+            self._past_memory,
+            self._rows_per_epoch,
+            self._ranks,
         )
         steps = samples = 0
         for epoch in range(total_epochs):
@@ -148,19 +156,23 @@ class Growth:
                 progress = epochs.progress(epoch, used)
                 now = Moment(samples, progress, self.start.global_batch, future.split.global_batch)
                 future.before_step(now)
-                if used + future.split.rows > epochs.rows:
+                if used + future.split.global_batch > epochs.samples:
                     break
-                used += future.split.rows
+                used += future.split.global_batch
                 samples += future.split.global_batch
                 steps += 1
         return steps
 
     def state(self) -> GrowthState:
-        start = self.start
+        start, as_saved = (
+            self.start,
+            [self.start.micro_batch, self.start.accumulation, self.start.ranks],
+        )
         is_even = start.rows == start.micro_batch * start.accumulation
         return GrowthState(
-            start=[start.micro_batch, start.accumulation, start.ranks],
+            start=as_saved,
             start_rows=None if is_even else start.rows,
+            first=None if self._first in (None, as_saved) else self._first,
             global_batch=self.split.global_batch,
             largest=self.largest if self._was_found else None,
             decisions=self.decisions,

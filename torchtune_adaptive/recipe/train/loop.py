@@ -121,7 +121,7 @@ class TrainingLoop:
         self._summarize()
 
     def _epoch(self, epoch: int, used: int) -> bool:
-        """Train an epoch, of which some rows have been used; whether training goes on after it."""
+        """Train an epoch, of which some samples have been used; whether training goes on after it."""
         adaptation, epochs = self.adaptation, self.adaptation.epochs
         self._rows = rows = self.loader.epoch(epoch, used)
         if used == 0:
@@ -164,10 +164,11 @@ class TrainingLoop:
                 return False
         display.close()
         # Rows that do not fill a step are left out, not carried into the next epoch's first step.
-        if left := epochs.rows - rows.used:
-            samples = counted(left, self.sample)
-            log.info(f"Epoch {epoch}: leaving out {samples} per rank, too few for a step.")
-        adaptation.learning_rate.move_to(epochs.position(epoch, epochs.rows))
+        if left := epochs.samples - rows.used:
+            log.info(
+                f"Epoch {epoch}: leaving out {counted(left, self.sample)}, too few for a step."
+            )
+        adaptation.learning_rate.move_to(epochs.position(epoch, epochs.samples))
         return True
 
     def _is_room_for_a_step(self, epoch: int) -> bool:
@@ -175,7 +176,7 @@ class TrainingLoop:
         adaptation, used = self.adaptation, self._rows.used
         if adaptation.before_step(epoch, used, self.samples, self.global_step + 1):
             self._begin_batch()
-        return used + adaptation.split.rows <= adaptation.epochs.rows
+        return used + adaptation.split.global_batch <= adaptation.epochs.samples
 
     def _begin_batch(self) -> None:
         """Use the batch as it is now from the next step on."""
@@ -186,7 +187,7 @@ class TrainingLoop:
         adaptation, split, rows = self.adaptation, self.adaptation.split, self._rows
         self.before_step(self.global_step + 1)
         outcome = self.runner.run(self._micro_batches, self.global_step + 1, self._adjusted)
-        rows.advance(split.rows)
+        rows.advance(split.global_batch)
         self.global_step += 1
         self.samples += split.global_batch
         adaptation.after_step(epoch, rows.used, outcome)
@@ -212,7 +213,7 @@ class TrainingLoop:
         size_in_words = counted(size, self.runner.unit)
         phase = f"step {self.global_step + 1} in micro-batches of {size_in_words}"
         self.watchdog.enter(phase, self.step_timeout)
-        return self._rows.step(self.adaptation.split.rows, size)
+        return self._rows.step(self.adaptation.split.global_batch, size)
 
     def _adjusted(self, adjustment: Adjustment) -> None:
         """Put on record what is done about memory."""
@@ -261,11 +262,11 @@ class TrainingLoop:
 
     def _state(self, used: int) -> TrainingState:
         ranks, device = self.runner.step.ranks, self.runner.step.device
-        adaptation = self.adaptation
+        adaptation, dealt_to = self.adaptation, self.loader.order.ranks
         return TrainingState(
             global_step=self.global_step,
             samples=self.samples,
-            samples_of_epoch=used * self.loader.ranks,
+            samples_of_epoch=used,
             token_budget=self.loader.micro_batches.state(),
             generators=ranks.gather(Generators(device).state_dict()),
             validated=self.global_step if self.validation is None else self.validation.done,
@@ -273,11 +274,12 @@ class TrainingLoop:
             learning_rate=adaptation.learning_rate.state_dict(),
             noise=adaptation.noise.state_dict() if adaptation.noise else None,
             rollouts=self.loader.state_dict(),
+            dealt_to=None if dealt_to == adaptation.growth.start.ranks else dealt_to,
             **self.runner.state_dict(),
         )
 
     def _resume(self, saved: TrainingState) -> int:
-        """Restore a saved state; gives the rows of its epoch that each rank has used."""
+        """Restore a saved state; gives the samples of its epoch that have been used."""
         self.global_step, self.samples = saved.global_step, saved.samples
         self._saved = self.global_step
         self.adaptation.resume(saved.learning_rate, saved.noise)
@@ -290,12 +292,12 @@ class TrainingLoop:
         generators = saved.generators
         if len(generators) == ranks.size:
             Generators(device).load_state_dict(generators[ranks.rank])
-        else:
+        elif ranks.is_zero:
             log.warning(
                 f"The checkpoint was written by {counted(len(generators), 'rank')}, this run has "
                 f"{ranks.size}: data resumes at the same sample, but RNG state (dropout) is not restored."
             )
-        return saved.samples_of_epoch // self.loader.ranks
+        return saved.samples_of_epoch
 
     def trained(self) -> Trained:
         """What training has come to so far."""

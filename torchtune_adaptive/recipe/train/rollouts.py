@@ -84,7 +84,7 @@ class Rollouts:
     @property
     def ranks(self) -> int:
         """The number of ranks, which share the prompts."""
-        return self.order.ranks
+        return self._step.ranks.size
 
     @property
     def sizes(self) -> RolloutSizes:
@@ -101,18 +101,23 @@ class Rollouts:
     @property
     def per_epoch(self) -> int:
         """Rollouts in an epoch."""
-        return self.order.rows_per_rank // self.sizes.prompts
+        return self.order.per_epoch // (self.sizes.prompts * self.ranks)
+
+    @property
+    def trained_rows(self) -> int:
+        """The rows that a rollout is trained on, over all ranks."""
+        return self.sizes.trained_rows * self.ranks
 
     def epoch(self, epoch: int, used: int) -> RolloutRows:
-        """The rows of an epoch, of which each rank has trained on the first ``used``.
+        """The rows of an epoch, of which the ranks have trained on the first ``used``.
 
         If that is in the middle of a rollout, as with another ``ppo_epochs``, it begins again.
         """
-        return RolloutRows(self, epoch, used - used % self.sizes.trained_rows)
+        return RolloutRows(self, epoch, used - used % self.trained_rows)
 
     def number(self, epoch: int, used: int) -> int:
         """The number of a rollout in the run, counted from 0."""
-        return epoch * self.per_epoch + used // self.sizes.trained_rows
+        return epoch * self.per_epoch + used // self.trained_rows
 
     def are_over(self, epoch: int, used: int) -> bool:
         """Whether training ends here, whatever is left of the epochs."""
@@ -289,13 +294,14 @@ class RolloutRows:
         self._rows: list[Row] = []
         self._of_step = MiniBatch([], [])
         self.used = used
+        """Rows trained on so far, over all ranks."""
         self.loaded: list[MicroBatch] = []
         """The micro-batches of the last step that have been made so far."""
 
     @property
     def can_be_left(self) -> bool:
         """Whether this is between two rollouts."""
-        return self.used % self._rollouts.sizes.trained_rows == 0
+        return self.used % self._rollouts.trained_rows == 0
 
     @property
     def are_over(self) -> bool:
@@ -311,13 +317,14 @@ class RolloutRows:
             if rows is None:
                 return False
             self._rows = rows
-        used = self.used % rollouts.sizes.trained_rows
+        used = self.used % rollouts.trained_rows // rollouts.ranks
         self._of_step = rollouts.mini_batch(self._rows, number, used)
         return True
 
-    def step(self, rows: int, size: int) -> Iterator[Batch]:
-        """The ``rows`` of the next step, in micro-batches of a size."""
-        assert rows == len(self._of_step.rows), "a step has all rows of a mini-batch"
+    def step(self, samples: int, size: int) -> Iterator[Batch]:
+        """This rank's rows of the next step, in micro-batches of a size."""
+        mini_batch = len(self._of_step.rows) * self._rollouts.ranks
+        assert samples == mini_batch, "a step has all rows of a mini-batch"
         self.loaded = []
         for some in self._rollouts.parts(self._of_step, size):
             batch = collate(some, self._rollouts.phases.padding_id)
@@ -325,9 +332,9 @@ class RolloutRows:
             self.loaded.append(MicroBatch(ids, batch["tokens"].numel()))
             yield batch
 
-    def advance(self, rows: int) -> None:
+    def advance(self, samples: int) -> None:
         """Go on to the next step."""
-        self.used += rows
+        self.used += samples
 
     def metrics(self) -> dict[str, float]:
         """What is logged of the rollout and the last step."""
