@@ -12,7 +12,7 @@ from torchtune_adaptive.core.search.strategies import Status
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.sizes.candidates import candidates
 from torchtune_adaptive.core.sizes.split import Split
-from torchtune_adaptive.recipe.search.batch_size import possible_sizes, what_limits
+from torchtune_adaptive.recipe.search.batch_size import limit_of, possible_sizes
 from torchtune_adaptive.recipe.search.size_search import SizeSearch
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 
@@ -106,7 +106,12 @@ def test_a_prediction_that_was_too_high_is_followed_by_a_search(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("settings", "largest", "reason"),
     [
-        ({}, 32, "the data has 100 rows per rank"),
+        (
+            {},
+            4,
+            "a larger one would leave fewer than 8 optimizer steps in an epoch; adaptive_batching.c",
+        ),
+        ({"use_maximum_batch_size": False}, 32, "the data has 100 rows per rank"),
         ({"ceiling": 8}, 8, "adaptive_batching.ceiling is 8"),
         ({"ceiling": 1000}, 32, "the data has 100 rows per rank"),
         ({"keep_global_batch": True}, 12, "a step has 12 rows per rank"),
@@ -114,6 +119,27 @@ def test_a_prediction_that_was_too_high_is_followed_by_a_search(tmp_path: Path) 
     ],
 )
 def test_what_limits_the_candidates(settings: dict[str, Any], largest: int, reason: str) -> None:
-    adaptive, configured = AdaptiveSettings(**settings), Split(4, 3, 2)
-    assert possible_sizes(adaptive, configured, 100)[-1] == largest
-    assert what_limits(adaptive, configured, 100, "row").startswith(reason)
+    asked = AdaptiveSettings(**{"use_maximum_batch_size": True, **settings})
+    configured = Split(4, 3, 2)
+    limit = limit_of(asked, configured, 100)
+    assert possible_sizes(asked, configured, limit.size)[-1] == largest
+    assert limit.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("rows", "configured", "more", "largest"),
+    [
+        (320, Split(2, 1, 2), {}, 16),  # 160 steps become 20
+        (320, Split(2, 4, 2), {}, 4),
+        (320, Split(64, 1, 2), {}, 64),  # there were 5
+        (320, Split(400, 1, 2), {}, 320),  # there were none
+        (320, Split(2, 1, 2), {"max_steps": 10}, 32),
+        (320, Split(2, 1, 2), {"max_steps": 1000}, 16),
+        (320, Split(2, 1, 2), {"known": 128}, 128),
+    ],
+)
+def test_a_search_leaves_some_steps_in_an_epoch(
+    rows: int, configured: Split, more: dict[str, int], largest: int
+) -> None:
+    limit = limit_of(AdaptiveSettings(use_maximum_batch_size=True), configured, rows, **more)
+    assert limit.size == largest

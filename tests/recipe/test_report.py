@@ -104,13 +104,14 @@ def test_a_global_batch_that_stays_is_reported_as_unchanged() -> None:
 
 
 def test_the_reason_is_the_searchs_own() -> None:
-    def reason(status: Status) -> str:
-        return report(result=SearchResult(2, status, TRIALS[:2])).reason()
+    def reason(status: Status, at_ceiling: bool) -> str:
+        result = SearchResult(2, status, TRIALS[:2])
+        return report(result=result, at_ceiling=at_ceiling).reason()
 
-    assert reason(Status.REMEMBERED) == Status.REMEMBERED.value
-    assert reason(Status.CEILING) == (
-        "it is the largest size allowed: the data has 640 rows per rank, and an epoch needs a step"
-    )
+    limit = "the data has 640 rows per rank, and an epoch needs a step"
+    assert reason(Status.REMEMBERED, False) == Status.REMEMBERED.value
+    assert reason(Status.REMEMBERED, True) == f"{Status.REMEMBERED.value}: {limit}"
+    assert reason(Status.CEILING, True) == f"it is the largest size allowed: {limit}"
 
 
 def test_overrides_can_be_pasted() -> None:

@@ -232,14 +232,35 @@ def run_ours_with_a_predictor_that(fault: str, cfg: Any) -> str:
     return heard.getvalue()
 
 
-def test_what_an_epoch_can_hold_is_the_ceiling(tmp_path: Path) -> None:
-    changes = {**SEARCH, "dataset.split": "train[:10]", "adaptive_batching.rounding": "none"}
+@pytest.mark.parametrize(
+    ("allowed", "size", "steps", "reason"),
+    [
+        (
+            None,
+            2,
+            2,
+            "a larger one would leave fewer than 2 optimizer steps in an epoch; "
+            "adaptive_batching.ceiling=N allows it",
+        ),
+        (100, 5, 1, "the data has 5 rows per rank, and an epoch needs a step"),
+    ],
+)
+def test_an_epoch_keeps_some_steps_unless_a_ceiling_allows_more(
+    allowed: int | None, size: int, steps: int, reason: str, tmp_path: Path
+) -> None:
+    changes = {
+        **SEARCH,
+        "dataset.split": "train[:10]",
+        "adaptive_batching.rounding": "none",
+        "adaptive_batching.ceiling": allowed,
+    }
     run = train("full", tmp_path, 2, **{**changes, "epochs": 2})
     found = written(tmp_path)
-    assert found["batch_size"] == 5 and found["reason"] == (
-        "it is the largest size allowed: the data has 5 rows per rank, and an epoch needs a step"
+    assert (found["batch_size"], found["reason"]) == (
+        size,
+        f"it is the largest size allowed: {reason}",
     )
-    assert len(run) == 2, "one step in each of two epochs"
+    assert len(run) == 2 * steps, "in two epochs"
 
 
 def find_nothing(cfg: Any) -> str:

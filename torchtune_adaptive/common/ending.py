@@ -21,8 +21,8 @@ from typing import NoReturn
 from torchtune_adaptive.common import launcher
 
 MOMENT = 30.0
-"""Seconds that a rank waits for the launcher to end it, once another one says why. torchrun looks every
-0.1 s, but that other one has a report to write before it ends: on a busy machine, 5 s were not always enough."""
+"""Seconds that a rank waits for the launcher to end it, once another one says why. torchrun looks often,
+but that other one writes a report before it ends: on a busy machine, 5 s were not always enough."""
 _CLAIM = "reason"
 _status: int | None = None
 """The status with which this process leaves the other ranks, once it does."""

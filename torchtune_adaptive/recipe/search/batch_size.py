@@ -11,11 +11,11 @@ from torchtune_adaptive.common import ConfigError, counted
 from torchtune_adaptive.core import Rounding, SizeTrial, Split, candidates, strategies
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
-from torchtune_adaptive.recipe.search.size_report import SearchReport
+from torchtune_adaptive.recipe.search.size_report import FEW_STEPS, SearchReport
 from torchtune_adaptive.recipe.search.size_search import SizeSearch
 from torchtune_adaptive.recipe.search.validation_size import fit_validation
 from torchtune_adaptive.recipe.search.worst_case import WorstCase
-from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.fingerprint import search_facts
 
 log = logging.getLogger(__name__)
@@ -35,35 +35,47 @@ def find_micro_batch(
         planner: the planner on rank 0, which predicts the size that should be found.
     """
     started, settings = time.perf_counter(), prober.settings
-    found, worst, validation = _search(prober, rows, known, planner)
+    limit = limit_of(
+        settings,
+        rows.configured,
+        rows.per_rank,
+        sample=rows.data.rows.sample,
+        max_steps=prober.cfg.get("max_steps_per_epoch"),
+        known=known,
+    )
+    found, worst, validation = _search(prober, rows, limit, known, planner)
     if found.size is None:
         raise worst.nothing_fits(found.trials[-1])
-    configured, rows_per_rank = rows.configured, rows.per_rank
-    after = split_for(settings, configured, found.size)
+    after = split_for(settings, rows.configured, found.size)
     return SearchReport(
         result=found,
-        before=configured,
-        after=after if settings.use_maximum_batch_size else configured,
+        before=rows.configured,
+        after=after if settings.use_maximum_batch_size else rows.configured,
         strategy=settings.search,
         row=worst.size,
         row_source=worst.source,
         device=prober.step.memory.name,
         headroom=settings.headroom,
         seconds=time.perf_counter() - started,
-        rows_per_rank=rows_per_rank,
+        rows_per_rank=rows.per_rank,
         lr=prober.cfg.optimizer.get("lr"),
-        ceiling=what_limits(settings, configured, rows_per_rank, rows.data.rows.sample),
+        ceiling=limit.reason,
+        at_ceiling=found.size == possible_sizes(settings, rows.configured, limit.size)[-1],
         validation=validation,
         sample=rows.data.rows.sample,
     )
 
 
 def _search(
-    prober: Prober, rows: RowsToTry, known: int | None, planner: BackgroundPlanner | None
+    prober: Prober,
+    rows: RowsToTry,
+    limit: Limit,
+    known: int | None,
+    planner: BackgroundPlanner | None,
 ) -> tuple[strategies.SearchResult[SizeTrial], WorstCase, SizeTrial | None]:
     """What was found, the row that it was found with, and the trial of validation."""
     settings = prober.settings
-    sizes = possible_sizes(settings, rows.configured, rows.per_rank)
+    sizes = possible_sizes(settings, rows.configured, limit.size)
     worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
     sample = rows.data.rows.sample
     log.info(
@@ -109,15 +121,32 @@ def _search(
     return found, worst, validation
 
 
-def possible_sizes(
-    settings: AdaptiveSettings, configured: Split, rows_per_rank: int
-) -> tuple[int, ...]:
-    """The micro-batches that a search may find: at least one full step must remain in an epoch.
+@dataclass(frozen=True)
+class Limit:
+    """The largest micro-batch that a search may find, whatever memory there is."""
+
+    size: int
+    reason: str
+
+
+def limit_of(
+    settings: AdaptiveSettings,
+    configured: Split,
+    rows_per_rank: int,
+    *,
+    sample: str = "row",
+    max_steps: int | None = None,
+    known: int | None = None,
+) -> Limit:
+    """What bounds a search besides memory: a setting, the data, or the steps that an epoch should have.
 
     Args:
-        settings: rounding, ceiling, and whether the global batch must stay.
+        settings: the ceiling, and whether the global batch must stay.
         configured: the batch that the config asks for.
         rows_per_rank: the rows that each rank has in an epoch.
+        sample: what a row is called.
+        max_steps: the most steps in an epoch, where the config has such a limit.
+        known: the size that an earlier part of the run has found, and may keep.
     """
     accumulation, rows_per_step = configured.accumulation, configured.rows
     needed = rows_per_step if settings.keep_global_batch else accumulation
@@ -129,27 +158,36 @@ def possible_sizes(
             f"and the data has {rows_per_rank}",
             "Lower it, lower batch_size, or use more data",
         )
-    ceiling = rows_per_step if settings.keep_global_batch else rows_per_rank // accumulation
-    if settings.ceiling is not None:
-        ceiling = min(ceiling, settings.ceiling)
-    rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
-    return candidates(rounding, ceiling, rows_per_step)
-
-
-def what_limits(
-    settings: AdaptiveSettings, configured: Split, rows_per_rank: int, sample: str
-) -> str:
-    """Why ``possible_sizes`` has no larger ones."""
     if settings.keep_global_batch:
-        ceiling, reason = configured.rows, f"a step has {counted(configured.rows, sample)} per rank"
+        limit = Limit(rows_per_step, f"a step has {counted(rows_per_step, sample)} per rank")
     else:
-        ceiling = rows_per_rank // configured.accumulation
-        reason = (
-            f"the data has {counted(rows_per_rank, sample)} per rank, and an epoch needs a step"
+        rows = counted(rows_per_rank, sample)
+        limit = Limit(
+            rows_per_rank // accumulation,
+            f"the data has {rows} per rank, and an epoch needs a step",
         )
-    if settings.ceiling is not None and settings.ceiling < ceiling:
-        return f"adaptive_batching.ceiling is {settings.ceiling}"
-    return reason
+    if settings.ceiling is not None:
+        reason = f"{BLOCK}.ceiling is {settings.ceiling}"
+        return Limit(settings.ceiling, reason) if settings.ceiling < limit.size else limit
+    if settings.keep_global_batch or not settings.use_maximum_batch_size:
+        return limit
+    # With little data on a large device a batch of all of it fits, and a run of a few steps learns nothing.
+    steps = max(1, rows_per_rank // rows_per_step)
+    steps = min(steps, FEW_STEPS, max_steps or steps)
+    most = max(rows_per_rank // (steps * accumulation), known or 0)
+    if steps == 1 or most >= limit.size:
+        return limit
+    return Limit(
+        most,
+        f"a larger one would leave fewer than {counted(steps, 'optimizer step')} in an epoch; "
+        f"{BLOCK}.ceiling=N allows it",
+    )
+
+
+def possible_sizes(settings: AdaptiveSettings, configured: Split, most: int) -> tuple[int, ...]:
+    """The micro-batches that a search may find, up to a limit."""
+    rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
+    return candidates(rounding, most, configured.rows)
 
 
 def split_for(settings: AdaptiveSettings, configured: Split, size: int) -> Split:

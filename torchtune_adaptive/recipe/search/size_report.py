@@ -37,7 +37,9 @@ class SearchReport(Report):
     lr: float | None
     """The learning rate of the config, which no search changes."""
     ceiling: str
-    """The limit of the candidates: the data, a setting, or the rows in a step."""
+    """The limit of the candidates: the data, the steps in an epoch, a setting, or the rows in a step."""
+    at_ceiling: bool = False
+    """Whether what was found is the largest candidate."""
     validation: SizeTrial | None = None
     """The trial of validation that fits, where there is any."""
     sample: str = "row"
@@ -55,10 +57,9 @@ class SearchReport(Report):
 
     def reason(self) -> str:
         """Why this size and not the next."""
-        if self.result.status is strategies.Status.CEILING:
-            return f"{strategies.Status.CEILING.value}: {self.ceiling}"
-        if self.result.status is not strategies.Status.NEXT_DOES_NOT_FIT:
-            return self.result.status.value
+        status = self.result.status
+        if status is not strategies.Status.NEXT_DOES_NOT_FIT:
+            return f"{status.value}: {self.ceiling}" if self.at_ceiling else status.value
         failed = min(
             (trial for trial in self.result.trials if not trial.fits), key=lambda t: t.size
         )
