@@ -80,7 +80,8 @@ class AdaptiveSettings:
     (``divisor``), or all (``none``)."""
 
     ceiling: Annotated[int, at_least(1)] | None = None
-    """The largest micro-batch to try. The data limits it too: an epoch must have at least one step."""
+    """The largest micro-batch to try. Where it is not set, an epoch keeps at least 20 optimizer steps, or as
+    many as the config has if those are fewer."""
 
     headroom: Annotated[float, SHARE] = 0.05
     """Fraction of the capacity that a trial must leave free; the rest is the usable memory."""
