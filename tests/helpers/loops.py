@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 from torchtune.data import padded_collate_sft
@@ -38,8 +37,6 @@ from torchtune_adaptive.recipe.checkpoints.folder import last_saved
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
-from torchtune_adaptive.recipe.train import loop as loop_module
-from torchtune_adaptive.recipe.train import metrics as metrics_module
 from torchtune_adaptive.recipe.train.adaptation import Adaptation
 from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.growth import Growth
@@ -47,9 +44,6 @@ from torchtune_adaptive.recipe.train.learning_rate import LearningRate
 from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_resume
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
 from torchtune_adaptive.recipe.train.stop import StopSignals
-
-loop_module.tqdm = MagicMock()  # type: ignore[attr-defined]
-metrics_module.History = MagicMock()  # type: ignore[misc]  # or each of thousands of runs would draw a plot
 
 
 class Sizes(Recovery):

@@ -33,7 +33,7 @@ from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import FOUND, KINDS
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME, Events
-from torchtune_adaptive.recipe.train.instruments import History, Point
+from torchtune_adaptive.recipe.train.instruments import Course, History, Point
 from torchtune_adaptive.recipe.train.metrics import Summary, Trained
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser")
@@ -73,7 +73,8 @@ def trained(steps: int = 20) -> Trained:
     for step in range(1, steps + 1):
         history.add(Point(32 * step, 32, 4, 1e-5 * step, 3 - step / 20, (20 + step % 5) << 30))
     split = Split(4, 4, 2)
-    summary = Summary(steps, 3725.0, 5321.4, 21 << 30, 80 << 30, 3, split, (2.9, 2.1), 5)
+    course = Course(steps, 3725.0, [2.9] * 5, [2.1] * 5)
+    summary = Summary(course, 5321.4, 21 << 30, 80 << 30, 3, split, run=course)
     return Trained(split, steps, 3, may_change=True, history=history, summary=summary)
 
 
@@ -177,6 +178,19 @@ def test_the_config_on_record_is_what_is_trained_with(tmp_path: Path) -> None:
     assert one.logger.logged["search/batch_size"] == 8
     assert one.logger.logged["search/trials"] == 4
     assert all(isinstance(value, (int, float)) for value in one.logger.logged.values())
+
+
+def test_the_config_on_record_has_what_the_checkpoint_kept(tmp_path: Path) -> None:
+    one = record(tmp_path)
+    given = {"lr": 1e-3, "betas": [0.8, 0.9], "fused": True}
+    one.cfg.merge_with({"seed": 5, "optimizer": given})
+    kept = {"seed": 1, "optimizer.lr": 3e-3, "optimizer.betas": "[0.9, 0.95]"}
+    one.resumed("epoch_0", 40, {**kept, "optimizer.fused": None, "optimizer.eps": 1e-6})
+    one.decided(Split(4, 4, 2), 40, None)
+    written = OmegaConf.load(tmp_path / CONFIG_NAME)
+    assert written.seed == 1  # type: ignore[union-attr]
+    assert written.optimizer == {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-6}  # type: ignore[union-attr]
+    assert "<td>epoch_0 (step 40)</td>" in one.html()
 
 
 def test_a_run_that_does_not_begin_leaves_the_record_of_the_one_before(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.device.memory import Usage
 from torchtune_adaptive.core.sizes.micro_batches import MicroBatch
 from torchtune_adaptive.core.sizes.split import Split
+from torchtune_adaptive.recipe.train.instruments import Course
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics, Summary
 
 GIB = 1 << 30
@@ -58,16 +59,46 @@ def test_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("losses", "text"),
     [
-        ([3.0], "loss 3 -> 3 (first and last step)"),
-        ([3.0, 2.0, 1.0], "loss 3 -> 1 (first and last step)"),
-        ([4.0, 2.0, 9.0, 1.0, 1.0], "loss 3 -> 1 (mean of the first and last 2 steps)"),
+        ([3.0], "3 -> 3 (first and last step)"),
+        ([3.0, 2.0, 1.0], "3 -> 1 (first and last step)"),
+        ([4.0, 2.0, 9.0, 1.0, 1.0], "3 -> 1 (mean of the first and last 2 steps)"),
     ],
 )
 def test_first_and_last_steps_are_different_ones(
     losses: list[float], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     summary = metrics_of(losses, 1.0, monkeypatch).summary(Split(2, 1, 2), 0, Alone())
-    assert isinstance(summary, Summary) and summary.loss_text() == text
+    assert isinstance(summary, Summary) and summary.part.loss_text() == text
+
+
+@pytest.mark.parametrize("parts", [(1, 19), (3, 4, 13), (10, 10), (2, 1, 1)])
+def test_the_parts_of_a_run_come_to_the_whole(parts: tuple[int, ...]) -> None:
+    losses = [float(number) for number in range(sum(parts))]
+    whole, run = Course(seconds=2.0 * len(parts)), Course()
+    for loss in losses:
+        whole.add(loss)
+    for steps in parts:
+        part = Course(seconds=2.0)
+        for _ in range(steps):
+            part.add(losses.pop(0))
+        run = run + part
+    assert run == whole and run.loss_text() == whole.loss_text()
+
+
+def test_a_resumed_run_tells_the_whole_from_this_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = metrics_of([6.0, 5.0], 0.5, monkeypatch).state_dict()
+    assert saved is not None and saved["course"]["steps"] == 2
+    metrics = metrics_of([3.0, 2.0], 0.5, monkeypatch)
+    metrics.resume(2, saved)
+    summary = metrics.summary(Split(2, 1, 2), 0, Alone())
+    assert summary is not None and summary.lines()[:2] == [
+        "Trained 2 steps in 11.0 s; loss 3 -> 2 (first and last step).",
+        "The whole run: 4 steps in 22.0 s; loss 5.5 -> 2.5 (mean of the first and last 2 steps).",
+    ]
+    metrics.resume(2, None)  # of a checkpoint that does not say
+    unknown = metrics.summary(Split(2, 1, 2), 0, Alone())
+    assert unknown is not None and unknown.run is None and metrics.state_dict() is None
+    assert [line for line in unknown.lines() if "loss" in line] == summary.lines()[:1]
 
 
 def test_no_steps_no_summary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class Record:
     logger: Any
     """torchtune's metric logger."""
     began: datetime = field(default_factory=datetime.now)
+    resumed_from: str | None = None
+    """The checkpoint of a resumed run, and its step."""
     search: Report | None = None
     trained: Trained | None = None
     """The outcome of training, if it was begun."""
@@ -77,6 +80,19 @@ class Record:
             self.folder.mkdir(parents=True, exist_ok=True)
             OmegaConf.save(self.cfg, path)
         return path
+
+    def resumed(self, source: str, step: int, kept: Mapping[str, Any]) -> None:
+        """The checkpoint that a run goes on from, and the values that it has and not the config."""
+        self.resumed_from = f"{source} (step {step})"
+        self.cfg = deepcopy(self.cfg)  # the run still works with its own
+        for key, value in kept.items():
+            block, _, name = key.rpartition(".")
+            if value is None:
+                OmegaConf.select(self.cfg, block).pop(name, None)
+                continue
+            if isinstance(value, str) and value.startswith("["):
+                value = OmegaConf.create(value)  # lists are compared as text
+            OmegaConf.update(self.cfg, key, value, force_add=True)
 
     def decided(self, batch: Split, step: int, report: Report | None) -> None:
         """The batch that training starts with, and the search that found it, if there was one."""
@@ -156,6 +172,8 @@ class Record:
             "written": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
             "output": str(self.folder.absolute()),
         }
+        if self.resumed_from is not None:
+            facts["resumed from"] = self.resumed_from
         if trained is not None:
             split = trained.split
             samples = counted(split.global_batch, trained.sample)
@@ -163,10 +181,14 @@ class Record:
             facts["steps"] = f"{trained.steps:,}"
             facts["retried steps"] = f"{trained.retried_steps:,}"
         if trained is not None and (summary := trained.summary) is not None:
-            facts["time"] = duration(summary.seconds)
-            ranks = counted(self.ranks, "rank")
+            part, run, ranks = summary.part, summary.run, counted(self.ranks, "rank")
+            if run is not None:
+                facts["time"] = duration(run.seconds)
+                facts["loss"] = run.loss_text()
+            if summary.begun_at:
+                first, last = summary.begun_at + 1, summary.begun_at + part.steps
+                facts["since it was resumed"] = f"steps {first:,} to {last:,}: {part.text()}"
             facts["speed"] = f"{summary.tokens_per_second:,.0f} tokens/s over {ranks}"
-            facts["loss"] = summary.loss_text().removeprefix("loss ")
             if summary.capacity is not None:
                 facts["peak memory"] = bytes_of(summary.peak_bytes, summary.capacity)
             if summary.next_time:
@@ -196,7 +218,8 @@ def _events(path: Path) -> Block:
         with suppress(ValueError):  # a run that was killed has left a part of a line
             event = json.loads(line)
             step, reason = str(event.pop("step")), event.pop("reason")
-            changes = (f"{key.replace('_', ' ')} {_change(what)}" for key, what in event.items())
+            changes = event.pop("changes", [])
+            changes += [f"{key.replace('_', ' ')} {_change(what)}" for key, what in event.items()]
             rows.append((step, reason, "; ".join(changes)))
     return Table("", ("step", "reason", "change"), rows)
 

@@ -252,8 +252,8 @@ class Run:
     def _order(self, dataset: Any, model: Model) -> SampleOrder:
         """The order of samples; a resumed run must have the same ones."""
         changed = self.progress.require_data(len(dataset))
-        if changed is not None and self.ranks.is_zero:
-            log.warning(changed)
+        if changed is not None:
+            self._say_change(changed)
         saved = self.progress.training
         ranks = saved.ranks_of_order if saved else model.data_ranks
         return SampleOrder(len(dataset), ranks, self.progress.shuffle)
@@ -312,8 +312,9 @@ class Run:
             before_step=partial(self.kind.before_step, model.module),
             sample=sample,
         )
-        self._note(batch, loop.adaptation.split)
         self._compare_batch(loop.adaptation.split)
+        self._note_what_is_resumed(epochs)
+        self._note(batch, loop.adaptation.split)
         self._loop = loop
         return loop
 
@@ -365,6 +366,15 @@ class Run:
             step = self.progress.training.global_step if self.progress.training else 0
             self.record.decided(split, step, batch.report)
 
+    def _note_what_is_resumed(self, epochs: Epochs) -> None:
+        progress = self.progress
+        if self.record is None or progress.source is None:
+            return
+        saved, step = progress.training, progress.epochs_run * epochs.base_steps
+        step = saved.global_step if saved else step
+        self.record.resumed(progress.source, step, progress.kept)
+        self._events().resumed(step, progress.source, progress.changes)
+
     def _advice(self) -> str:
         """What to do about a training step that ran out of memory and is not retried."""
         last = self._last_checkpoint()
@@ -375,13 +385,19 @@ class Run:
     def _compare_batch(self, split: Split) -> None:
         """Say if a resumed run goes on with another global batch, or with the same one on other ranks."""
         saved = self.progress.training
-        if saved is None or not self.ranks.is_zero:
+        if saved is None:
             return
         old, new = saved.growth.global_batch, split.global_batch
         if old != new:
-            log.warning(change("global batch", old, new, f"config's: {split.text()}"))
-        elif saved.growth.start[2] != split.ranks:
+            self._say_change(change("global batch", old, new, f"config's: {split.text()}"))
+        elif self.ranks.is_zero and saved.growth.start[2] != split.ranks:
             log.info(f"The global batch stays {counted(new, 'row')}: {split.text()}.")
+
+    def _say_change(self, line: str) -> None:
+        """Log what else is not as in the checkpoint that is resumed, and keep it for the record."""
+        self.progress.changes.append(line)
+        if self.ranks.is_zero:
+            log.warning(line)
 
     def _last_checkpoint(self) -> str:
         return last_saved(Path(self._cfg.checkpointer.output_dir))

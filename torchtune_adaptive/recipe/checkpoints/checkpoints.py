@@ -110,6 +110,7 @@ class Checkpoints(ABC):
         if self._source is None:
             return
         progress.resume(checkpoint)
+        progress.source = self._source.name
         if self._environment.ranks.is_zero:
             for line in progress.changes:
                 log.warning(line)

@@ -134,6 +134,8 @@ class Resumed:
     config: FlatConfig
     changes: list[str]
     """A line for each value that has changed, which says whether it is the config's or the checkpoint's."""
+    kept: FlatConfig
+    """The values of these that are the checkpoint's; None where it has none."""
 
 
 def resumed(
@@ -147,7 +149,8 @@ def resumed(
         keeps_batch: whether the batch is what the run decided when it began.
         takes_rate: whether the learning rate is the config's.
     """
-    config, changes = dict(now), []
+    changes: list[str] = []
+    kept: FlatConfig = {}
     for key in sorted(saved.keys() | now.keys()):
         old, new = saved.get(key), now.get(key)
         if old == new:
@@ -161,7 +164,8 @@ def resumed(
         if not is_kept:
             changes.append(change(key, old, new, "config's"))
             continue
-        config[key] = old
+        kept[key] = old
         remedy = f"; {BLOCK}.resume_learning_rate=config takes the config's" if key == _RATE else ""
         changes.append(change(key, new, old, f"checkpoint's{remedy}"))
-    return Resumed({key: value for key, value in config.items() if value is not None}, changes)
+    config = {key: value for key, value in (now | kept).items() if value is not None}
+    return Resumed(config, changes, kept)

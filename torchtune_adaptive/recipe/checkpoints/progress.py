@@ -20,6 +20,8 @@ from torchtune_adaptive.recipe.private import training_progress
 TRAINING_KEY = "adaptive_training"
 CONFIG_KEY = "adaptive_config"
 """The key in the recipe state for the config and the data that it was saved with."""
+HISTORY_KEY = "adaptive_history"
+"""The key in the recipe state for the steps of the run, as a summary and a plot show them."""
 
 
 @dataclass
@@ -42,6 +44,12 @@ class Progress:
     """Whether the learning rate of a resumed run is the config's."""
     changes: list[str] = field(default_factory=list)
     """A line for each value that differs between the config and the checkpoint that is resumed."""
+    kept: FlatConfig = field(default_factory=dict)
+    """The values of these that are the checkpoint's, and not the config's."""
+    source: str | None = None
+    """The checkpoint that is resumed from."""
+    history: dict[str, Any] | None = None
+    """The steps so far, as a summary and a plot show them; None where a checkpoint does not have them."""
 
     @property
     def is_unfinished(self) -> bool:
@@ -70,15 +78,16 @@ class Progress:
         self.epochs_run = epochs_run
         saved = checkpoint.get(TRAINING_KEY)
         self.training = TrainingState.read(saved) if saved is not None else None
+        self.history = checkpoint.get(HISTORY_KEY)
         if self.seed != seed:
             why = "checkpoint's; a resumed run keeps its seed"
             self.changes.append(change("seed", self.seed, seed, why))
-            self.seed = seed
+            self.seed = self.kept["seed"] = seed
         if self.max_steps_per_epoch != max_steps:
             self.changes.append(
                 change("max_steps_per_epoch", self.max_steps_per_epoch, max_steps, "checkpoint's")
             )
-            self.max_steps_per_epoch = max_steps
+            self.max_steps_per_epoch = self.kept["max_steps_per_epoch"] = max_steps
         if self.total_epochs != total_epochs:
             self.changes.append(change("epochs", total_epochs, self.total_epochs, "config's"))
         self._follow(checkpoint.get(CONFIG_KEY))
@@ -100,6 +109,7 @@ class Progress:
         )
         self.config, self.samples = found.config, saved["samples"]
         self.changes += found.changes
+        self.kept |= found.kept
 
     def require_data(self, samples: int) -> str | None:
         """Note the number of samples in the data; a line, if a resumed run has others.
@@ -129,7 +139,11 @@ class Progress:
     def training_state(self) -> dict[str, Any]:
         """What torchtune's recipe state does not have."""
         saved_with = {"config": self.config, "samples": self.samples}
-        return {TRAINING_KEY: self.training and self.training.write(), CONFIG_KEY: saved_with}
+        return {
+            TRAINING_KEY: self.training and self.training.write(),
+            CONFIG_KEY: saved_with,
+            HISTORY_KEY: self.history,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """torchtune's recipe state, with ours in it."""

@@ -39,6 +39,12 @@ class Source:
     distributed: str | None = None
     checkpoint: str | None = None
 
+    @property
+    def name(self) -> str:
+        """The folder of the checkpoint, as it is called in the output folder."""
+        found = self.distributed or str(Path(self.state or "").resolve().parent)
+        return Path(found).name
+
     def require_same(self, checkpoint: str | None) -> None:
         """Raise unless the recipe state, which says what it belongs to, belongs to the other files."""
         if checkpoint == self.checkpoint:

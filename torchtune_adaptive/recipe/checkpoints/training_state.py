@@ -43,6 +43,11 @@ class GrowthState:
         # From the accumulation that was decided on: fewer ranks need more of it, and it would stay.
         return Split.resumed(self.first_global_batch, ranks, largest, self.decided[1])
 
+    def now_on(self, ranks: int, largest: int) -> Split:
+        """The batch as it has grown, on another number of ranks."""
+        start = self.start_on(ranks, largest)
+        return Split.resumed(self.global_batch, ranks, largest, start.accumulation)
+
     def keeps(self, configured: Split) -> bool:
         """Whether a config asks for the batch that the run began with, had the ranks not changed."""
         return configured.rows * self.decided[2] == self.first_global_batch

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.common import ConfigError, not_essential
 from torchtune_adaptive.core import Budget, ByRows, MicroBatches, Ranks, Rounding, SizeTrial, Split
-from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
+from torchtune_adaptive.recipe.checkpoints.training_state import GrowthState, TrainingState
 from torchtune_adaptive.recipe.data.images import images_of
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.search.batch_size import find_micro_batch
@@ -52,21 +52,22 @@ def decide_batch(
         planner: the planner on rank 0, which predicts the size that should be found.
     """
     # A resumed run is bound by what it decided before; one that decided nothing is not.
-    known = saved.growth.largest if saved and prober.settings.adapts else None
-    batch = _searched(prober, rows, saved, known, planner)
-    if saved and known is not None:
-        start = saved.growth.start_on(rows.configured.ranks, batch.largest or known)
-        batch = replace(batch, start=start)
-    return batch
+    growth = saved.growth if saved and prober.settings.adapts else None
+    if growth is None or growth.largest is None:
+        return _searched(prober, rows, saved, None, planner)
+    batch = _searched(prober, rows, saved, growth, planner)
+    start = growth.start_on(rows.configured.ranks, batch.largest or growth.largest)
+    return replace(batch, start=start)
 
 
 def _searched(
     prober: Prober,
     rows: RowsToTry,
     saved: TrainingState | None,
-    known: int | None,
+    growth: GrowthState | None,
     planner: BackgroundPlanner | None,
 ) -> DecidedBatch:
+    """Search, or confirm what the run has found before it was resumed: then its ``growth`` is given."""
     settings, configured = prober.settings, rows.configured
     rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
     by_rows = ByRows(rounding)
@@ -87,7 +88,11 @@ def _searched(
         return _fastest(prober, rows, saved, planner)
     if not settings.searches:
         return DecidedBatch(configured, None, by_rows)
-    report = find_micro_batch(prober, rows, known, planner)
+    report = find_micro_batch(prober, rows, growth.largest if growth else None, planner)
+    if growth is not None:
+        report = replace(
+            report, after=growth.now_on(configured.ranks, report.largest), resumed=True
+        )
     announce(prober.cfg, prober.ranks, report)
     if not settings.use_maximum_batch_size and configured.micro_batch > report.largest:
         raise ConfigError(

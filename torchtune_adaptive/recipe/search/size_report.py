@@ -43,6 +43,8 @@ class SearchReport(Report):
     validation: SizeTrial | None = None
     """The trial of validation that fits, where there is any."""
     sample: str = "row"
+    resumed: bool = False
+    """Whether the run has trained with ``after`` before, and only makes sure that it fits."""
 
     @property
     def largest(self) -> int:
@@ -72,7 +74,7 @@ class SearchReport(Report):
     def consequences(self) -> list[str]:
         """What a changed global batch means for training."""
         old, new = self.before, self.after
-        if old.global_batch == new.global_batch:
+        if self.resumed or old.global_batch == new.global_batch:
             return []
         steps = self.steps_per_epoch(new)
         lines = [
@@ -85,6 +87,13 @@ class SearchReport(Report):
                 f"batch, lower {BLOCK}.ceiling, or adjust the learning rate and the number of epochs."
             )
         return lines
+
+    def _choice(self) -> str:
+        """The micro-batch before and after, in words."""
+        old, new, largest = self.before.micro_batch, self.after.micro_batch, self.largest
+        if self.resumed:
+            return f"{new}" if new == largest else f"{new}; the largest is {largest}"
+        return f"{old} -> {new}" if self.uses_what_was_found else f"{old} may grow to {largest}"
 
     def overrides(self) -> str:
         # Training that may grow to what was found searches in any case.
@@ -101,14 +110,14 @@ class SearchReport(Report):
         lines = [
             f"Searched with {self.sample}s of {self.row} ({self.row_source}) on {self.device}, "
             f"{self.headroom:.0%} headroom; {self.strategy}, {self.seconds:.1f} s:",
-            f"batch_size {old.micro_batch} -> {new.micro_batch} ({self.reason()})"
-            if self.uses_what_was_found
-            else f"batch_size {old.micro_batch} may grow to {self.largest} ({self.reason()})",
+            f"batch_size {self._choice()} ({self.reason()})",
         ]
-        if new.accumulation != old.accumulation:
+        if new.accumulation != old.accumulation and not self.resumed:
             lines.append(f"gradient_accumulation_steps {old.accumulation} -> {new.accumulation}")
         parts, new_batch = new.text(), counted(new.global_batch, self.sample)
-        if old.global_batch == new.global_batch:
+        if self.resumed:
+            lines.append(f"global batch as before: {new_batch} ({parts})")
+        elif old.global_batch == new.global_batch:
             lines.append(f"global batch unchanged: {new_batch} ({parts})")
         else:
             lines.append(f"global batch {old.global_batch:,} -> {new_batch} ({parts})")
@@ -181,12 +190,8 @@ class SearchReport(Report):
                 label="does not fit",
                 clip_on=False,
             )
-        old, new = self.before.micro_batch, self.after.micro_batch
-        change = (
-            f"{old} -> {new}" if self.uses_what_was_found else f"{old} may grow to {self.largest}"
-        )
         axes.set(
-            title=f"Search on {self.device}: batch_size {change}",
+            title=f"Search on {self.device}: batch_size {self._choice()}",
             xlabel=f"micro-batch ({self.sample}s of {self.row})",
             ylabel=f"peak memory, tightest rank ({unit})",
             xlim=(0, 1.05 * trials[-1].size),

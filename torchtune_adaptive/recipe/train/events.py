@@ -1,4 +1,4 @@
-"""Everything that changes the batch during training: a log line and a line of JSON for each event."""
+"""Everything that changes the course of a training: a log line and a line of JSON for each event."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVENTS_NAME = "batch_size_events.jsonl"
 
 
 class Events:
-    """Logs what happens to the batch in training, and appends it to a JSON Lines file.
+    """Logs what happens to a training, its batch above all, and appends it to a JSON Lines file.
 
     Args:
         folder: the folder of the file; None on ranks that write nothing. A resumed run appends to the file.
@@ -57,6 +57,11 @@ class Events:
                 "accumulation": [before.accumulation, after.accumulation],
             }
         )
+
+    def resumed(self, step: int, source: str, changes: list[str]) -> None:
+        """The run goes on from a checkpoint after ``step``. The log has said so, and what has changed."""
+        if self._path is not None:
+            self._write({"step": step, "reason": f"resumed from {source}", "changes": changes})
 
     def noticed(self, step: int, what: str) -> None:
         """Warn about something that changed nothing."""

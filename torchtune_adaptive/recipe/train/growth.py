@@ -184,9 +184,7 @@ class Growth:
         self.decisions = [list(decision) for decision in saved.decisions]
         if self.schedule is not None:
             self.schedule.load_state_dict(saved.schedule)
-        self.split = Split.resumed(
-            saved.global_batch, self.start.ranks, self.largest, self.start.accumulation
-        )
+        self.split = saved.now_on(self.start.ranks, self.largest)
 
 
 def _trouble(answer: Any) -> str | None:

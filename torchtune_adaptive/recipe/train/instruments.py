@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 
-from torchtune_adaptive.common import plots
+from torchtune_adaptive.common import counted, duration, plots
 from torchtune_adaptive.core import DeviceMemory
 from torchtune_adaptive.recipe.setup.environment import Environment
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 PLOT_NAME = "training.png"
 _POINTS = 1000  # of a plot; more would not be seen
+_WINDOW = 5  # steps
 
 
 class Profiling:
@@ -47,6 +49,46 @@ class Profiling:
         if epoch == 0 and number == self._last:
             self._memory.record_history(False)
         self._profiler.step()
+
+
+@dataclass
+class Course:
+    """Steps, with their seconds and losses: all of a run's, or some that follow each other."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    """Seconds from the first step to the end, saving included."""
+    first: list[float] = field(default_factory=list)
+    """The losses of the first steps. A summary averages some, since that of one step is noisy."""
+    last: list[float] = field(default_factory=list)
+    """Those of the last ones."""
+
+    def add(self, loss: float) -> None:
+        """Add a step."""
+        self.steps += 1
+        self.first = [*self.first, loss][:_WINDOW]
+        self.last = [*self.last, loss][-_WINDOW:]
+
+    def __add__(self, later: Course) -> Course:
+        return Course(
+            self.steps + later.steps,
+            self.seconds + later.seconds,
+            [*self.first, *later.first][:_WINDOW],
+            [*self.last, *later.last][-_WINDOW:],
+        )
+
+    def loss_text(self) -> str:
+        """The loss at the beginning and at the end."""
+        window = max(1, min(_WINDOW, self.steps // 2))  # of different steps
+        first, last = sum(self.first[:window]) / window, sum(self.last[-window:]) / window
+        what = "first and last step"
+        if window > 1:
+            what = f"mean of the first and last {window} steps"
+        return f"{first:.4g} -> {last:.4g} ({what})"
+
+    def text(self) -> str:
+        seconds = duration(self.seconds)
+        return f"{counted(self.steps, 'step')} in {seconds}; loss {self.loss_text()}"
 
 
 class Point(NamedTuple):
@@ -82,6 +124,17 @@ class History:
         if len(self._points) > 2 * _POINTS:
             self._points = self._points[::2]
             self._every *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "points": [list(point) for point in self._points],
+            "every": self._every,
+            "seen": self._seen,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._points = [Point(*point) for point in state["points"]]
+        self._every, self._seen = state["every"], state["seen"]
 
     def figure(self) -> Figure | None:
         """Batch, learning rate, loss and memory over samples, where there is something to see."""

@@ -100,6 +100,8 @@ class TrainingLoop:
         if self.validation is not None:
             self.validation.done = self.global_step
         used = self._resume(self.progress.training) if self.progress.training else 0
+        if self.global_step:
+            self.metrics.resume(self.global_step, self.progress.history)
         self._validate()  # where a stop came before it
         memory = self.runner.step.memory
         memory.release()
@@ -246,6 +248,7 @@ class TrainingLoop:
         runner.step.memory.release()
         try:
             self.progress.training = self._state(used)
+            self.progress.history = self.metrics.state_dict()
             self.save(name)
         except Exception as error:
             if not DeviceMemory.is_out_of_memory(error):
@@ -307,7 +310,7 @@ class TrainingLoop:
             steps=self.global_step,
             retried_steps=runner.retried_steps,
             may_change=runner.recovery is not None or self.adaptation.growth.grows,
-            history=metrics.history if metrics.losses else None,
+            history=metrics.history if metrics.has_steps else None,
             summary=self.summary,
             sample=self.sample,
         )

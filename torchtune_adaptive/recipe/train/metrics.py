@@ -5,21 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig
 from torchtune import training
 
-from torchtune_adaptive.common import bytes_of, counted, duration
+from torchtune_adaptive.common import bytes_of, counted
 from torchtune_adaptive.core import DeviceMemory, MicroBatch, Ranks, Split, StepDone
 from torchtune_adaptive.recipe.setup.environment import Environment
-from torchtune_adaptive.recipe.train.instruments import History, Point
+from torchtune_adaptive.recipe.train.instruments import Course, History, Point
 
 log = logging.getLogger(__name__)
-
-_WINDOW = 5
-"""Steps over which the summary averages the loss, since that of one is noisy."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,8 @@ class Logging:
 class Summary:
     """What the steps of a run came to."""
 
-    steps: int
-    seconds: float
-    """Seconds from the first step to the end, saving included."""
+    part: Course
+    """The steps since the run was begun or resumed."""
     tokens_per_second: float
     """Tokens trained on, over all ranks, in the time of the steps alone."""
     peak_bytes: int
@@ -59,20 +55,13 @@ class Summary:
     retried_steps: int
     split: Split
     """The last batch, as it was trained with."""
-    loss: tuple[float, float]
-    """Means over the first steps and over the last ones."""
-    window: int
-    """The number of these steps."""
     sample: str = "row"
     next_time: str = ""
     """The overrides to begin with the memory that the last steps took, where memory has run out."""
-
-    def loss_text(self) -> str:
-        first, last = self.loss
-        what = "first and last step"
-        if self.window > 1:
-            what = f"mean of the first and last {self.window} steps"
-        return f"loss {first:.4g} -> {last:.4g} ({what})"
+    begun_at: int = 0
+    """The steps that were done when the run was resumed."""
+    run: Course | None = None
+    """All steps of a run that was resumed; None where the checkpoint does not say."""
 
     def lines(self) -> list[str]:
         split = self.split
@@ -84,7 +73,8 @@ class Summary:
             facts.append(f"peak memory {bytes_of(self.peak_bytes, self.capacity)}")
         facts.append(f"{counted(self.retried_steps, 'step')} retried")
         lines = [
-            f"Trained {counted(self.steps, 'step')} in {duration(self.seconds)}; {self.loss_text()}.",
+            f"Trained {self.part.text()}.",
+            *([f"The whole run: {self.run.text()}."] if self.run and self.begun_at else []),
             f"{', '.join(facts)}.",
             f"Last global batch: {counted(split.global_batch, self.sample)} ({split.text()}).",
         ]
@@ -102,10 +92,11 @@ class Trained:
     steps: int
     """Steps since the run began, those before it was resumed included."""
     retried_steps: int
+    """Those before the run was resumed included, too."""
     may_change: bool
     """Whether the batch can change in training."""
     history: History | None
-    """The steps of this part of the run; None if there were none."""
+    """The steps as they are plotted; None if there were none since the run was begun or resumed."""
     summary: Summary | None
     """Summary of a training that is done."""
     sample: str = "row"
@@ -139,7 +130,9 @@ class Metrics:
         self._sample = sample
         self._watch_memory = watch_memory and memory.measured
         self.history = History("token" if counts_tokens else "sample")
-        self.losses: list[float] = []
+        self._course = Course()
+        self._before: Course | None = Course()
+        self._begun_at = 0
         self.tokens = 0
         self.seconds = 0.0
         """Seconds of the steps, without what is between them."""
@@ -153,6 +146,33 @@ class Metrics:
         """Start the clock of the run."""
         self._started = time.perf_counter()
         self.start_step()
+
+    def resume(self, step: int, saved: dict[str, Any] | None) -> None:
+        """Continue after a step. What came before it is unknown where the checkpoint does not say."""
+        self._begun_at, self._before = step, None
+        if saved is not None:
+            self._before = Course(**saved["course"])
+            self.history.load_state_dict(saved["history"])
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of the whole run; None where that is not known."""
+        if (run := self.run) is None:
+            return None
+        return {"course": vars(run), "history": self.history.state_dict()}
+
+    @property
+    def part(self) -> Course:
+        """The steps since the run was begun or resumed."""
+        return replace(self._course, seconds=time.perf_counter() - self._started)
+
+    @property
+    def run(self) -> Course | None:
+        """All steps of the run; None where those before it was resumed are not known."""
+        return self._before and self._before + self.part
+
+    @property
+    def has_steps(self) -> bool:
+        return self._course.steps > 0
 
     def start_step(self) -> None:
         """Start the clock of the next step."""
@@ -177,7 +197,7 @@ class Metrics:
         tokens = self._tokens(outcome, micro_batches, split.ranks)
         self.tokens_per_second = tokens / seconds
         self.tokens += int(tokens)
-        self.losses.append(outcome.loss)
+        self._course.add(outcome.loss)
         micro_batch = max(each.rows for each in micro_batches)
         peak = self._memory.usage().peak_bytes if self._memory.measured else None
         self.peak_bytes = max(self.peak_bytes, peak or 0)
@@ -232,25 +252,21 @@ class Metrics:
         self, split: Split, retried_steps: int, ranks: Ranks, next_time: str = ""
     ) -> Summary | None:
         """What the steps came to, the same on all ranks; None if there were none."""
-        if not self.losses:
+        if not self.has_steps:
             return None
-        window = max(1, min(_WINDOW, len(self.losses) // 2))  # of different steps
-        ends = self.losses[:window], self.losses[-window:]
-        first, last = (sum(some) / window for some in ends)
         peak, capacity = max(ranks.gather(self.peak_bytes)), None
         if self._memory.measured:
             capacity = self._memory.capacity()
             peak = min(peak, capacity)  # the simulated device counts what did not fit
         return Summary(
-            steps=len(self.losses),
-            seconds=time.perf_counter() - self._started,
+            part=self.part,
             tokens_per_second=self.tokens / self.seconds,
             peak_bytes=peak,
             capacity=capacity,
             retried_steps=retried_steps,
             split=split,
-            loss=(first, last),
-            window=window,
             sample=self._sample,
             next_time=next_time,
+            begun_at=self._begun_at,
+            run=self.run,
         )
