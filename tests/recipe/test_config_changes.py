@@ -12,6 +12,7 @@ from tests.recipe.test_training_state import UNNUMBERED
 from torchtune_adaptive.common.errors import CheckpointError
 from torchtune_adaptive.recipe.checkpoints.config_changes import (
     FlatConfig,
+    batch_keys,
     require_same_optimizer,
     resumed,
     training_config,
@@ -83,8 +84,11 @@ def test_what_is_the_configs(changes: dict[str, Any], line: str) -> None:
 
 
 def test_what_depends_on_the_run() -> None:
-    searched = resumed(flat(), flat(batch_size=8), keeps_batch=True)
+    searched = resumed(flat(), flat(batch_size=8), keeps=batch_keys(KINDS["full"]))
     assert searched.changes == ["batch_size 8 -> 4 (the checkpoint's)"]
+    assert searched.kept == {"batch_size": 4}
+    prompts = resumed(flat(), flat(batch_size=8), keeps=batch_keys(KINDS["grpo"]))
+    assert prompts.changes == ["batch_size 4 -> 8 (the config's)"] and not prompts.kept
     lower = flat(**{"optimizer.lr": 1e-4})
     changed = resumed(flat(), lower, takes_rate=True)
     assert changed.changes == ["optimizer.lr 0.003 -> 0.0001 (the config's)"]

@@ -32,7 +32,7 @@ from torchtune_adaptive.core import (
     Watchdog,
     device_memory,
 )
-from torchtune_adaptive.recipe.checkpoints.config_changes import change, training_config
+from torchtune_adaptive.recipe.checkpoints.config_changes import batch_keys, change, training_config
 from torchtune_adaptive.recipe.checkpoints.folder import (
     last_saved,
     lock_output_folders,
@@ -130,7 +130,7 @@ class Run:
             cfg.get("epochs", 1),
             cfg.max_steps_per_epoch if "max_steps_per_epoch" in self.kind.about.keys else None,
             config=training_config(cfg, KINDS[kind]),
-            adapts=self.settings.adapts,
+            decides=batch_keys(KINDS[kind]) if self.settings.adapts else (),
             takes_rate=self._takes_rate,
         )
         # Before the model: a cap on memory holds for its weights as well.

@@ -5,7 +5,7 @@ Pure functions of two configs: the one that the checkpoint was saved with, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,11 @@ _RELEVANT_OF_CHECKPOINTERS = ("checkpoint_dir", "checkpoint_files")
 _RATE = "optimizer.lr"
 _OPTIMIZER = "optimizer._component_"
 _IN_BACKWARD = "optimizer_in_bwd"
-_BATCH = ("batch_size", ACCUMULATION)
+
+
+def batch_keys(kind: Kind) -> tuple[str, ...]:
+    """The keys of a batch that a run may decide on itself."""
+    return (ACCUMULATION,) if kind.generates else ("batch_size", ACCUMULATION)  # or it is prompts
 
 
 def training_config(cfg: DictConfig, kind: Kind) -> FlatConfig:
@@ -139,14 +143,14 @@ class Resumed:
 
 
 def resumed(
-    saved: FlatConfig, now: FlatConfig, *, keeps_batch: bool = False, takes_rate: bool = False
+    saved: FlatConfig, now: FlatConfig, *, keeps: Collection[str] = (), takes_rate: bool = False
 ) -> Resumed:
     """The config that a resumed run follows.
 
     Args:
         saved: the config that the checkpoint was saved with.
         now: the config that resumes it.
-        keeps_batch: whether the batch is what the run decided when it began.
+        keeps: the keys whose values the run decided on when it began.
         takes_rate: whether the learning rate is the config's.
     """
     changes: list[str] = []
@@ -157,7 +161,7 @@ def resumed(
             continue
         is_kept = (
             key == "shuffle"  # the place in an epoch is one in its order
-            or (key in _BATCH and keeps_batch)
+            or key in keeps
             # An optimizer's state has its hyperparameters in it.
             or (key.startswith("optimizer.") and not (key == _RATE and takes_rate))
         )

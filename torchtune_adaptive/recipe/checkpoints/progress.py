@@ -38,8 +38,8 @@ class Progress:
     """What decides about the result of the training; of a resumed run, as it follows it."""
     samples: int | None = None
     """The number of samples in the data; None where it is not known."""
-    adapts: bool = False
-    """Whether a resumed run keeps to what it once decided about its batch."""
+    decides: tuple[str, ...] = ()
+    """The keys of its batch that a run decides on itself, and keeps to when it is resumed."""
     takes_rate: bool = False
     """Whether the learning rate of a resumed run is the config's."""
     changes: list[str] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Progress:
         found = resumed(
             saved["config"],
             self.config,
-            keeps_batch=self.adapts and decided,
+            keeps=self.decides if decided else (),
             takes_rate=self.takes_rate,
         )
         self.config, self.samples = found.config, saved["samples"]
