@@ -312,7 +312,7 @@ class Run:
             before_step=partial(self.kind.before_step, model.module),
             sample=sample,
         )
-        self._compare_batch(loop.adaptation.split)
+        self._compare_batch(loop.adaptation.split, sample)
         self._note_what_is_resumed(epochs)
         self._note(batch, loop.adaptation.split)
         self._loop = loop
@@ -370,8 +370,9 @@ class Run:
         progress = self.progress
         if self.record is None or progress.source is None:
             return
-        saved, step = progress.training, progress.epochs_run * epochs.base_steps
-        step = saved.global_step if saved else step
+        step = progress.epochs_run * epochs.base_steps
+        if progress.training is not None:
+            step = progress.training.global_step
         self.record.resumed(progress.source, step, progress.kept)
         self._events().resumed(step, progress.source, progress.changes)
 
@@ -382,7 +383,7 @@ class Run:
             return how_to_resume(last, self._no_retry)
         return how_to_go_on(last)
 
-    def _compare_batch(self, split: Split) -> None:
+    def _compare_batch(self, split: Split, sample: str) -> None:
         """Say if a resumed run goes on with another global batch, or with the same one on other ranks."""
         saved = self.progress.training
         if saved is None:
@@ -391,7 +392,7 @@ class Run:
         if old != new:
             self._say_change(change("global batch", old, new, f"config's: {split.text()}"))
         elif self.ranks.is_zero and saved.growth.start[2] != split.ranks:
-            log.info(f"The global batch stays {counted(new, 'row')}: {split.text()}.")
+            log.info(f"The global batch stays {counted(new, sample)}: {split.text()}.")
 
     def _say_change(self, line: str) -> None:
         """Log what else is not as in the checkpoint that is resumed, and keep it for the record."""
