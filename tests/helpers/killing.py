@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -16,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
+from torchtune import config
 from torchtune.training.checkpointing import _checkpointer
+
+from torchtune_adaptive.core import Watchdog
 
 _OPERATIONS = frozenset(
     ["os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate"]
@@ -168,3 +173,34 @@ def in_child(work: Callable[[], object]) -> int:
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def deadly_rows(*given: Any, rows: str, **settings: Any) -> Any:
+    """A dataset that has ranks of a launched run killed, as the environment variable ``FATAL`` says.
+
+    That is JSON: for each attempt of torchrun the rank, what begins the name of the watchdog's phase in
+    which it gets a signal, and the signal.
+    """
+    attempts = json.loads(os.environ["FATAL"])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt < len(attempts):
+        rank, fatal, number = attempts[attempt]
+        if rank == int(os.environ["RANK"]):
+            _signal_in(fatal, number)
+    return config.instantiate(OmegaConf.create({"_component_": rows, **settings}), *given)
+
+
+def _signal_in(fatal: str, number: int) -> None:
+    """Send this process a signal when it enters a phase; or kill it where it has saved a part."""
+    enter = Watchdog.enter
+
+    def enter_and_die(self: Watchdog, phase: str, patience: float | None) -> None:
+        enter(self, phase, patience)
+        if phase.startswith(fatal):
+            Watchdog.enter = enter  # type: ignore[method-assign]
+            if phase.startswith("saving"):
+                kill_at(12)
+            else:
+                os.kill(os.getpid(), number)
+
+    Watchdog.enter = enter_and_die  # type: ignore[method-assign]

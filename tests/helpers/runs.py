@@ -61,13 +61,15 @@ def undisturbed(kind: str, ranks: int = 1, **changes: Any) -> tuple[Path, Record
     return _made[key]
 
 
-def start(command: Sequence[str | Path], folder: Path, log: Path) -> subprocess.Popen[str]:
+def start(
+    command: Sequence[str | Path], folder: Path, log: Path, **environment: str
+) -> subprocess.Popen[str]:
     """Start a command in a session of its own; what it prints goes to a file."""
     with log.open("w") as output:
         return subprocess.Popen(
             command,
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,

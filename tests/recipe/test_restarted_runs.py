@@ -1,0 +1,113 @@
+"""Runs of which ranks die or hang, and that torchrun starts again: ``--max-restarts``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.helpers.recipes import tiny_config
+from tests.helpers.runs import BIN, RESUME, assert_same_weights, losses, start, undisturbed
+from tests.recipe.test_several_machines import free_port
+from torchtune_adaptive.recipe.settings.kind_table import KINDS
+
+pytestmark = pytest.mark.runs
+
+Fatal = tuple[int, str, int]
+"""A rank, what begins the name of the phase in which it gets a signal, and the signal."""
+
+CHANGES: dict[str, Any] = {
+    "use_maximum_batch_size": True,
+    "adaptive_batching.memory_limit": "40MiB",
+    "max_steps_per_epoch": 8,
+    "save_every_n_steps": 3,
+}
+KILLS: dict[str, Fatal] = {
+    "in the search": (1, "trial of 8 rows", signal.SIGKILL),
+    "in a step": (0, "step 5", signal.SIGKILL),
+    "while saving": (0, "saving the checkpoint epoch_0_step_6", signal.SIGKILL),
+    "in the last step": (1, "step 8", signal.SIGKILL),
+}
+
+
+@contextmanager
+def launched(
+    folder: Path,
+    fatal: Sequence[Fatal],
+    *options: str,
+    ranks: int = 2,
+    kind: str = "full",
+    **changes: Any,
+) -> Iterator[subprocess.Popen[str]]:
+    """A run under torchrun whose attempts end as ``fatal`` says, each with the next one; the last is left
+    alone. What it prints is in ``said``."""
+    cfg = tiny_config(kind, folder / "out", **changes, **RESUME)
+    cfg.metric_logger._component_ = "torchtune.training.metric_logging.DiskLogger"
+    cfg.dataset.rows = cfg.dataset._component_
+    cfg.dataset._component_ = "tests.helpers.killing.deadly_rows"
+    OmegaConf.save(cfg, folder / "run.yaml")
+    command = [BIN / "tune", "run", "--nproc_per_node", f"{ranks}", *options]
+    command += [KINDS[kind].recipe, "--config", "run.yaml"]
+    here = Path(__file__).parents[2]
+    python_path = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
+    run = start(command, folder, folder / "said", FATAL=json.dumps(fatal), PYTHONPATH=python_path)
+    try:
+        yield run
+    finally:
+        run.terminate()
+        run.wait(timeout=60)
+
+
+def said(folder: Path) -> str:
+    return (folder / "said").read_text()
+
+
+def logged(folder: Path) -> dict[int, float]:
+    """The loss of each step, which is the same in each attempt that came to it."""
+    found: dict[int, float] = {}
+    for log in (folder / "out" / "logs").iterdir():
+        for step, loss in re.findall(r"Step (\d+) \|.*?(?<!_)loss:(\S+)", log.read_text()):
+            assert found.setdefault(int(step), float(loss)) == float(loss), step
+    return found
+
+
+def assert_undisturbed(folder: Path, kind: str = "full", ranks: int = 2, **changes: Any) -> None:
+    """The run has trained what one that nothing disturbs does: all losses and weights are the same."""
+    whole, records = undisturbed(kind, ranks, **changes)
+    assert logged(folder) == dict(enumerate(losses(records), 1))
+    assert_same_weights(whole / "epoch_0", folder / "out" / "epoch_0")
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("fatal", KILLS.values(), ids=KILLS)
+def test_a_run_of_which_a_rank_is_killed_is_restarted_and_trains_the_same(
+    fatal: Fatal, tmp_path: Path
+) -> None:
+    with launched(tmp_path, [fatal], "--max-restarts", "1", **CHANGES) as run:
+        assert run.wait(timeout=120) == 0, said(tmp_path)
+    assert "Restart 1 of 1." in said(tmp_path)
+    assert_undisturbed(tmp_path, **CHANGES)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "rendezvous",
+    [(), ("--rdzv_backend", "static", "--rdzv_endpoint", "localhost:{port}")],
+    ids=["standalone", "static"],
+)
+def test_it_is_restarted_again_and_again(rendezvous: Sequence[str], tmp_path: Path) -> None:
+    options = [option.format(port=free_port()) for option in rendezvous]
+    options += ["--max-restarts", f"{len(KILLS)}"]
+    with launched(tmp_path, [*KILLS.values()], *options, **CHANGES) as run:
+        assert run.wait(timeout=300) == 0, said(tmp_path)
+    assert "Restart 4 of 4." in said(tmp_path)
+    assert_undisturbed(tmp_path, **CHANGES)
