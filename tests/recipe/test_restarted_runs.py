@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,6 +72,13 @@ def said(folder: Path) -> str:
     return (folder / "said").read_text()
 
 
+def wait_until(text: str, folder: Path) -> None:
+    end = time.monotonic() + 60
+    while text not in said(folder):
+        assert time.monotonic() < end, said(folder)
+        time.sleep(0.05)
+
+
 def logged(folder: Path) -> dict[int, float]:
     """The loss of each step, which is the same in each attempt that came to it."""
     found: dict[int, float] = {}
@@ -111,3 +119,35 @@ def test_it_is_restarted_again_and_again(rendezvous: Sequence[str], tmp_path: Pa
         assert run.wait(timeout=300) == 0, said(tmp_path)
     assert "Restart 4 of 4." in said(tmp_path)
     assert_undisturbed(tmp_path, **CHANGES)
+
+
+@pytest.mark.exhaustive
+def test_a_run_of_which_a_rank_hangs_is_restarted(tmp_path: Path) -> None:
+    hangs = (1, "step 5", signal.SIGSTOP)
+    options = ("--max-restarts", "2", "--shutdown-timeout", "5")
+    limit = {"adaptive_batching.rank_timeout": 10}
+    with launched(tmp_path, [hangs], *options, **CHANGES, **limit) as run:
+        assert run.wait(timeout=120) == 0, said(tmp_path)
+    assert "rank 1 has sent no sign of life" in said(tmp_path), "the reason is printed"
+    assert "Restart 1 of 2." in said(tmp_path)
+    assert_undisturbed(tmp_path, **CHANGES)
+
+
+@pytest.mark.exhaustive
+def test_a_single_process_is_restarted(tmp_path: Path) -> None:
+    killed = (0, "step 5", signal.SIGKILL)
+    with launched(tmp_path, [killed], "--max-restarts", "1", ranks=1, **CHANGES) as run:
+        assert run.wait(timeout=120) == 0, said(tmp_path)
+    assert_undisturbed(tmp_path, ranks=1, **CHANGES)
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_is_asked_to_stop_is_not_restarted(tmp_path: Path) -> None:
+    changes = {**CHANGES, "max_steps_per_epoch": None, "save_every_n_steps": None, "epochs": 50}
+    with launched(tmp_path, [], "--max-restarts", "2", **changes) as run:
+        wait_until("step 1, loss", tmp_path)
+        run.terminate()
+        assert run.wait(timeout=60) != 0
+    assert "Resume with resume_from_checkpoint=True" in said(tmp_path)
+    assert "Restart" not in said(tmp_path)
+    assert len(list((tmp_path / "out").glob("epoch_*_step_*"))) == 1

@@ -84,10 +84,11 @@ class Watchdog:
         A rank that stands still in it for more than ``patience`` seconds, while others wait for it, hangs.
         With ``patience=None`` it may take any time, and keep the thread from publishing meanwhile.
         """
-        self._phase, self._patience = phase, patience
+        before, self._phase, self._patience = self._patience, phase, patience
         self._progress += 1
-        if patience is None and self._store is not None:
-            self._publish()  # now: there may be no other chance
+        if None in (before, patience) and self._store is not None:
+            # Now: there may be no other chance, and who is silent after such a phase is not in it any more.
+            self._publish()
 
     # --- life -----------------------------------------------------------------------------------------
 
