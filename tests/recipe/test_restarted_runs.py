@@ -103,6 +103,7 @@ def test_a_run_of_which_a_rank_is_killed_is_restarted_and_trains_the_same(
     with launched(tmp_path, [fatal], "--max-restarts", "1", **CHANGES) as run:
         assert run.wait(timeout=120) == 0, said(tmp_path)
     assert "Restart 1 of 1." in said(tmp_path)
+    assert "trial" in fatal[1] or "nothing to save" not in said(tmp_path)
     assert_undisturbed(tmp_path, **CHANGES)
 
 
