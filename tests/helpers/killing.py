@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -175,12 +175,20 @@ def in_child(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def deadly_rows(*given: Any, rows: str, **settings: Any) -> Any:
-    """A dataset that has ranks of a launched run killed, as the environment variable ``FATAL`` says.
+Fatal = tuple[int, str, int]
+"""A rank, what begins the name of the watchdog's phase in which it gets a signal, and the signal."""
 
-    That is JSON: for each attempt of torchrun the rank, what begins the name of the watchdog's phase in
-    which it gets a signal, and the signal.
-    """
+
+def deadly(fatal: Sequence[Fatal]) -> dict[str, str]:
+    """The environment for a launched run with ``deadly_rows``: how each attempt ends; those that follow are
+    left alone."""
+    here = str(Path(__file__).parents[2])
+    python_path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    return {"FATAL": json.dumps(fatal), "PYTHONPATH": python_path}
+
+
+def deadly_rows(*given: Any, rows: str, **settings: Any) -> Any:
+    """A dataset in whose runs ranks get signals: see ``deadly``."""
     attempts = json.loads(os.environ["FATAL"])
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if attempt < len(attempts):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import signal
 import subprocess
 import time
@@ -16,15 +13,21 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from tests.helpers.killing import Fatal, deadly
 from tests.helpers.recipes import tiny_config
-from tests.helpers.runs import BIN, RESUME, assert_same_weights, losses, start, undisturbed
+from tests.helpers.runs import (
+    BIN,
+    RESUME,
+    assert_same_weights,
+    logged,
+    losses,
+    start,
+    undisturbed,
+)
 from tests.recipe.test_several_machines import free_port
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 
 pytestmark = pytest.mark.runs
-
-Fatal = tuple[int, str, int]
-"""A rank, what begins the name of the phase in which it gets a signal, and the signal."""
 
 CHANGES: dict[str, Any] = {
     "use_maximum_batch_size": True,
@@ -58,9 +61,7 @@ def launched(
     OmegaConf.save(cfg, folder / "run.yaml")
     command = [BIN / "tune", "run", "--nproc_per_node", f"{ranks}", *options]
     command += [KINDS[kind].recipe, "--config", "run.yaml"]
-    here = Path(__file__).parents[2]
-    python_path = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
-    run = start(command, folder, folder / "said", FATAL=json.dumps(fatal), PYTHONPATH=python_path)
+    run = start(command, folder, folder / "said", **deadly(fatal))
     try:
         yield run
     finally:
@@ -77,15 +78,6 @@ def wait_until(text: str, folder: Path) -> None:
     while text not in said(folder):
         assert time.monotonic() < end, said(folder)
         time.sleep(0.05)
-
-
-def logged(folder: Path) -> dict[int, float]:
-    """The loss of each step, which is the same in each attempt that came to it."""
-    found: dict[int, float] = {}
-    for log in (folder / "out" / "logs").iterdir():
-        for step, loss in re.findall(r"Step (\d+) \|.*?(?<!_)loss:(\S+)", log.read_text()):
-            assert found.setdefault(int(step), float(loss)) == float(loss), step
-    return found
 
 
 def assert_undisturbed(folder: Path, kind: str = "full", ranks: int = 2, **changes: Any) -> None:

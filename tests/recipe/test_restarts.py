@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import Alone, run_ranks
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.recipe.setup.environment import start_environment
 from torchtune_adaptive.recipe.setup.restarts import join_process_group, say_what_restarts_do
@@ -92,6 +92,6 @@ def test_what_is_said_about_restarts(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "propagate", True)
     launched(monkeypatch, restarts, most, **environment)
-    say_what_restarts_do(OmegaConf.create({"resume_from_checkpoint": resumes}))
+    say_what_restarts_do(OmegaConf.create({"resume_from_checkpoint": resumes}), Alone())
     assert len(caplog.messages) == bool(said)
     assert said in "".join(caplog.messages)

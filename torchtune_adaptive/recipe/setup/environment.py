@@ -78,8 +78,7 @@ def start_environment(cfg: DictConfig, patience: float, watched: bool = True) ->
     if cfg.get("fsdp_cpu_offload", False):
         training.set_torch_num_threads()  # the optimizer runs on the CPU
     ranks = Ranks(patience)
-    if ranks.is_zero:
-        say_what_restarts_do(cfg)
+    say_what_restarts_do(cfg, ranks)
     return Environment(device, dtype, ranks, launched)
 
 

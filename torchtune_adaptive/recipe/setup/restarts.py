@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from torch.distributed.constants import default_pg_timeout
 
 from torchtune_adaptive.common import ConfigError, launcher
-from torchtune_adaptive.core import open_store_of_restart
+from torchtune_adaptive.core import Ranks, open_store_of_restart
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def join_process_group(backend: str, timeout: timedelta | None) -> None:
         dist.init_process_group(backend, timeout=timeout)
         return
     if _on_several_machines():
-        # Each launcher counts for itself, so the number of the attempt is not a name for its store.
+        # Launchers count differently, so the number of the attempt is not a name for its store.
         raise ConfigError(
             _STORE_PER_ATTEMPT,
             os.environ.get(_STORE_PER_ATTEMPT),
@@ -49,9 +49,14 @@ def join_process_group(backend: str, timeout: timedelta | None) -> None:
     )
 
 
-def say_what_restarts_do(cfg: DictConfig) -> None:
+def say_what_restarts_do(cfg: DictConfig, ranks: Ranks) -> None:
     """Say that this is a restart; in the first attempt, what keeps a restart from continuing the run."""
-    number, most = launcher.restarts(), launcher.max_restarts()
+    most = launcher.max_restarts()
+    _, number = ranks.spread(
+        launcher.restarts()
+    )  # where a rank ended, its launcher counts; others may not
+    if not ranks.is_zero:
+        return
     if number:
         log.warning(f"Restart {number} of {most}.")
         return
