@@ -129,7 +129,10 @@ class Run:
                 until_exit.callback(lock.release)
         self.stop = StopSignals(self.settings.stop_timeout)
         self.watchdog = Watchdog(
-            self.ranks, limit=self.settings.rank_timeout, on_duty=self.settings.survives
+            self.ranks,
+            limit=self.settings.rank_timeout,
+            on_duty=self.settings.survives,
+            stop_requested=lambda: self.stop.requested,
         )
         seed = training.set_seed(cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self._takes_rate = self.settings.resume_learning_rate == "config"
