@@ -30,8 +30,11 @@ def fail(on=(0, 1, 2), reason="ConfigError: headroom: 2 is not valid"):
 """
 
 
-def report_of(program: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> str:
-    """What torchrun says last when three ranks run a program; they themselves say nothing."""
+def report_of(
+    program: str, folder: Path, capfd: pytest.CaptureFixture[str], restarts: int = 0
+) -> str:
+    """What torchrun says last when three ranks run a program; they themselves say nothing, but the reason
+    where torchrun starts them again."""
     script = folder / "rank.py"
     script.write_text(RANK + program)
     launch = LaunchConfig(
@@ -41,14 +44,14 @@ def report_of(program: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> 
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         run_id=folder.name,
-        max_restarts=0,
+        max_restarts=restarts,
     )
     started = time.monotonic()
     with pytest.raises(ChildFailedError) as failed:
         elastic_launch(launch, sys.executable)("-u", str(script))
     assert time.monotonic() - started < 30
     said = capfd.readouterr()
-    assert "ConfigError" not in said.out + said.err
+    assert (said.out + said.err).count("ConfigError") == restarts
     return str(failed.value)
 
 
@@ -79,6 +82,13 @@ def test_the_reason_is_the_root_cause_and_stands_there_once(
     assert f"traceback : {'ConfigError: of rank 0' if 'of rank' in program else REASON}" in cause
     assert rank is None or f"rank      : {rank} " in cause
     assert "Traceback" not in report
+
+
+def test_the_reason_for_a_restart_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun reports the last attempt only."""
+    assert report_of("fail(on=[1])", tmp_path, capfd, restarts=1).count("ConfigError") == 1
 
 
 def test_a_bug_keeps_its_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from tests.helpers.models import adamw, batch, tiny_llama, train_step
 from tests.helpers.ranks import Ended, watch_ranks
 from torchtune_adaptive.common.errors import RankLost
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
+from torchtune_adaptive.core.ranks import watchdog as watchdog_module
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE, Watchdog
 from torchtune_adaptive.core.search.probe import Probe
@@ -110,11 +111,37 @@ def leave_a_rank_alone() -> None:
         ranks.any(False)
 
 
+def save_and_be_stopped() -> None:
+    """At once, when the thread that publishes signs has not had its next turn."""
+    ranks = Ranks(timeout=20 * LIMIT)
+    watchdog = Watchdog(ranks, limit=LIMIT)
+    with watchdog:
+        watchdog.enter("saving", patience=None)
+        ranks.any(False)
+        watchdog.enter("step 4", patience=LIMIT)
+        if ranks.rank == VICTIM:
+            FATES["stopped"]()
+        ranks.any(False)
+
+
+def stop_beside_a_silent_rank() -> None:
+    watchdog_module._LIMIT_TO_STOP = LIMIT
+    ranks = Ranks(timeout=20 * LIMIT)
+    watchdog = Watchdog(ranks, limit=20 * LIMIT, stop_requested=lambda: True)
+    with watchdog:
+        watchdog.enter("step 4", patience=20 * LIMIT)
+        if ranks.rank == VICTIM:
+            FATES["stopped"]()
+        ranks.any(False)
+
+
 RUNS: dict[str, tuple[Callable[..., Any], list[str], list[int]]] = {
     "killed": (search_until, ["killed"], [0]),
     "stopped": (search_until, ["stopped"], [0]),
     "hangs": (search_until, ["hangs"], [0]),
     "bug": (search_until, ["bug"], [0, 1]),
+    "stopped after saving": (save_and_be_stopped, [], [0]),
+    "stop requested": (stop_beside_a_silent_rank, [], [0]),
     "unwatched": (leave_a_rank_alone, [], [0, 1]),
     "slow but alive": (slow_but_alive, [], [0, 1]),
 }
@@ -143,6 +170,23 @@ def test_the_others_stop_and_name_the_rank_and_the_phase(
     assert "trial of 4 rows" in survivor.said
     if survivor.exit_code == 1:
         assert RankLost.__name__ in survivor.said
+
+
+def test_a_rank_that_is_silent_just_after_it_saved_is_not_given_the_time_to_save(
+    ended: dict[str, Future[list[Ended]]],
+) -> None:
+    survivor, _ = ended["stopped after saving"].result()
+    assert survivor.exit_code == EXIT_CODE, survivor.said
+    assert f"rank {VICTIM} has sent no sign of life" in survivor.said
+    assert "its last sign came from the phase 'step 4'" in survivor.said
+
+
+def test_who_is_asked_to_stop_does_not_wait_for_a_silent_rank(
+    ended: dict[str, Future[list[Ended]]],
+) -> None:
+    survivor, _ = ended["stop requested"].result()
+    assert survivor.exit_code == EXIT_CODE, survivor.said
+    assert f"rank {VICTIM} has sent no sign of life" in survivor.said
 
 
 def test_the_rank_with_the_bug_says_what_it_is(ended: dict[str, Future[list[Ended]]]) -> None:

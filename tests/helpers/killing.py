@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
+from torchtune import config
 from torchtune.training.checkpointing import _checkpointer
+
+from torchtune_adaptive.core import Watchdog
 
 _OPERATIONS = frozenset(
     ["os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate"]
@@ -168,3 +173,42 @@ def in_child(work: Callable[[], object]) -> int:
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+Fatal = tuple[int, str, int]
+"""A rank, what begins the name of the watchdog's phase in which it gets a signal, and the signal."""
+
+
+def deadly(fatal: Sequence[Fatal]) -> dict[str, str]:
+    """The environment for a launched run with ``deadly_rows``: how each attempt ends; those that follow are
+    left alone."""
+    here = str(Path(__file__).parents[2])
+    python_path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    return {"FATAL": json.dumps(fatal), "PYTHONPATH": python_path}
+
+
+def deadly_rows(*given: Any, rows: str, **settings: Any) -> Any:
+    """A dataset in whose runs ranks get signals: see ``deadly``."""
+    attempts = json.loads(os.environ["FATAL"])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt < len(attempts):
+        rank, fatal, number = attempts[attempt]
+        if rank == int(os.environ["RANK"]):
+            _signal_in(fatal, number)
+    return config.instantiate(OmegaConf.create({"_component_": rows, **settings}), *given)
+
+
+def _signal_in(fatal: str, number: int) -> None:
+    """Send this process a signal when it enters a phase; or kill it where it has saved a part."""
+    enter = Watchdog.enter
+
+    def enter_and_die(self: Watchdog, phase: str, patience: float | None) -> None:
+        enter(self, phase, patience)
+        if phase.startswith(fatal):
+            Watchdog.enter = enter  # type: ignore[method-assign]
+            if phase.startswith("saving"):
+                kill_at(12)
+            else:
+                os.kill(os.getpid(), number)
+
+    Watchdog.enter = enter_and_die  # type: ignore[method-assign]

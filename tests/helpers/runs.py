@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,13 +62,15 @@ def undisturbed(kind: str, ranks: int = 1, **changes: Any) -> tuple[Path, Record
     return _made[key]
 
 
-def start(command: Sequence[str | Path], folder: Path, log: Path) -> subprocess.Popen[str]:
+def start(
+    command: Sequence[str | Path], folder: Path, log: Path, **environment: str
+) -> subprocess.Popen[str]:
     """Start a command in a session of its own; what it prints goes to a file."""
     with log.open("w") as output:
         return subprocess.Popen(
             command,
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
@@ -119,6 +122,15 @@ def assert_found_by_trying(
     with pytest.raises(AssertionError, match="TrainingOutOfMemory: "):
         train("full", folder / "next", 4, **changes, batch_size=size)
     assert found == {size - 1} and size > 3
+
+
+def logged(folder: Path) -> dict[int, float]:
+    """The loss of each step, which is the same in each attempt that came to it."""
+    found: dict[int, float] = {}
+    for log in (folder / "out" / "logs").iterdir():
+        for step, loss in re.findall(r"Step (\d+) \|.*?(?<!_)loss:(\S+)", log.read_text()):
+            assert found.setdefault(int(step), float(loss)) == float(loss), step
+    return found
 
 
 def losses(records: Records) -> list[float]:

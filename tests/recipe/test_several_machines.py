@@ -8,14 +8,15 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.runs import BIN, start
+from tests.helpers.killing import deadly
+from tests.helpers.runs import BIN, assert_same_weights, logged, start
 
 TUNE = BIN / "tune"
 pytestmark = [pytest.mark.runs, pytest.mark.exhaustive]
@@ -27,16 +28,19 @@ def free_port() -> int:
 
 
 @contextmanager
-def two_machines(folder: Path, *overrides: str) -> Iterator[list[subprocess.Popen[str]]]:
+def two_machines(
+    folder: Path, *overrides: str, options: Sequence[str] = (), **environment: str
+) -> Iterator[list[subprocess.Popen[str]]]:
     """Two launchers with one rank each, as docs/clusters.md starts them; killed with all they started."""
-    launcher = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d"]
+    launcher = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", *options]
     launcher += ["--rdzv_endpoint", f"localhost:{free_port()}", "--rdzv_id", "test"]
     recipe = ["adaptive_full_finetune_distributed", "--config", "tiny/full"]
     running = []
     for number in range(2):  # the first one holds torchrun's own key-value store
-        options = [*launcher, "--rdzv_conf", f"is_host={number == 0}", *recipe]
-        command = [TUNE, "run", *options, "output_dir=out", *overrides]
-        running.append(start(command, folder, folder / f"machine_{number}.txt"))
+        one = [*launcher, "--rdzv_conf", f"is_host={number == 0},last_call_timeout=5", *recipe]
+        command = [TUNE, "run", *one, "output_dir=out", *overrides]
+        log = folder / f"machine_{number}.txt"
+        running.append(start(command, folder, log, **environment))
     try:
         yield running
     finally:
@@ -88,3 +92,37 @@ def test_a_machine_that_is_gone_ends_the_run_on_the_other(tmp_path: Path) -> Non
         stop_machine(gone)
         assert left.wait(timeout=90) != 0, "it ends, instead of waiting for the process group"
     assert re.search(r"RankLost: lost rank [01]", said(tmp_path)), said(tmp_path)
+
+
+QUICK = ["max_steps_per_epoch=8", "epochs=1", "save_every_n_steps=3", "resume_from_checkpoint=True"]
+KILLED = [
+    "dataset._component_=tests.helpers.killing.deadly_rows",
+    "dataset.rows=torchtune.datasets.instruct_dataset",
+]
+RESTARTS = ["--max-restarts", "2"]
+
+
+def test_a_rank_that_is_killed_is_restarted_on_both_machines(tmp_path: Path) -> None:
+    environment = deadly([(1, "step 5", signal.SIGKILL)])
+    store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    for name, more in (("whole", {"FATAL": "[]"}), ("killed", {})):
+        folder = tmp_path / name
+        folder.mkdir()
+        with two_machines(
+            folder, *QUICK, *KILLED, options=RESTARTS, **{**environment, **store, **more}
+        ) as machines:
+            for machine in machines:
+                assert machine.wait(timeout=200) == 0, said(folder)
+        assert ("Restart 1 of 2." in said(folder)) == (name == "killed")
+    assert logged(tmp_path / "killed") == logged(tmp_path / "whole")
+    weights = [tmp_path / name / "out" / "epoch_0" for name in ("whole", "killed")]
+    assert_same_weights(*weights)
+
+
+def test_without_a_store_for_each_attempt_a_restart_is_refused(tmp_path: Path) -> None:
+    environment = deadly([(1, "step 5", signal.SIGKILL)])
+    with two_machines(tmp_path, *QUICK, *KILLED, options=RESTARTS, **environment) as machines:
+        for machine in machines:
+            assert machine.wait(timeout=200) != 0
+    assert "--max-restarts 2 does not work on several machines yet." in said(tmp_path)
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE: None leaves a restart on several" in said(tmp_path)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch
 from tests.helpers.killing import in_child
 from tests.helpers.models import adamw, tiny_llama, train_step
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.common.errors import AdaptiveBatchingError, Stopped
+from torchtune_adaptive.common.errors import AdaptiveBatchingError, RankLost, Stopped
 from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.train import stop as stop_module
 from torchtune_adaptive.recipe.train.stop import StopSignals
@@ -62,6 +63,18 @@ def test_in_training_it_is_a_request(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(Stopped, match=r"saved out/epoch_0_step_4\. Resume with") as raised:
         stop.raise_if_stopped()
     assert raised.value.status == 143
+
+
+def test_after_an_error_in_training_it_does_not_say_that_there_was_nothing_to_save() -> None:
+    """As when a rank is lost: the others leave training, and then the launcher ends them."""
+    stop, _ = signals()
+    with pytest.raises(Stopped) as raised, stop:  # noqa: PT012 - two moments
+        with suppress(RankLost), stop.while_training():
+            raise RankLost("lost rank 1")
+        signal.raise_signal(signal.SIGTERM)
+    assert str(raised.value) == (
+        "stopped by SIGTERM after an error in training, so no checkpoint was saved."
+    )
 
 
 def test_a_rank_that_was_told_by_another_ends_with_the_same_status() -> None:

@@ -2,7 +2,8 @@
 
 torchrun ends the other ranks as soon as one has failed, and then prints a report of some 40 lines. Whatever
 the ranks print stands above that. What the first rank to fail wrote to its error file stands at its end, as
-the root cause. The format of the file is that of ``torch.distributed.elastic.multiprocessing.errors``.
+the root cause. The format of the file is that of ``torch.distributed.elastic.multiprocessing.errors``. There
+is no such report before a restart, so the rank prints its reason there as well.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ def explain(reason: str, *, known_to_all: bool = False) -> None:
         moment = time.monotonic() + MOMENT
         while time.monotonic() < moment and not another_rank_has_failed():
             time.sleep(0.05)
-    if (file := _error_file()) is None:
-        print(f"\n{_prefix()}{reason}\n", file=sys.stderr, flush=True)
-    else:
-        _write(file, reason)
+    if (file := _error_file()) is None or not _is_reported(file, reason):
+        _print(reason)
 
 
 def explain_bug(error: BaseException) -> None:
     """The same for an exception that nobody expected, with its traceback."""
     if (file := _error_file()) is None:
         traceback.print_exception(error)
-    else:
-        _write(file, f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+        return
+    callstack = "".join(traceback.format_exception(error))
+    if not _is_reported(file, f"{type(error).__name__}: {error}", callstack):
+        _print(callstack)
 
 
 def end(reason: str) -> NoReturn:
@@ -90,13 +91,23 @@ def another_rank_has_failed() -> bool:
 def note(reason: str) -> None:
     """Leave a reason that has been printed for the launcher's report as well."""
     if (file := _error_file()) is not None and not another_rank_has_failed():
-        _write(file, reason)
+        with suppress(OSError):
+            _write(file, reason)
 
 
 def _error_file() -> Path | None:
     """The file in which torchrun looks for the reason; None without torchrun."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file) if file and "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def _is_reported(file: Path, reason: str, callstack: str | None = None) -> bool:
+    """Leave a reason for the launcher; whether it will print that."""
+    try:
+        _write(file, reason, callstack)
+    except OSError:
+        return False
+    return launcher.restarts() >= launcher.max_restarts()
 
 
 def _write(file: Path, reason: str, callstack: str | None = None) -> None:
@@ -111,11 +122,7 @@ def _write(file: Path, reason: str, callstack: str | None = None) -> None:
     more = {"timestamp": str(int(time.time()))}
     if callstack is not None:
         more["py_callstack"] = callstack
-    message = {"message": reason, "extraInfo": more}
-    try:
-        file.write_text(json.dumps({"message": message}))
-    except OSError:
-        print(f"\n{_prefix()}{callstack or reason}\n", file=sys.stderr, flush=True)
+    file.write_text(json.dumps({"message": {"message": reason, "extraInfo": more}}))
 
 
 def _claim(file: Path) -> Path:
@@ -123,5 +130,6 @@ def _claim(file: Path) -> Path:
     return file.parent.parent / _CLAIM
 
 
-def _prefix() -> str:
-    return f"rank {launcher.rank()}: " if launcher.has_started_this() else ""
+def _print(reason: str) -> None:
+    prefix = f"rank {launcher.rank()}: " if launcher.has_started_this() else ""
+    print(f"\n{prefix}{reason}\n", file=sys.stderr, flush=True)

@@ -26,3 +26,23 @@ def local_rank() -> int:
 def local_size() -> int:
     """The number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def size() -> int:
+    """The number of ranks on all machines."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def restarts() -> int:
+    """How often torchrun has started the ranks of this machine again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def max_restarts() -> int:
+    """How often torchrun may do so (``--max-restarts``)."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+
+
+def shares_store() -> bool:
+    """Whether ranks meet in a key-value store of torchrun, which has the keys of all attempts."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

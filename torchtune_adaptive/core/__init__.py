@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.device.select import device_memory
     from torchtune_adaptive.core.device.simulated import SimulatedMemory
     from torchtune_adaptive.core.ranks.agreement import Ranks
+    from torchtune_adaptive.core.ranks.store import open_store_of_restart
     from torchtune_adaptive.core.ranks.watchdog import Watchdog
     from torchtune_adaptive.core.search import strategies
     from torchtune_adaptive.core.search.probe import Probe

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import training
 
-from torchtune_adaptive.common import FolderLock, UsageError, counted
+from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.core import (
     Epochs,
     Generators,
@@ -59,7 +59,7 @@ from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.setup.components import check_components
 from torchtune_adaptive.recipe.setup.context_parallel import attention_over_parts
-from torchtune_adaptive.recipe.setup.environment import start_environment
+from torchtune_adaptive.recipe.setup.environment import Environment, start_environment
 from torchtune_adaptive.recipe.setup.flex_attention import (
     compile_for_every_size,
     compiles,
@@ -88,7 +88,8 @@ Save = Callable[[Model, Optimizers, Progress, str], None]
 class Run:
     """A run on this rank, from a checked config to a training loop.
 
-    Use as a context around everything that the ranks do together: a rank that is lost is noticed there.
+    Use as a context around everything that the ranks do together: a rank that is lost is noticed there. A
+    run that cannot begin leaves nothing behind, so another one can begin in the same process.
 
     Args:
         cfg: the config, with what the command line changed.
@@ -108,20 +109,30 @@ class Run:
         compile_for_every_size(cfg)
         patience = self.settings.agreement_timeout(compiles(cfg))
         environment = start_environment(cfg, patience, watched=self.settings.survives)
-        self._attention = ExitStack()  # until the end of the run
-        context = self._attention.enter_context(attention_over_parts(cfg, environment))
+        self.ranks = environment.ranks
+        with ExitStack() as begun:  # undone where the run cannot begin
+            begun.callback(self._leave_ranks)
+            self._until_exit = begun.enter_context(ExitStack())
+            self._begin(cfg, kind, environment)
+            begun.pop_all()
+
+    def _begin(self, cfg: DictConfig, kind: str, environment: Environment) -> None:
+        until_exit = self._until_exit
+        context = until_exit.enter_context(attention_over_parts(cfg, environment))
         self.environment = replace(environment, context=context)
         self._no_retry = no_retry(cfg)
         self._say_whether_steps_are_retried()
         self.kind = recipe_kind(KINDS[kind], cfg, self.environment)
-        self.ranks = self.environment.ranks
-        self._locks: list[FolderLock] = []  # on rank 0
         if not self.settings.search_only:
             require_output_folder(cfg, self.ranks)
-            self._locks = lock_output_folders(cfg, self.ranks)
+            for lock in lock_output_folders(cfg, self.ranks):  # on rank 0
+                until_exit.callback(lock.release)
         self.stop = StopSignals(self.settings.stop_timeout)
         self.watchdog = Watchdog(
-            self.ranks, limit=self.settings.rank_timeout, on_duty=self.settings.survives
+            self.ranks,
+            limit=self.settings.rank_timeout,
+            on_duty=self.settings.survives,
+            stop_requested=lambda: self.stop.requested,
         )
         seed = training.set_seed(cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self._takes_rate = self.settings.resume_learning_rate == "config"
@@ -141,6 +152,7 @@ class Run:
             self.planner = BackgroundPlanner.begin(
                 cfg, self.settings, self.ranks.size, self.memory.name
             )
+        until_exit.callback(self._close_planner)
         self.record: Record | None = None  # on rank 0
         self._rows: LoadedRows | None = None
         self._loop: TrainingLoop | None = None
@@ -150,8 +162,12 @@ class Run:
             log.info(f"Config: {self.record.save_config()}")
 
     def __enter__(self) -> Run:
-        self.stop.__enter__()
-        self.watchdog.__enter__()
+        with ExitStack() as begun:
+            begun.callback(self._leave_ranks)
+            until_exit = begun.enter_context(self._until_exit)
+            until_exit.enter_context(self.stop)
+            self.watchdog.__enter__()
+            begun.pop_all()
         return self
 
     def __exit__(
@@ -166,14 +182,10 @@ class Run:
             error = lost
             raise
         finally:
-            self._close_planner()
-            self._attention.close()
-            if self.record is not None:
-                trained = self._loop.trained() if self._loop else None
-                self.record.close(error or self.stop.reason, trained)
-            for lock in self._locks:
-                lock.release()
-            self.stop.__exit__(kind, error, traceback)
+            with self._until_exit:
+                if self.record is not None:
+                    trained = self._loop.trained() if self._loop else None
+                    self.record.close(error or self.stop.reason, trained)
 
     def _say_whether_steps_are_retried(self) -> None:
         if self._no_retry:
@@ -498,6 +510,9 @@ class Run:
     def close(self) -> None:
         if self.metrics is not None:
             self.metrics.close()
+        self._leave_ranks()
+        self.stop.raise_if_stopped()
+
+    def _leave_ranks(self) -> None:
         self.ranks.close()
         dist.destroy_process_group()
-        self.stop.raise_if_stopped()

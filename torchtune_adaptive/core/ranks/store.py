@@ -1,12 +1,15 @@
-"""The ranks' own key-value store, reachable only from where the ranks are."""
+"""Key-value stores of the ranks' own, reachable only from where the ranks are."""
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,9 +25,33 @@ def open_store(ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
 
     It listens on loopback if all ranks share a machine, else on rank 0's address in ``MASTER_ADDR``.
     """
-    store, host, port = None, "", 0
-    if ranks.is_zero:
-        host = _host(ranks.size)
+    return _open(ranks.is_zero, _host(ranks.size), ranks.from_rank_zero, timeout)
+
+
+def open_store_of_restart(timeout: timedelta) -> dist.TCPStore:
+    """The store in which ranks meet that torchrun has started again on one machine; on all ranks at once.
+
+    torchrun keeps its own store for all attempts, so a rank that is early would find the addresses of
+    processes that are gone. A prefix for each attempt is not enough: NCCL's process groups look for errors
+    under keys without it, and end at those of an earlier attempt.
+    """
+    shared, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    of_attempt = dist.PrefixStore(f"restart {launcher.restarts()}", shared)
+
+    def from_rank_zero(address: Any) -> Any:
+        if rank == 0:
+            of_attempt.set("address", json.dumps(address))
+        return json.loads(of_attempt.get("address"))
+
+    return _open(rank == 0, _LOOPBACK, from_rank_zero, timeout)
+
+
+def _open(
+    is_zero: bool, host: str, from_rank_zero: Callable[[Any], Any], timeout: timedelta
+) -> dist.TCPStore:
+    """A store that rank 0 hosts; the others learn its address by ``from_rank_zero``."""
+    store, port = None, 0
+    if is_zero:
         listener = _listen(host)
         port = listener.getsockname()[1]
         # The store binds to every interface unless it is given a socket that is bound already.
@@ -36,7 +63,7 @@ def open_store(ranks: Ranks, timeout: timedelta) -> dist.TCPStore:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-    host, port = ranks.from_rank_zero((host, port))
+    host, port = from_rank_zero((host, port))
     if store is None:
         store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
     return store

@@ -17,6 +17,7 @@ import secrets
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -41,6 +42,7 @@ EXIT_CODE = 70
 """Tells our exit from a signal's or Python's own ("internal software error" of sysexits.h)."""
 _BEATS_PER_LIMIT = 20
 _SLOWEST_BEAT = 2.0  # seconds between two signs of life, whatever the limit
+_LIMIT_TO_STOP = 10.0  # seconds; a launcher kills those that it has asked to stop after 30
 _SILENT_BEATS = 3  # after a collective broke, a rank that misses this many is the one that broke it
 
 
@@ -51,14 +53,23 @@ class Watchdog:
         ranks: the ranks to watch; with one rank there is nothing to do.
         limit: seconds without any sign of life after which a rank is lost.
         on_duty: whether it watches; if not, it does nothing.
+        stop_requested: whether this rank has been asked to stop. Then it does not wait for long to save with
+            a rank that may be what the others are stopped for.
     """
 
     LONGEST_SILENCE: ClassVar = LONGEST_SILENCE
 
-    def __init__(self, ranks: Ranks, limit: float, on_duty: bool = True) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        limit: float,
+        on_duty: bool = True,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._ranks = ranks
         self._on_duty = on_duty and ranks.size > 1
         self._limit = limit
+        self._stop_requested = stop_requested
         self._phase = "starting"
         self._progress = 0
         self._patience: float | None = limit
@@ -84,10 +95,11 @@ class Watchdog:
         A rank that stands still in it for more than ``patience`` seconds, while others wait for it, hangs.
         With ``patience=None`` it may take any time, and keep the thread from publishing meanwhile.
         """
-        self._phase, self._patience = phase, patience
+        before, self._phase, self._patience = self._patience, phase, patience
         self._progress += 1
-        if patience is None and self._store is not None:
-            self._publish()  # now: there may be no other chance
+        if None in (before, patience) and self._store is not None:
+            # Now: there may be no other chance, and who is silent after such a phase is not in it any more.
+            self._publish()
 
     # --- life -----------------------------------------------------------------------------------------
 
@@ -155,7 +167,8 @@ class Watchdog:
                 if not self._closing.wait(_SLOWEST_BEAT):  # or this rank is ending anyway
                     self._stop(f"rank 0, which hosts the signs of life, does not answer ({error})")
                 return
-            verdict = lost_rank(self._own(), self._others, time.monotonic(), self._limit)
+            limit = min(self._limit, _LIMIT_TO_STOP) if self._stop_requested() else self._limit
+            verdict = lost_rank(self._own(), self._others, time.monotonic(), limit)
             # If all ranks end for the same reason, each reports it better itself: give this one a moment.
             if verdict is not None and not self._closing.wait(_SLOWEST_BEAT):
                 self._stop(verdict)

@@ -299,11 +299,15 @@ def require_output_folder(cfg: DictConfig, ranks: Ranks) -> None:
 
 def lock_output_folders(cfg: DictConfig, ranks: Ranks) -> list[FolderLock]:
     """Keep other runs out of the folders that this one writes to; raises on all ranks if one is there."""
-    locks, problem = [], None
+    locks: list[FolderLock] = []
+    problem = None
     if ranks.is_zero:
         try:
-            locks = [FolderLock(Path(key)) for key in {cfg.output_dir, cfg.checkpointer.output_dir}]
+            for key in {cfg.output_dir, cfg.checkpointer.output_dir}:
+                locks.append(FolderLock(Path(key)))
         except FolderInUse as error:
+            for lock in locks:
+                lock.release()
             problem = f"{error}. Wait until it has ended, or set output_dir to another folder."
     if problem := ranks.from_rank_zero(problem):
         raise CheckpointError(problem)

@@ -19,6 +19,7 @@ from torchtune_adaptive.common import ConfigError, launcher
 from torchtune_adaptive.core import Ranks, Watchdog
 from torchtune_adaptive.recipe.data.split_rows import RowParts
 from torchtune_adaptive.recipe.settings.checks import require_torchvision
+from torchtune_adaptive.recipe.setup.restarts import join_process_group, say_what_restarts_do
 
 
 class Context(NamedTuple):
@@ -69,14 +70,16 @@ def start_environment(cfg: DictConfig, patience: float, watched: bool = True) ->
         timeout = timedelta(seconds=process_group_timeout(patience))
     launched = training.is_distributed()
     if launched:
-        dist.init_process_group(backend, timeout=timeout)
+        join_process_group(backend, timeout)
     else:
         dist.init_process_group(
             backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
         )
     if cfg.get("fsdp_cpu_offload", False):
         training.set_torch_num_threads()  # the optimizer runs on the CPU
-    return Environment(device, dtype, Ranks(patience), launched)
+    ranks = Ranks(patience)
+    say_what_restarts_do(cfg, ranks)
+    return Environment(device, dtype, ranks, launched)
 
 
 def _device(name: str) -> torch.device:

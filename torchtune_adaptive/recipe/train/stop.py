@@ -1,8 +1,8 @@
 """Ends a run that is asked to stop: by SIGTERM, as schedulers do before they kill, or by Ctrl-C.
 
 In training, the first signal is a request that the ranks exchange in the next step's all-reduce; they then
-save a checkpoint and stop. Elsewhere there is nothing to save, and the run ends at once. So it does at a
-second signal, and when the time to stop is over.
+save a checkpoint and stop. Elsewhere there is nothing to save, or after an error in training nothing that
+could be, and the run ends at once. So it does at a second signal, and when the time to stop is over.
 
 The main thread may be inside a collective, where Python runs no signal handler, and an exception raised
 inside a callback of the garbage collector is lost. So a thread receives the signals, and ends the process
@@ -52,7 +52,7 @@ class StopSignals:
         self._end = end
         self._signal: int | None = None
         self._raised = False
-        self._training = self._over = False
+        self._training = self._failed = self._over = False
         self._allowed = 0.0
         self.saved: str | None = None
         """The checkpoint that was saved because a stop was requested, by whichever rank."""
@@ -68,6 +68,9 @@ class StopSignals:
         self._training = True
         try:
             yield
+        except BaseException:
+            self._failed = True
+            raise
         finally:
             self._training = False
 
@@ -123,10 +126,10 @@ class StopSignals:
         self._signal = self._signal or number
         if not self._training and not self._raised:
             self._raised = True
-            raise Stopped(
-                f"stopped by {_name(number)} while not training, so there is nothing to save.",
-                exit_status(number),
-            )
+            when = "while not training, so there is nothing to save"
+            if self._failed:  # as when a rank is lost: the launcher then ends the others
+                when = "after an error in training, so no checkpoint was saved"
+            raise Stopped(f"stopped by {_name(number)} {when}.", exit_status(number))
 
     def _not_raised(self, what: sys.UnraisableHookArgs) -> None:
         """Ask again where Python drops the exception, as it does in a weak reference's callback."""

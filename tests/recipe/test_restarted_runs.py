@@ -1,0 +1,146 @@
+"""Runs of which ranks die or hang, and that torchrun starts again: ``--max-restarts``."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.helpers.killing import Fatal, deadly
+from tests.helpers.recipes import tiny_config
+from tests.helpers.runs import (
+    BIN,
+    RESUME,
+    assert_same_weights,
+    logged,
+    losses,
+    start,
+    undisturbed,
+)
+from tests.recipe.test_several_machines import free_port
+from torchtune_adaptive.recipe.settings.kind_table import KINDS
+
+pytestmark = pytest.mark.runs
+
+CHANGES: dict[str, Any] = {
+    "use_maximum_batch_size": True,
+    "adaptive_batching.memory_limit": "40MiB",
+    "max_steps_per_epoch": 8,
+    "save_every_n_steps": 3,
+}
+KILLS: dict[str, Fatal] = {
+    "in the search": (1, "trial of 8 rows", signal.SIGKILL),
+    "in a step": (0, "step 5", signal.SIGKILL),
+    "while saving": (0, "saving the checkpoint epoch_0_step_6", signal.SIGKILL),
+    "in the last step": (1, "step 8", signal.SIGKILL),
+}
+
+
+@contextmanager
+def launched(
+    folder: Path,
+    fatal: Sequence[Fatal],
+    *options: str,
+    ranks: int = 2,
+    kind: str = "full",
+    **changes: Any,
+) -> Iterator[subprocess.Popen[str]]:
+    """A run under torchrun whose attempts end as ``fatal`` says, each with the next one; the last is left
+    alone. What it prints is in ``said``."""
+    cfg = tiny_config(kind, folder / "out", **changes, **RESUME)
+    cfg.metric_logger._component_ = "torchtune.training.metric_logging.DiskLogger"
+    cfg.dataset.rows = cfg.dataset._component_
+    cfg.dataset._component_ = "tests.helpers.killing.deadly_rows"
+    OmegaConf.save(cfg, folder / "run.yaml")
+    command = [BIN / "tune", "run", "--nproc_per_node", f"{ranks}", *options]
+    command += [KINDS[kind].recipe, "--config", "run.yaml"]
+    run = start(command, folder, folder / "said", **deadly(fatal))
+    try:
+        yield run
+    finally:
+        run.terminate()
+        run.wait(timeout=60)
+
+
+def said(folder: Path) -> str:
+    return (folder / "said").read_text()
+
+
+def wait_until(text: str, folder: Path) -> None:
+    end = time.monotonic() + 60
+    while text not in said(folder):
+        assert time.monotonic() < end, said(folder)
+        time.sleep(0.05)
+
+
+def assert_undisturbed(folder: Path, kind: str = "full", ranks: int = 2, **changes: Any) -> None:
+    """The run has trained what one that nothing disturbs does: all losses and weights are the same."""
+    whole, records = undisturbed(kind, ranks, **changes)
+    assert logged(folder) == dict(enumerate(losses(records), 1))
+    assert_same_weights(whole / "epoch_0", folder / "out" / "epoch_0")
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("fatal", KILLS.values(), ids=KILLS)
+def test_a_run_of_which_a_rank_is_killed_is_restarted_and_trains_the_same(
+    fatal: Fatal, tmp_path: Path
+) -> None:
+    with launched(tmp_path, [fatal], "--max-restarts", "1", **CHANGES) as run:
+        assert run.wait(timeout=120) == 0, said(tmp_path)
+    assert "Restart 1 of 1." in said(tmp_path)
+    assert "trial" in fatal[1] or "nothing to save" not in said(tmp_path)
+    assert_undisturbed(tmp_path, **CHANGES)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "rendezvous",
+    [(), ("--rdzv_backend", "static", "--rdzv_endpoint", "localhost:{port}")],
+    ids=["standalone", "static"],
+)
+def test_it_is_restarted_again_and_again(rendezvous: Sequence[str], tmp_path: Path) -> None:
+    options = [option.format(port=free_port()) for option in rendezvous]
+    options += ["--max-restarts", f"{len(KILLS)}"]
+    with launched(tmp_path, [*KILLS.values()], *options, **CHANGES) as run:
+        assert run.wait(timeout=300) == 0, said(tmp_path)
+    assert "Restart 4 of 4." in said(tmp_path)
+    assert_undisturbed(tmp_path, **CHANGES)
+
+
+@pytest.mark.exhaustive
+def test_a_run_of_which_a_rank_hangs_is_restarted(tmp_path: Path) -> None:
+    hangs = (1, "step 5", signal.SIGSTOP)
+    options = ("--max-restarts", "2", "--shutdown-timeout", "5")
+    limit = {"adaptive_batching.rank_timeout": 10}
+    with launched(tmp_path, [hangs], *options, **CHANGES, **limit) as run:
+        assert run.wait(timeout=120) == 0, said(tmp_path)
+    assert "rank 1 has sent no sign of life" in said(tmp_path), "the reason is printed"
+    assert "Restart 1 of 2." in said(tmp_path)
+    assert_undisturbed(tmp_path, **CHANGES)
+
+
+@pytest.mark.exhaustive
+def test_a_single_process_is_restarted(tmp_path: Path) -> None:
+    killed = (0, "step 5", signal.SIGKILL)
+    with launched(tmp_path, [killed], "--max-restarts", "1", ranks=1, **CHANGES) as run:
+        assert run.wait(timeout=120) == 0, said(tmp_path)
+    assert_undisturbed(tmp_path, ranks=1, **CHANGES)
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_is_asked_to_stop_is_not_restarted(tmp_path: Path) -> None:
+    changes = {**CHANGES, "max_steps_per_epoch": None, "save_every_n_steps": None, "epochs": 50}
+    with launched(tmp_path, [], "--max-restarts", "2", **changes) as run:
+        wait_until("step 1, loss", tmp_path)
+        run.terminate()
+        assert run.wait(timeout=60) != 0
+    assert "Resume with resume_from_checkpoint=True" in said(tmp_path)
+    assert "Restart" not in said(tmp_path)
+    assert len(list((tmp_path / "out").glob("epoch_*_step_*"))) == 1
