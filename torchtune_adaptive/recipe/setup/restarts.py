@@ -63,11 +63,14 @@ def say_what_restarts_do(cfg: DictConfig, ranks: Ranks) -> None:
     if not most:
         return
     if _on_several_machines() and launcher.shares_store():
-        log.warning(f"--max-restarts {most} does not work on several machines yet. {_REMEDY}.")
+        log.warning(
+            f"--max-restarts {most}: on several machines a restart ends with an error, because ranks would "
+            f"find the addresses of the attempt before. {_REMEDY}."
+        )
     if not cfg.get("resume_from_checkpoint", False):
         log.warning(
             f"--max-restarts {most}: a restart trains from the beginning, because resume_from_checkpoint is "
-            "False. Set it to True, and save_every_n_steps."
+            "False. Set it to True, and save_every_n_steps to how many steps a restart may lose."
         )
 
 
