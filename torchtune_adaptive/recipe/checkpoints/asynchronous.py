@@ -97,9 +97,10 @@ class AsynchronousCheckpoints:
                 log.info(f"Saved the checkpoint {self._folder.path / name}.")
         except BaseException as error:
             log.error(f"The checkpoint {name} could not be written: {reason(error)}.")
+            problem = RuntimeError(describe(error))
             if self._all.ranks.is_zero:
                 self._folder.abandon(name)
-            running.set_exception(RuntimeError(describe(error)))
+            running.set_exception(problem)
         else:
             running.set_result(None)
 
