@@ -74,11 +74,17 @@ class AllOrNone:
 def read_file(path: str) -> Any:
     """The tensors of a file, and what else may be in one without being a program.
 
+    The file is mapped, as only rank 0 needs what all ranks read. Copy a tensor before you keep it: it keeps
+    the whole file mapped. The mapping is private: what is written to a tensor does not reach the file.
+
     Raises:
         CheckpointError: naming the file.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # saved in torch's older format, or on a filesystem without mappings
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
             f"{path}: cannot be read ({reason(error)}). Resume from another checkpoint."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -144,7 +145,7 @@ class AsynchronousCheckpoints:
 def training_state_of(folder: Path) -> dict[str, Any]:
     """What a checkpoint has of ours; nothing if torchtune saved it."""
     file = folder / TRAINING_STATE
-    state: dict[str, Any] = read_file(str(file)) if file.exists() else {}
+    state: dict[str, Any] = copy.deepcopy(read_file(str(file))) if file.exists() else {}
     return state
 
 

@@ -6,6 +6,7 @@ files are, and which checkpoint a run resumes from, is decided on rank 0.
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
 import time
@@ -216,7 +217,10 @@ class Checkpoints(ABC):
                 raise CheckpointError(f"{source.state}: is not a recipe state. Name another file.")
             source.require_same(state.pop(ID_KEY, None))
             self._require_same_optimizer(state)
-            loaded.update(state)
+            of_optimizer = state.pop(training.OPT_KEY, None)
+            loaded.update(copy.deepcopy(state))  # what a run keeps; the optimizer copies its state
+            if of_optimizer is not None:
+                loaded[training.OPT_KEY] = of_optimizer
         return loaded
 
     def _require_same_optimizer(self, state: dict[str, Any]) -> None:
