@@ -25,6 +25,7 @@ from tests.helpers.ranks import Alone
 from torchtune_adaptive.cli import plan_progress
 from torchtune_adaptive.cli.answers import Answers
 from torchtune_adaptive.cli.candidates_report import Fastest
+from torchtune_adaptive.cli.job import job
 from torchtune_adaptive.cli.plan_command import _config, _gpus, add_arguments, parsed, plan_command
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import TraceProgress
@@ -35,7 +36,7 @@ from torchtune_adaptive.cli.plan_report import (
     details,
     headline,
 )
-from torchtune_adaptive.cli.speed_report import compare_table, job
+from torchtune_adaptive.cli.speed_report import compare_table
 from torchtune_adaptive.cli.what_if import splits, what_ifs
 from torchtune_adaptive.common.document import as_markdown, as_text
 from torchtune_adaptive.common.errors import ConfigError, NoPrediction
@@ -406,6 +407,19 @@ class TestWhatIsPrinted:
         assert {as_dict(report)[key] for key in ("hours", "cost")} == {None}
         assert as_dict(a_report(self.plan, found=fits, job=work))["hours"] > 0
 
+    def test_the_planned_gpu_is_billed_at_its_own_price(self) -> None:
+        speed = Speed(10.0, 1e6 / 3600, 0.33, {"gemm": 1.0}, 0.0, (-0.3, 0.05))
+        found = a_prediction(speed=speed)
+        for compared, said, cost in (
+            ("4090", "cost 32.00 (at 4.00 for", 32),
+            ("t4", "take 1 hours, 8 GPU", None),
+        ):
+            work = job("8M", "1,4", "h100-80gb", [compared, "h100" if cost else "a30"])
+            for render in (as_text, as_markdown):
+                text = " ".join(render(headline(self.plan, found, work)).split())
+                assert said in text and ("cost" in text) == bool(cost)
+            assert as_dict(a_report(self.plan, found=found, job=work))["cost"] == cost
+
     def test_devices_are_compared_at_the_size_that_is_configured(self) -> None:
         speed = Speed(10.0, 1234.0, 0.33, {"gemm": 1.0}, 0.0, (-0.3, 0.05))
         peak = a_prediction().configured
@@ -417,7 +431,7 @@ class TestWhatIsPrinted:
                 ("large", 5, "FITS"),
             )
         ]
-        table = compare_table(devices, 1, job("52M", "2.5"))
+        table = compare_table(devices, 1, job("52M", "2.5", "", ["t4", "l4", "h100"]))
         assert table.title == "On other devices (tokens/s per GPU)"
         assert table.header[4:] == ["tokens/s at 2 rows", "MFU", "hours", "cost"]
         assert table.rows[0] == ["small", "DOES NOT FIT", "19 GiB", "none", "", "", "", ""]

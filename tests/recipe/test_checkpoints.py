@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 from functools import partial
 from itertools import count
@@ -24,6 +25,7 @@ from tests.helpers.runs import (
     ASYNCHRONOUS,
     RESUME,
     SHORT,
+    assert_same_end,
     assert_same_records,
     assert_same_weights,
     losses,
@@ -238,15 +240,19 @@ def test_saving_changes_no_bit_of_training(kind: str, tmp_path: Path) -> None:
 
 
 def run_on_a_full_disk(kind: str, cfg: DictConfig, save: int, writer: str) -> None:
-    """A run whose disk is full from one of its saves on, as the library reports it that writes the file."""
+    """A run whose disk is full from one of its saves on, as the library reports it that writes the file; or
+    whose files cannot grow, so that they end in the middle."""
     no_space = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file")
+    no_space_for_copy = OSError(errno.ENOSPC, no_space.strerror, "healthy", None, "full/copy")
     errors: dict[str, tuple[Any, str, Exception]] = {
         "manifest": (durable, "write_durably", no_space),
+        "copy": (shutil, "copy2", no_space_for_copy),
         "state": (torch, "save", RuntimeError("[enforce fail] write failed\nat")),
         "distributed": (asynchronous.FileSystemWriter, "write_data", no_space),
         "distributed on rank 1": (asynchronous.FileSystemWriter, "write_data", no_space),
     }
-    owner, name, error = errors[writer]
+    kib_of_files = {"in the middle of weights": 500, "in the middle of the state": 1500}
+    owner, name, error = errors.get(writer) or (None, "", no_space)
     begin = CheckpointFolder.begin
     saves = count(1)
 
@@ -255,7 +261,11 @@ def run_on_a_full_disk(kind: str, cfg: DictConfig, save: int, writer: str) -> No
 
     def begin_and_fail(self: CheckpointFolder, folder: str) -> Path:
         if writer != "distributed on rank 1" and next(saves) == save:
-            setattr(owner, name, fail)
+            if owner is None:
+                _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (kib_of_files[writer] << 10, most))
+            else:
+                setattr(owner, name, fail)
         return begin(self, folder)
 
     CheckpointFolder.begin = begin_and_fail  # type: ignore[method-assign]
@@ -270,7 +280,18 @@ def run_on_a_full_disk(kind: str, cfg: DictConfig, save: int, writer: str) -> No
 
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("writer", ["distributed", "distributed on rank 1", "manifest", "state"])
+@pytest.mark.parametrize(
+    "writer",
+    [
+        "distributed",
+        "distributed on rank 1",
+        "manifest",
+        "copy",
+        "state",
+        "in the middle of weights",
+        "in the middle of the state",
+    ],
+)
 def test_a_disk_that_is_full_at_the_second_checkpoint(writer: str, tmp_path: Path) -> None:
     asynchronous = writer.startswith("distributed")
     changes = ASYNCHRONOUS if asynchronous else SHORT
@@ -280,13 +301,23 @@ def test_a_disk_that_is_full_at_the_second_checkpoint(writer: str, tmp_path: Pat
     said = str(raised.value)
     first = "dist_epoch_0" if asynchronous else "epoch_0_step_2"
     second = "dist_epoch_1" if asynchronous else "epoch_0_step_4"
-    assert f"The checkpoint {second} could not be written" in said and "GiB free" in said
+    assert f"The checkpoint {second} could not be written to {tmp_path} (" in said
+    assert re.search(r"; \d+(\.\d+)? [KMGT]?i?B free\)", said)
     assert f"The last one is {tmp_path}/{first}" in said
-    assert ("write failed" if writer == "state" else "No space left on device") in said
+    reasons = {
+        "state": "write failed",
+        "copy": "No space left on device: full/copy;",
+        "in the middle of weights": "File too large",
+        "in the middle of the state": "enforce fail",
+    }
+    assert reasons.get(writer, "No space left on device") in said
     assert {p.name for p in tmp_path.glob("*epoch_*")} == {first}
     found, _ = CheckpointFolder(tmp_path).newest("full")
     assert found is not None and found.name == first
-    assert not list((tmp_path / ".saving").glob("*epoch*")), "the space has been given back"
+    assert not (tmp_path / ".saving").exists(), "the space has been given back"
+    resumed = train("full", tmp_path, 2, **changes, **RESUME)
+    _, whole = undisturbed("full", 2, **changes)
+    assert_same_end(resumed, whole)
 
 
 def test_a_disk_that_is_full_at_the_end(tmp_path: Path) -> None:
@@ -301,6 +332,52 @@ def test_a_disk_that_is_full_at_the_end(tmp_path: Path) -> None:
     said = refused("full", tmp_path, max_steps_per_epoch=1, epochs=2, **RESUME)
     assert "epoch_0 (it is the end of a run, saved without its recipe state)" in said
     assert "or train on from the weights of one" in said
+
+
+@pytest.mark.parametrize(
+    ("writer", "reason"),
+    [
+        ("copy", "No space left on device: full/copy"),
+        (
+            "in the middle of weights",
+            "SafetensorError: Error while serializing: I/O error: File too",
+        ),
+    ],
+)
+def test_a_disk_that_is_full_even_for_the_weights(writer: str, reason: str, tmp_path: Path) -> None:
+    cfg = tiny_config("full", tmp_path, max_steps_per_epoch=1)
+    arguments = (1, "full", cfg, 1, writer)
+    (run,) = watch_ranks(run_on_a_full_disk, *arguments, until_exit_of=[0], join=False)
+    assert run.exit_code != 0
+    assert f"The checkpoint epoch_0 could not be written to {tmp_path} ({reason}" in run.said
+    assert "There is no earlier checkpoint: make room, or make the folder writable" in run.said
+    assert "is saved" not in run.said
+    assert not list(tmp_path.glob("epoch_*")) and not (tmp_path / ".saving").exists()
+
+
+def test_what_is_written_for_nothing_takes_no_room_from_the_weights(tmp_path: Path) -> None:
+    """A file that is deleted takes up room as long as it is open."""
+    cfg = tiny_config("full", tmp_path, max_steps_per_epoch=1)
+    arguments = (1, "full", cfg, tmp_path)
+    (run,) = watch_ranks(run_and_look_for_open_files, *arguments, until_exit_of=[0], join=False)
+    assert run.exit_code == 0, run.said
+    assert "epoch_0 is saved without its recipe state (RuntimeError: [enforce fail" in run.said
+    assert "open: 0" in run.said and "open: 1" not in run.said
+
+
+def run_and_look_for_open_files(kind: str, cfg: DictConfig, folder: Path) -> None:
+    """A run whose recipe state is too large for its disk; it tells what is open at each save."""
+    begin = CheckpointFolder.begin
+
+    def tell_and_begin(self: CheckpointFolder, name: str) -> Path:
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500 << 10, most))
+        links = [os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+        print("open:", sum(str(folder / ".saving") in link for link in links), flush=True)
+        return begin(self, name)
+
+    CheckpointFolder.begin = tell_and_begin  # type: ignore[method-assign]
+    run_ours(kind, cfg)
 
 
 def test_a_folder_that_another_run_uses(tmp_path: Path) -> None:

@@ -15,9 +15,7 @@ from omegaconf import OmegaConf
 
 from tests.planner.test_time_model import once_blind
 from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
-from torchtune_adaptive.cli.speed_report import Job, job
 from torchtune_adaptive.common.document import as_text
-from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, CHUNKED, LOSS, MICRO_BATCH, OFFLOADING
 from torchtune_adaptive.planner.workers import processes
 from torchtune_adaptive.recipe.plan.predict import Query, predict
@@ -158,6 +156,69 @@ def test_another_micro_batch_must_win_by_more_than_predictions_differ() -> None:
     assert "by up to 8%: batch_size=8 (+5.0%). Time them to know." in text
 
 
+def with_peaks(*peaks: float) -> Fastest:
+    """Candidates whose peaks are shares of the usable memory, from the fastest; the config is the last."""
+    plan = tiny_plan(device="cuda")
+    usable = plan.device.usable_bytes
+    change = Change(CHECKPOINT, "all", "none", "exact")
+    found = [
+        Candidate(plan.query().cfg, (change,), at, 1 / at, int(peak * usable), peak <= 1)
+        for at, peak in enumerate(peaks, 1)
+    ]
+    return Fastest(plan, [*found[:-1], replace(found[-1], changes=())], "exact")
+
+
+@pytest.mark.parametrize(
+    ("peaks", "safe", "said"),
+    [
+        ((0.98, 0.95, 0.5), 2.0, "with that margin: 0 tokens/s per GPU at batch_size 4 (+50% over"),
+        ((0.98, 0.5), 2.0, "Fastest that fits with that margin: the config as it is, peak"),
+        ((1.02, 0.99), None, "No candidate was found to fit with that margin."),
+    ],
+)
+def test_a_choice_that_may_not_fit_is_warned_of_and_the_next_one_is_named(
+    peaks: tuple[float, ...], safe: float | None, said: str
+) -> None:
+    fastest = with_peaks(*peaks)
+    text = " ".join(as_text(fastest_blocks(fastest)).split())
+    caution = "Caution: with this choice the usable memory is within the prediction's error (3.0%)"
+    assert caution in text and said in text
+    assert text.count("To use that one, add:") == ("(+50%" in said)
+    printed = fastest_as_dict(fastest)
+    assert printed["choice"]["verdict"] == "UNCERTAIN"
+    found = printed["choice_with_margin"]
+    assert (found and found["seconds"]) == safe
+
+
+def test_a_choice_that_surely_fits_needs_no_caution() -> None:
+    fastest = with_peaks(0.95, 0.5)
+    text = as_text(fastest_blocks(fastest))
+    assert "Caution" not in text and "margin" not in text
+    assert fastest_as_dict(fastest)["choice"]["verdict"] == "FITS"
+
+
+def with_margin_at(share: float, query: Query) -> tuple[int, list[Any], list[Any]]:
+    """The limit at which the fastest candidate's peak is that share of the usable memory; what is found there
+    without and with the margin."""
+    fastest = rank_candidates(query, (CHECKPOINT,))[0]
+    assert fastest.reserved is not None
+    limit = int(fastest.reserved / share)
+    query = replace(query, device=replace(query.device, usable_bytes=limit, band=0.03))
+    return limit, *(rank_candidates(query, (CHECKPOINT,), None, margin) for margin in (False, True))
+
+
+def test_the_fastest_that_fits_with_the_margin_is_traced() -> None:
+    with processes("torchtune_adaptive.recipe.plan.preload") as run:
+        asked = run(with_margin_at, 0.99, tiny_plan().query())
+        limit, without, with_margin = asked.result(timeout=100)
+
+    def surely(found: list[Candidate]) -> list[Candidate]:
+        return [one for one in found if one.fits and one.reserved * 1.03 <= limit]  # type: ignore[operator]
+
+    assert chosen(without) == chosen(with_margin) and not surely(without)
+    assert surely(with_margin)
+
+
 def test_the_published_pair_is_too_close_to_call() -> None:
     """13B on 8 A100: 40 short rows and checkpointing are 3 % faster than two longer rows and none."""
     rows = {name: numbers for (gpu, name), numbers in once_blind().items() if gpu == "a100-80gb"}
@@ -202,17 +263,6 @@ def test_the_report_says_what_changes_and_what_to_paste() -> None:
     changed = with_overrides(plan.cfg, said["overrides"])
     assert changed.adaptive_batching.checkpoint == "none"
     assert changed.batch_size == plan.cfg.batch_size
-
-
-@pytest.mark.parametrize(("text", "tokens"), [("52M", 52e6), ("1.5b", 1.5e9), ("1,000", 1000.0)])
-def test_numbers_of_tokens(text: str, tokens: float) -> None:
-    assert job(text, None) == Job(tokens, ())
-
-
-@pytest.mark.parametrize(("tokens", "price"), [("many", None), ("5X", None), ("5M", "cheap")])
-def test_what_cannot_be_read_is_refused(tokens: str, price: str | None) -> None:
-    with pytest.raises(ConfigError, match="Write"):
-        job(tokens, price)
 
 
 def test_speed_that_is_not_known_is_refused_or_said() -> None:

@@ -22,6 +22,7 @@ from tests.helpers.runs import (
     losses,
     named_checkpoint,
 )
+from torchtune_adaptive.common.cache import Cache
 from torchtune_adaptive.core.step.snapshot import Snapshot
 from torchtune_adaptive.recipe.search import token_budget
 
@@ -128,6 +129,126 @@ def measured_by_a_slow_rank(cfg: Any) -> tuple[float | None, float | None]:
     measure, token_budget._speeds = token_budget._speeds, speeds
     run_ours("full", cfg)
     return seen[0]
+
+
+def searched(folder: Path) -> tuple[dict[str, int], int]:
+    """The rows by length that the search of a run found, and the number of its trials."""
+    said = json.loads((folder / "token_budget.json").read_text())
+    return said["rows_by_length"], len(said["trials"])
+
+
+def remembered(cache: Path) -> tuple[Path, dict[str, Any]]:
+    """The only budget in a cache: its file and what is in it."""
+    (path,) = (cache / "batch_sizes").iterdir()
+    return path, json.loads(path.read_text())
+
+
+def run_remembering(folder: Path, ranks: int = 1, **changes: Any) -> Records:
+    cache = {"adaptive_batching.cache": str(folder.parent / "cache"), "max_steps_per_epoch": 1}
+    return run(folder, ranks=ranks, **{**BUDGET, **cache, **changes})
+
+
+def test_a_budget_is_remembered(tmp_path: Path) -> None:
+    """Rank 0's, whatever the others remember. One that does not fit any more is searched for again."""
+    first = run_remembering(tmp_path / "first", ranks=2)
+    found, trials = searched(tmp_path / "first")
+    path, entry = remembered(tmp_path / "cache")
+    assert {str(length): rows for length, rows in entry["value"]} == found and trials > 1
+    cfg = tiny_config("full", tmp_path / "again", **{**BUDGET, "max_steps_per_epoch": 1})
+    cfg.adaptive_batching.cache = str(tmp_path / "cache")
+    again, *_ = run_ranks(run_with_a_cache_on_rank_zero_only, 2, cfg, join=False, timeout=100)
+    assert searched(tmp_path / "again") == (found, 1)
+    assert losses(again) == losses(first)
+    too_large = [[length, rows * 8] for length, rows in entry["value"]]
+    Cache(path.parent, "token budget", lambda _: True).put(entry["facts"], too_large)
+    run_remembering(tmp_path / "corrected", ranks=2)
+    assert searched(tmp_path / "corrected") == (found, trials)
+    assert remembered(tmp_path / "cache")[1] == entry
+
+
+def run_with_a_cache_on_rank_zero_only(cfg: Any) -> Records:
+    if os.environ["RANK"] == "1":
+        Cache.get = lambda self, facts: None  # type: ignore[method-assign]
+    return run_measuring(FASTER, "recipes/adaptive_full_finetune_distributed.py", cfg)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adaptive_batching.memory_limit": "20MiB"},
+        {"batch_size": 12},
+        {"enable_activation_checkpointing": True},
+        {"tokenizer.max_seq_len": 60},
+        {"adaptive_batching.cache": False},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_another_run_remembers_another_budget(changes: dict[str, Any], tmp_path: Path) -> None:
+    run_remembering(tmp_path / "first")
+    run_remembering(tmp_path / "other", **changes)
+    _, trials = searched(tmp_path / "other")
+    assert trials > 1
+    kept = len(list((tmp_path / "cache" / "batch_sizes").iterdir()))
+    assert kept == (1 if "adaptive_batching.cache" in changes else 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("damage", ["nothing", "[]", '{"facts": 1}'])
+def test_a_cached_budget_that_cannot_be_read_is_searched_for(damage: str, tmp_path: Path) -> None:
+    run_remembering(tmp_path / "first")
+    path, entry = remembered(tmp_path / "cache")
+    path.write_text(damage)
+    run_remembering(tmp_path / "again")
+    assert searched(tmp_path / "again") == searched(tmp_path / "first")
+    assert remembered(tmp_path / "cache")[1] == entry
+
+
+@pytest.mark.exhaustive
+def test_a_remembered_budget_that_leaves_room_is_corrected(tmp_path: Path) -> None:
+    run_remembering(tmp_path / "first")
+    path, entry = remembered(tmp_path / "cache")
+    Cache(path.parent, "token budget", lambda _: True).put(
+        entry["facts"], [[length, 1] for length, _ in entry["value"]]
+    )
+    run_remembering(tmp_path / "again")
+    assert searched(tmp_path / "again")[0] == searched(tmp_path / "first")[0]
+    assert remembered(tmp_path / "cache")[1] == entry
+
+
+@pytest.mark.exhaustive
+def test_a_resumed_run_keeps_its_budget_whatever_is_remembered(tmp_path: Path) -> None:
+    changes = {**ALL_KEPT, "epochs": 2}
+    whole = run_remembering(tmp_path / "whole", **changes)
+    path, entry = remembered(tmp_path / "cache")
+    smaller = [[length, max(1, rows - 1)] for length, rows in entry["value"]]
+    Cache(path.parent, "token budget", lambda _: True).put(entry["facts"], smaller)
+    rest = run_remembering(tmp_path / "whole", **changes, **named_checkpoint("full"))
+    assert_same_end(rest, whole)
+    assert remembered(tmp_path / "cache")[1] == entry, "it was confirmed"
+
+
+@pytest.mark.exhaustive
+def test_a_remembered_budget_is_validated_with(tmp_path: Path) -> None:
+    data = {"data_files": "${assets}/data.json", "split": "train[:8]", "source": "json"}
+    component = "torchtune.datasets.instruct_dataset"
+    changes = {"dataset_val": {"_component_": component, **data}, "run_val_every_n_steps": 1}
+    first = run_remembering(tmp_path / "first", **changes)
+    again = run_remembering(tmp_path / "again", **changes)
+    said = [
+        json.loads((tmp_path / name / "token_budget.json").read_text())
+        for name in ("first", "again")
+    ]
+    assert said[0]["validation"]["size"] == said[1]["validation"]["size"]
+    assert searched(tmp_path / "again")[1] == 1
+    assert losses(first) == losses(again)
+
+
+@pytest.mark.exhaustive
+def test_packed_rows_remember_no_budget(tmp_path: Path) -> None:
+    packed = {"dataset.packed": True, "tokenizer.max_seq_len": 128, "batch_size": 2}
+    run_remembering(tmp_path / "first", **packed)
+    assert not list((tmp_path / "cache").glob("batch_sizes/*"))
 
 
 @pytest.mark.exhaustive

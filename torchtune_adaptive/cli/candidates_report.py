@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torchtune_adaptive.cli.rollout_report import caution
 from torchtune_adaptive.common import Block, Listing, Paragraph, Table, bytes_of, human_bytes, plots
 from torchtune_adaptive.planner import Speed
 from torchtune_adaptive.recipe import (
@@ -32,6 +33,20 @@ class Fastest:
         return chosen(self.candidates)
 
     @property
+    def is_uncertain(self) -> bool:
+        """Whether the choice is so near the usable memory that the prediction's error decides."""
+        return self.choice is not None and self.verdict(self.choice) == "UNCERTAIN"
+
+    @property
+    def choice_with_margin(self) -> Candidate | None:
+        """The choice among the candidates that fit in spite of the prediction's error."""
+        return chosen(one for one in self.candidates if self.verdict(one) == "FITS")
+
+    def verdict(self, one: Candidate) -> str | None:
+        """The verdict on a candidate's peak, if it was traced."""
+        return None if one.reserved is None else self.plan.device.verdict(one.reserved)
+
+    @property
     def own(self) -> Candidate:
         return next(one for one in self.candidates if not one.changes)
 
@@ -39,39 +54,67 @@ class Fastest:
     def close(self) -> list[Candidate]:
         return too_close_to_call(self.candidates)
 
-    def overrides(self) -> list[str]:
-        """The overrides that turn the config into the choice."""
-        return overrides(self.plan.query().cfg, self.choice.cfg) if self.choice else []
+    def overrides(self, one: Candidate) -> list[str]:
+        """The overrides that turn the config into a candidate."""
+        return overrides(self.plan.query().cfg, one.cfg)
 
 
 def fastest_blocks(fastest: Fastest) -> list[Block]:
     """The choice first, then the candidates."""
-    lines = [_answer(fastest), *_close_lines(fastest)]
-    blocks: list[Block] = [Paragraph(lines, important=True)]
+    lines = [_answer(fastest)]
+    if fastest.is_uncertain:
+        lines.append(caution(fastest.plan.device, "with this choice"))
+    blocks: list[Block] = [Paragraph([*lines, *_close_lines(fastest)], important=True)]
     choice = fastest.choice
     if choice is not None and choice.changes:
         blocks.append(Listing("Changes", [str(change) for change in choice.changes]))
-        blocks.append(Listing("To use it, add", fastest.overrides()))
+        blocks.append(Listing("To use it, add", fastest.overrides(choice)))
     if choice is not None and choice.remark:
         blocks.append(Paragraph([f"{choice.remark}."]))
+    if fastest.is_uncertain:
+        blocks += _with_margin(fastest)
     blocks.append(_table(fastest))
     return blocks
 
 
+def _with_margin(fastest: Fastest) -> list[Block]:
+    """The choice for whoever wants no uncertainty."""
+    safe = fastest.choice_with_margin
+    if safe is None:
+        return [Paragraph(["No candidate was found to fit with that margin."], important=True)]
+    if not safe.changes:
+        line = (
+            f"Fastest that fits with that margin: the config as it is, peak {_peak(fastest, safe)}."
+        )
+        return [Paragraph([line], important=True)]
+    line = f"Fastest that fits with that margin: {_gain(fastest, safe)}."
+    blocks: list[Block] = [Paragraph([line], important=True)]
+    blocks.append(Listing("To use that one, add", fastest.overrides(safe)))
+    return blocks
+
+
 def _answer(fastest: Fastest) -> str:
-    choice, own, usable = fastest.choice, fastest.own, fastest.plan.device.usable_bytes
+    choice = fastest.choice
     if choice is None:
-        return f"No candidate was found to fit into {human_bytes(usable)}."
+        return (
+            f"No candidate was found to fit into {human_bytes(fastest.plan.device.usable_bytes)}."
+        )
     if not choice.changes:
         return "The config is the fastest candidate that fits as it is."
-    gain = choice.tokens_per_second_per_gpu / own.tokens_per_second_per_gpu - 1
-    reserved = bytes_of(choice.reserved or 0, usable)
+    return f"Fastest that fits: {_gain(fastest, choice)}."
+
+
+def _gain(fastest: Fastest, one: Candidate) -> str:
+    """How fast a candidate is, and its peak."""
+    own = fastest.own
+    gain = one.tokens_per_second_per_gpu / own.tokens_per_second_per_gpu - 1
     than = f"{gain:+.0%} over the config as it is" + ("" if own.fits else ", which does not fit")
-    speed = (
-        f"{choice.tokens_per_second_per_gpu:,.0f} tokens/s per GPU at batch_size "
-        f"{choice.cfg['batch_size']} ({than})"
-    )
-    return f"Fastest that fits: {speed}, peak {reserved}."
+    speed = f"{one.tokens_per_second_per_gpu:,.0f} tokens/s per GPU at batch_size {one.cfg['batch_size']}"
+    return f"{speed} ({than}), peak {_peak(fastest, one)}"
+
+
+def _peak(fastest: Fastest, one: Candidate) -> str:
+    return bytes_of(one.reserved or 0, fastest.plan.device.usable_bytes)
 
 
 def _close_lines(fastest: Fastest) -> list[str]:
@@ -134,10 +177,12 @@ def _memory(one: Candidate) -> str:
 
 def fastest_as_dict(fastest: Fastest) -> dict[str, Any]:
     """Everything, for JSON; configs as the overrides that make them."""
+    choice, safe = fastest.choice, fastest.choice_with_margin
     return {
         "may_change": fastest.may_change,
-        "overrides": fastest.overrides(),
-        "choice": _as_dict(fastest, fastest.choice) if fastest.choice else None,
+        "overrides": fastest.overrides(choice) if choice else [],
+        "choice": _as_dict(fastest, choice) if choice else None,
+        "choice_with_margin": _as_dict(fastest, safe) if safe else None,
         "too_close_to_call": [_as_dict(fastest, one) for one in fastest.close],
         "candidates": [_as_dict(fastest, one) for one in fastest.candidates],
     }
@@ -146,11 +191,12 @@ def fastest_as_dict(fastest: Fastest) -> dict[str, Any]:
 def _as_dict(fastest: Fastest, one: Candidate) -> dict[str, Any]:
     return {
         "changes": [asdict(change) for change in one.changes],
-        "overrides": overrides(fastest.plan.query().cfg, one.cfg),
+        "overrides": fastest.overrides(one),
         "seconds": one.seconds,
         "tokens_per_second_per_gpu": one.tokens_per_second_per_gpu,
         "reserved": one.reserved,
         "fits": one.fits,
+        "verdict": fastest.verdict(one),
     }
 
 
@@ -174,6 +220,7 @@ def draw_fastest(axes: Any, fastest: Fastest) -> None:
     for name, one, color in (
         ("as it is", fastest.own, plots.ORANGE),
         ("choice", fastest.choice, plots.GREEN),
+        ("with margin", fastest.choice_with_margin if fastest.is_uncertain else None, plots.PURPLE),
     ):
         if one is not None and one.reserved is not None:
             at = one.reserved / bytes_each, one.tokens_per_second_per_gpu

@@ -17,12 +17,12 @@ from omegaconf import DictConfig
 from torchtune_adaptive.cli.answers import Answers
 from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.hugging_face import METHODS, config_for, download_advice
+from torchtune_adaptive.cli.job import Job, job
 from torchtune_adaptive.cli.machine_options import MachineOptions
 from torchtune_adaptive.cli.machine_options import add_arguments as add_machine_options
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import TraceProgress
 from torchtune_adaptive.cli.plan_report import PlanReport, WhatIfResult, as_dict, details, headline
-from torchtune_adaptive.cli.speed_report import Job, job
 from torchtune_adaptive.cli.transformers_plan import plan_transformers
 from torchtune_adaptive.cli.what_if import WhatIf, splits, what_ifs
 from torchtune_adaptive.common import (
@@ -36,7 +36,7 @@ from torchtune_adaptive.common import (
     human_bytes,
     table,
 )
-from torchtune_adaptive.planner import DOES_NOT_FIT, gpus
+from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Pace, gpus
 from torchtune_adaptive.recipe import (
     HERE,
     KNOBS_BY_KEY,
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seq-len", type=int, metavar="N", help=length_help)
     add("--tokens", metavar="N", help="tokens to train on, e.g. 52M, for hours and cost")
-    price_help = "price of one GPU for an hour; with --compare one for all, or one for each"
+    price_help = "price of one GPU for an hour: one for all, or one for each of --compare"
     add("--price", metavar="P", help=price_help)
     add("--compare", metavar="GPU,GPU", help="also predict for these GPUs")
     add(
@@ -187,7 +187,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.hf:
         plan = replace(plan, assumptions=(_WHOSE_STEP, *plan.assumptions))
     warn_of_unused_keys(cfg, kind_of(cfg))
-    report = _predict(plan, job(arguments.tokens, arguments.price), arguments)
+    report = _predict(plan, arguments)
     if arguments.json:
         print(json.dumps(as_dict(report), indent=1))
     else:
@@ -274,7 +274,7 @@ def _config_or_advice(name: str) -> DictConfig:
         raise ConfigError("CONFIG", name, "is not a config", advice) from None
 
 
-def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> PlanReport:
+def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
     """Predict everything at once; the headline is printed as soon as it is known."""
     in_detail = arguments.plot is not None
     fastest = arguments.fastest or arguments.may_change is not None
@@ -285,6 +285,7 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
         _require_no_comparison(arguments)
     alternatives = [] if arguments.no_what_ifs or fastest or rollouts else list(what_ifs(plan))
     devices = on_devices(plan, arguments.compare) if arguments.compare else []
+    asked_job = _job(plan, arguments, devices)
     lora = kind_of(plan.cfg).adapters
     expected = 2 - (fastest or rollouts) + len(alternatives) + (lora and bool(alternatives))
     with TraceProgress(expected) as progress, Answers(plan.settings.cache) as answers:
@@ -306,7 +307,7 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
         finally:
             answers.checked()  # if it failed, that explains any other failure
         if not arguments.json:
-            progress.print(_rendered(headline(plan, found, job), arguments))
+            progress.print(_rendered(headline(plan, found, asked_job), arguments))
         if alternatives and found.verdict(plan.device) == DOES_NOT_FIT:
             more = list(splits(plan))
             progress.expect_more(len(more))
@@ -337,10 +338,24 @@ def _predict(plan: PlanRequest, job: Job, arguments: argparse.Namespace) -> Plan
             outcomes=[*map(_outcome, alternatives, others)],
             by_length=by_length,
             adapter_rank=by_rank.result() if by_rank else None,
-            job=job,
+            job=asked_job,
             compared=compared.result() if compared else (),
             fastest=ranked(prediction) if ranked else None,
         )
+
+
+def _job(
+    plan: PlanRequest,
+    arguments: argparse.Namespace,
+    devices: Sequence[tuple[DeviceLimits, Pace | None]],
+) -> Job:
+    """The job that is asked for; ``devices`` are those of ``--compare``."""
+    names = (arguments.compare or "").split(",")
+    compared = [
+        limits.name if name.strip() == HERE else name
+        for name, (limits, _) in zip(names, devices, strict=False)
+    ]
+    return job(arguments.tokens, arguments.price, plan.gpu, compared)
 
 
 def _require_no_comparison(arguments: argparse.Namespace) -> None:
@@ -365,7 +380,7 @@ def _ask_for_candidates(
             remedy = f"Use exact, rounding, or some of {', '.join(KNOBS_BY_KEY)}"
             raise ConfigError("--may-change", key, "is not a knob that may be chosen", remedy)
     builds = [plan, *(replace(plan, cfg=c) for c in other_builds(plan.cfg, plan.ranks, allowed))]
-    asked = [ask(rank_candidates, one.query(), allowed) for one in builds]
+    asked = [ask(rank_candidates, one.query(), allowed, None, True) for one in builds]
 
     def ranked(prediction: Prediction) -> Fastest:
         found = [one.result() for one in asked]

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
+from torchtune_adaptive.cli.job import Job
 from torchtune_adaptive.cli.rollout_report import caution, rollout_blocks
 from torchtune_adaptive.cli.speed_report import (
-    Job,
     compare_table,
     machine_as_dict,
     speed_as_dict,

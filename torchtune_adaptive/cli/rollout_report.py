@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchtune_adaptive.cli.speed_report import Job, band_text, cost_lines, human_seconds
+from torchtune_adaptive.cli.job import Job
+from torchtune_adaptive.cli.speed_report import band_text, cost_lines, human_seconds
 from torchtune_adaptive.common import Block, Paragraph, Table, bytes_of, counted, human_bytes
 from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Speed
 from torchtune_adaptive.recipe import PlanRequest, Prediction, RolloutPrediction

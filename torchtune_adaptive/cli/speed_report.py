@@ -2,58 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import zip_longest
 from typing import Any
 
-from torchtune_adaptive.common import Block, ConfigError, Paragraph, Table, counted, human_bytes
+from torchtune_adaptive.cli.job import TOKENS_IN, Job
+from torchtune_adaptive.common import Block, Paragraph, Table, counted, human_bytes
 from torchtune_adaptive.planner import Speed
 from torchtune_adaptive.recipe import OnDevice, PlanRequest
 
-_UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _SMALL = 0.005
 """Share of a step's time below which a part is not listed."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """The tokens to train on, and what a GPU costs."""
-
-    tokens: float | None = None
-    prices: tuple[float, ...] = ()
-    """Prices of one GPU for an hour: one for all devices, or one for each that is compared."""
-
-    def price(self, device: int = 0) -> float | None:
-        return self.prices[min(device, len(self.prices) - 1)] if self.prices else None
-
-    def cost(self, speed: Speed, ranks: int, device: int = 0) -> tuple[float | None, float | None]:
-        """Hours, and what they cost; None for what is not asked or not known."""
-        if self.tokens is None:
-            return None, None
-        hours = speed.hours(self.tokens, ranks)
-        price = self.price(device)
-        return hours, price * hours * ranks if price is not None else None
-
-
-def job(tokens: str | None, price: str | None) -> Job:
-    """The job that ``--tokens 52M --price 2.5`` gives.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    number = None
-    if tokens is not None:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", tokens.upper().replace(",", ""))
-        if not found:
-            raise ConfigError("--tokens", tokens, "is not a number of tokens", "Write 52M or 1.5B")
-        number = float(found[1]) * _UNITS[found[2]]
-    try:
-        prices = tuple(float(one.strip("$")) for one in price.split(",")) if price else ()
-    except ValueError:
-        remedy = "Write the price of one GPU for an hour, e.g. 2.5"
-        raise ConfigError("--price", price, "is not a price", remedy) from None
-    return Job(number, prices)
 
 
 def speed_blocks(speed: Speed, rows: int, ranks: int, job: Job, fits: bool = True) -> list[Block]:
@@ -88,7 +48,7 @@ def band_text(speed: Speed) -> str:
 
 def cost_lines(speed: Speed, ranks: int, job: Job) -> list[str]:
     """Hours and cost of a job, if there is one."""
-    hours, cost = job.cost(speed, ranks)
+    hours, cost = job.hours(speed, ranks), job.cost(speed, ranks, job.price)
     if hours is None:
         return []
     low, high = (1 / (1 + share) for share in reversed(speed.band))
@@ -96,7 +56,7 @@ def cost_lines(speed: Speed, ranks: int, job: Job) -> list[str]:
     if ranks > 1:
         text += f", {hours * ranks:.3g} GPU hours"
     if cost is not None:
-        text += f", and cost {cost:,.2f} (at {job.price():.2f} for a GPU hour)"
+        text += f", and cost {cost:,.2f} (at {job.price:.2f} for a GPU hour)"
     return [
         f"{text}; {low:.2f} to {high:.2f} times as much, as the speed may be off. Padding counts."
     ]
@@ -107,17 +67,18 @@ def compare_table(devices: Sequence[OnDevice], ranks: int, job: Job) -> Table:
     (rows,) = {one.peak.rows for one in devices}
     header = ["device", "verdict", "peak", "largest", f"tokens/s at {counted(rows, 'row')}", "MFU"]
     if job.tokens is not None:
-        header += ["hours", *(["cost"] if job.prices else [])]
+        header += ["hours", *(["cost"] if job.compared else [])]
     lines = []
-    for number, one in enumerate(devices):
+    for one, price in zip_longest(devices, job.compared):
         peak, largest = human_bytes(one.peak.reserved), str(one.largest or "none")
         row = [one.device.name, one.verdict, peak, largest]
         if not one.fits or one.speed is None:
             row += ["unknown" if one.fits else "", *[""] * (len(header) - 5)]
         else:
             band = f"{one.speed.tokens_per_second_per_gpu:,.0f} ({band_text(one.speed)})"
-            costs = (each for each in job.cost(one.speed, ranks, number) if each is not None)
-            row += [band, f"{one.speed.mfu:.0%}", *(f"{each:,.3g}" for each in costs)]
+            costs = job.hours(one.speed, ranks), job.cost(one.speed, ranks, price)
+            known = (f"{each:,.3g}" for each in costs if each is not None)
+            row += [band, f"{one.speed.mfu:.0%}", *known]
         lines.append(row)
     title = "On other devices" + (f", {ranks} each" if ranks > 1 else "") + " (tokens/s per GPU)"
     return Table(title, header, lines, set(range(2, len(header))))
@@ -127,12 +88,11 @@ def speed_as_dict(speed: Speed | None, ranks: int, job: Job, fits: bool = True) 
     """Speed, hours and cost for JSON's top level; no hours and no cost for what does not fit."""
     if speed is None:
         return {"tokens_per_second_per_gpu": None}
-    hours, cost = job.cost(speed, ranks) if fits else (None, None)
     return {
         "tokens_per_second_per_gpu": speed.tokens_per_second_per_gpu,
         "mfu": speed.mfu,
-        "hours": hours,
-        "cost": cost,
+        "hours": job.hours(speed, ranks) if fits else None,
+        "cost": job.cost(speed, ranks, job.price) if fits else None,
     }
 
 
@@ -159,5 +119,5 @@ def human_seconds(seconds: float) -> str:
 
 def human_tokens(tokens: float) -> str:
     """``52M``."""
-    unit = next(u for u in reversed(_UNITS) if tokens >= _UNITS[u] or not u)
-    return f"{tokens / _UNITS[unit]:.4g}{unit}"
+    unit = next(u for u in reversed(TOKENS_IN) if tokens >= TOKENS_IN[u] or not u)
+    return f"{tokens / TOKENS_IN[unit]:.4g}{unit}"

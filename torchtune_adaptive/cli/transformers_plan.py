@@ -20,7 +20,7 @@ from torchtune_adaptive.common import (
     bytes_of,
     human_bytes,
 )
-from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, gpus, planned_gpu
+from torchtune_adaptive.planner import DeviceLimits, gpus, planned_gpu
 
 if TYPE_CHECKING:
     from torchtune_adaptive.library import Plan, TransformersStep
@@ -53,7 +53,7 @@ def plan_transformers(
     capacity = memory or kind.capacity(ranks)
     plan = step.plan(gpu=kind.name, memory=capacity, headroom=_HEADROOM)
     about = (*step.about(), *assumptions)
-    verdict = _verdict(plan, device)
+    verdict = device.verdict(plan.peak)
     as_json = {"verdict": verdict, "device": asdict(device), "step": asdict(step), **asdict(plan)}
     return _blocks(plan, step, device, about, verdict), {**as_json, "assumptions": about}, verdict
 
@@ -90,12 +90,6 @@ def _settings(words: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
     if isinstance(targets := settings.get("target_modules"), str) and targets != "all-linear":
         settings["target_modules"] = [targets]
     return settings
-
-
-def _verdict(plan: Plan, device: DeviceLimits) -> str:
-    if plan.peak * (1 + device.band_above) <= device.usable_bytes:
-        return "FITS"
-    return DOES_NOT_FIT if plan.peak * (1 - device.band) > device.usable_bytes else "UNCERTAIN"
 
 
 def _blocks(

@@ -6,6 +6,7 @@ import logging
 from typing import ClassVar
 
 from omegaconf import DictConfig
+from torch import nn
 from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
@@ -13,7 +14,8 @@ from torchtune_adaptive.recipe.checkpoints.resume_from import Finished
 from torchtune_adaptive.recipe.rollout_run import RolloutRun
 from torchtune_adaptive.recipe.run import Run
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
-from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
+from torchtune_adaptive.recipe.setup.model import Model
+from torchtune_adaptive.recipe.setup.optimizer import Optimizers, build_optimizers
 from torchtune_adaptive.recipe.train.loop import TrainingLoop
 
 log = logging.getLogger(__name__)
@@ -46,17 +48,26 @@ class AdaptiveRecipe(FTRecipeInterface):
         if checkpoints.finished is not None:
             log.info(str(checkpoints.finished))
             return
+        model, frozen, optimizers = self._load(cfg)
+        if not run.progress.is_unfinished:
+            log.info(str(Finished(str(cfg.checkpointer.output_dir), run.progress.epochs_run)))
+            return
+        objective = kind.objective(model.module, frozen)
+        self._loop = run.prepare(model, optimizers, objective, checkpoints.save)
+
+    def _load(self, cfg: DictConfig) -> tuple[Model, tuple[nn.Module, ...], Optimizers]:
+        """What is trained, the models that are not, and the optimizer, as the checkpoint has them.
+
+        A function of its own, so that nothing holds the checkpoint while the search measures memory.
+        """
+        run, kind, checkpoints = self.run, self.run.kind, self._checkpoints
         checkpoint = checkpoints.load()
         model = kind.model(checkpoint)
         frozen = kind.frozen(checkpoints.load_frozen())
         state = checkpoint.get(training.OPT_KEY)
         optimizers = build_optimizers(cfg, run.environment, model.module, state)
         checkpoints.resume(model, optimizers, run.progress, checkpoint)
-        if not run.progress.is_unfinished:
-            log.info(str(Finished(str(cfg.checkpointer.output_dir), run.progress.epochs_run)))
-            return
-        objective = kind.objective(model.module, frozen)
-        self._loop = run.prepare(model, optimizers, objective, checkpoints.save)
+        return model, frozen, optimizers
 
     def train(self) -> None:
         if self._loop is not None:

@@ -178,6 +178,11 @@ def gpu(name: str, option: str = "--gpu", memory: str = "--memory") -> Gpu:
     raise ConfigError(option, name, "is not a known GPU", remedy)
 
 
+def is_same(name: str, other: str) -> bool:
+    """Whether two names mean the same GPU. What is not known is only the same as itself."""
+    return (read(name, GPUS).names or name) == (read(other, GPUS).names or other)
+
+
 def sold_as(memory: int) -> Gpu | None:
     """A GPU whose name promises exactly so many GB or GiB, if there is one."""
     for unit in (GIB, 10**9):

@@ -39,6 +39,18 @@ class DeviceLimits:
         """The share by which more may be reserved than predicted."""
         return max(self.band, self.fragmentation)
 
+    @property
+    def surely_usable_bytes(self) -> int:
+        """What a predicted peak may reach and fit even if the prediction is too low by its error."""
+        return int(self.usable_bytes / (1 + self.band_above))
+
+    def verdict(self, reserved: int) -> str:
+        """Whether a predicted peak is within the usable memory; uncertain if the difference is within the
+        error."""
+        if reserved <= self.surely_usable_bytes:
+            return "FITS"
+        return DOES_NOT_FIT if reserved * (1 - self.band) > self.usable_bytes else "UNCERTAIN"
+
     @classmethod
     def simulated(cls, memory: int, headroom: float) -> DeviceLimits:
         """A CPU on which the tensors of a step may take so much memory."""
@@ -66,12 +78,8 @@ class Peak:
     """The operation that reaches it."""
 
     def verdict(self, device: DeviceLimits) -> str:
-        """Whether the peak is within the usable memory; uncertain if the difference is within the error."""
-        if self.reserved * (1 + device.band_above) <= device.usable_bytes:
-            return "FITS"
-        if self.reserved * (1 - device.band) > device.usable_bytes:
-            return DOES_NOT_FIT
-        return "UNCERTAIN"
+        """The device's verdict on the peak."""
+        return device.verdict(self.reserved)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from torchtune_adaptive.core import Ranks
 
 T = TypeVar("T")
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LONGEST_SAVE = 24 * 3600.0
 """Seconds that ranks wait for one that writes to a slow disk; a rank that dies is noticed at once."""
 
@@ -72,11 +74,17 @@ class AllOrNone:
 def read_file(path: str) -> Any:
     """The tensors of a file, and what else may be in one without being a program.
 
+    The file is mapped, as only rank 0 needs what all ranks read. Copy a tensor before you keep it: it keeps
+    the whole file mapped. The mapping is private: what is written to a tensor does not reach the file.
+
     Raises:
         CheckpointError: naming the file.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # saved in torch's older format, or on a filesystem without mappings
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(
             f"{path}: cannot be read ({reason(error)}). Resume from another checkpoint."
@@ -88,9 +96,15 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error, _ = next(iter(error.failures.values()))  # of one rank
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        return f"{error.strerror}: {place}" if (place := _place(error)) else error.strerror
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0].rstrip('. ') if text else 'no message'}"
+
+
+def _place(error: OSError) -> str:
+    """Where it went wrong. Of a copy, it is the destination that has no room, and names come source first."""
+    names = [str(one) for one in (error.filename, error.filename2) if one]
+    return names[-1] if names and error.errno in _NO_ROOM else " -> ".join(names)
 
 
 def _unreadable(checkpointer: str, error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -97,9 +98,10 @@ class AsynchronousCheckpoints:
                 log.info(f"Saved the checkpoint {self._folder.path / name}.")
         except BaseException as error:
             log.error(f"The checkpoint {name} could not be written: {reason(error)}.")
+            problem = RuntimeError(describe(error))
             if self._all.ranks.is_zero:
                 self._folder.abandon(name)
-            running.set_exception(RuntimeError(describe(error)))
+            running.set_exception(problem)
         else:
             running.set_result(None)
 
@@ -143,7 +145,7 @@ class AsynchronousCheckpoints:
 def training_state_of(folder: Path) -> dict[str, Any]:
     """What a checkpoint has of ours; nothing if torchtune saved it."""
     file = folder / TRAINING_STATE
-    state: dict[str, Any] = read_file(str(file)) if file.exists() else {}
+    state: dict[str, Any] = copy.deepcopy(read_file(str(file))) if file.exists() else {}
     return state
 
 

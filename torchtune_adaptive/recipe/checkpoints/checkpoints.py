@@ -6,6 +6,7 @@ files are, and which checkpoint a run resumes from, is decided on rank 0.
 
 from __future__ import annotations
 
+import copy
 import logging
 import shutil
 import time
@@ -27,7 +28,7 @@ from torchtune.modules.peft import (
 )
 from torchtune.training import OptimizerInBackwardWrapper
 
-from torchtune_adaptive.common import CheckpointError, ConfigError
+from torchtune_adaptive.common import CheckpointError, ConfigError, human_bytes
 from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.recipe.checkpoints.all_or_none import (
     LONGEST_SAVE,
@@ -139,19 +140,22 @@ class Checkpoints(ABC):
             state[training.OPT_KEY] = self._optimizer_state(model, optimizers)
 
         def write() -> None:
-            parts = self._parts(weights)
+            parts, lost = self._parts(weights), ""
             try:
                 self.write_files(name, parts, state, facts)
             except Exception as error:
                 if progress.is_unfinished or not state:
                     raise
+                lost = f"{reason(error)}{self._free()}"
+            # Not while the error is handled: its frames hold the unfinished file open, which takes up room.
+            if lost:
                 # The weights are what the run was for; its state, twice as large, only continues it.
-                log.warning(
-                    f"epoch_{name} is saved without its recipe state ({reason(error)}): more epochs cannot "
-                    "continue this run exactly."
-                )
                 self._folder.abandon(f"epoch_{name}")
                 self.write_files(name, parts, {}, {**facts, "resumable": False})
+                log.warning(
+                    f"epoch_{name} is saved without its recipe state ({lost}): more epochs cannot continue "
+                    "this run exactly."
+                )
             seconds = time.perf_counter() - started
             log.info(f"Saved the checkpoint {self._output_dir}/epoch_{name} in {seconds:.2f} s.")
 
@@ -214,7 +218,10 @@ class Checkpoints(ABC):
                 raise CheckpointError(f"{source.state}: is not a recipe state. Name another file.")
             source.require_same(state.pop(ID_KEY, None))
             self._require_same_optimizer(state)
-            loaded.update(state)
+            of_optimizer = state.pop(training.OPT_KEY, None)
+            loaded.update(copy.deepcopy(state))  # what a run keeps; the optimizer copies its state
+            if of_optimizer is not None:
+                loaded[training.OPT_KEY] = of_optimizer
         return loaded
 
     def _require_same_optimizer(self, state: dict[str, Any]) -> None:
@@ -244,26 +251,31 @@ class Checkpoints(ABC):
 
     def _write(self, write: Callable[[], None], name: str) -> None:
         """Write on rank 0, while the others wait."""
-        problem: Exception | None = None
+        problem, said = None, ""
         if self._environment.ranks.is_zero:
             try:
                 write()
             except Exception as error:
+                problem, said = error, self._unwritable(name, error)
                 self._folder.abandon(name)
-                problem = error
-        self._all.raise_if_any(problem, partial(self._unwritable, name))
+        self._all.raise_if_any(problem, lambda _: said)
 
     def _unwritable(self, name: str, error: BaseException) -> str:
-        try:
-            free = f", {shutil.disk_usage(self._output_dir).free / 1024**3:.1f} GiB free"
-        except OSError:
-            free = ""
-        newest = self._folder.newest_name()
+        """The message about a checkpoint that is not there; asked for before its space is given back."""
+        newest, why = self._folder.newest_name(), f"{reason(error)}{self._free()}"
+        last = f"The last one is {newest}" if newest else "There is no earlier checkpoint"
+        again = "resume with resume_from_checkpoint=True" if newest else "start again"
         return (
-            f"The checkpoint {name} could not be written to {self._output_dir}{free}: {reason(error)}. "
-            + (f"The last one is {newest}: " if newest else "There is no earlier checkpoint: ")
-            + "make room, or make the folder writable, and resume with resume_from_checkpoint=True."
+            f"The checkpoint {name} could not be written to {self._output_dir} ({why}). {last}: "
+            f"make room, or make the folder writable, and {again}."
         )
+
+    def _free(self) -> str:
+        """The room where checkpoints are written. Some writers fail on a full disk without a word of it."""
+        try:
+            return f"; {human_bytes(shutil.disk_usage(self._output_dir).free)} free"
+        except OSError:
+            return ""
 
     def _facts(self, progress: Progress) -> dict[str, Any]:
         trained = progress.training

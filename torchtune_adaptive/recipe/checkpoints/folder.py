@@ -185,6 +185,8 @@ class CheckpointFolder:
         if not self._is_complete(self.staging / name):
             shutil.rmtree(self.staging / name, ignore_errors=True)
         shutil.rmtree(self.staging / "recipe_state", ignore_errors=True)
+        with suppress(OSError):  # not if anything else is in it
+            self.staging.rmdir()
 
     def _put_in_place(self, staged: Path) -> None:
         final = self.path / staged.name

@@ -63,7 +63,10 @@ class Candidate:
 
 
 def rank_candidates(
-    query: Query, may_change: str | tuple[str, ...], traces: Traces | None = None
+    query: Query,
+    may_change: str | tuple[str, ...],
+    traces: Traces | None = None,
+    with_margin: bool = False,
 ) -> list[Candidate]:
     """Candidates that need no other model than the query's, from the fastest; the query's own among them.
 
@@ -73,6 +76,8 @@ def rank_candidates(
         query: the config, with its micro-batch and its pace.
         may_change: the setting ``adaptive_batching.may_change``.
         traces: the query's traces, if there are any yet.
+        with_margin: whether to find the fastest that fits in spite of the prediction's error, too; a run
+            tries its choice, and needs none.
 
     Raises:
         NoPrediction: nothing is known about the speed of the device.
@@ -86,7 +91,10 @@ def rank_candidates(
     traces = traces or query.traces()
     steps = steps_with(query, [own, *others], traces)
     ranked, estimated = steps.ranked([own, *others])
-    traced = traced_until_one_fits(steps, ranked, estimated, query.device.usable_bytes)
+    device = query.device
+    traced = traced_until_one_fits(steps, ranked, estimated, device.usable_bytes)
+    if with_margin:
+        traced |= traced_until_one_fits(steps, ranked, estimated, device.surely_usable_bytes)
     traces.remember()
     return [_candidate(query, cfg, one, estimated, traced) for one in ranked]
 

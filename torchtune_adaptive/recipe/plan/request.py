@@ -56,6 +56,8 @@ class PlanRequest:
     """Pace that its speed follows from; None if that is not known."""
     machine: Machine = field(default_factory=Machine)
     """What is told about the machine."""
+    gpu: str = ""
+    """Name of its GPU, ours or torch's; of something else if only its memory is known."""
 
     def query(self, **changes: Any) -> Query:
         plain: Any = OmegaConf.to_container(self.cfg, resolve=True)
@@ -145,7 +147,9 @@ def plan_request(
     machine = machine or Machine()
     pace, about_speed = pace_for(cfg, settings, ranks, named, machine)
     about = (*assumed, *stand_in, *_caveats(cfg), *about_speed)
-    return PlanRequest(name, cfg, ranks, device, length, source, settings, about, pace, machine)
+    return PlanRequest(
+        name, cfg, ranks, device, length, source, settings, about, pace, machine, named
+    )
 
 
 def require_traceable(cfg: DictConfig) -> None:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torchtune_adaptive.common import Cache, NothingFits, cache_folder
+from torchtune_adaptive.common import NothingFits
 from torchtune_adaptive.core import Budget, Phase, Probe, SizeTrial, Split, candidates
 from torchtune_adaptive.recipe.rollout.rows import Row, collate, longest_rows
 from torchtune_adaptive.recipe.search.phase_report import FoundBudget, FoundRows, PhaseReport, Sizes
 from torchtune_adaptive.recipe.search.prober import Prober
+from torchtune_adaptive.recipe.search.remembered_budget import RememberedBudget
 from torchtune_adaptive.recipe.search.size_search import SizeSearch
 from torchtune_adaptive.recipe.search.token_budget import (
     TrialAt,
@@ -124,20 +125,15 @@ class PhaseSearch:
         self, name: str, trial: TrialAt, known: int | Budget | None, primed: SizeTrial
     ) -> FoundBudget:
         """Search for a token budget; see ``token_budget.find_budget``."""
-        ranks, cache = self.prober.ranks, _remembered(self.prober.settings.cache)
         log.info(f"Searching for the token budget of {name}.")
         most_rows, _ = self._most_rows(name)
         lengths = lengths_to_measure([self.phases.longest], self.phases.longest_row)
         facts = self._facts(name, lengths=lengths, most_rows=most_rows)
-        if not isinstance(known, Budget):
-            # From rank 0, or ranks with different caches would diverge.
-            cached = ranks.from_rank_zero(cache.get(facts))
-            known = budget_of(cached) if cached else None
-        budget, trials = find_or_confirm(trial, lengths, most_rows, known)
+        prober, saved = self.prober, known if isinstance(known, Budget) else None
+        remembered = RememberedBudget.of(prober.settings.cache, prober.ranks, facts)
+        budget, trials = find_or_confirm(trial, lengths, most_rows, saved, remembered)
         if budget is None:
             raise _nothing_fits(trials[-1].trial, name)
-        if ranks.is_zero:
-            cache.put(facts, [list(each) for each in budget.measured])
         return FoundBudget(budget, trials)
 
     def _facts(self, name: str, **trials: Any) -> dict[str, Any]:
@@ -164,19 +160,6 @@ class PhaseSearch:
         return collate(rows, self.phases.padding_id)
 
 
-def _remembered(setting: bool | str) -> Cache[list[list[int]]]:
-    """The token budgets that searches found, beside the sizes in rows."""
-    return Cache(cache_folder(setting, "batch_sizes"), "token budget", _is_budget)
-
-
-def _is_budget(value: Any) -> bool:
-    try:
-        budget_of(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def _require(trial: SizeTrial, phase: str) -> None:
     """Raise where not even one row fits."""
     if not trial.fits:
@@ -189,8 +172,3 @@ def _nothing_fits(trial: SizeTrial, phase: str) -> NothingFits:
         "Lower max_generated_tokens, leave out long prompts, turn on enable_activation_checkpointing, use "
         f"more ranks, or allow more memory ({BLOCK}.memory_limit, {BLOCK}.headroom).",
     )
-
-
-def budget_of(measured: list[list[int]]) -> Budget:
-    """A budget, as it is saved."""
-    return Budget(tuple((length, rows) for length, rows in measured))

@@ -27,8 +27,10 @@ from torchtune_adaptive.recipe.search.budget_report import (
     padding_shares,
 )
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
+from torchtune_adaptive.recipe.search.remembered_budget import RememberedBudget
 from torchtune_adaptive.recipe.search.validation_size import fit_validation
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
+from torchtune_adaptive.recipe.settings.fingerprint import search_facts
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +165,7 @@ def find_token_budget(
             raise worst.nothing_fits(first)
         most_rows = rows.per_rank if settings.grows else rows.configured.rows
         budget, trials = _find_or_confirm(
-            settings,
+            prober,
             lambda size, length: probe.trial(size, worst.of_length(length).batch),
             lengths_to_measure(row_lengths, longest),
             most_rows,
@@ -199,33 +201,77 @@ def _longest(settings: AdaptiveSettings, row_lengths: Sequence[int]) -> int:
 
 
 def _find_or_confirm(
-    settings: AdaptiveSettings,
+    prober: Prober,
     trial_at: TrialAt,
     lengths: Sequence[int],
     most_rows: int,
     known: Budget | None,
 ) -> tuple[Budget | None, list[LengthTrial]]:
-    """A budget that the user gives or a checkpoint has, confirmed by one trial; or a search."""
-    longest = lengths[0]
+    """A budget that the user gives, or that an earlier search found, confirmed by one trial; or a search."""
+    settings = prober.settings
     if settings.token_budget is not True:
-        budget, trial = confirm_budget(settings.token_budget, trial_at, longest, most_rows)
+        budget, trial = confirm_budget(settings.token_budget, trial_at, lengths[0], most_rows)
         return budget, [trial]
-    return find_or_confirm(trial_at, lengths, most_rows, known)
+    about = search_facts(
+        prober.cfg,
+        settings,
+        lengths=lengths,
+        most_rows=most_rows,
+        ranks=prober.ranks.size,
+        device=prober.step.memory.name,
+        capacity=prober.capacity(),
+    )
+    remembered = RememberedBudget.of(settings.cache, prober.ranks, about)
+    return find_or_confirm(trial_at, lengths, most_rows, known, remembered)
 
 
 def find_or_confirm(
-    trial_at: TrialAt, lengths: Sequence[int], most_rows: int, known: Budget | None
+    trial_at: TrialAt,
+    lengths: Sequence[int],
+    most_rows: int,
+    known: Budget | None,
+    remembered: RememberedBudget,
 ) -> tuple[Budget | None, list[LengthTrial]]:
-    """The budget that an earlier search has found, if the longest rows in it fit; or a search."""
-    longest = lengths[0]
-    if known is not None and known.longest == longest:
-        log.info("A token budget was found before; verifying with one trial.")
-        trial = LengthTrial(longest, trial_at(known.rows(longest), longest))
-        log.info(f"{longest} tokens a row: {trial.trial.line()}")
-        if trial.trial.fits:
-            return known, [trial]
-        log.info("It no longer fits; searching again.")
-    return find_budget(trial_at, lengths, most_rows)
+    """The budget that an earlier search has found, if the longest rows in it fit; or a search.
+
+    Args:
+        trial_at: a function that tries a number of rows, of a length.
+        lengths: the lengths to measure at, descending.
+        most_rows: the most rows that a micro-batch may have.
+        known: the budget of an earlier part of this run, which it keeps to if it can.
+        remembered: the one that an earlier run has found; what is found now takes its place.
+    """
+    budget, trials = _confirmed(known or remembered.get(), trial_at, lengths[0])
+    if budget is not None and known is None and _has_room_for_another_row(trials[0], most_rows):
+        # Whatever was short of memory then, e.g. because of another process, is not any more.
+        log.info("There is room for more now; searching again.")
+        budget = None
+    if budget is None:
+        budget, trials = find_budget(trial_at, lengths, most_rows)
+    if budget is not None:
+        remembered.put(budget)
+    return budget, trials
+
+
+def _confirmed(
+    earlier: Budget | None, trial_at: TrialAt, longest: int
+) -> tuple[Budget | None, list[LengthTrial]]:
+    """A budget that was found before, if it is for these rows and the longest still fit."""
+    if earlier is None or earlier.longest != longest:
+        return None, []
+    log.info("A token budget was found before; verifying with one trial.")
+    trial = LengthTrial(longest, trial_at(earlier.rows(longest), longest))
+    log.info(f"{longest} tokens a row: {trial.trial.line()}")
+    if trial.trial.fits:
+        return earlier, [trial]
+    log.info("It no longer fits; searching again.")
+    return None, []
+
+
+def _has_room_for_another_row(longest: LengthTrial, most_rows: int) -> bool:
+    """Whether one more row of the longest would fit even if all memory were that of rows."""
+    rows, deciding = longest.trial.size, longest.trial.deciding
+    return rows < most_rows and deciding.peak_bytes * (rows + 1) <= deciding.usable_bytes * rows
 
 
 def is_slower(without: float | None, with_budget: float | None) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchtune import training
 from torchtune.training import OptimizerInBackwardWrapper
@@ -43,9 +44,7 @@ def build_optimizers(
     else:
         optimizer = make(cfg.optimizer, "optimizer", model.parameters())
         if state:
-            training.load_from_full_optimizer_state_dict(
-                model, optimizer, state, environment.device
-            )
+            _load_state(model, optimizer, state, environment)
         built = Optimizers((optimizer,), optimizer)
     log.info(
         "In-backward optimizers are set up." if built.in_backward else "Optimizer is initialized."
@@ -67,10 +66,23 @@ def _optimizers_in_backward(
                 "parameter, so it was saved without it. Resume with optimizer_in_bwd=False."
             )
         for name, parameter_state in state.items():
-            training.load_from_full_optimizer_state_dict(
-                model, wrapper.optim_map[name], parameter_state, environment.device
-            )
+            _load_state(model, wrapper.optim_map[name], parameter_state, environment)
     return Optimizers(tuple(by_parameter.values()), wrapper)
+
+
+def _load_state(
+    model: nn.Module, optimizer: Optimizer, state: dict[str, Any], environment: Environment
+) -> None:
+    """Give an optimizer the state that rank 0 has; nothing of it is the optimizer's afterwards.
+
+    Where a parameter is not sharded, and for numbers such as ``step``, torch takes tensors over as they are.
+    These may be parts of a mapped file, which would stay mapped until the end of the run.
+    """
+    training.load_from_full_optimizer_state_dict(model, optimizer, state, environment.device)
+    for values in optimizer.state.values():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                values[key] = value.clone()
 
 
 def build_loss(
