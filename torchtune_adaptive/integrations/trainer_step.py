@@ -125,6 +125,10 @@ def _state_class() -> type:
         def state(self) -> dict[str, Any]:
             return {"args": {}, "attributes": {"learned": self.learned}}
 
+        def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            # The trainer saves only states that it knows, and a checkpoint of the plain one has not this.
+            state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+
     return AdaptiveState
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import UsageError, arguments
 from torchtune_adaptive.core import (
     Adjustment,
     Batch,
@@ -31,7 +31,6 @@ from torchtune_adaptive.core import (
     device_memory,
     knobs,
 )
-from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.division import Division, by_rows, by_tokens
 from torchtune_adaptive.library.forward_only import ForwardOnly
@@ -158,7 +157,7 @@ class AdaptiveStep:
         self.compiled = is_compiled(model) if compiled is None else compiled
         self.ranks = Ranks(timeout, self.compiled)
         device = checks.device_of(model)
-        frozen = arguments.modules("frozen", frozen)
+        frozen = checks.modules("frozen", frozen)
         self.objective = SummedLoss(forward, frozen, measure_noise)
         self.train_step = TrainStep(
             model=model,
@@ -174,7 +173,7 @@ class AdaptiveStep:
                 clip_grad_norm=max_grad_norm,
                 measure_noise=measure_noise,
                 scaler=scaler,
-                context_group=arguments.one_dimension("context_mesh", context_mesh),
+                context_group=checks.one_dimension("context_mesh", context_mesh),
             ),
         )
         self._runner = StepRunner(

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtune_adaptive.common import UsageError, counted
-from torchtune_adaptive.library import arguments, private
+from torchtune_adaptive.common import UsageError, arguments, counted
+from torchtune_adaptive.library import private
 from torchtune_adaptive.library.private import tree_leaves
 
 
@@ -177,3 +179,23 @@ def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
             yield leaf
         elif isinstance(leaf, Mapping):
             yield from _tensors_in(list(leaf.values()))
+
+
+def one_dimension(name: str, value: Any) -> dist.ProcessGroup | None:
+    """The process group of a mesh of one dimension, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, DeviceMesh) or value.ndim != 1:
+        raise UsageError(
+            f'{name}: {value!r} is not a mesh of one dimension. Pass one, such as mesh["cp"].'
+        )
+    return value.get_group()
+
+
+def modules(name: str, value: Any) -> tuple[nn.Module, ...]:
+    """A list of modules, which a module that has others may look like."""
+    if isinstance(value, nn.Module):
+        raise UsageError(f"{name}: a {type(value).__name__} is one model. Pass a list: [model].")
+    if not isinstance(value, Sequence) or not all(isinstance(one, nn.Module) for one in value):
+        raise UsageError(f"{name}: {value!r} is not a list of modules.")
+    return tuple(value)
