@@ -27,12 +27,12 @@ SIGNATURES = {
     "AdaptiveStep": "(model, optimizer, forward, *, optimizer_steps=True, max_grad_norm=None, scaler=None, "
     "memory_limit=None, grow_back_after=100, measure_noise=False, relief=None, restore=None, frozen=(), "
     "compiled=None, context_mesh=None, wait_for_memory=0.0, timeout=None)",
-    "AdaptiveStep.__call__": "(self, rows, collate, size, lengths=None)",
+    "AdaptiveStep.__call__": "(self, rows, collate, size, lengths=None, groups=None)",
     "AdaptiveStep.collective": "(self, launch, *arguments, **named)",
     "AdaptiveStep.forward_only": "(self, work, *, name=None, worst=None, gathers=False)",
     "AdaptiveStep.state_dict": "(self)",
     "AdaptiveStep.load_state_dict": "(self, state)",
-    "ForwardOnly.__call__": "(self, rows, collate, size, lengths=None)",
+    "ForwardOnly.__call__": "(self, rows, collate, size, lengths=None, groups=None)",
     "ForwardOnly.state_dict": "(self)",
     "ForwardOnly.load_state_dict": "(self, state)",
     "find_batch_size": "(step, batch, *, phase=None, ceiling=16384, accumulation=1, rounding='power_of_two', "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -11,8 +12,11 @@ from typing import Any
 import torch
 
 from torchtune_adaptive.common import UsageError, counted
-from torchtune_adaptive.integrations.row_step import RowStep
+from torchtune_adaptive.core import Generators
+from torchtune_adaptive.integrations import refusals
+from torchtune_adaptive.integrations.row_step import Held, RowStep
 from torchtune_adaptive.integrations.rows import Rows
+from torchtune_adaptive.integrations.terms import Terms, Trial, with_a_label
 from torchtune_adaptive.integrations.unused import Unused
 from torchtune_adaptive.integrations.votes import voting
 from torchtune_adaptive.library import AdaptiveStep
@@ -36,6 +40,11 @@ class TrainerStep(RowStep):
         args = trainer.args
         super().__init__(trainer, trainer.restored, trainer.adaptive, loader, args.device)
         self._trainer = trainer
+        self._of_step: Sequence[Rows] = ()
+        self._terms = Terms.ITEMS
+        """What the loss is a mean of."""
+        self._shared: list[int] = []
+        """For each row of a step, the terms of its batch."""
 
     def take(
         self, model: Any, batches: Sequence[Rows], training_step: TrainingStep, items: Any
@@ -51,6 +60,7 @@ class TrainerStep(RowStep):
         if not self._trainer.accelerator.sync_gradients:
             return torch.zeros((), device=self._device)
         self._training_step, self._model, self._items = training_step, model, items
+        self._of_step = batches
         outcome = self._take(batches)
         state_in(self._trainer).learned = self.learned
         return torch.tensor(outcome.loss, device=self._device)
@@ -67,11 +77,93 @@ class TrainerStep(RowStep):
                 "it once, with the loss of the micro-batch."
             )
         loss = found.pop()  # or what it refers to would outlive a lost step
+        if batch["inputs"].weight != 1:
+            loss = loss * batch["inputs"].weight
         return self._unused.joined(loss)
 
     def parts(self, rows: int) -> float:
-        """What the loss of a micro-batch of so many rows, which is a mean over them, is divided by."""
-        return self._rows_of_step / rows
+        """What the trainer divides the loss of a micro-batch of so many rows by, if it is a mean."""
+        if self._terms is Terms.ITEMS:
+            return self._rows_of_step / rows
+        return len(self._of_step)
+
+    # --- what the loss is a mean of -----------------------------------------------------------------
+
+    def _look_at_loss(self, step: AdaptiveStep) -> None:
+        if refusals.is_mean_over_rows(type(self._trainer)):
+            self._terms = Terms.ROWS
+            return
+        drawn, model = Generators(self._device), self._trainer.accelerator.unwrap_model(self._model)
+        rows = [row for batch in self._of_step for row in batch.rows]
+        losses = step.forward_only(self._loss_alone, name="a first look at the loss")
+        with self.around(step):
+            trial = Trial(
+                lambda tried: losses(tried, lambda one: Held(one[0]), 1),
+                self._collated,
+                rows,
+                step.ranks,
+                rounding=_rounding(model, self._trainer.args.bf16),
+            )
+            self._terms = self._terms_by(trial, type(model).__name__)
+        drawn.restore()
+        self.restore()
+
+    def _terms_by(self, trial: Trial, model: str) -> Terms:
+        if self._items is not None and trial.divides_by_items():
+            return Terms.ITEMS
+        terms = trial.mean_of()
+        if terms is None:
+            raise UsageError(
+                f"compute_loss: the loss of {model} is not divided by num_items_in_batch, and is a mean of "
+                "neither rows nor labels, so it follows how rows are put together. Divide a sum over them by "
+                "num_items_in_batch, in compute_loss_func, or use the plain trainer."
+            )
+        if terms.of_labels and self._options.tokens:
+            raise UsageError(
+                f"tokens: the loss of {model} is a mean over the labels of a batch, so the rows of a "
+                "micro-batch are of one batch, whatever their length. Leave it off."
+            )
+        return terms
+
+    def _loss_alone(self, held: Held) -> list[float]:
+        """The loss of a batch, as in evaluation."""
+        from accelerate.utils import send_to_device
+
+        trainer, tried = self._trainer, held.value
+        torch.manual_seed(tried.seed)
+        # What the trainer itself divides by follows the items, as both do in a larger step.
+        trainer.current_gradient_accumulation_steps = len(self._of_step) * tried.items
+        model = trainer.accelerator.unwrap_model(self._model, keep_torch_compile=False)
+        inputs = send_to_device(tried.inputs, self._device)
+        items = None if self._items is None else self._items * tried.items
+        with trainer.compute_loss_context_manager():
+            return [float(trainer.compute_loss(model, inputs, num_items_in_batch=items))]
+
+    def _groups(self, batches: Sequence[Rows]) -> Sequence[int] | None:
+        self._shared = [
+            terms
+            for batch in batches
+            for terms in [self._terms.number(batch.inputs, len(batch.rows))] * len(batch.rows)
+        ]
+        if self._options.tokens:
+            return None  # rows of similar length go together, of whichever batch
+        return self._terms.groups([len(batch.rows) for batch in batches])
+
+    def _batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
+        batch = super()._batch_of(rows, numbers)
+        held = batch["inputs"]
+        if self._terms.of_labels:
+            own, shared = self._terms.number(held.value, len(numbers)), self._shared[numbers[0]]
+            if shared and not own:
+                held.value = with_a_label(held.value)
+            held.weight = own / shared if shared else 1.0
+        elif self._terms is Terms.ROWS:
+            shares = Counter(self._shared[number] for number in numbers)
+            held.weight = sum(count / of for of, count in shares.items())
+        return batch
+
+    def _most(self, rows: int) -> int:
+        return min(rows, self._configured()[0]) if self._terms.of_labels else rows
 
     @contextmanager
     def around(self, step: AdaptiveStep) -> Iterator[None]:
@@ -153,3 +245,10 @@ def _checkpointing(trainer: Any) -> tuple[Callable[[], Any], Callable[[], Any]] 
         return None
     enable, disable = getattr(model, f"{name}_enable"), getattr(model, f"{name}_disable")
     return lambda: enable({"use_reentrant": False}), disable
+
+
+def _rounding(model: torch.nn.Module, half: bool) -> float:
+    """The relative error of a loss."""
+    kinds = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    kinds |= {torch.bfloat16} if half else set()
+    return max(8 * torch.finfo(kind).eps for kind in kinds)

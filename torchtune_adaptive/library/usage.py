@@ -143,6 +143,22 @@ def number_of_rows(rows: Any) -> int:
     return len(rows)
 
 
+def row_groups(groups: Any, rows: int, lengths: Any) -> list[int]:
+    """The rows of each group, if they are all rows."""
+    if groups is None:
+        return [rows]
+    if lengths is not None:
+        raise UsageError(
+            "groups: not with lengths, by which rows are put together. Pass one of them."
+        )
+    groups = [arguments.whole("groups", each) for each in groups]
+    if sum(groups) != rows:
+        raise UsageError(
+            f"groups: {sum(groups)} rows of {rows}. Pass the number of rows in each group, in their order."
+        )
+    return groups
+
+
 def row_lengths(lengths: Any, rows: int, tokens: int) -> list[int]:
     """The tokens in each row, if they are so many numbers and none is above the budget."""
     if not isinstance(lengths, Sequence) or isinstance(lengths, str):
