@@ -85,6 +85,10 @@ class RolloutStep(TrainerStep):
         finally:
             self.taking = False
 
+    def _losses_of(self, batches: Sequence[Rows]) -> list[float]:
+        """That of the step: its rows are not told apart by batches."""
+        return [math.nan]
+
     def _groups(self, batches: Sequence[Rows]) -> None:
         """All rows may share a micro-batch, as far as ``_most`` allows."""
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.core import Generators
-from torchtune_adaptive.integrations import refusals
+from torchtune_adaptive.integrations import private, refusals
 from torchtune_adaptive.integrations.row_step import Held, RowStep
 from torchtune_adaptive.integrations.rows import Rows
 from torchtune_adaptive.integrations.terms import Terms, Trial, with_a_label
@@ -61,9 +63,44 @@ class TrainerStep(RowStep):
             return torch.zeros((), device=self._device)
         self._training_step, self._model, self._items = training_step, model, items
         self._of_step = batches
-        outcome = self._take(batches)
+        loss = self._take(batches).loss
         state_in(self._trainer).learned = self.learned
-        return torch.tensor(outcome.loss, device=self._device)
+        if not math.isfinite(loss) and self._trainer.args.logging_nan_inf_filter:
+            return private.logged(self._trainer, self._losses_of(batches))
+        return torch.tensor(loss, device=self._device)
+
+    def _losses_of(self, batches: Sequence[Rows]) -> list[float]:
+        """The loss of each batch on this rank, where that of the step is none of them that a log may have.
+
+        Computed again, without gradients and before the optimizer steps: a micro-batch may have had rows of
+        several batches, and most of these have a loss.
+        """
+        assert self._step is not None
+        rows = [row for batch in batches for row in batch.rows]
+        sizes = [len(batch.rows) for batch in batches]
+        gradients = [
+            (each, each.grad) for each in self._model.parameters()
+        ]  # which FSDP would drop
+        drawn = Generators(self._device)
+        self._keep()
+        with self.around(self._step):
+            phase = self._step.forward_only(self._each_loss, name="the losses to log")
+            of_rows = phase(
+                range(len(rows)),
+                lambda part: self._batch_of(rows, part),
+                min(self._size, max(sizes)),
+                groups=sizes,
+            )
+        drawn.restore()
+        self.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        ends = accumulate(sizes)
+        return [math.fsum(of_rows[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+    def _each_loss(self, batch: dict[str, Any]) -> list[float]:
+        rows = len(batch["rows"])
+        return [float(self._forward(batch)) / rows] * rows
 
     def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """The part of a micro-batch in the loss of this rank."""
@@ -133,11 +170,11 @@ class TrainerStep(RowStep):
         torch.manual_seed(tried.seed)
         # What the trainer itself divides by follows the items, as both do in a larger step.
         trainer.current_gradient_accumulation_steps = len(self._of_step) * tried.items
-        model = trainer.accelerator.unwrap_model(self._model, keep_torch_compile=False)
         inputs = send_to_device(tried.inputs, self._device)
         items = None if self._items is None else self._items * tried.items
-        with trainer.compute_loss_context_manager():
-            return [float(trainer.compute_loss(model, inputs, num_items_in_batch=items))]
+        # Not compiled for these few shapes, and yet by way of what shards the model, which may be outside.
+        with torch.compiler.set_stance("force_eager"), trainer.compute_loss_context_manager():
+            return [float(trainer.compute_loss(self._model, inputs, num_items_in_batch=items))]
 
     def _groups(self, batches: Sequence[Rows]) -> Sequence[int] | None:
         self._shared = [
