@@ -75,7 +75,7 @@ class RowStep(ABC):
         with self.around(self._step):
             outcome = self._step(
                 range(len(rows)),
-                lambda part: self._batch_of(rows, part),
+                lambda part: self.batch_of(rows, part),
                 self._size,
                 lengths,
                 groups,
@@ -122,7 +122,7 @@ class RowStep(ABC):
         # Rows are told apart from inputs: the tensors of some collate functions have no row for each.
         return {"inputs": Held(self._collated(rows)), "rows": torch.empty(len(rows))}
 
-    def _batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
+    def batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
         """A micro-batch of some of the rows of a step."""
         return self._micro_batch([rows[number] for number in numbers])
 

@@ -87,7 +87,7 @@ class TrainerStep(RowStep):
             phase = self._step.forward_only(self._each_loss, name="the losses to log")
             of_rows = phase(
                 range(len(rows)),
-                lambda part: self._batch_of(rows, part),
+                lambda part: self.batch_of(rows, part),
                 min(self._size, max(sizes)),
                 groups=sizes,
             )
@@ -186,8 +186,8 @@ class TrainerStep(RowStep):
             return None  # rows of similar length go together, of whichever batch
         return self._terms.groups([len(batch.rows) for batch in batches])
 
-    def _batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
-        batch = super()._batch_of(rows, numbers)
+    def batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
+        batch = super().batch_of(rows, numbers)
         held = batch["inputs"]
         if self._terms.of_labels:
             own, shared = self._terms.number(held.value, len(numbers)), self._shared[numbers[0]]

@@ -151,6 +151,10 @@ def row_groups(groups: Any, rows: int, lengths: Any) -> list[int]:
         raise UsageError(
             "groups: not with lengths, by which rows are put together. Pass one of them."
         )
+    if not isinstance(groups, Sequence):
+        raise UsageError(
+            f"groups: {groups!r} is not a list of numbers. Pass the rows in each group."
+        )
     groups = [arguments.whole("groups", each) for each in groups]
     if sum(groups) != rows:
         raise UsageError(

@@ -429,6 +429,7 @@ def test_no_rank_waits_for_one_without_memory_for_a_first_look(way: str) -> None
 # --- losses that are no number --------------------------------------------------------------------
 
 MARK = 2
+ROW_WITHOUT = 17
 
 
 def no_number(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
@@ -437,12 +438,12 @@ def no_number(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> to
         outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
     )
     marked = (labels[:, 1:] == MARK).flatten()
-    return torch.where(marked, loss * torch.nan, loss).sum() / num_items_in_batch
+    return (loss * torch.where(marked, torch.nan, 1.0)).sum() / num_items_in_batch
 
 
 def with_no_number(settings: dict[str, Any], ranks: int) -> dict[str, Any]:
     rows = tokens(16 * 4 * ranks, ragged=True).to_list()
-    rows[5]["labels"] = [*rows[5]["labels"][:-1], MARK]
+    rows[ROW_WITHOUT]["labels"][-1] = MARK
     settings = {"compute_loss_func": no_number, "max_steps": 4} | settings
     settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
 
