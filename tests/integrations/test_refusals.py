@@ -138,6 +138,26 @@ def test_each_trainer_needs_its_mixin() -> None:
         refusals.require_known_trainer(other, of_rollouts=True)
 
 
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "memory_limit": ({"memory_limit": "lots"}, "memory_limit: 'lots' is not valid. Must be "),
+    "nothing": ({"memory_limit": 0}, "memory_limit: 0 is not valid"),
+    "ceiling": ({"ceiling": 0}, "ceiling: 0 must be a whole number, 1 or more"),
+    "headroom": ({"headroom": 1.5}, "headroom: 1.5 must be a share"),
+    "grow_back_after": ({"grow_back_after": 0}, "grow_back_after: 0 must be a whole number"),
+    "search": ({"search": "no"}, "search: 'no' must be one of: True, False"),
+    "tokens": ({"tokens": 4096}, "tokens: 4096 must be one of: True, False"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_is_refused_when_it_is_made(name: str) -> None:
+    Adaptive(memory_limit="24GiB", ceiling=8, headroom=0, grow_back_after=None, search=False)
+    options, message = OPTIONS[name]
+    with pytest.raises(UsageError) as error:
+        Adaptive(**options)
+    assert str(error.value).startswith(message)
+
+
 def generating(**own: Any) -> Any:
     args = {"loss_type": "dapo", "use_liger_kernel": False} | own.pop("args", {})
     with_defaults = {"reward_funcs": [len], "tools": [], "adaptive": Adaptive()} | own

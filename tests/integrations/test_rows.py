@@ -88,6 +88,8 @@ def test_of_other_rows_the_longest_is_the_one_with_most_numbers() -> None:
     rows = [torch.zeros(length) for length in (3, 7, 5)]
     assert longest(rows, torch.stack, CPU) is rows[1]
     assert longest([1, 2], torch.tensor, CPU) in (1, 2), "rows of no length are alike"
+    labelled = [{"label": torch.tensor(1), "x": torch.zeros(length)} for length in (3, 7, 5)]
+    assert longest(labelled, lambda rows: rows[0]["x"], CPU) is labelled[1]
 
 
 class Drawing(Dataset[list[int]]):

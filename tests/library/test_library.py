@@ -27,12 +27,12 @@ SIGNATURES = {
     "AdaptiveStep": "(model, optimizer, forward, *, optimizer_steps=True, max_grad_norm=None, scaler=None, "
     "memory_limit=None, grow_back_after=100, measure_noise=False, relief=None, restore=None, frozen=(), "
     "compiled=None, context_mesh=None, wait_for_memory=0.0, timeout=None)",
-    "AdaptiveStep.__call__": "(self, rows, collate, size, lengths=None)",
+    "AdaptiveStep.__call__": "(self, rows, collate, size, lengths=None, groups=None)",
     "AdaptiveStep.collective": "(self, launch, *arguments, **named)",
     "AdaptiveStep.forward_only": "(self, work, *, name=None, worst=None, gathers=False)",
     "AdaptiveStep.state_dict": "(self)",
     "AdaptiveStep.load_state_dict": "(self, state)",
-    "ForwardOnly.__call__": "(self, rows, collate, size, lengths=None)",
+    "ForwardOnly.__call__": "(self, rows, collate, size, lengths=None, groups=None)",
     "ForwardOnly.state_dict": "(self)",
     "ForwardOnly.load_state_dict": "(self, state)",
     "find_batch_size": "(step, batch, *, phase=None, ceiling=16384, accumulation=1, rounding='power_of_two', "
@@ -191,6 +191,7 @@ class TestMisuse:
             *(("rows", value) for value in (3, None, range(0), {"tokens": [1, 2]}, iter([1]))),
             *(("collate", value) for value in (3, None)),
             *(("size", value) for value in (0, -1, 2.5, math.nan, None, "4", True)),
+            *(("groups", value) for value in (4, [2, 1], [4, 0], [2.0, 2.0], "22", [])),
         ],
     )
     def test_an_argument_of_a_call(self, name: str, value: Any) -> None:
@@ -285,6 +286,25 @@ def test_steps_go_on_in_the_middle_of_an_epoch() -> None:
     assert sorted({row for rows in whole for row in rows}) != list(range(9))  # shuffled
     assert [len(rows) for rows in whole] == [3, 3, 3]
     assert list(steps_of(range(10), 3, epoch=1, start=3)) == whole[1:]
+
+
+def test_a_micro_batch_has_rows_of_one_group() -> None:
+    run, plain = Trained("alone"), Trained("alone")
+    rows, made = rows_of(9), []
+
+    def collated(some: list[Any]) -> Any:
+        made.append(len(some))
+        return collate(some)
+
+    run.step(rows, collated, 4, groups=[6, 1, 2])
+    plain.step(rows, collate, 9)
+    assert made == [4, 2, 1, 2]
+    for one, other in zip(run.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    score = run.step.forward_only(lambda batch: [len(batch[0])] * len(batch[0]), name="score")
+    assert score(rows, collate, 4, groups=[6, 3]) == [4] * 4 + [2] * 2 + [3] * 3
+    with pytest.raises(UsageError, match=r"groups: not with lengths"):
+        run.step(rows, collate, 4, lengths=[1] * 9, groups=[9])
 
 
 def test_a_step_is_plain_accumulation() -> None:

@@ -242,6 +242,24 @@ def search_and_train(way: str, compiled: str | None) -> list[Any]:
     return [int(size), [trial.fits for trial in size.trials], outcomes[1].retried]
 
 
+def search_and_log(way: str) -> list[str]:
+    """The lines of a search on this rank."""
+    run, lines = Trained(way, memory_limit="1MiB"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torchtune_adaptive")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    find_batch_size(run.step, lambda rows: collate(rows_of(rows)), ceiling=4)
+    return lines
+
+
+def test_the_lines_of_a_search_are_logged_once() -> None:
+    first, second = run_ranks(search_and_log, 2, "ddp")
+    assert [line.split(":")[0] for line in first] == [f"micro-batch {n}" for n in (1, 2, 4, 4)]
+    assert second == []
+
+
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("way", "ranks", "compiled"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
-    from torchtune_adaptive.common import durable, ending, launcher, plots
+    from torchtune_adaptive.common import arguments, durable, ending, launcher, plots
     from torchtune_adaptive.common.amounts import AMOUNT_OF_MEMORY, amount_of_memory, parse_memory
     from torchtune_adaptive.common.cache import (
         Cache,

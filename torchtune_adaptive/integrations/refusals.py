@@ -93,6 +93,11 @@ def generates(kind: type) -> bool:
     return _of_trl(kind) in OF_ROLLOUTS
 
 
+def is_mean_over_rows(kind: type) -> bool:
+    """Whether the loss of a trainer is known to be a mean over the rows of a batch."""
+    return _of_trl(kind) in OF_TRL - {"SFTTrainer"}
+
+
 def require_known_trainer(kind: type, of_rollouts: bool = False) -> None:
     """Check that the loss of a trainer is known not to depend on how rows are split.
 

@@ -69,6 +69,9 @@ class RolloutStep(TrainerStep):
     def _collated(self, rows: Sequence[Completion]) -> dict[str, Any]:
         return together(rows)
 
+    def _look_at_loss(self, step: AdaptiveStep) -> None:
+        """Nothing: these losses are known."""
+
     def parts(self, rows: int) -> float:
         by_tokens = getattr(self._trainer, "loss_type", None) in _BY_TOKENS
         return self._batches if by_tokens else super().parts(rows)
@@ -81,6 +84,13 @@ class RolloutStep(TrainerStep):
                 yield
         finally:
             self.taking = False
+
+    def _losses_of(self, batches: Sequence[Rows]) -> list[float]:
+        """That of the step: its rows are not told apart by batches."""
+        return [math.nan]
+
+    def _groups(self, batches: Sequence[Rows]) -> None:
+        """All rows may share a micro-batch, as far as ``_most`` allows."""
 
     def _most(self, rows: int) -> int:
         """Micro-batches have completions of one generation, which are equally long."""

@@ -71,8 +71,15 @@ class RowStep(ABC):
             self._require_repeatable(batches[0])
             self._step = self._begin(len(rows))
         self._unused.forget()
+        lengths, groups = self._lengths(rows), self._groups(batches)
         with self.around(self._step):
-            outcome = self._step(rows, self._micro_batch, self._size, self._lengths(rows))
+            outcome = self._step(
+                range(len(rows)),
+                lambda part: self.batch_of(rows, part),
+                self._size,
+                lengths,
+                groups,
+            )
         self._unused.settle(self._step.ranks)
         return outcome
 
@@ -115,6 +122,14 @@ class RowStep(ABC):
         # Rows are told apart from inputs: the tensors of some collate functions have no row for each.
         return {"inputs": Held(self._collated(rows)), "rows": torch.empty(len(rows))}
 
+    def batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
+        """A micro-batch of some of the rows of a step."""
+        return self._micro_batch([rows[number] for number in numbers])
+
+    def _groups(self, batches: Sequence[Rows]) -> Sequence[int] | None:
+        """The rows of a step that may share a micro-batch; None if all may."""
+        return None
+
     def _lengths(self, rows: Sequence[Any]) -> list[int] | None:
         """The tokens in each row, where micro-batches are sized in them; a row may have all there may be."""
         if not self._options.tokens:
@@ -125,6 +140,7 @@ class RowStep(ABC):
 
     def _begin(self, rows: int) -> AdaptiveStep:
         options, step = self._options, self.new_step()
+        self._look_at_loss(step)
         most = self._most(rows)
         ceiling = min(most, options.ceiling or most)
         self._size = min(self._configured()[0], ceiling)
@@ -141,6 +157,9 @@ class RowStep(ABC):
             if options.tokens:
                 self._size *= tokens_in(self._collated([row]))
         return step
+
+    def _look_at_loss(self, step: AdaptiveStep) -> None:  # noqa: B027  # most have nothing to find out
+        """Find out what there is to know about the loss before a size is chosen."""
 
     def _most(self, rows: int) -> int:
         """The most rows that a micro-batch of a step of so many may have."""
@@ -187,7 +206,7 @@ class RowStep(ABC):
 
 
 class Held:
-    """A value that goes to the device where the loop sends it, such as a collated batch."""
+    """A value that goes to the device where the loop sends it, such as a collated batch; and its weight."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, value: Any, weight: float = 1.0) -> None:
+        self.value, self.weight = value, weight

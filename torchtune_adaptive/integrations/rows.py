@@ -100,7 +100,8 @@ def _lengths(rows: Iterable[Any]) -> dict[str, list[int]]:
     for count, row in enumerate(rows):
         values = row if isinstance(row, Mapping) else {"": row}
         for name, value in values.items():
-            if hasattr(value, "__len__"):
+            # A number may be a tensor, which has the method and no length.
+            if hasattr(value, "__len__") and getattr(value, "shape", None) != ():
                 column = found.setdefault(str(name), [])
                 column += [0] * (count - len(column)) + [len(value)]
         for column in found.values():

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from torchtune_adaptive.common import UsageError, counted
-from torchtune_adaptive.integrations.row_step import RowStep
+from torchtune_adaptive.core import Generators
+from torchtune_adaptive.integrations import private, refusals
+from torchtune_adaptive.integrations.row_step import Held, RowStep
 from torchtune_adaptive.integrations.rows import Rows
+from torchtune_adaptive.integrations.terms import Terms, Trial, with_a_label
 from torchtune_adaptive.integrations.unused import Unused
 from torchtune_adaptive.integrations.votes import voting
 from torchtune_adaptive.library import AdaptiveStep
@@ -36,6 +42,11 @@ class TrainerStep(RowStep):
         args = trainer.args
         super().__init__(trainer, trainer.restored, trainer.adaptive, loader, args.device)
         self._trainer = trainer
+        self._of_step: Sequence[Rows] = ()
+        self._terms = Terms.ITEMS
+        """What the loss is a mean of."""
+        self._shared: list[int] = []
+        """For each row of a step, the terms of its batch."""
 
     def take(
         self, model: Any, batches: Sequence[Rows], training_step: TrainingStep, items: Any
@@ -51,9 +62,45 @@ class TrainerStep(RowStep):
         if not self._trainer.accelerator.sync_gradients:
             return torch.zeros((), device=self._device)
         self._training_step, self._model, self._items = training_step, model, items
-        outcome = self._take(batches)
+        self._of_step = batches
+        loss = self._take(batches).loss
         state_in(self._trainer).learned = self.learned
-        return torch.tensor(outcome.loss, device=self._device)
+        if not math.isfinite(loss) and self._trainer.args.logging_nan_inf_filter:
+            return private.logged(self._trainer, self._losses_of(batches))
+        return torch.tensor(loss, device=self._device)
+
+    def _losses_of(self, batches: Sequence[Rows]) -> list[float]:
+        """The loss of each batch on this rank, where that of the step is none of them that a log may have.
+
+        Computed again, without gradients and before the optimizer steps: a micro-batch may have had rows of
+        several batches, and most of these have a loss.
+        """
+        assert self._step is not None
+        rows = [row for batch in batches for row in batch.rows]
+        sizes = [len(batch.rows) for batch in batches]
+        gradients = [
+            (each, each.grad) for each in self._model.parameters()
+        ]  # which FSDP would drop
+        drawn = Generators(self._device)
+        self._keep()
+        with self.around(self._step):
+            phase = self._step.forward_only(self._each_loss, name="the losses to log")
+            of_rows = phase(
+                range(len(rows)),
+                lambda part: self.batch_of(rows, part),
+                min(self._size, max(sizes)),
+                groups=sizes,
+            )
+        drawn.restore()
+        self.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        ends = accumulate(sizes)
+        return [math.fsum(of_rows[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+    def _each_loss(self, batch: dict[str, Any]) -> list[float]:
+        rows = len(batch["rows"])
+        return [float(self._forward(batch)) / rows] * rows
 
     def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """The part of a micro-batch in the loss of this rank."""
@@ -67,11 +114,93 @@ class TrainerStep(RowStep):
                 "it once, with the loss of the micro-batch."
             )
         loss = found.pop()  # or what it refers to would outlive a lost step
+        if batch["inputs"].weight != 1:
+            loss = loss * batch["inputs"].weight
         return self._unused.joined(loss)
 
     def parts(self, rows: int) -> float:
-        """What the loss of a micro-batch of so many rows, which is a mean over them, is divided by."""
-        return self._rows_of_step / rows
+        """What the trainer divides the loss of a micro-batch of so many rows by, if it is a mean."""
+        if self._terms is Terms.ITEMS:
+            return self._rows_of_step / rows
+        return len(self._of_step)
+
+    # --- what the loss is a mean of -----------------------------------------------------------------
+
+    def _look_at_loss(self, step: AdaptiveStep) -> None:
+        if refusals.is_mean_over_rows(type(self._trainer)):
+            self._terms = Terms.ROWS
+            return
+        drawn, model = Generators(self._device), self._trainer.accelerator.unwrap_model(self._model)
+        rows = [row for batch in self._of_step for row in batch.rows]
+        losses = step.forward_only(self._loss_alone, name="a first look at the loss")
+        with self.around(step):
+            trial = Trial(
+                lambda tried: losses(tried, lambda one: Held(one[0]), 1),
+                self._collated,
+                rows,
+                step.ranks,
+                rounding=_rounding(model, self._trainer.args.bf16),
+            )
+            self._terms = self._terms_by(trial, type(model).__name__)
+        drawn.restore()
+        self.restore()
+
+    def _terms_by(self, trial: Trial, model: str) -> Terms:
+        if self._items is not None and trial.divides_by_items():
+            return Terms.ITEMS
+        terms = trial.mean_of()
+        if terms is None:
+            raise UsageError(
+                f"compute_loss: the loss of {model} is not divided by num_items_in_batch, and is a mean of "
+                "neither rows nor labels, so it follows how rows are put together. Divide a sum over them by "
+                "num_items_in_batch, in compute_loss_func, or use the plain trainer."
+            )
+        if terms.of_labels and self._options.tokens:
+            raise UsageError(
+                f"tokens: the loss of {model} is a mean over the labels of a batch, so the rows of a "
+                "micro-batch are of one batch, whatever their length. Leave it off."
+            )
+        return terms
+
+    def _loss_alone(self, held: Held) -> list[float]:
+        """The loss of a batch, as in evaluation."""
+        from accelerate.utils import send_to_device
+
+        trainer, tried = self._trainer, held.value
+        torch.manual_seed(tried.seed)
+        # What the trainer itself divides by follows the items, as both do in a larger step.
+        trainer.current_gradient_accumulation_steps = len(self._of_step) * tried.items
+        inputs = send_to_device(tried.inputs, self._device)
+        items = None if self._items is None else self._items * tried.items
+        # Not compiled for these few shapes, and yet by way of what shards the model, which may be outside.
+        with torch.compiler.set_stance("force_eager"), trainer.compute_loss_context_manager():
+            return [float(trainer.compute_loss(self._model, inputs, num_items_in_batch=items))]
+
+    def _groups(self, batches: Sequence[Rows]) -> Sequence[int] | None:
+        self._shared = [
+            terms
+            for batch in batches
+            for terms in [self._terms.number(batch.inputs, len(batch.rows))] * len(batch.rows)
+        ]
+        if self._options.tokens:
+            return None  # rows of similar length go together, of whichever batch
+        return self._terms.groups([len(batch.rows) for batch in batches])
+
+    def batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
+        batch = super().batch_of(rows, numbers)
+        held = batch["inputs"]
+        if self._terms.of_labels:
+            own, shared = self._terms.number(held.value, len(numbers)), self._shared[numbers[0]]
+            if shared and not own:
+                held.value = with_a_label(held.value)
+            held.weight = own / shared if shared else 1.0
+        elif self._terms is Terms.ROWS:
+            shares = Counter(self._shared[number] for number in numbers)
+            held.weight = sum(count / of for of, count in shares.items())
+        return batch
+
+    def _most(self, rows: int) -> int:
+        return min(rows, self._configured()[0]) if self._terms.of_labels else rows
 
     @contextmanager
     def around(self, step: AdaptiveStep) -> Iterator[None]:
@@ -125,6 +254,10 @@ def _state_class() -> type:
         def state(self) -> dict[str, Any]:
             return {"args": {}, "attributes": {"learned": self.learned}}
 
+        def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            # The trainer saves only states that it knows, and a checkpoint of the plain one has not this.
+            state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+
     return AdaptiveState
 
 
@@ -149,3 +282,10 @@ def _checkpointing(trainer: Any) -> tuple[Callable[[], Any], Callable[[], Any]] 
         return None
     enable, disable = getattr(model, f"{name}_enable"), getattr(model, f"{name}_disable")
     return lambda: enable({"use_reentrant": False}), disable
+
+
+def _rounding(model: torch.nn.Module, half: bool) -> float:
+    """The relative error of a loss."""
+    kinds = {each.dtype for each in model.parameters() if each.is_floating_point()}
+    kinds |= {torch.bfloat16} if half else set()
+    return max(8 * torch.finfo(kind).eps for kind in kinds)

@@ -7,17 +7,24 @@ Its arguments are the number of rows to leave out, which it gave first before, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from torchtune_adaptive.core import Budget, Ranks
 
 Division = Callable[[int, int], list[Sequence[int]]]
 
 
-def by_rows(count: int) -> Division:
-    """Micro-batches of so many rows; the last may have fewer."""
-    return lambda done, size: [
-        range(start, min(start + size, count)) for start in range(done, count, size)
-    ]
+def by_rows(groups: Sequence[int]) -> Division:
+    """Micro-batches of so many rows; the last of each group, which has so many, may have fewer."""
+
+    def divide(done: int, size: int) -> list[Sequence[int]]:
+        parts: list[Sequence[int]] = []
+        for end in accumulate(groups):
+            parts += [range(start, min(start + size, end)) for start in range(done, end, size)]
+            done = max(done, end)
+        return parts
+
+    return divide
 
 
 def by_tokens(lengths: Sequence[int], ranks: Ranks) -> Division:

@@ -54,6 +54,7 @@ class ForwardOnly:
         collate: Callable[[list[Any]], Any],
         size: int,
         lengths: Sequence[int] | None = None,
+        groups: Sequence[int] | None = None,
     ) -> list[Any]:
         """Do the work.
 
@@ -63,6 +64,7 @@ class ForwardOnly:
             size: rows in a micro-batch, the same on every rank, as long as memory suffices. With ``lengths``:
                 tokens in a micro-batch, padding included.
             lengths: the tokens in each of the rows, as for a step.
+            groups: the numbers of rows that may share a micro-batch, as for a step.
 
         Returns:
             The result of each row, on the host.
@@ -72,7 +74,7 @@ class ForwardOnly:
             UsageError: the ranks have different numbers of rows or sizes, a row is longer than ``size``
                 allows, or the work does not give one result for each row.
         """
-        size, divide = self._agreed(rows, collate, size, lengths)
+        size, divide = self._agreed(rows, collate, size, lengths, groups)
         now = (size, "row" if lengths is None else "token")
         if now != self._size:
             self._size = now

@@ -21,9 +21,9 @@ from torchtune_adaptive.common import (
     ConfigError,
     NoPrediction,
     UsageError,
+    arguments,
 )
 from torchtune_adaptive.core import StepOptions, TrainStep
-from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.private import (
     FakeTensorMode,

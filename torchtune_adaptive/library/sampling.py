@@ -8,9 +8,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import UsageError, arguments
 from torchtune_adaptive.core import SampleOrder
-from torchtune_adaptive.library import arguments
 
 
 class IndexedRows(Protocol):

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, get_args
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import UsageError, arguments
 from torchtune_adaptive.core import Probe, Rounding, SizeTrial, StepDone, candidates, strategies
-from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.forward_only import ForwardOnly
 from torchtune_adaptive.library.step import AdaptiveStep, SummedLoss
@@ -103,7 +102,8 @@ def find_batch_size(
             tried = probe.trial(size, worst)
         else:
             tried = probe.trial_of(phase.phase, size, (of_phase(size), size))
-        log.info(tried.line())
+        if step.ranks.is_zero:  # the line says which rank had the least room
+            log.info(tried.line())
         return tried
 
     try:

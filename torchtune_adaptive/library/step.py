@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import UsageError, arguments
 from torchtune_adaptive.core import (
     Adjustment,
     Batch,
@@ -31,7 +31,6 @@ from torchtune_adaptive.core import (
     device_memory,
     knobs,
 )
-from torchtune_adaptive.library import arguments
 from torchtune_adaptive.library import usage as checks
 from torchtune_adaptive.library.division import Division, by_rows, by_tokens
 from torchtune_adaptive.library.forward_only import ForwardOnly
@@ -158,7 +157,7 @@ class AdaptiveStep:
         self.compiled = is_compiled(model) if compiled is None else compiled
         self.ranks = Ranks(timeout, self.compiled)
         device = checks.device_of(model)
-        frozen = arguments.modules("frozen", frozen)
+        frozen = checks.modules("frozen", frozen)
         self.objective = SummedLoss(forward, frozen, measure_noise)
         self.train_step = TrainStep(
             model=model,
@@ -174,7 +173,7 @@ class AdaptiveStep:
                 clip_grad_norm=max_grad_norm,
                 measure_noise=measure_noise,
                 scaler=scaler,
-                context_group=arguments.one_dimension("context_mesh", context_mesh),
+                context_group=checks.one_dimension("context_mesh", context_mesh),
             ),
         )
         self._runner = StepRunner(
@@ -195,6 +194,7 @@ class AdaptiveStep:
         collate: Callable[[list[Any]], Any],
         size: int,
         lengths: Sequence[int] | None = None,
+        groups: Sequence[int] | None = None,
     ) -> Outcome:
         """Take a step.
 
@@ -206,6 +206,8 @@ class AdaptiveStep:
                 fewer. With ``lengths``: tokens in a micro-batch, padding included.
             lengths: the tokens in each of the rows. A micro-batch then has as many rows of similar length as
                 ``size`` allows at the longest of them.
+            groups: the numbers of rows that may share a micro-batch, in their order and the same on every
+                rank; by default, all may.
 
         Raises:
             TrainingOutOfMemory: not even one row fits, on every rank; or memory ran out in the optimizer,
@@ -216,7 +218,7 @@ class AdaptiveStep:
 
         After any other exception nothing is left of the step, so another can be taken, on all ranks.
         """
-        size, divide = self._agreed(rows, collate, size, lengths)
+        size, divide = self._agreed(rows, collate, size, lengths, groups)
         unit = "row" if lengths is None else "token"
         if (size, unit) != (self._size, self._runner.unit):
             self._begin(size, unit)
@@ -289,9 +291,10 @@ class AdaptiveStep:
         collate: Callable[..., Any],
         size: int,
         lengths: Sequence[int] | None,
+        groups: Sequence[int] | None,
     ) -> tuple[int, Division]:
         """The size, and how rows are divided, once all ranks have told each other what they have."""
-        wrong = None
+        wrong, counts = None, [0]
         both = -1
         try:
             arguments.function("collate", collate)
@@ -299,6 +302,7 @@ class AdaptiveStep:
             count = checks.number_of_rows(rows)
             if lengths is not None:
                 lengths = checks.row_lengths(lengths, count, size)
+            counts = checks.row_groups(groups, count, lengths)
             # In one number, so in one exchange.
             both = count << 32 | size << 1 | (lengths is not None)
         except UsageError as error:
@@ -321,7 +325,7 @@ class AdaptiveStep:
             )
         if smallest != largest:
             raise UsageError("lengths: given on one rank and not on another. Pass them on all.")
-        return size, by_rows(len(rows)) if lengths is None else by_tokens(lengths, self.ranks)
+        return size, by_rows(counts) if lengths is None else by_tokens(lengths, self.ranks)
 
     def _begin(self, size: int, unit: str = "row") -> None:
         """Use micro-batches of this size from the next step on."""

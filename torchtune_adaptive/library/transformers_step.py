@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from torchtune_adaptive.common import NoPrediction, UsageError
-from torchtune_adaptive.library import arguments
+from torchtune_adaptive.common import NoPrediction, UsageError, arguments
 from torchtune_adaptive.library.planning import Plan, plan_batch_size
 from torchtune_adaptive.library.private import attends_by_sdpa, layers_of
 from torchtune_adaptive.library.trainer_parts import (

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtune_adaptive.common import UsageError, counted
-from torchtune_adaptive.library import arguments, private
+from torchtune_adaptive.common import UsageError, arguments, counted
+from torchtune_adaptive.library import private
 from torchtune_adaptive.library.private import tree_leaves
 
 
@@ -141,6 +143,26 @@ def number_of_rows(rows: Any) -> int:
     return len(rows)
 
 
+def row_groups(groups: Any, rows: int, lengths: Any) -> list[int]:
+    """The rows of each group, if they are all rows."""
+    if groups is None:
+        return [rows]
+    if lengths is not None:
+        raise UsageError(
+            "groups: not with lengths, by which rows are put together. Pass one of them."
+        )
+    if not isinstance(groups, Sequence):
+        raise UsageError(
+            f"groups: {groups!r} is not a list of numbers. Pass the rows in each group."
+        )
+    groups = [arguments.whole("groups", each) for each in groups]
+    if sum(groups) != rows:
+        raise UsageError(
+            f"groups: {sum(groups)} rows of {rows}. Pass the number of rows in each group, in their order."
+        )
+    return groups
+
+
 def row_lengths(lengths: Any, rows: int, tokens: int) -> list[int]:
     """The tokens in each row, if they are so many numbers and none is above the budget."""
     if not isinstance(lengths, Sequence) or isinstance(lengths, str):
@@ -177,3 +199,23 @@ def _tensors_in(batch: Any) -> Iterator[torch.Tensor]:
             yield leaf
         elif isinstance(leaf, Mapping):
             yield from _tensors_in(list(leaf.values()))
+
+
+def one_dimension(name: str, value: Any) -> dist.ProcessGroup | None:
+    """The process group of a mesh of one dimension, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, DeviceMesh) or value.ndim != 1:
+        raise UsageError(
+            f'{name}: {value!r} is not a mesh of one dimension. Pass one, such as mesh["cp"].'
+        )
+    return value.get_group()
+
+
+def modules(name: str, value: Any) -> tuple[nn.Module, ...]:
+    """A list of modules, which a module that has others may look like."""
+    if isinstance(value, nn.Module):
+        raise UsageError(f"{name}: a {type(value).__name__} is one model. Pass a list: [model].")
+    if not isinstance(value, Sequence) or not all(isinstance(one, nn.Module) for one in value):
+        raise UsageError(f"{name}: {value!r} is not a list of modules.")
+    return tuple(value)

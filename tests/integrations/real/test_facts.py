@@ -86,6 +86,58 @@ def mean_over_batches(folder: str) -> None:
     assert losses[1] == pytest.approx(losses[0] / 2.5)
 
 
+@check("sum of batches")
+def sum_of_batches(folder: str) -> None:
+    trainer, losses, added = make("trainer", None, folder, max_steps=1), [], []
+    compute_loss = trainer.compute_loss
+
+    def computed(*args: Any, **named: Any) -> Any:
+        losses.append(compute_loss(*args, **named))
+        return losses[-1]
+
+    trainer.compute_loss = computed
+    watched(trainer.accelerator, "backward", lambda loss, **_: added.append(loss))
+    trainer.train()
+    assert len(losses) == 2 and all(map(torch.equal, losses, added))
+
+
+@check("loss alone")
+def loss_alone(folder: str) -> None:
+    for kind in ("trainer", "sft"):
+        trainer, seen = make(kind, None, folder, max_steps=1), []
+        compute_loss, found = trainer.compute_loss, []
+
+        def computed(
+            model: Any, inputs: Any, own: Any = compute_loss, to: Any = found, **named: Any
+        ) -> Any:
+            with torch.no_grad():
+                to.append(own(model, dict(inputs), **named))
+            loss = own(model, inputs, **named)
+            to.append(loss.detach())
+            assert [*named] == ["num_items_in_batch"]
+            return loss
+
+        trainer.compute_loss = computed
+        watched(trainer.accelerator, "backward", lambda loss, to=seen, **_: to.append(loss))
+        trainer.train()
+        assert len(found) == 4 and all(map(torch.equal, found[::2], found[1::2]))
+
+
+@check("sum of losses")
+def sum_of_losses(folder: str) -> None:
+    trainer, sums = make("trainer", None, folder, logging_steps=2), []
+    step = trainer.training_step
+
+    def stepped(*args: Any) -> Any:
+        sums.append((float(trainer._tr_loss), trainer._globalstep_last_logged))
+        return step(*args)
+
+    trainer.training_step = stepped
+    trainer.train()
+    assert [last for _, last in sums] == [0] * 4 + [2] * 4
+    assert [total > 0 for total, _ in sums] == [False, True, True, True] * 2
+
+
 @check("batches of a step")
 def batches_of_a_step(folder: str) -> None:
     trainer, calls = (

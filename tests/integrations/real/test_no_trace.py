@@ -125,6 +125,26 @@ def test_a_resumed_run_goes_on_as_it_would_have(
             assert learned["phases"]["generation"]["recovery"]["size"] == 4
 
 
+def after_the_plain_trainer(folder: str) -> list[bool]:
+    """Whether ours, resumed from a checkpoint of the plain trainer, ends as that does."""
+    settings: dict[str, Any] = {"save_steps": 2, "save_strategy": "steps"}
+    whole = trained("trainer", None, folder=folder, **settings)
+    checkpoint = f"{folder}/checkpoint-2"
+    results = []
+    for restores in (False, True):
+        more = settings | {"restore_callback_states_from_checkpoint": restores}
+        results.append(trained("trainer", AS_CONFIGURED, resume=checkpoint, folder=folder, **more))
+    again = trained(
+        "trainer", AS_CONFIGURED, resume=f"{folder}/checkpoint-4", folder=folder, **settings
+    )
+    same = [torch.equal(each.weights, whole.weights) for each in (*results, again)]
+    return [*same, *(each.without_times() == whole.without_times() for each in results)]
+
+
+def test_a_checkpoint_of_the_plain_trainer_is_resumed(tmp_path: Path) -> None:
+    assert on_ranks(after_the_plain_trainer, 1, str(tmp_path)) == [[True] * 5]
+
+
 def searched_again() -> list[Any]:
     """Whether a resumed run searches: with the options that it had, and with others."""
     search, sizes = TrainerStep._search, []

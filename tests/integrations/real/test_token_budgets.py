@@ -32,13 +32,12 @@ def compare(kind: str, ways: dict[str, Any]) -> dict[str, Any]:
     seen: list[tuple[int, int]] = []
     forward = AdaptiveStep.__call__
 
-    def watched(self: Any, rows: Any, collate: Any, size: int, lengths: Any) -> Any:
-        def seeing(some: list[Any]) -> Any:
-            of = {id(row): length for row, length in zip(rows, lengths, strict=True)}
-            seen.append((len(some) * max(of[id(row)] for row in some), size))
+    def watched(self: Any, rows: Any, collate: Any, size: int, lengths: Any, groups: Any) -> Any:
+        def seeing(some: list[int]) -> Any:  # the numbers of rows
+            seen.append((len(some) * max(lengths[number] for number in some), size))
             return collate(some)
 
-        return forward(self, rows, seeing, size, lengths)
+        return forward(self, rows, seeing, size, lengths, groups)
 
     AdaptiveStep.__call__ = watched  # type: ignore[method-assign, assignment]
     searched = trained(kind, SEARCHING, **settings)

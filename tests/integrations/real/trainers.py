@@ -296,7 +296,8 @@ def lose_memory(trainer: Any, lost: Loss) -> Callable[[], int]:
         trainer.compute_loss = lambda *args, **named: (hook(), compute_loss(*args, **named))[1]
         return lambda: left
     model = trainer.ref_model if lost.where == "reference" else trainer.model
-    layers = [module for name, module in model.named_modules() if name.endswith("layers.1")]
+    last = ("layers.1", "layer.1", "block.1")
+    layers = [module for name, module in model.named_modules() if name.endswith(last)]
     [*_, layer] = layers  # after those of a vision tower
     layer.register_forward_pre_hook(hook, with_kwargs=True)
     return lambda: left

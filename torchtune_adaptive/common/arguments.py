@@ -7,11 +7,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-
-from torchtune_adaptive.common import ConfigError, UsageError, amount_of_memory
+from torchtune_adaptive.common.amounts import amount_of_memory
+from torchtune_adaptive.common.errors import ConfigError, UsageError
 
 T = TypeVar("T")
 MOST = (1 << 31) - 1
@@ -55,17 +52,6 @@ def norm(name: str, value: Any) -> float | None:
     return value
 
 
-def one_dimension(name: str, value: Any) -> dist.ProcessGroup | None:
-    """The process group of a mesh of one dimension, or None."""
-    if value is None:
-        return None
-    if not isinstance(value, DeviceMesh) or value.ndim != 1:
-        raise UsageError(
-            f'{name}: {value!r} is not a mesh of one dimension. Pass one, such as mesh["cp"].'
-        )
-    return value.get_group()
-
-
 def share(name: str, value: Any) -> float:
     """A part of a whole, of which something must be left."""
     if not _is_number(value) or not 0 <= value < 1:
@@ -90,12 +76,3 @@ def memory(name: str, value: Any) -> int | None:
         return None if value is None else amount_of_memory(name, value)
     except ConfigError as error:  # which is for configs
         raise UsageError(str(error)) from None
-
-
-def modules(name: str, value: Any) -> tuple[nn.Module, ...]:
-    """A list of modules, which a module that has others may look like."""
-    if isinstance(value, nn.Module):
-        raise UsageError(f"{name}: a {type(value).__name__} is one model. Pass a list: [model].")
-    if not isinstance(value, Sequence) or not all(isinstance(one, nn.Module) for one in value):
-        raise UsageError(f"{name}: {value!r} is not a list of modules.")
-    return tuple(value)
