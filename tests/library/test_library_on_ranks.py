@@ -385,6 +385,9 @@ def refusals() -> dict[str, str]:
     with pytest.raises(UsageError) as refused:
         run.step(rows_of(4), collate, 2 + dist.get_rank() // 2)
     said["size"] = str(refused.value)
+    with pytest.raises(UsageError) as refused:
+        run.step(rows_of(4), collate, 4, groups=[[4], [1, 3]][dist.get_rank() % 2])
+    said["groups"] = str(refused.value)
     if dist.get_rank() == 1:
         with pytest.raises(UsageError, match="size: 0 must be"):
             run.step(rows_of(4), collate, 0)
@@ -623,6 +626,7 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
         "all-reduce by hook": "set_all_reduce_hook was called",
         "gathered by the user": "set_custom_all_gather was called",
         "DDP with buffers": "Pass broadcast_buffers=False",
+        "groups": "groups: [1, 3] on one rank and [4] on another",
         "DDP with a hook": "a communication hook would be bypassed",
         "rows": "one rank has 2 and another 5",
         "size": "size: 2 on one rank and 3 on another",

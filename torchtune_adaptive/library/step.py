@@ -294,38 +294,26 @@ class AdaptiveStep:
         groups: Sequence[int] | None,
     ) -> tuple[int, Division]:
         """The size, and how rows are divided, once all ranks have told each other what they have."""
-        wrong, counts = None, [0]
-        both = -1
+        wrong, asked = None, checks.Asked()
         try:
             arguments.function("collate", collate)
             size = arguments.whole("size", size)
             count = checks.number_of_rows(rows)
             if lengths is not None:
                 lengths = checks.row_lengths(lengths, count, size)
-            counts = checks.row_groups(groups, count, lengths)
-            # In one number, so in one exchange.
-            both = count << 32 | size << 1 | (lengths is not None)
+            groups = checks.row_groups(groups, count, lengths)
+            asked = checks.Asked(count, size, lengths is not None, tuple(groups))
         except UsageError as error:
             wrong = error
-        least, most = self.ranks.spread(both)
+        # One number in one exchange. What differs is asked for where something does.
+        least, most = self.ranks.spread(-1 if wrong else asked.digest())
         if wrong is not None:
             raise wrong
         if least < 0:
             raise UsageError("step: another rank was called with arguments that are refused there.")
-        (fewest, smallest), (most_rows, largest) = divmod(least, 1 << 32), divmod(most, 1 << 32)
-        if fewest != most_rows:
-            raise UsageError(
-                f"rows: one rank has {fewest} and another {most_rows}. Give every rank the same number, as "
-                "steps_of does."
-            )
-        if smallest >> 1 != largest >> 1:
-            raise UsageError(
-                f"size: {smallest >> 1} on one rank and {largest >> 1} on another. Pass the same size on "
-                "every rank, as find_batch_size gives it."
-            )
-        if smallest != largest:
-            raise UsageError("lengths: given on one rank and not on another. Pass them on all.")
-        return size, by_rows(counts) if lengths is None else by_tokens(lengths, self.ranks)
+        if least != most:
+            raise checks.differing(self.ranks.gather(asked))
+        return size, by_rows(asked.groups) if lengths is None else by_tokens(lengths, self.ranks)
 
     def _begin(self, size: int, unit: str = "row") -> None:
         """Use micro-batches of this size from the next step on."""

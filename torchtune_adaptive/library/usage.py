@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -141,6 +142,42 @@ def number_of_rows(rows: Any) -> int:
     if len(rows) == 0:
         raise UsageError("rows: a step needs at least one on every rank.")
     return len(rows)
+
+
+class Asked(NamedTuple):
+    """What a step is asked for, which must be the same on every rank."""
+
+    rows: int = 0
+    size: int = 0
+    by_lengths: bool = False
+    groups: tuple[int, ...] = ()
+
+    def digest(self) -> int:
+        """A number of 56 bits that stands for it."""
+        said = repr(tuple(self)).encode()
+        return int.from_bytes(hashlib.blake2b(said, digest_size=7).digest())
+
+
+def differing(asked: Sequence[Asked]) -> UsageError:
+    """The error where ranks have asked for different steps."""
+    rows = {each.rows for each in asked}
+    if len(rows) > 1:
+        return UsageError(
+            f"rows: one rank has {min(rows)} and another {max(rows)}. Give every rank the same number, as "
+            "steps_of does."
+        )
+    sizes = {each.size for each in asked}
+    if len(sizes) > 1:
+        return UsageError(
+            f"size: {min(sizes)} on one rank and {max(sizes)} on another. Pass the same size on every rank, "
+            "as find_batch_size gives it."
+        )
+    if len({each.by_lengths for each in asked}) > 1:
+        return UsageError("lengths: given on one rank and not on another. Pass them on all.")
+    one, other = sorted({each.groups for each in asked})[:2]
+    return UsageError(
+        f"groups: {list(one)} on one rank and {list(other)} on another. Pass the same on every rank."
+    )
 
 
 def row_groups(groups: Any, rows: int, lengths: Any) -> list[int]:
