@@ -67,7 +67,9 @@ def mapped_for_long() -> set[str]:
 
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
-    if isinstance(state, torch.Tensor):
+    if hasattr(state, "__tensor_flatten__"):
+        yield from (getattr(state, name) for name in state.__tensor_flatten__()[0])
+    elif isinstance(state, torch.Tensor):
         yield state
     elif isinstance(state, (dict, list, tuple)):
         for one in state.values() if isinstance(state, dict) else state:
@@ -149,10 +151,18 @@ TWICE = {"max_steps_per_epoch": 1, "epochs": 2}
 OF_ROLLOUTS = {"dataset.split": "train[:8]", "max_generated_tokens": 8, "max_steps_per_epoch": None}
 OF_GRPO = {**OF_ROLLOUTS, "batch_size": 4, "grpo_samples": 2, "num_steps": 2}
 OF_PPO = {**OF_ROLLOUTS, "batch_size": 4, "ppo_batch_size": 2, "num_steps": 16}
+EIGHT_BIT = {"_component_": "torchao.optim.AdamW8bit", "lr": 3e-3}
 RESUMED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "on one rank": ("full", 1, {}, {}),
     "on several ranks": ("full", 2, {}, {}),
     "with the optimizer in backward": ("full", 2, {"optimizer_in_bwd": True}, {}),
+    "quantized state": ("full", 1, {"optimizer": EIGHT_BIT}, {}),
+    "quantized state in backward": (
+        "full",
+        1,
+        {"optimizer": EIGHT_BIT, "optimizer_in_bwd": True},
+        {},
+    ),
     "by the names of files": ("full", 1, {}, named_checkpoint("full")),
     "adapters": ("lora", 2, {}, {}),
     "adapters by the names of files": ("lora", 1, {}, named_checkpoint("lora")),

@@ -82,7 +82,17 @@ def _load_state(
     for values in optimizer.state.values():
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                values[key] = value.clone()
+                values[key] = _copied(value)
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    """The tensor in memory of its own. Quantized state cannot be cloned, but what it is made of can."""
+    if not hasattr(value, "__tensor_flatten__"):
+        return value.clone()
+    names, _ = value.__tensor_flatten__()
+    for name in names:
+        setattr(value, name, getattr(value, name).clone())
+    return value
 
 
 def build_loss(
