@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,6 +132,16 @@ def logged(folder: Path) -> dict[int, float]:
         for step, loss in re.findall(r"Step (\d+) \|.*?(?<!_)loss:(\S+)", log.read_text()):
             assert found.setdefault(int(step), float(loss)) == float(loss), step
     return found
+
+
+def stopped_after(step: int, whole: Path, folder: Path) -> Path:
+    """What a run leaves that is stopped after a step: a whole run's folder without what came later."""
+    shutil.copytree(whole, folder, symlinks=True)
+    for saved in folder.glob("epoch_*"):
+        number = re.search(r"_step_(\d+)$", saved.name)
+        if number is None or int(number[1]) > step:
+            shutil.rmtree(saved)
+    return folder
 
 
 def losses(records: Records) -> list[float]:

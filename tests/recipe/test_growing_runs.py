@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from tests.helpers.runs import (
     assert_same_weights,
     losses,
     refused,
+    stopped_after,
     train,
     undisturbed,
 )
@@ -110,16 +109,6 @@ def test_the_schedule_ends_where_it_should_and_no_sample_is_lost(tmp_path: Path)
     # Of what each rank has collated, the trials of the search came first; then 160 rows in each epoch.
     epochs = [Counter(row for rows in brought for row in rows[at:][:160]) for at in (-320, -160)]
     assert sum(epochs[0].values()) == sum(epochs[1].values()) == 320 and epochs[0] == epochs[1]
-
-
-def stopped_after(step: int, whole: Path, folder: Path) -> Path:
-    """What a run leaves that is stopped after a step: a whole run's folder without what came later."""
-    shutil.copytree(whole, folder, symlinks=True)
-    for saved in folder.glob("epoch_*"):
-        number = re.search(r"_step_(\d+)$", saved.name)
-        if number is None or int(number[1]) > step:
-            shutil.rmtree(saved)
-    return folder
 
 
 @pytest.mark.rotating

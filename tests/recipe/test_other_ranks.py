@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from tests.helpers.runs import (
     Records,
     assert_same_records,
     start,
+    stopped_after,
     train,
     undisturbed,
 )
@@ -61,16 +60,6 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-
-
-def stopped_after(step: int, whole: Path, folder: Path) -> Path:
-    """What a run leaves that is stopped after a step."""
-    shutil.copytree(whole, folder, symlinks=True)
-    for saved in folder.glob("epoch_*"):
-        number = re.search(r"_step_(\d+)$", saved.name)
-        if number is None or int(number[1]) > step:
-            shutil.rmtree(saved)
-    return folder
 
 
 def assert_same_steps(records: Records, expected: Records) -> None:
