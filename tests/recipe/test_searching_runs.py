@@ -283,5 +283,5 @@ def test_nothing_fits_is_an_error_that_helps(tmp_path: Path) -> None:
 def test_a_batch_larger_than_the_data_is_an_error(tmp_path: Path) -> None:
     """torchtune trains nothing, saves untrained weights, and exits with 0."""
     said = refused("ConfigError", "full", tmp_path, 2, batch_size=1000)
-    assert re.search(r"batch_size: 1000 .* the data has 320.* Lower batch_size", said)
+    assert re.search(r"batch_size: 1000 .* the data has 640.* Lower batch_size", said)
     assert not list(tmp_path.glob("epoch_*"))
