@@ -100,7 +100,8 @@ def _search(
             settings,
             row=asdict(worst.size),
             packed=rows.data.packed,
-            largest_candidate=sizes[-1],
+            # Not that of fewer sizes: what fits is the same, and a cached size is confirmed in any case.
+            largest_candidate=possible_sizes(settings, rows.configured, limit.possible)[-1],
             ranks=prober.ranks.size,
             device=prober.step.memory.name,
             capacity=capacity,
@@ -127,6 +128,11 @@ class Limit:
 
     size: int
     reason: str
+    possible: int = 0
+    """The largest with which an epoch has a step at all; given where ``size`` leaves it more of them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "possible", self.possible or self.size)
 
 
 def limit_of(
@@ -181,6 +187,7 @@ def limit_of(
         most,
         f"a larger one would leave fewer than {counted(steps, 'optimizer step')} in an epoch; "
         f"{BLOCK}.ceiling=N allows it",
+        possible=limit.size,
     )
 
 
