@@ -4,6 +4,7 @@ torchrun --nproc_per_node 2 examples/fabric.py
 """
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from common import VOCABULARY, compare, less_memory, rows, worst_case
 from lightning_fabric import Fabric
@@ -42,3 +43,4 @@ if __name__ == "__main__":
     size, losses = train(fabric, disturbed=True)
     _, undisturbed = train(fabric, disturbed=False, known=size)
     compare(losses, undisturbed, fabric.global_rank)
+    dist.destroy_process_group()

@@ -42,7 +42,7 @@ def second_model(name: str, model: nn.Module, kind_of_model: dict[str, Any]) -> 
         return distillation(tiny_llama(**kind_of_model, seed=1))
     model.set_num_output_chunks(0)  # type: ignore[operator]
     if name == "adapters off":
-        return Preference(DPOLoss(), without_adapters(model))
+        return Preference(DPOLoss(), without_adapters(model, model))
     reference = tiny_llama(**kind_of_model, seed=1).requires_grad_(False)
     reference.set_num_output_chunks(0)  # type: ignore[operator]
     return Preference(DPOLoss(), reference, [reference])
