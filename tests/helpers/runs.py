@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig
 
 from tests.helpers.ranks import run_ranks
@@ -77,6 +78,11 @@ def start(
             text=True,
             start_new_session=True,
         )
+
+
+def free_port() -> int:
+    """A port that nothing listens on (the store that found it is gone when this returns)."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
 
 
 def refused(error: str, kind: str, folder: Path, ranks: int = 1, **changes: Any) -> str:

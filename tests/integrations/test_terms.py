@@ -11,7 +11,7 @@ import torch
 
 from torchtune_adaptive import UsageError
 from torchtune_adaptive.core import Ranks
-from torchtune_adaptive.integrations.terms import Terms, Trial, Tried, with_a_label
+from torchtune_adaptive.integrations.terms import Terms, TermsFinder, Tried, with_a_label
 
 Row = list[int]
 ROWS = [[3, 1, 4, 1, 5, 9], [2, 6, 5], [3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6], [2, 6], [4, 3, 3, 8]]
@@ -61,7 +61,7 @@ LOSSES: dict[str, tuple[Callable[[torch.Tensor, int], Any], Any, Any]] = {
 }
 
 
-def trial(loss: Callable[[torch.Tensor, int], Any], collate: Any, rows: Any = ROWS) -> Trial:
+def trial(loss: Callable[[torch.Tensor, int], Any], collate: Any, rows: Any = ROWS) -> TermsFinder:
     def losses(tried: Sequence[Tried]) -> list[float]:
         made = []
         for one in tried:
@@ -69,7 +69,7 @@ def trial(loss: Callable[[torch.Tensor, int], Any], collate: Any, rows: Any = RO
             made.append(float(loss(one.inputs["labels"], one.items)))
         return made
 
-    return Trial(losses, collate, rows, Ranks(), rounding=1e-6)
+    return TermsFinder(losses, collate, rows, Ranks(), rounding=1e-6)
 
 
 @pytest.mark.parametrize("name", LOSSES)

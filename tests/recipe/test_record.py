@@ -33,7 +33,7 @@ from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import FOUND, KINDS
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME, Events
-from torchtune_adaptive.recipe.train.instruments import Course, History, Point
+from torchtune_adaptive.recipe.train.history import Course, History, Point
 from torchtune_adaptive.recipe.train.metrics import Summary, Trained
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser")

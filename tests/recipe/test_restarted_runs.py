@@ -19,12 +19,12 @@ from tests.helpers.runs import (
     BIN,
     RESUME,
     assert_same_weights,
+    free_port,
     logged,
     losses,
     start,
     undisturbed,
 )
-from tests.recipe.test_several_machines import free_port
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 
 pytestmark = pytest.mark.runs

@@ -13,18 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from tests.helpers.killing import deadly
-from tests.helpers.runs import BIN, assert_same_weights, logged, start
+from tests.helpers.runs import BIN, assert_same_weights, free_port, logged, start
 
 TUNE = BIN / "tune"
 pytestmark = [pytest.mark.runs, pytest.mark.exhaustive]
-
-
-def free_port() -> int:
-    """A port that nothing listens on (the store that found it is gone when this returns)."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
 
 
 @contextmanager

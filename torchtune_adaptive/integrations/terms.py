@@ -87,7 +87,7 @@ class Tried:
     seed: int = 0
 
 
-class Trial:
+class TermsFinder:
     """Finds what a loss is a mean of, by losses of one row and of two.
 
     All ranks try as many, and find the same.

@@ -18,7 +18,7 @@ from torchtune_adaptive.core import Generators
 from torchtune_adaptive.integrations import private, refusals
 from torchtune_adaptive.integrations.row_step import Held, RowStep
 from torchtune_adaptive.integrations.rows import Rows
-from torchtune_adaptive.integrations.terms import Terms, Trial, with_a_label
+from torchtune_adaptive.integrations.terms import Terms, TermsFinder, with_a_label
 from torchtune_adaptive.integrations.unused import Unused
 from torchtune_adaptive.integrations.votes import voting
 from torchtune_adaptive.library import AdaptiveStep
@@ -134,21 +134,21 @@ class TrainerStep(RowStep):
         rows = [row for batch in self._of_step for row in batch.rows]
         losses = step.forward_only(self._loss_alone, name="a first look at the loss")
         with self.around(step):
-            trial = Trial(
+            finder = TermsFinder(
                 lambda tried: losses(tried, lambda one: Held(one[0]), 1),
                 self._collated,
                 rows,
                 step.ranks,
                 rounding=_rounding(model, self._trainer.args.bf16),
             )
-            self._terms = self._terms_by(trial, type(model).__name__)
+            self._terms = self._terms_by(finder, type(model).__name__)
         drawn.restore()
         self.restore()
 
-    def _terms_by(self, trial: Trial, model: str) -> Terms:
-        if self._items is not None and trial.divides_by_items():
+    def _terms_by(self, finder: TermsFinder, model: str) -> Terms:
+        if self._items is not None and finder.divides_by_items():
             return Terms.ITEMS
-        terms = trial.mean_of()
+        terms = finder.mean_of()
         if terms is None:
             raise UsageError(
                 f"compute_loss: the loss of {model} is not divided by num_items_in_batch, and is a mean of "

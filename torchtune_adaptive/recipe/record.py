@@ -33,7 +33,7 @@ from torchtune_adaptive.core import Split
 from torchtune_adaptive.recipe.search.report import Report
 from torchtune_adaptive.recipe.settings.kind_table import FOUND, KINDS
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME
-from torchtune_adaptive.recipe.train.instruments import PLOT_NAME
+from torchtune_adaptive.recipe.train.history import PLOT_NAME
 from torchtune_adaptive.recipe.train.metrics import Trained
 
 log = logging.getLogger(__name__)

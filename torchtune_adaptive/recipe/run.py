@@ -162,7 +162,7 @@ class Run:
             log.info(f"Config: {self.record.save_config()}")
 
     def __enter__(self) -> Run:
-        with ExitStack() as begun:
+        with ExitStack() as begun:  # Python calls no __exit__ where this fails
             begun.callback(self._leave_ranks)
             until_exit = begun.enter_context(self._until_exit)
             until_exit.enter_context(self.stop)

@@ -52,9 +52,8 @@ def join_process_group(backend: str, timeout: timedelta | None) -> None:
 def say_what_restarts_do(cfg: DictConfig, ranks: Ranks) -> None:
     """Say that this is a restart; in the first attempt, what keeps a restart from continuing the run."""
     most = launcher.max_restarts()
-    _, number = ranks.spread(
-        launcher.restarts()
-    )  # where a rank ended, its launcher counts; others may not
+    # The largest: where a rank ended, its launcher counts, and others may not.
+    _, number = ranks.spread(launcher.restarts())
     if not ranks.is_zero:
         return
     if number:

@@ -14,7 +14,7 @@ from torchtune import training
 from torchtune_adaptive.common import bytes_of, counted
 from torchtune_adaptive.core import DeviceMemory, MicroBatch, Ranks, Split, StepDone
 from torchtune_adaptive.recipe.setup.environment import Environment
-from torchtune_adaptive.recipe.train.instruments import Course, History, Point
+from torchtune_adaptive.recipe.train.history import Course, History, Point
 
 log = logging.getLogger(__name__)
 
