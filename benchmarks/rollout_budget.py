@@ -44,10 +44,10 @@ from torchtune_adaptive.common.amounts import amount_of_memory
 from torchtune_adaptive.core.device.select import device_memory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.rows.micro_batches import ByRows, ByTokens, MicroBatches
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.search.strategies import find_largest
 from torchtune_adaptive.core.search.trial import SizeTrial
-from torchtune_adaptive.core.sizes.micro_batches import ByRows, ByTokens, MicroBatches
 from torchtune_adaptive.core.step.phase import Phase
 from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.rollout.losses import GRPO

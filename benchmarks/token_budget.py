@@ -51,9 +51,9 @@ from torchtune_adaptive.common.amounts import amount_of_memory
 from torchtune_adaptive.core.device.select import device_memory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks
+from torchtune_adaptive.core.rows.micro_batches import ByTokens
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.search.strategies import find_largest
-from torchtune_adaptive.core.sizes.micro_batches import ByTokens
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.search.token_budget import find_budget, lengths_to_measure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +26,14 @@ MAY_IMPORT = {
     "cli": {"common", "core", "planner", "library", "recipe"},
     "__main__": {"cli"},
 }
+FOLDERS = {
+    "core": "private sizes device ranks rows step search",
+    "planner": "private workers gpu_names speed memory trace traced_run steps_by_choice",
+    "recipe": "private shadowing versions signals install upstream decoders tiny tiny_vision settings "
+    "registry components rewards data setup rollout checkpoints kinds train tracing plan search "
+    "record run rollout_run adaptive_recipe launch stable",
+}
+"""The folders and modules of a package, from the lowest: each may import those before it."""
 OWN_WHEEL = ("core", "planner", "library", "integrations")
 """What the library's own wheel has, apart from ``common``."""
 MODULES = {
@@ -36,9 +44,19 @@ WITHOUT_TORCH = ("common", "schedule", "core.sizes", "planner.memory", "planner.
 FOREIGN = {"omegaconf", "yaml", "torchtune", "torchao", "torchtune_adaptive.recipe"}
 
 
-def imported(name: str) -> Iterator[tuple[str, str]]:
+def when_run(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a tree but for what only type checkers see."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from when_run(node)
+
+
+def imported(
+    name: str, nodes: Callable[[ast.AST], Iterable[ast.AST]] = ast.walk
+) -> Iterator[tuple[str, str]]:
     """The modules of ours that a module imports from, each with the name that it takes."""
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in nodes(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torchtune_adaptive"):
             yield from ((str(node.module), alias.name) for alias in node.names)
 
@@ -87,6 +105,26 @@ def test_packages_import_lower_ones_by_their_interface() -> None:
             assert other == "schedule" or what in interface.__all__, f"{name}: {other}.{what}"
 
 
+@pytest.mark.parametrize("package", FOLDERS)
+def test_folders_of_a_package_import_lower_ones(package: str) -> None:
+    height = {name: at for at, name in enumerate(FOLDERS[package].split())}
+    within = f"torchtune_adaptive.{package}."
+    modules = [name for name in MODULES if name.startswith(within) and name.count(".") >= 2]
+    folders = {name: name.removeprefix(within).split(".")[0] for name in modules}
+    assert {*folders.values()} - {"__init__"} == {*height}
+    for name, folder in folders.items():
+        for module, what in imported(name, when_run) if folder != "__init__" else ():
+            if f"{module}.".startswith(within):
+                other = f"{module}.{what}".removeprefix(within).split(".")[0]
+                assert height[other] <= height[folder], f"{name} must not import {other}"
+
+
+def test_every_folder_says_what_it_is_for() -> None:
+    for name, path in MODULES.items():
+        if name.endswith("__init__"):
+            assert len(str(ast.get_docstring(ast.parse(path.read_text()))).split()) >= 10, name
+
+
 def test_no_imports_in_a_circle() -> None:
     graph = {
         name: {each for a, b in imported(name) for each in (a, f"{a}.{b}") if each in MODULES}
@@ -118,7 +156,6 @@ def test_core_planner_and_library_load_no_config() -> None:
 
 def test_arithmetic_needs_no_torch() -> None:
     names = {name for name in MODULES if name.partition(".")[2].startswith(WITHOUT_TORCH)}
-    names -= {f"torchtune_adaptive.core.sizes.{one}" for one in ("loader", "micro_batches")}
     assert "torch" not in loaded_by("\n".join(f"import {name}" for name in names))
 
 

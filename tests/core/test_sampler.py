@@ -9,8 +9,8 @@ import pytest
 import torch
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from torchtune_adaptive.core.sizes.loader import EpochRows, Loader, SampleOrder
-from torchtune_adaptive.core.sizes.micro_batches import ByRows
+from torchtune_adaptive.core.rows.loader import EpochRows, Loader, SampleOrder
+from torchtune_adaptive.core.rows.micro_batches import ByRows
 
 
 @pytest.mark.parametrize("samples", [1, 2, 7, 64, 103])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torchtune.data import padded_collate_sft
 
-from torchtune_adaptive.core.sizes.micro_batches import ByTokens
+from torchtune_adaptive.core.rows.micro_batches import ByTokens
 from torchtune_adaptive.core.sizes.packing import Budget
 from torchtune_adaptive.recipe.search.token_budget import (
     best_throughputs,

@@ -25,8 +25,8 @@ from tests.helpers.models import (
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
-from torchtune_adaptive.core.sizes.loader import EpochRows, Loader, SampleOrder
-from torchtune_adaptive.core.sizes.micro_batches import ByRows
+from torchtune_adaptive.core.rows.loader import EpochRows, Loader, SampleOrder
+from torchtune_adaptive.core.rows.micro_batches import ByRows
 from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.sizes.split import Epochs, Split
 from torchtune_adaptive.core.step.objective import NextTokenPrediction

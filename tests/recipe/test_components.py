@@ -16,12 +16,12 @@ from tests.recipe.test_config import config
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core import Generators
 from torchtune_adaptive.recipe.adaptive_recipe import AdaptiveRecipe
+from torchtune_adaptive.recipe.components import check_components, make
 from torchtune_adaptive.recipe.data.dataset import load_rows
 from torchtune_adaptive.recipe.registry import our_configs
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, Kind, kind_of
 from torchtune_adaptive.recipe.settings.rules import rule_of_argument
-from torchtune_adaptive.recipe.setup.components import check_components, make
 
 FILES = "a list of names of files"
 

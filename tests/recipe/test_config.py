@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
 from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.recipe.components import check_components
 from torchtune_adaptive.recipe.registry import (
     CONFIGS,
     RECIPES,
@@ -44,7 +45,6 @@ from torchtune_adaptive.recipe.settings.kind_table import (
 )
 from torchtune_adaptive.recipe.settings.rules import rule_of
 from torchtune_adaptive.recipe.settings.torchtune_keys import _MUST_BE_GIVEN, _REQUIRED
-from torchtune_adaptive.recipe.setup.components import check_components
 
 CHECKPOINTING = "enable_activation_checkpointing"
 

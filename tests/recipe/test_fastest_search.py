@@ -27,7 +27,7 @@ from torchtune_adaptive.common.errors import ConfigError, NothingFits
 from torchtune_adaptive.core.device.memory import Usage
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
-from torchtune_adaptive.core.sizes.loader import SampleOrder
+from torchtune_adaptive.core.rows.loader import SampleOrder
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, MICRO_BATCH, OFFLOADING, Choice
 from torchtune_adaptive.core.step.train_step import TrainStep

@@ -22,7 +22,7 @@ from tests.recipe.test_report import report
 from torchtune_adaptive.common.document import Paragraph, Table, as_page
 from torchtune_adaptive.common.errors import CheckpointError, RankLost
 from torchtune_adaptive.common.folder_lock import FolderLock
-from torchtune_adaptive.core.sizes.micro_batches import ByTokens
+from torchtune_adaptive.core.rows.micro_batches import ByTokens
 from torchtune_adaptive.core.sizes.packing import Budget
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.core.step.knobs import MICRO_BATCH

@@ -13,20 +13,20 @@ from torchtune.models.llama2 import llama2_tokenizer
 from tests.helpers.ranks import Alone
 from tests.recipe.test_config import config
 from torchtune_adaptive.common.errors import ConfigError
-from torchtune_adaptive.core.sizes.loader import SampleOrder
-from torchtune_adaptive.core.sizes.micro_batches import ByRows, ByTokens, MicroBatches
+from torchtune_adaptive.core.rows.loader import SampleOrder
+from torchtune_adaptive.core.rows.micro_batches import ByRows, ByTokens, MicroBatches
 from torchtune_adaptive.core.sizes.packing import Budget
 from torchtune_adaptive.recipe import rewards, tiny
+from torchtune_adaptive.recipe.components import check_components
 from torchtune_adaptive.recipe.data.prompts import PromptDataset, gsm8k_dataset
 from torchtune_adaptive.recipe.registry import our_recipe_for
 from torchtune_adaptive.recipe.rewards import BadReward, Rewards
 from torchtune_adaptive.recipe.rollout.generate import Response
 from torchtune_adaptive.recipe.rollout.judging import ByFunctions
+from torchtune_adaptive.recipe.rollout.phases import Phases, RolloutSizes
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of, unused_keys
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
-from torchtune_adaptive.recipe.setup.components import check_components
-from torchtune_adaptive.recipe.setup.phases import Phases, RolloutSizes
 from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.rollouts import RolloutRows, Rollouts
 

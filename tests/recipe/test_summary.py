@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.device.memory import Usage
-from torchtune_adaptive.core.sizes.micro_batches import MicroBatch
+from torchtune_adaptive.core.rows.micro_batches import MicroBatch
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.recipe.train.history import Course
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics, Summary

@@ -24,7 +24,7 @@ from torchtune_adaptive.common import (
     arguments,
 )
 from torchtune_adaptive.core import StepOptions, TrainStep
-from torchtune_adaptive.library import usage as checks
+from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.private import (
     FakeTensorMode,
     TorchDispatchMode,

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from torchtune_adaptive.common import UsageError, arguments
 from torchtune_adaptive.core import Probe, Rounding, SizeTrial, StepDone, candidates, strategies
-from torchtune_adaptive.library import usage as checks
+from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.forward_only import ForwardOnly
 from torchtune_adaptive.library.step import AdaptiveStep, SummedLoss
 

@@ -31,7 +31,7 @@ from torchtune_adaptive.core import (
     device_memory,
     knobs,
 )
-from torchtune_adaptive.library import usage as checks
+from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.division import Division, by_rows, by_tokens
 from torchtune_adaptive.library.forward_only import ForwardOnly
 from torchtune_adaptive.library.private import is_compiled

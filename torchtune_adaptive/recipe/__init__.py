@@ -13,6 +13,7 @@ from torchtune_adaptive.common.lazy import interface
 if TYPE_CHECKING:
     from torchtune_adaptive.recipe import launch
     from torchtune_adaptive.recipe.adaptive_recipe import AdaptiveRecipe
+    from torchtune_adaptive.recipe.components import check_components
     from torchtune_adaptive.recipe.plan.limits import (
         TOKENS,
         LengthLimits,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
         WHOLE,
         overrides,
     )
-    from torchtune_adaptive.recipe.setup.components import check_components
     from torchtune_adaptive.recipe.tracing.self_check import check_method
     from torchtune_adaptive.recipe.tracing.traces import NotRemembered, PassedCheck
     from torchtune_adaptive.recipe.train.growth import batch_increase

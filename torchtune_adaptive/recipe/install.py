@@ -10,7 +10,7 @@ from importlib import import_module
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.recipe.private import TORCHTUNE_LOGGER
-from torchtune_adaptive.recipe.train.stop import leave_to_parent
+from torchtune_adaptive.recipe.signals import leave_to_parent
 
 
 @cache

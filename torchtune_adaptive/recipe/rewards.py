@@ -20,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtune_adaptive.common import UsageError, counted
+from torchtune_adaptive.recipe.components import make
 from torchtune_adaptive.recipe.registry import component
-from torchtune_adaptive.recipe.setup.components import make
 from torchtune_adaptive.recipe.upstream import component_path
 
 RewardFunction = Callable[[torch.Tensor, list[str], list[Any]], Any]

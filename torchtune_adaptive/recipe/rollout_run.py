@@ -12,17 +12,17 @@ from torchtune_adaptive.recipe.checkpoints.config_changes import BEGIN_ANEW
 from torchtune_adaptive.recipe.data.dataset import LoadedRows, checked_row, data_of
 from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.rollout.advantages import over
-from torchtune_adaptive.recipe.run import Run, Save
-from torchtune_adaptive.recipe.search.phase_sizes import decide_sizes
-from torchtune_adaptive.recipe.search.prober import Prober
-from torchtune_adaptive.recipe.setup.model import Model
-from torchtune_adaptive.recipe.setup.optimizer import Optimizers
-from torchtune_adaptive.recipe.setup.phases import (
+from torchtune_adaptive.recipe.rollout.phases import (
     RolloutSizes,
     build_phases,
     rollout_sizes,
     stop_tokens,
 )
+from torchtune_adaptive.recipe.run import Run, Save
+from torchtune_adaptive.recipe.search.phase_sizes import decide_sizes
+from torchtune_adaptive.recipe.search.prober import Prober
+from torchtune_adaptive.recipe.setup.model import Model
+from torchtune_adaptive.recipe.setup.optimizer import Optimizers
 from torchtune_adaptive.recipe.train.loop import TrainingLoop
 from torchtune_adaptive.recipe.train.rollouts import Rollouts
 

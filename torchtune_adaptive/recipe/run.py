@@ -39,6 +39,7 @@ from torchtune_adaptive.recipe.checkpoints.folder import (
     require_output_folder,
 )
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
+from torchtune_adaptive.recipe.components import check_components
 from torchtune_adaptive.recipe.data.dataset import (
     Data,
     LoadedRows,
@@ -57,7 +58,6 @@ from torchtune_adaptive.recipe.settings.adaptive import no_retry
 from torchtune_adaptive.recipe.settings.checks import check, warn_of_unused_keys
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
-from torchtune_adaptive.recipe.setup.components import check_components
 from torchtune_adaptive.recipe.setup.context_parallel import attention_over_parts
 from torchtune_adaptive.recipe.setup.environment import Environment, start_environment
 from torchtune_adaptive.recipe.setup.flex_attention import (

@@ -11,7 +11,9 @@ from importlib.util import find_spec
 from inspect import unwrap
 from typing import Any
 
+import torch
 from torch import nn
+from torchtune.modules import attention_utils
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from torchtune_adaptive.recipe.private import sft_transform
@@ -26,6 +28,7 @@ __all__ = [
     "component_path",
     "fake_quantization_for_lora",
     "give_output_to_loss",
+    "has_flex_attention",
     "is_chunked_cross_entropy",
     "labels_are_shifted",
     "to_nf4",
@@ -67,6 +70,11 @@ def labels_are_shifted() -> bool:
         model_transform=lambda _: {"tokens": [1, 2], "mask": [False, False]}
     )
     return int(transform({})["labels"][0]) == 2
+
+
+def has_flex_attention(device: torch.device) -> bool:
+    """Whether packed rows go through flex attention on this device; through a dense mask otherwise."""
+    return device.type == "cuda" and hasattr(attention_utils, "flex_attention_compiled")
 
 
 def give_output_to_loss(loss_fn: nn.Module, model: nn.Module) -> None:

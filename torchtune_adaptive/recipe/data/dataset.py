@@ -11,10 +11,10 @@ from torchtune.datasets import ConcatDataset
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import Generators
+from torchtune_adaptive.recipe.components import is_of_a_library, make, refusal
 from torchtune_adaptive.recipe.data.rows import TOKEN_ROWS, Collate, Row, Rows
 from torchtune_adaptive.recipe.private import columns
 from torchtune_adaptive.recipe.settings.kind_table import is_packed
-from torchtune_adaptive.recipe.setup.components import is_of_a_library, make, refusal
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torchtune.modules import attention_utils
 
-from torchtune_adaptive.recipe.setup.flex_attention import has_flex_attention
+from torchtune_adaptive.recipe.upstream import has_flex_attention
 
 
 @dataclass(frozen=True)

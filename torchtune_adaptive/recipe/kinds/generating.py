@@ -10,15 +10,15 @@ from torch import nn
 from torchtune.training import disable_dropout
 
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.recipe.data.prompts import Prompts
+from torchtune_adaptive.recipe.components import make
 from torchtune_adaptive.recipe.data.rows import Rows
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
 from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import Judge
+from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.rollout.projection import LogProbs
+from torchtune_adaptive.recipe.rollout.prompts import Prompts
 from torchtune_adaptive.recipe.rollout.score import Scorers
-from torchtune_adaptive.recipe.setup.components import make
-from torchtune_adaptive.recipe.setup.phases import RolloutSizes
 
 
 class Generating(RecipeKind):

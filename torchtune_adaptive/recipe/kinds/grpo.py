@@ -15,8 +15,8 @@ from torchtune_adaptive.recipe.rewards import Rewards
 from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import ByFunctions, Judge
 from torchtune_adaptive.recipe.rollout.losses import GRPO as Loss
+from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.rollout.score import OfTokens, Scorers
-from torchtune_adaptive.recipe.setup.phases import RolloutSizes
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,23 @@ from torchtune import training
 from torchtune_adaptive.core import Objective
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.policy_and_value import PolicyAndValueCheckpoints
-from torchtune_adaptive.recipe.data.prompts import Prompts
 from torchtune_adaptive.recipe.data.rows import Rows
 from torchtune_adaptive.recipe.kinds.full import Full
 from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import ByModel, Judge
 from torchtune_adaptive.recipe.rollout.losses import PPO as Loss
+from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.rollout.policy_and_value import (
     POLICY,
     VALUE,
     PolicyAndValue,
     of_model,
 )
+from torchtune_adaptive.recipe.rollout.prompts import Prompts
 from torchtune_adaptive.recipe.rollout.score import Scorers, values_of
 from torchtune_adaptive.recipe.settings.kind_table import VALUE_CHECKPOINTER, FrozenModel
 from torchtune_adaptive.recipe.setup.model import AS_IT_IS, full_model, load_full
-from torchtune_adaptive.recipe.setup.phases import RolloutSizes
 
 _TRAINED = {
     POLICY: FrozenModel("policy_model", "checkpointer"),

@@ -10,7 +10,7 @@ from torch import nn
 from torchtune.training.quantization import get_quantizer_mode
 
 from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.recipe.setup.components import make
+from torchtune_adaptive.recipe.components import make
 
 
 def build_quantizer(cfg: DictConfig, dtype: torch.dtype) -> Any:

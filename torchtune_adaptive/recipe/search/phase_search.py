@@ -14,6 +14,7 @@ from typing import Any
 
 from torchtune_adaptive.common import NothingFits
 from torchtune_adaptive.core import Budget, Phase, Probe, SizeTrial, Split, candidates
+from torchtune_adaptive.recipe.rollout.phases import Phases
 from torchtune_adaptive.recipe.rollout.rows import Row, collate, longest_rows
 from torchtune_adaptive.recipe.search.phase_report import FoundBudget, FoundRows, PhaseReport, Sizes
 from torchtune_adaptive.recipe.search.prober import Prober
@@ -27,7 +28,6 @@ from torchtune_adaptive.recipe.search.token_budget import (
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.fingerprint import search_facts
 from torchtune_adaptive.recipe.settings.phase_names import GENERATION, SCORING, TRAINING
-from torchtune_adaptive.recipe.setup.phases import Phases
 
 log = logging.getLogger(__name__)
 

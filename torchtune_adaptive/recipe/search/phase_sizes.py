@@ -11,6 +11,7 @@ import logging
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import Budget, ByRows, ByTokens, MicroBatches
 from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
+from torchtune_adaptive.recipe.rollout.phases import Phases
 from torchtune_adaptive.recipe.search.decide import DecidedBatch, announce
 from torchtune_adaptive.recipe.search.phase_report import IN_TOKENS, Sizes, in_words
 from torchtune_adaptive.recipe.search.phase_search import PhaseSearch
@@ -19,7 +20,6 @@ from torchtune_adaptive.recipe.search.remembered_budget import budget_of
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.settings.phase_names import GENERATION, PHASES, SCORING, TRAINING
-from torchtune_adaptive.recipe.setup.phases import Phases
 
 log = logging.getLogger(__name__)
 

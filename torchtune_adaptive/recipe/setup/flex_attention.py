@@ -9,14 +9,9 @@ from __future__ import annotations
 import torch
 import torch.compiler.config as limits
 from omegaconf import DictConfig
-from torchtune.modules import attention_utils
 
 from torchtune_adaptive.recipe.settings.kind_table import is_packed, kind_of
-
-
-def has_flex_attention(device: torch.device) -> bool:
-    """Whether packed rows go through flex attention on this device; through a dense mask otherwise."""
-    return device.type == "cuda" and hasattr(attention_utils, "flex_attention_compiled")
+from torchtune_adaptive.recipe.upstream import has_flex_attention
 
 
 def compiles(cfg: DictConfig) -> bool:

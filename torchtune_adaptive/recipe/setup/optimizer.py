@@ -15,7 +15,7 @@ from torchtune import training
 from torchtune.training import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.common import CheckpointError
-from torchtune_adaptive.recipe.setup.components import make
+from torchtune_adaptive.recipe.components import make
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.upstream import give_output_to_loss
 

@@ -16,9 +16,9 @@ from torch import nn
 from torchtune_adaptive.core import TrainStep
 from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.rollout import generate, score
+from torchtune_adaptive.recipe.rollout.phases import Phases, build_phases, rollout_sizes
 from torchtune_adaptive.recipe.rollout.rows import Row, longest_rows
 from torchtune_adaptive.recipe.settings.phase_names import GATHERING, SCORING, SHARDED_GENERATION
-from torchtune_adaptive.recipe.setup.phases import Phases, build_phases, rollout_sizes
 
 _TOKENIZER = SimpleNamespace(pad_id=0, stop_tokens=[0])
 """A stand-in for the tokenizer. Of stop tokens that the config does not name, it has one; each more takes 8

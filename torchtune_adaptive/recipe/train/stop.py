@@ -24,8 +24,8 @@ from types import FrameType
 from typing import Any
 
 from torchtune_adaptive.common import Stopped, another_rank_has_failed, launcher
+from torchtune_adaptive.recipe.signals import LISTENING, SIGNALS
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_REQUEST = 2.0
 """Seconds within which more signals are the same request: a launcher passes on what its processes got too."""
 _RAISE_AGAIN = 1
@@ -101,7 +101,7 @@ class StopSignals:
         self._sender.setblocking(False)
         self._handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
         self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        _LISTENING.append(self._sender.fileno())
+        LISTENING.append(self._sender.fileno())
         self._hook, sys.unraisablehook = sys.unraisablehook, self._not_raised
         self._thread = threading.Thread(target=self._listen, name="stop signals", daemon=True)
         self._thread.start()
@@ -112,7 +112,7 @@ class StopSignals:
             return
         sys.unraisablehook = self._hook
         signal.set_wakeup_fd(self._wakeup)
-        _LISTENING.remove(self._sender.fileno())
+        LISTENING.remove(self._sender.fileno())
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._over = True
@@ -175,19 +175,6 @@ class StopSignals:
                 _say(f"{_name(numbers[0])} again: ending at once, without a checkpoint.")
                 self._end(exit_status(numbers[0]))
                 return
-
-
-_LISTENING: list[int] = []
-"""The sockets that signals are written to in this process."""
-
-
-def leave_to_parent() -> None:
-    """Give up signals in a forked process: they are not the run's, though it has inherited the socket."""
-    if _LISTENING:
-        signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        _LISTENING.clear()
 
 
 def _name(number: int) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from torchtune_adaptive.core.private import end_workers
-from torchtune_adaptive.core.sizes.micro_batches import MicroBatch, MicroBatches, Portion
+from torchtune_adaptive.core.rows.micro_batches import MicroBatch, MicroBatches, Portion
 
 
 @dataclass(frozen=True)
