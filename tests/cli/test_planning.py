@@ -26,7 +26,8 @@ from torchtune_adaptive.cli import plan_progress
 from torchtune_adaptive.cli.answers import Answers
 from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.job import job
-from torchtune_adaptive.cli.plan_command import _config, _gpus, add_arguments, parsed, plan_command
+from torchtune_adaptive.cli.plan_command import _config
+from torchtune_adaptive.cli.plan_options import _gpus, add_arguments, parsed, plan_command
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import TraceProgress
 from torchtune_adaptive.cli.plan_report import (
