@@ -163,8 +163,9 @@ def assert_it_says_what_is_missing(there: Environment) -> None:
         assert said.count("\n") == 1 and said.endswith(": pip install ./library .\n")
     said = there.said("tune-adaptive", "plan", "tiny/full", status=2)
     assert "plan without --step transformers needs torchtune and the recipes" in said
+    written(there.folder, PUBLISHED["Qwen3-0.6B"][0])
     said = there.said("tune-adaptive", "plan", "--hf", ".", "--step", "transformers", status=2)
-    assert "has no config.json that can be read" in said
+    assert "transformers is not installed" in said and "pip install transformers" in said
 
 
 @pytest.mark.rotating
