@@ -44,7 +44,7 @@ _HELP = {
     "download": "Download a model from the Hugging Face Hub or Kaggle.",
 }
 _OF_THE_LIBRARY = ("plan", "cache")
-"""Commands that need no recipes, or say so themselves."""
+"""Commands that need no recipes, or ask for them where they do."""
 _THEIRS = {"run": "Run", "cat": "Cat", "cp": "Copy", "download": "Download"}
 """torchtune's classes for its commands, each in a module of the command's name."""
 
