@@ -22,14 +22,14 @@ READY := .venv/.ready
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # torch first, on its own, so that everything else gets the version pinned in constraints.txt.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml library/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("torchtune-adaptive needs Python 3.11 or newer, and $(PYTHON) is %d.%d. For example: make PYTHON=python3.12" % sys.version_info[:2])'
 	@echo "Setting up .venv with $(PYTHON), once:"
 	@$(PYTHON) -m venv .venv
 	@echo "  1 of 2: installing torch (1 to 3 minutes, 1 GB or more)"
 	@$(PIP) torch
 	@echo "  2 of 2: installing torchtune, what it needs, and tools for tests (1 to 5 minutes)"
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --editable ./library --editable '.[dev]'
 	@$(PIP) --no-deps --target .venv/torchvision torchvision  # see tests/helpers/torchvision.py
 	@touch $(READY)
 

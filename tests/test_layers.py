@@ -34,8 +34,8 @@ FOLDERS = {
     "record run rollout_run adaptive_recipe launch stable",
 }
 """The folders and modules of a package, from the lowest: each may import those before it."""
-OWN_WHEEL = ("core", "planner", "library", "integrations")
-"""What the library's own wheel has, apart from ``common``."""
+OWN_WHEEL = ("core", "planner", "library", "integrations", "cli")
+"""What the library's wheel has, apart from ``common``; that of the recipes has ``recipe``."""
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
     for path in PACKAGE.rglob("*.py")
@@ -142,7 +142,7 @@ def test_interfaces_are_narrow(package: str, most: int) -> None:
     assert len(names) <= most, "is each of them one concept that other packages must know?"
 
 
-def test_core_planner_and_library_load_no_config() -> None:
+def test_the_library_loads_no_config() -> None:
     packages = [f"torchtune_adaptive.{name}" for name in OWN_WHEEL]
     public = [f"from {each} import {', '.join(import_module(each).__all__)}" for each in packages]
     assert not loaded_by("\n".join(public)) & {
@@ -152,6 +152,8 @@ def test_core_planner_and_library_load_no_config() -> None:
         "lightning",
         "torchtitan",
     }
+    # The command that works without the recipes reads settings and a machine as YAML.
+    assert not loaded_by("import torchtune_adaptive.cli.plan_options") & (FOREIGN - {"yaml"})
 
 
 def test_arithmetic_needs_no_torch() -> None:

@@ -1,7 +1,8 @@
-"""The wheel brings everything: what a user installs is what is tested here, away from this checkout."""
+"""The wheels of the library and of the recipes: what a user installs, away from this checkout."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,58 +13,200 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.helpers.beside import ROOT
+import torchtune_adaptive
+from tests.cli.test_hugging_face import PUBLISHED, written
+from tests.helpers.beside import ROOT, link_environment, needed_by_recipes
 from tests.recipe.test_launched_runs import QUICK, launch, losses
-from tests.test_layers import OWN_WHEEL
 from torchtune_adaptive import __version__
 from torchtune_adaptive.recipe.registry import our_configs
 
 pytestmark = pytest.mark.runs
 
 
-def build(project: Path, folder: Path) -> Path:
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, project],
-        check=True,
-        timeout=120,
-        stdout=subprocess.DEVNULL,
-    )
+LIBRARY, RECIPES = ROOT / "library", ROOT
+NEEDED = ("torch", "numpy", "psutil", "pyyaml")
+"""What the library needs, and says that it needs."""
+
+
+def build(project: Path, folder: Path, *options: str) -> Path:
+    """The wheel of a project: by way of its source distribution, or, with ``--wheel``, without."""
+    command = [sys.executable, "-m", "build", *options, "--no-isolation", "--outdir", folder]
+    subprocess.run([*command, project], check=True, timeout=120, stdout=subprocess.DEVNULL)
     (path,) = folder.glob("*.whl")
     return path
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(ROOT, tmp_path_factory.mktemp("wheel"))
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(LIBRARY, tmp_path_factory.mktemp("library"))
 
 
 @pytest.fixture(scope="module")
-def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, unpacked where it comes before the checkout on the path."""
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(RECIPES, tmp_path_factory.mktemp("recipes"))
+
+
+@pytest.fixture(scope="module")
+def site(library: Path, recipes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheels, unpacked where they come before the checkout on the path."""
     folder = tmp_path_factory.mktemp("site")
-    zipfile.ZipFile(wheel).extractall(folder)
+    for wheel in (library, recipes):
+        zipfile.ZipFile(wheel).extractall(folder)
     return folder
 
 
-def test_what_is_in_it(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    for name in our_configs():
-        assert f"torchtune_adaptive/configs/{name}.yaml" in names
-    for recipe in (ROOT / "recipes").glob("*.py"):
-        assert recipe.name in names, "recipes are top-level modules: `tune run NAME` runs `-m NAME`"
-    assert "torchtune_adaptive/py.typed" in names, "or type checkers ignore our annotations"
-    top = {name.split("/")[0] for name in names}
-    # torchtune's own wheel has a package `recipes` that raises when it is imported.
-    assert not top & {"recipes", "configs", "tests", "benchmarks", "docs"}
+def files(wheel: Path) -> set[str]:
+    """What a wheel installs, apart from what it says about itself."""
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
-def test_its_dependencies_are_those_that_work(wheel: Path) -> None:
-    (name,) = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("/METADATA")]
-    metadata = zipfile.ZipFile(wheel).read(name).decode()
-    assert f"\nVersion: {__version__}\n" in metadata
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def about(wheel: Path, name: str) -> str:
+    archive = zipfile.ZipFile(wheel)
+    (path,) = [each for each in archive.namelist() if each.endswith(f".dist-info/{name}")]
+    return archive.read(path).decode()
+
+
+def test_every_file_is_in_one_of_the_wheels(library: Path, recipes: Path) -> None:
+    package = ROOT / "torchtune_adaptive"
+    ours = [*package.rglob("*.py"), package / "py.typed"]
+    of_recipes = {path for path in ours if path.is_relative_to(package / "recipe")}
+    installed = {path.relative_to(ROOT).as_posix(): path for path in {*ours} - of_recipes}
+    assert files(library) == installed.keys()
+    expected = {path.relative_to(ROOT).as_posix() for path in of_recipes}
+    # Recipes are top-level modules: `tune run NAME` runs `-m NAME`. torchtune's own wheel has a package
+    # `recipes` that raises when it is imported.
+    expected |= {path.name for path in (ROOT / "recipes").glob("*.py")}
+    expected |= {f"torchtune_adaptive/configs/{name}.yaml" for name in our_configs()}
+    assert files(recipes) == expected
+    for name, path in installed.items():
+        assert zipfile.ZipFile(library).read(name) == path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["library", "recipes"])
+def test_a_wheel_is_the_same_without_a_source_distribution(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    direct = build({"library": LIBRARY, "recipes": RECIPES}[name], tmp_path, "--wheel")
+    one, other = map(zipfile.ZipFile, (request.getfixturevalue(name), direct))
+    assert {name: one.read(name) for name in one.namelist()} == {
+        name: other.read(name) for name in other.namelist()
+    }
+
+
+def test_their_dependencies_are_those_that_work(library: Path, recipes: Path) -> None:
+    of_library, of_recipes = (about(wheel, "METADATA") for wheel in (library, recipes))
+    for metadata in (of_library, of_recipes):
+        assert f"\nVersion: {__version__}\n" in metadata
+    assert f"\nRequires-Dist: torchtune-adaptive-library=={__version__}\n" in of_recipes
+    project = tomllib.loads((LIBRARY / "pyproject.toml").read_text())["project"]
     for requirement in map(Requirement, project["dependencies"]):
-        assert f"Requires-Dist: {requirement}" in metadata
+        assert requirement.name in NEEDED and f"\nRequires-Dist: {requirement}\n" in of_library
+    for requirement in needed_by_recipes():
+        assert f"\nRequires-Dist: {requirement}\n" in of_recipes
+    assert "tune-adaptive" in about(library, "entry_points.txt")
+    for wheel in (library, recipes):
+        assert about(wheel, "licenses/LICENSE") == (ROOT / "LICENSE").read_text()
+
+
+class Environment:
+    """An environment with what the library needs and no torchtune, and what is installed in it.
+
+    Args:
+        folder: where to make it.
+        others: distributions that it has besides.
+    """
+
+    def __init__(self, folder: Path, *others: str) -> None:
+        self.python = link_environment(folder, *NEEDED, *others)
+        self.folder = folder
+
+    def pip(self, *words: str | Path) -> None:
+        command = [sys.executable, "-m", "pip", "--python", self.python, *words]
+        subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
+
+    def install(self, wheel: Path) -> None:
+        self.pip("install", "--no-deps", "--no-index", "--no-compile", wheel)
+
+    def run(self, *words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """A command of the environment, with nothing of the one that runs the tests."""
+        return subprocess.run(
+            [self.folder / "bin" / words[0], *words[1:]],
+            cwd=self.folder,
+            env={"HOME": str(self.folder), "PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def said(self, *words: str, status: int = 0) -> str:
+        """What a command prints, which must end with a status: on stdout, or as an error."""
+        done = self.run(*words)
+        assert done.returncode == status, (done.stdout, done.stderr)
+        return done.stderr if status else done.stdout
+
+
+def assert_the_library_works(there: Environment) -> None:
+    names = ", ".join(torchtune_adaptive.__all__)
+    there.said("python", "-c", f"from torchtune_adaptive import {names}")
+    assert there.said("tune-adaptive", "--version") == f"tune-adaptive {__version__}\n"
+    assert "need torchtune and the recipes" in there.said("tune-adaptive", "--help")
+    assert "SFTTrainer" in there.said("tune-adaptive", "plan", "--step", "transformers", "--help")
+    assert "traces" in there.said("tune-adaptive", "cache", "show")
+    assert "h100-80gb" in there.said("tune-adaptive", "plan", "--list-gpus")
+
+
+def assert_it_says_what_is_missing(there: Environment) -> None:
+    run = ("run", "adaptive_full_finetune_distributed", "--config", "tiny/full")
+    for words in (run, ("find", *run[1:]), ("ls",), ("cp", "--help"), ("validate", "tiny/full")):
+        said = there.said("tune-adaptive", *words, status=1)
+        assert f"{words[0]} needs torchtune and the recipes, which are not installed" in said
+        assert said.count("\n") == 1 and said.endswith(": pip install ./library .\n")
+    said = there.said("tune-adaptive", "plan", "tiny/full", status=2)
+    assert "plan without --step transformers needs torchtune and the recipes" in said
+    written(there.folder, PUBLISHED["Qwen3-0.6B"][0])
+    said = there.said("tune-adaptive", "plan", "--hf", ".", "--step", "transformers", status=2)
+    assert "transformers is not installed" in said and "pip install transformers" in said
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("first", ["library", "recipes"])
+def test_they_come_and_go_in_any_order(
+    first: str, library: Path, recipes: Path, tmp_path: Path
+) -> None:
+    there = Environment(tmp_path / "there")
+    for wheel in (library, recipes) if first == "library" else (recipes, library):
+        there.install(wheel)
+    configs = "import torchtune_adaptive as t; print(*t.__path__, sep='/configs\\n')"
+    folder, stable = map(Path, there.said("python", "-c", configs).splitlines())
+    assert (folder / "tiny" / "full.yaml").is_file() and (stable / "launch.py").is_file()
+    before = {path for path in folder.parents[1].rglob("*") if path.suffix in (".py", ".yaml")}
+
+    there.pip("uninstall", "--yes", "torchtune-adaptive")
+    assert not stable.exists() and not list(folder.parents[1].glob("adaptive_*"))
+    assert_the_library_works(there)
+    assert_it_says_what_is_missing(there)
+
+    there.install(recipes)
+    there.pip("uninstall", "--yes", "torchtune-adaptive-library")
+    assert (folder / "tiny" / "full.yaml").is_file() and (stable / "launch.py").is_file()
+    assert not (there.folder / "bin" / "tune-adaptive").exists()
+
+    there.install(library)
+    assert_the_library_works(there)
+    after = {path for path in folder.parents[1].rglob("*") if path.suffix in (".py", ".yaml")}
+    assert after == before
+
+
+@pytest.mark.exhaustive
+def test_the_library_plans_a_step_of_transformers(library: Path, tmp_path: Path) -> None:
+    there = Environment(tmp_path / "there", "transformers")
+    there.install(library)
+    folder = there.folder / "model"
+    folder.mkdir()
+    written(folder, PUBLISHED["Qwen3-0.6B"][0])
+    words = ("plan", "--hf", "model", "--step", "transformers", "--method", "lora", "--json")
+    done = there.run("tune-adaptive", *words, "--gpu", "4090", timeout=300)
+    assert json.loads(done.stdout)["verdict"] == "FITS", done.stderr
 
 
 @pytest.mark.exhaustive
@@ -86,19 +229,6 @@ def test_it_runs_under_the_stock_command_line(site: Path, tmp_path: Path, exhaus
         PYTHONPATH=str(site),
     )
     assert len(losses(tmp_path / "out")) == 2
-
-
-def test_the_library_alone_is_the_same_modules(wheel: Path, tmp_path: Path) -> None:
-    library = zipfile.ZipFile(build(ROOT / "library", tmp_path))
-    everything = zipfile.ZipFile(wheel)
-    ours = [name for name in everything.namelist() if name.startswith("torchtune_adaptive/")]
-    parts = tuple(f"torchtune_adaptive/{part}/" for part in ("common", *OWN_WHEEL))
-    modules = {name for name in ours if name.startswith(parts) or name.count("/") == 1}
-    modules.remove("torchtune_adaptive/__main__.py")
-    for name in modules:
-        assert library.read(name) == everything.read(name)
-    others = {name for name in library.namelist() if ".dist-info/" not in name} - modules
-    assert others == {"torchtune_adaptive/LICENSE"}
 
 
 BESIDE_PEFT = """

@@ -20,7 +20,7 @@ from torchtune._recipe_registry import get_all_recipes
 from tests.cli.test_hugging_face import PUBLISHED, written
 from tests.helpers.runs import BIN
 from tests.recipe.test_launched_runs import QUICK
-from torchtune_adaptive.cli import plan_command
+from torchtune_adaptive.cli import plan_options
 from torchtune_adaptive.recipe.registry import RECIPES, load_config
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import kind_of
@@ -114,8 +114,8 @@ def test_a_documented_command_is_understood(command: str) -> None:
             check(cfg, kind_of(cfg))
         case ["tune-adaptive", "plan"]:
             parser = argparse.ArgumentParser()
-            plan_command.add_arguments(parser)
-            arguments = plan_command.parsed(parser, words[2:])
+            plan_options.add_arguments(parser)
+            arguments = plan_options.parsed(parser, words[2:])
             assert not arguments.unknown
             assert arguments.config is None or load_config(arguments.config)
         case ["tune", "download"]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.cli.test_planning import asked
 from torchtune_adaptive.cli.job import Job, job
-from torchtune_adaptive.cli.plan_command import plan_command
+from torchtune_adaptive.cli.plan_options import plan_command
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.planner.speed.speed import Speed
 

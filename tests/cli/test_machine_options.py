@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchtune_adaptive.cli.machine_options import MachineOptions, bandwidth
-from torchtune_adaptive.cli.plan_command import _gpus, add_arguments, parsed, plan_command
+from torchtune_adaptive.cli.plan_options import _gpus, add_arguments, parsed, plan_command
 from torchtune_adaptive.cli.speed_report import machine_as_dict
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.planner.speed.machine import Machine

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.test_hugging_face import LLAMA_1B, written
 from torchtune_adaptive.cli import plan_command as plan_module
-from torchtune_adaptive.cli.plan_command import add_arguments, parsed, plan_command
+from torchtune_adaptive.cli.plan_options import add_arguments, parsed, plan_command
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.library import Plan, TransformersStep, transformers_step
 from torchtune_adaptive.recipe import PlanRequest

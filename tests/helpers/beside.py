@@ -1,16 +1,28 @@
-"""An environment of its own: what PEFT needs is not what torchtune needs."""
+"""Environments of their own: what PEFT needs is not what torchtune needs."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
+import tomllib
 from collections.abc import Sequence
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 OTHERS = ("transformers", "peft", "trl", "lightning", "pillow")
 TORCHTITAN = ("torchtitan==0.3.0", "triton", "torchao>=0.18")
 """torchtitan needs an older datasets than TRL; and it does not say that it needs the other two."""
+
+
+def needed_by_recipes() -> list[Requirement]:
+    """What pyproject.toml says that the recipes need, besides the library."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    written = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["dependencies"]
+    return [*map(Requirement, written)]
 
 
 def make_environment(folder: Path, others: Sequence[str] = OTHERS, *, pinned: bool = True) -> Path:
@@ -30,3 +42,29 @@ def make_environment(folder: Path, others: Sequence[str] = OTHERS, *, pinned: bo
     rest = [*constraint * pinned, "./library", *others, "pytest"]
     subprocess.run([*install, *rest], cwd=ROOT, check=True, timeout=1200)
     return python
+
+
+def link_environment(folder: Path, *names: str) -> Path:
+    """Make an environment that has links to distributions of this one, and to what these need, and nothing
+    else; gives its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    site = Path(sysconfig.get_path("purelib", vars={"base": folder}))
+    for name, found in _needed(names).items():
+        assert found.files, name
+        for top in {file.parts[0] for file in found.files} - {"..", "__pycache__"}:
+            if not (site / top).exists():  # some have a folder in common
+                (site / top).symlink_to(Path(str(found.locate_file(top))))
+    return folder / "bin" / "python"
+
+
+def _needed(names: Sequence[str]) -> dict[str, Distribution]:
+    found: dict[str, Distribution] = {}
+    left = [*names]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found[name] = distribution(name)
+            for each in map(Requirement, found[name].requires or ()):
+                if each.marker is None or each.marker.evaluate({"extra": ""}):
+                    left.append(each.name)
+    return found

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.helpers.beside import needed_by_recipes
 from torchtune_adaptive.common.errors import UnsupportedVersion
 from torchtune_adaptive.recipe import versions
 
@@ -87,8 +88,9 @@ def test_torchtunes_main_branch_needs_a_newer_torchao(monkeypatch: pytest.Monkey
 
 def test_ranges_are_written_once() -> None:
     """In pyproject.toml, whose ranges the metadata repeats, and in the README, for people."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    written = {r.name: r for r in map(Requirement, project["dependencies"])}
+    written = {r.name: r for r in needed_by_recipes()}
+    library = tomllib.loads((ROOT / "library" / "pyproject.toml").read_text())["project"]
+    assert written["torch"] in map(Requirement, library["dependencies"])
     installed = {r.name: r for r in map(Requirement, requires("torchtune-adaptive") or ())}
     readme = (ROOT / "README.md").read_text()
     for name in versions.REASONS:

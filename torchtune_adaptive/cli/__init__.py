@@ -1,7 +1,7 @@
 """The command line, ``tune-adaptive``.
 
-It may import every other package. Begin with ``command_line.py``, which has the verbs; ``plan_command.py`` is
-the largest of them.
+It may import every other package, but loads ``recipe`` only where a command needs it. Begin with
+``command_line.py``, which has the verbs; ``plan_options.py`` and ``plan_command.py`` are the largest of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """``tune-adaptive``: torchtune's command line with our recipes and configs, and commands of our own.
 
-Only the module of the command that is called is imported: torchtune's take seconds.
+Only the module of the command that is called is imported: torchtune's take seconds, and neither torchtune nor
+the recipes need be installed where only the library's commands are called.
 """
 
 from __future__ import annotations
@@ -17,21 +18,13 @@ from typing import Any
 
 from torchtune_adaptive import __version__
 from torchtune_adaptive.cli import private
-from torchtune_adaptive.cli.recipe_argument import config_of, require_recipe
+from torchtune_adaptive.cli.recipes import require_recipes
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
     cached_files,
     human_bytes,
     table,
     user_cache,
-)
-from torchtune_adaptive.recipe import (
-    BLOCK,
-    load_config,
-    register,
-    require_supported_versions,
-    torchtune_recipes,
-    with_overrides,
 )
 
 PROGRAM = "tune-adaptive"
@@ -50,13 +43,14 @@ _HELP = {
     "validate": "Check a config as a run does.",
     "download": "Download a model from the Hugging Face Hub or Kaggle.",
 }
+_OF_THE_LIBRARY = ("plan", "cache")
+"""Commands that need no recipes, or ask for them where they do."""
 _THEIRS = {"run": "Run", "cat": "Cat", "cp": "Copy", "download": "Download"}
 """torchtune's classes for its commands, each in a module of the command's name."""
 
 
 def main() -> None:
     """The console script."""
-    require_supported_versions()  # before torchtune is imported, which fails less clearly
     try:
         _run(sys.argv)
     except AdaptiveBatchingError as error:
@@ -81,18 +75,21 @@ def _reason(error: Any) -> str | None:
 
 def _run(argv: list[str]) -> None:
     command = argv[1] if len(argv) > 1 else ""
-    register()
+    if command in _HELP and command not in _OF_THE_LIBRARY:
+        require_recipes(command)
     parser, commands = _parsers(command)
     if command in _HELP and len(argv) == 2 and command != "ls":
         commands[command].print_help(sys.stderr)
         sys.exit(2)
     if not {"-h", "--help"} & set(argv[2:]):
         if command == "plan":  # options and overrides in any order, which subcommands cannot have
-            from torchtune_adaptive.cli.plan_command import parsed
+            from torchtune_adaptive.cli.plan_options import parsed
 
             arguments = parsed(commands["plan"], argv[2:])
             return arguments.func(arguments)
         if command in ("run", "find"):
+            from torchtune_adaptive.cli.recipe_argument import require_recipe
+
             require_recipe(command, argv[2:])
         if command == "find":
             return _find(argv)
@@ -105,7 +102,8 @@ def _parsers(command: str) -> tuple[argparse.ArgumentParser, dict[str, argparse.
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="torchtune's command line, plus recipes that find their own batch size.",
-        epilog="`find`, `plan` and `cache` are ours; the other commands are torchtune's.",
+        epilog="`find`, `plan` and `cache` are ours; the other commands are torchtune's. All but `cache` and "
+        "`plan --step transformers` need torchtune and the recipes.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.set_defaults(func=lambda _: parser.print_help())
@@ -135,6 +133,8 @@ def _add_ls(parser: argparse.ArgumentParser) -> None:
 
 
 def _ls() -> None:
+    from torchtune_adaptive.recipe import torchtune_recipes
+
     print(f"{'RECIPE':<40} CONFIG")
     for recipe in torchtune_recipes():
         for number, config in enumerate(recipe.configs):
@@ -142,7 +142,7 @@ def _ls() -> None:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    from torchtune_adaptive.cli.plan_command import add_arguments
+    from torchtune_adaptive.cli.plan_options import add_arguments
 
     add_arguments(parser)
 
@@ -175,6 +175,9 @@ def _add_find(parser: argparse.ArgumentParser) -> None:
 
 def _find(argv: list[str]) -> None:
     """Run the recipe up to where it has found its batch size, and print only the overrides on stdout."""
+    from torchtune_adaptive.cli.recipe_argument import config_of
+    from torchtune_adaptive.recipe import BLOCK
+
     cfg = config_of(argv[2:])
     fastest = bool(cfg.get(_FASTEST, False))
     report = Path(str(cfg.get("output_dir"))) / (_FOUND_FASTEST if fastest else _FOUND)
@@ -225,8 +228,10 @@ def _validate(name: str, overrides: list[str]) -> None:
         check,
         check_components,
         kind_of,
+        load_config,
         require_torchvision,
         warn_of_unused_keys,
+        with_overrides,
     )
 
     cfg = with_overrides(load_config(name), overrides)

@@ -10,11 +10,12 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-from omegaconf import DictConfig, OmegaConf
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchtune_adaptive.common import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -48,6 +49,8 @@ def config_for(folder: Path, method: Method) -> DictConfig:
     Raises:
         ConfigError: there is no such file, or torchtune has no builder for the model.
     """
+    from omegaconf import OmegaConf  # the recipes', as this config
+
     about = read_config(folder)
     module, name, arguments = _model(about, str(folder))
     model: dict[str, Any] = {"_component_": f"{module}.{name}", **arguments}

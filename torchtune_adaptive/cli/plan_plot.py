@@ -24,7 +24,7 @@ def draw(report: PlanReport, path: Path) -> None:
     """
     figure = plots.new_figure(9, 13 if report.fastest else 9)
     if figure is None:
-        remedy = "Install torchtune-adaptive[plot]"
+        remedy = "Install it: pip install matplotlib"
         raise ConfigError("--plot", str(path), "needs matplotlib", remedy)
     sizes, step, *more = figure.subplots(3 if report.fastest else 2, 1)
     plan = report.plan

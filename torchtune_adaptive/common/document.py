@@ -205,7 +205,7 @@ class Drawing:
     def html(self) -> list[str]:
         if self.figure:
             return [as_svg(self.figure)]
-        why = "matplotlib is not installed (pip install 'torchtune-adaptive[plot]')"
+        why = "matplotlib is not installed (pip install matplotlib)"
         if find_spec("matplotlib"):
             why = "there are too few steps"
         return [f'<p class="note">{escape(f"There is no plot: {why}.")}</p>']

@@ -1,4 +1,4 @@
-"""Figures, where matplotlib is installed (``torchtune-adaptive[plot]``), all in one style."""
+"""Figures, where matplotlib is installed, all in one style."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         rank_candidates,
         too_close_to_call,
     )
-    from torchtune_adaptive.recipe.plan.request import HERE, PlanRequest, on_devices, plan_request
+    from torchtune_adaptive.recipe.plan.request import PlanRequest, on_devices, plan_request
     from torchtune_adaptive.recipe.plan.rollout import RolloutPrediction
     from torchtune_adaptive.recipe.registry import (
         RECIPES,

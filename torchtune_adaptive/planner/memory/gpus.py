@@ -147,6 +147,8 @@ _ALL = (
 )
 GPUS = {gpu.name: gpu for gpu in _ALL}
 DEFAULT = "h100-80gb"
+HERE = "here"
+"""Word instead of a GPU's name for the one of this machine, as measured by an earlier search."""
 
 
 def gpu(name: str, option: str = "--gpu", memory: str = "--memory") -> Gpu:

@@ -35,9 +35,6 @@ from torchtune_adaptive.recipe.settings.knob_table import compiles_for_gpu, conf
 ASSUMED_LENGTH = 2048
 ASSUMED_PROMPT = 512
 
-HERE = "here"
-"""Word instead of a GPU's name for the one of this machine, as measured by an earlier search."""
-
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -143,7 +140,7 @@ def plan_request(
         length += cfg.max_generated_tokens
     device, assumed = device_for(cfg, settings, ranks, gpu_name, memory)
     # Not the name of the device, which says how much memory it has, where that is limited.
-    named = device.name if gpu_name in (None, HERE) else gpus.gpu(gpu_name).name
+    named = device.name if gpu_name in (None, gpus.HERE) else gpus.gpu(gpu_name).name
     machine = machine or Machine()
     pace, about_speed = pace_for(cfg, settings, ranks, named, machine)
     about = (*assumed, *stand_in, *_caveats(cfg), *about_speed)
@@ -245,8 +242,8 @@ def device_for(
             reason = f"is a simulated device, and the plan is asked for {gpu_name!r}"
             raise ConfigError("device", "cpu", reason, "Set device=cuda, or name no GPU")
         return _simulated_device(settings, memory), ()
-    kind = gpus.gpu(gpus.DEFAULT if gpu_name in (None, HERE) else gpu_name)
-    if gpu_name != HERE:
+    kind = gpus.gpu(gpus.DEFAULT if gpu_name in (None, gpus.HERE) else gpu_name)
+    if gpu_name != gpus.HERE:
         return planned_gpu(kind, ranks, settings.headroom, memory)
     measured = _measured_here(cfg, settings, ranks)
     capacity = min(memory or measured.capacity, measured.capacity)
@@ -272,7 +269,7 @@ def _measured_here(cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> C
             "this one (compile, packed rows) on as many ranks (one, or several)"
         )
         remedy = f"Run one with {BLOCK}.search=predict, or name a GPU (--list-gpus)"
-        raise ConfigError("--gpu", HERE, reason, remedy)
+        raise ConfigError("--gpu", gpus.HERE, reason, remedy)
     return newest
 
 
