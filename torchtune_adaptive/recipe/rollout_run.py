@@ -19,8 +19,8 @@ from torchtune_adaptive.recipe.rollout.phases import (
     stop_tokens,
 )
 from torchtune_adaptive.recipe.run import Run, Save
-from torchtune_adaptive.recipe.search.phase_sizes import decide_sizes
 from torchtune_adaptive.recipe.search.prober import Prober
+from torchtune_adaptive.recipe.search.rollout_sizes import decide_sizes
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
 from torchtune_adaptive.recipe.train.loop import TrainingLoop

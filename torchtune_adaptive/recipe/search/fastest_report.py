@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.common import Block, Paragraph, Table, bytes_of, counted
-from torchtune_adaptive.core import Choice, SizeTrial, Split
+from torchtune_adaptive.common import Block, Table, bytes_of
+from torchtune_adaptive.core import Choice, SizeTrial
 from torchtune_adaptive.recipe.search.report import Report, numbers_of
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.knob_table import changes, overrides, with_choice
@@ -52,7 +52,6 @@ class FastestReport(Report):
     ranks: int
     own: Choice
     chosen: Choice
-    split: Split
     timed: Sequence[TimedChoice]
     """The config's own values first, if they fit."""
     tried: Mapping[Choice, SizeTrial]
@@ -63,7 +62,6 @@ class FastestReport(Report):
     device: str
     headroom: float
     seconds: float
-    sample: str = "row"
 
     def overrides(self) -> str:
         changed = with_choice(self.cfg, self.ranks, self.chosen)
@@ -133,10 +131,7 @@ class FastestReport(Report):
             lines.append(f"{mark} {name}: {', '.join(parts)}; {verdict}".removesuffix("; "))
         changed = [str(change) for change in changes(self.own, self.chosen)]
         lines += changed or ["The config's own values stay."]
-        split = self.split
-        samples = counted(split.global_batch, self.sample)
-        lines.append(f"global batch unchanged: {samples} ({split.text()})")
-        return "\n".join(lines)
+        return "\n".join([*lines, self.batch_unchanged()])
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -168,7 +163,7 @@ class FastestReport(Report):
         timed = next((each for each in self.timed if each.choice == self.chosen), None)
         return numbers_of(*result, self._speed(timed.measured) if timed else None)
 
-    def blocks(self) -> list[Block]:
+    def details(self) -> list[Block]:
         header = ("configuration", "tokens/s per rank", "steps", "predicted", "peak", "verdict")
         rows = [self._cells(each) for each in self.timed]
-        return [Paragraph(self.text().splitlines()), Table("", header, rows)]
+        return [Table("", header, rows)]

@@ -1,0 +1,113 @@
+"""Rows that fit, by their length: found by trials at several lengths."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torchtune_adaptive.core import Budget, SizeTrial, strategies
+
+log = logging.getLogger(__name__)
+
+TrialAt = Callable[[int, int], SizeTrial]
+"""A function that tries a number of rows, of a length."""
+
+_ESTIMATES_ARE_SHORT_BY = 0.03
+"""The share of free memory that estimates leave: they miss by as much, and a failed trial is wasted."""
+
+
+@dataclass(frozen=True)
+class LengthTrial:
+    """A trial, and the length of its rows."""
+
+    COLUMNS: ClassVar = ("row length", *SizeTrial.COLUMNS)
+    """The headings of ``cells``."""
+
+    length: int
+    trial: SizeTrial
+
+    def cells(self) -> tuple[str, ...]:
+        """The trial as a row of a table."""
+        return (str(self.length), *self.trial.cells())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"length": self.length, **self.trial.as_dict()}
+
+
+def try_at(trial_at: TrialAt, rows: int, length: int) -> LengthTrial:
+    """Try so many rows of a length, and log what came of it."""
+    trial = trial_at(rows, length)
+    log.info(f"{length} tokens a row: {trial.line()}")
+    return LengthTrial(length, trial)
+
+
+def lengths_to_measure(row_lengths: Sequence[int], longest: int) -> list[int]:
+    """The longest row that can be, then halves of it, down to the median of the data."""
+    middle = sorted(row_lengths)[len(row_lengths) // 2]
+    lengths = [longest]
+    while lengths[-1] // 2 >= max(middle, 2):
+        lengths.append(lengths[-1] // 2)
+    return lengths
+
+
+def find_budget(
+    trial_at: TrialAt, lengths: Sequence[int], most_rows: int
+) -> tuple[Budget | None, list[LengthTrial]]:
+    """How many rows of each length fit; None if not even one of the longest does.
+
+    The longest rows come first: a search finds how many of them fit. At each shorter length the same number
+    of tokens is known to fit and needs no trial (see ``Budget``). What fits beyond that is estimated from
+    what was measured, and the estimate is tried once: if it fails, the known size stays.
+
+    Args:
+        trial_at: a function that tries them.
+        lengths: the lengths to measure at, descending.
+        most_rows: the most rows that a micro-batch may have.
+    """
+    trials: list[LengthTrial] = []
+
+    def tried(rows: int, length: int) -> SizeTrial:
+        trials.append(try_at(trial_at, rows, length))
+        return trials[-1].trial
+
+    longest = lengths[0]
+    found = strategies.find_largest(
+        "extrapolate", range(1, most_rows + 1), lambda rows: tried(rows, longest)
+    )
+    if found.size is None:
+        return None, trials
+    measured = {longest: found.size}
+    for length in lengths[1:]:
+        rows = min(most_rows, measured[min(measured)] * min(measured) // length)
+        measured[length] = rows
+        estimate = min(most_rows, _estimate(trials, length))
+        if rows < estimate and tried(estimate, length).fits:
+            measured[length] = estimate
+        if measured[length] == most_rows:
+            break
+    return Budget(tuple(sorted(measured.items()))), trials
+
+
+def _estimate(trials: Sequence[LengthTrial], length: int) -> int:
+    """Rows of ``length`` tokens that should fit, if memory is a constant and so much for each token.
+
+    By the two largest that fitted, of which the larger is nearest to the limit. Shorter rows have less
+    attention for each token, so the line errs to the safe side.
+    """
+    fitting = sorted(
+        {
+            (each.trial.size * each.length, each.trial.deciding.peak_bytes, each.trial.free_bytes)
+            for each in trials
+            if each.trial.fits
+        }
+    )
+    if len(fitting) < 2:
+        return 0
+    (fewer, less, _), (tokens, peak, free) = fitting[-2:]
+    if tokens == fewer or peak <= less:
+        return 0
+    each_token = (peak - less) / (tokens - fewer)
+    room = free * (1 - _ESTIMATES_ARE_SHORT_BY)
+    return int((tokens + room / each_token) // length)
