@@ -39,25 +39,26 @@ from torchtune_adaptive.recipe.search.rollout_report import (
 )
 from torchtune_adaptive.recipe.search.sizing import FoundBudget, FoundRows, InRows, InTokens
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
-from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.settings.phase_names import PHASES, SCORING, TRAINING
 
 log = logging.getLogger(__name__)
 
 
-def decide_sizes(prober: Prober, phases: Phases, saved: TrainingState | None) -> DecidedBatch:
+def decide_sizes(
+    prober: Prober, phases: Phases, start: Split, saved: TrainingState | None
+) -> DecidedBatch:
     """Find the sizes of all phases, or take those that the config says; phases have theirs afterward.
 
     Args:
         prober: the maker of trials.
         phases: generation and scoring.
+        start: the batch that the config asks for.
         saved: the training state of the checkpoint that is resumed, whose sizes are confirmed.
 
     Raises:
         ConfigError: a token budget has less than the longest row.
     """
     settings, rows = prober.settings, phases.sizes.rows
-    start = configured_batch(prober.cfg, prober.ranks.size)
     to_size = _phases_of(prober, phases, start, saved)
     sizes: Sizes = {each.name: each.given for each in to_size if each.given is not None}
     report, largest = None, None
