@@ -28,8 +28,9 @@ from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.core.step.knobs import MICRO_BATCH
 from torchtune_adaptive.recipe.record import CONFIG_NAME, REPORT_NAME, Record
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport, Throughput
-from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
-from torchtune_adaptive.recipe.search.lengths import LengthTrial
+from torchtune_adaptive.recipe.search.fastest_report import FastestReport
+from torchtune_adaptive.recipe.search.in_tokens import LengthTrial
+from torchtune_adaptive.recipe.search.timings import Timing
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import FOUND, KINDS
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
@@ -229,7 +230,7 @@ def test_a_config_with_what_was_chosen_can_be_run_again(tmp_path: Path) -> None:
     (tried,) = report().result.trials[:1]
     found = FastestReport(
         *(one.cfg, 1, own, chosen),
-        *([TimedChoice(chosen, 0.25, (0.5, 1.5, 1.0))], {chosen: tried}, 100, 103),
+        *([Timing(chosen, 0.25, [0.5, 1.5, 1.0])], {chosen: tried}, 100, 103),
         *("the longest row", "H100", 0.05, 12.34),
         split=Split(chosen[MICRO_BATCH], 4 // chosen[MICRO_BATCH], 1),
     )

@@ -18,9 +18,10 @@ from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.recipe.data.images import RowSize
 from torchtune_adaptive.recipe.registry import find_config, with_overrides
 from torchtune_adaptive.recipe.search.decide import announce
-from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
+from torchtune_adaptive.recipe.search.fastest_report import FastestReport
 from torchtune_adaptive.recipe.search.report import write
 from torchtune_adaptive.recipe.search.size_report import SearchReport
+from torchtune_adaptive.recipe.search.timings import Timing
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 
 GIB = 1 << 30
@@ -177,13 +178,13 @@ def test_the_fastest_that_looks_slower_is_explained() -> None:
     cfg.use_maximum_batch_size = False
     own, *others = choices(cfg, 2, "exact", switches_only=True)
     timed = [
-        TimedChoice(own, 1.0, (2.0,) * 8),
-        TimedChoice(others[0], 0.8, (1.0,) * 4 + (4.0,) * 4),
-        TimedChoice(others[1], 0.9, (1.5,) * 8),
-        TimedChoice(others[2], 0.9, (0.5,) * 4),
-        TimedChoice(others[3], 0.7, (0.5,) * 4),
-        TimedChoice(others[4], 0.7, (3.0,) * 4),
-        TimedChoice(others[5], 0.7, (), failed=True),
+        Timing(own, 1.0, [2.0] * 8),
+        Timing(others[0], 0.8, [1.0] * 4 + [4.0] * 4),
+        Timing(others[1], 0.9, [1.5] * 8),
+        Timing(others[2], 0.9, [0.5] * 4),
+        Timing(others[3], 0.7, [0.5] * 4),
+        Timing(others[4], 0.7, [3.0] * 4),
+        Timing(others[5], 0.7, [], failed=True),
     ]
     found = FastestReport(
         *(cfg, 2, own, others[0], timed, {}, 100, 103),

@@ -80,8 +80,9 @@ class Training:
         source: Source,
         save: Save,
     ) -> TrainingLoop:
-        """The loop that trains with the batch that was decided on."""
+        """The loop that trains with the batch that was decided on; it validates nothing yet."""
         cfg, settings, environment = self.cfg, self.settings, self.kind.environment
+        last_checkpoint = partial(last_saved, Path(cfg.checkpointer.output_dir))
         noise = NoiseScale() if step.options.measure_noise else None
         metrics = Metrics(
             Logging.from_config(cfg, self.logger, environment),
@@ -93,7 +94,7 @@ class Training:
         )
         runner = StepRunner(
             step,
-            advice=self._advice,
+            advice=lambda: self._advice(last_checkpoint()),
             unit=batch.micro_batches.unit or source.sample,
             wait_for_memory=settings.wait_for_memory,
         )
@@ -110,7 +111,7 @@ class Training:
             metrics=metrics,
             profiling=Profiling(*build_profiler(cfg), environment, step.memory),
             save=lambda name: save(model, optimizers, self.progress, name),
-            last_checkpoint=self._last_checkpoint,
+            last_checkpoint=last_checkpoint,
             save_every_n_steps=cfg.get("save_every_n_steps"),
             stop=self.stop,
             before_step=partial(self.kind.before_step, model.module),
@@ -138,15 +139,11 @@ class Training:
             record=loop.metrics.record_validation,
         )
 
-    def _advice(self) -> str:
+    def _advice(self, last: str) -> str:
         """What to do about a training step that ran out of memory and is not retried."""
-        last = self._last_checkpoint()
         if self.settings.shrinks or self.no_retry:
             return how_to_resume(last, self.no_retry)
         return how_to_go_on(last)
-
-    def _last_checkpoint(self) -> str:
-        return last_saved(Path(self.cfg.checkpointer.output_dir))
 
     def _recovery(self, micro_batches: MicroBatches, reliefs: int, split: Split) -> Recovery | None:
         if not self.settings.shrinks:

@@ -97,7 +97,9 @@ def _search(
                 row=asdict(worst.size),
                 packed=rows.data.packed,
                 # Not that of fewer sizes: what fits is the same, and a cached size is confirmed in any case.
-                largest_candidate=possible_sizes(settings, configured, limit.possible)[-1],
+                largest_candidate=possible_sizes(
+                    settings, configured, limit.possible or limit.size
+                )[-1],
             ),
             known=known,
             first=first,
@@ -116,11 +118,8 @@ class Limit:
 
     size: int
     reason: str
-    possible: int = 0
-    """The largest with which an epoch has a step at all; given where ``size`` leaves it more of them."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "possible", self.possible or self.size)
+    possible: int | None = None
+    """The largest with which an epoch has a step at all, where ``size`` leaves it more of them."""
 
 
 def limit_of(

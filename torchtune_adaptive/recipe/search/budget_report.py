@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import Block, Drawing, counted, plots
 from torchtune_adaptive.core import Budget, ByRows, ByTokens, MicroBatches, Split
-from torchtune_adaptive.recipe.search.lengths import LengthTrial
+from torchtune_adaptive.recipe.search.in_tokens import LengthTrial
 from torchtune_adaptive.recipe.search.report import Report, rows_by_length, table_of
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 

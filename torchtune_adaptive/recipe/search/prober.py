@@ -159,10 +159,7 @@ class Prober:
     ) -> Iterator[tuple[Probe, SizeTrial]]:
         """A context with a probe after its first steps, and the trial of them.
 
-        Args:
-            accumulation: the micro-batches in a step, for a given size.
-            batch: a function that makes the largest batch of a number of rows.
-            nothing_fits: a function that makes the error where not even one row fits.
+        Where not even one row of the largest ``batch`` fits, ``nothing_fits`` makes the error.
         """
         with self.probe(accumulation) as probe:
             first = probe.prime(batch)

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.common import Block, Paragraph, Table, counted, plots
 from torchtune_adaptive.core import Budget, SizeTrial, Split, strategies
-from torchtune_adaptive.recipe.search.lengths import LengthTrial
+from torchtune_adaptive.recipe.search.in_tokens import LengthTrial
 from torchtune_adaptive.recipe.search.sizing import FoundRows
 
 if TYPE_CHECKING:

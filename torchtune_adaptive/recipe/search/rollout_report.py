@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import Block, counted
 from torchtune_adaptive.core import Budget, strategies
+from torchtune_adaptive.recipe.search.in_tokens import FoundBudget
 from torchtune_adaptive.recipe.search.report import (
     Report,
     batch_numbers,
@@ -17,7 +18,7 @@ from torchtune_adaptive.recipe.search.report import (
     rows_by_length,
     table_of,
 )
-from torchtune_adaptive.recipe.search.sizing import FoundBudget, FoundRows
+from torchtune_adaptive.recipe.search.sizing import FoundRows
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION
 from torchtune_adaptive.recipe.settings.phase_names import GENERATION, PHASES, SCORING, TRAINING

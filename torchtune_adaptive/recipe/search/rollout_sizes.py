@@ -2,7 +2,7 @@
 
 Rows that are scored and trained on differ in length, so their micro-batches may have a token budget in the
 place of a number of rows. All sizes are searched in one snapshot, with all models and the optimizer's state
-in memory. Nothing of one phase is on the device in another, so they are searches of their own.
+in memory. Nothing of one part is on the device in another, so they are searches of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchtune_adaptive.recipe.checkpoints.training_state import TrainingState
 from torchtune_adaptive.recipe.rollout.phases import Phases
 from torchtune_adaptive.recipe.rollout.rows import Row, collate, longest_rows
 from torchtune_adaptive.recipe.search.decide import DecidedBatch, announce
-from torchtune_adaptive.recipe.search.lengths import lengths_to_measure
+from torchtune_adaptive.recipe.search.in_tokens import FoundBudget, InTokens, lengths_to_measure
 from torchtune_adaptive.recipe.search.prober import Prober
 from torchtune_adaptive.recipe.search.rollout_report import (
     IN_TOKENS,
@@ -37,7 +37,7 @@ from torchtune_adaptive.recipe.search.rollout_report import (
     Sizes,
     in_words,
 )
-from torchtune_adaptive.recipe.search.sizing import FoundBudget, FoundRows, InRows, InTokens
+from torchtune_adaptive.recipe.search.sizing import FoundRows, InRows
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.phase_names import PHASES, SCORING, TRAINING
 
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 def decide_sizes(
     prober: Prober, phases: Phases, start: Split, saved: TrainingState | None
 ) -> DecidedBatch:
-    """Find the sizes of all phases, or take those that the config says; phases have theirs afterward.
+    """Find the sizes of all parts, or take those that the config says; phases have theirs afterward.
 
     Args:
         prober: the maker of trials.
@@ -59,7 +59,7 @@ def decide_sizes(
         ConfigError: a token budget has less than the longest row.
     """
     settings, rows = prober.settings, phases.sizes.rows
-    to_size = _phases_of(prober, phases, start, saved)
+    to_size = _parts(prober, phases, start, saved)
     sizes: Sizes = {each.name: each.given for each in to_size if each.given is not None}
     report, largest = None, None
     if len(sizes) < len(to_size):
@@ -87,10 +87,10 @@ def decide_sizes(
     return DecidedBatch(start, training, largest, report, scoring)
 
 
-def _phases_of(
+def _parts(
     prober: Prober, phases: Phases, start: Split, saved: TrainingState | None
-) -> list[_Phase]:
-    """The phases in the order in which they are searched."""
+) -> list[_Part]:
+    """The parts of a rollout in the order in which they are searched."""
     settings, sizes = prober.settings, phases.sizes
     scoring: bool | int | None = settings.scoring_token_budget
     if scoring is None:
@@ -101,7 +101,7 @@ def _phases_of(
     if not settings.use_maximum_batch_size:
         rows = rows[0] or forward, rows[1] or forward
     trained = None if settings.use_maximum_batch_size else start.micro_batch
-    to_size = partial(_Phase, prober, phases, saved)
+    to_size = partial(_Part, prober, phases, saved)
     return [
         to_size(None, trained, settings.token_budget),
         to_size(phases.generation, rows[0], False),
@@ -110,8 +110,8 @@ def _phases_of(
 
 
 @dataclass(frozen=True)
-class _Phase:
-    """Generation, scoring or training, and its size."""
+class _Part:
+    """A part of a rollout, which is generation, scoring or training, and its size."""
 
     prober: Prober
     phases: Phases
@@ -230,7 +230,7 @@ class _Phase:
 
 
 def _find(
-    prober: Prober, phases: Phases, to_size: list[_Phase], configured: Split
+    prober: Prober, phases: Phases, to_size: list[_Part], configured: Split
 ) -> RolloutSizesReport:
     """Find the sizes that the config does not say."""
     started, rows, training = time.perf_counter(), phases.sizes.step_rows, to_size[0]

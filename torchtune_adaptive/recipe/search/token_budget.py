@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 from torchtune_adaptive.core import ByRows, ByTokens, MicroBatches, Probe
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport, Throughput, padding_shares
-from torchtune_adaptive.recipe.search.lengths import lengths_to_measure
+from torchtune_adaptive.recipe.search.in_tokens import InTokens, lengths_to_measure
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
-from torchtune_adaptive.recipe.search.sizing import InTokens
 from torchtune_adaptive.recipe.search.worst_case import require_no_longer
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Rows that fit, by their length: found by trials at several lengths."""
+"""Sizes in tokens: rows that fit, by their length, found by trials at several lengths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torchtune_adaptive.common import ConfigError, counted
 from torchtune_adaptive.core import Budget, SizeTrial, strategies
+from torchtune_adaptive.recipe.search.sizing import ToSize
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,92 @@ class LengthTrial:
 
     def as_dict(self) -> dict[str, Any]:
         return {"length": self.length, **self.trial.as_dict()}
+
+
+@dataclass(frozen=True)
+class FoundBudget:
+    """Rows that fit, by length, and the trials that found them."""
+
+    size: Budget
+    trials: Sequence[LengthTrial]
+
+
+def budget_of(measured: Sequence[Sequence[int]]) -> Budget:
+    """A budget, as it is saved."""
+    return Budget(tuple((length, rows) for length, rows in measured))
+
+
+def _is_budget(value: Any) -> bool:
+    """Whether it has rows for ascending lengths."""
+    try:
+        lengths, rows = zip(*value, strict=True)
+    except (TypeError, ValueError):
+        return False
+    numbers = all(type(one) is int and one >= 1 for one in (*lengths, *rows))
+    return numbers and sorted({*lengths}) == [*lengths]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InTokens(ToSize[FoundBudget]):
+    """What is sized in tokens: in rows of several lengths."""
+
+    KEPT = "token budget", _is_budget
+
+    trial: TrialAt
+    lengths: Sequence[int]
+    """The lengths to measure at, descending."""
+    most_rows: int
+    """The most rows that a micro-batch may have: those that a step may have on one rank."""
+
+    def _to_keep(self, found: FoundBudget) -> Any:
+        return found.size.measured
+
+    def _searched(self) -> FoundBudget:
+        budget, trials = find_budget(self.trial, self.lengths, self.most_rows)
+        if budget is None:
+            raise self.nothing_fits(trials[-1].trial)
+        return FoundBudget(budget, trials)
+
+    def _as_given(self, size: int) -> FoundBudget:
+        longest = self.lengths[0]
+        if size < longest:
+            raise ConfigError(
+                f"{BLOCK}.token_budget",
+                size,
+                f"is less than the longest row ({longest} tokens)",
+                f"Use {longest} or more, or cut rows with tokenizer.max_seq_len",
+            )
+        trial = try_at(self.trial, min(size // longest, self.most_rows), longest)
+        if not (tried := trial.trial).fits:
+            rows = f"{counted(tried.size, 'row')} of {longest} tokens"
+            raise ConfigError(
+                f"{BLOCK}.token_budget",
+                size,
+                f"does not fit: {tried.deciding.trouble} with {rows}",
+                "Use less, or True to have it found",
+            )
+        return FoundBudget(Budget.of_tokens(size, longest), [trial])
+
+    def _confirmed(self, earlier: Sequence[Sequence[int]]) -> FoundBudget | None:
+        budget, longest = budget_of(earlier), self.lengths[0]
+        if budget.longest != longest:
+            return None
+        log.info("A token budget was found before; verifying with one trial.")
+        trial = try_at(self.trial, budget.rows(longest), longest)
+        if not trial.trial.fits:
+            log.info("It no longer fits; searching again.")
+            return None
+        if not self.known and self._has_room_for_another_row(trial.trial):
+            # Whatever was short of memory then, e.g. because of another process, is not any more.
+            log.info("There is room for more now; searching again.")
+            return None
+        return FoundBudget(budget, [trial])
+
+    def _has_room_for_another_row(self, longest: SizeTrial) -> bool:
+        """Whether one more row of the longest would fit even if all memory were that of rows."""
+        rows, deciding = longest.size, longest.deciding
+        fits = deciding.peak_bytes * (rows + 1) <= deciding.usable_bytes * rows
+        return rows < self.most_rows and fits
 
 
 def try_at(trial_at: TrialAt, rows: int, length: int) -> LengthTrial:
