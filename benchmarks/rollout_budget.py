@@ -54,7 +54,7 @@ from torchtune_adaptive.recipe.rollout.losses import GRPO
 from torchtune_adaptive.recipe.rollout.projection import LogProbs
 from torchtune_adaptive.recipe.rollout.rows import Row, collate, known, longest_rows
 from torchtune_adaptive.recipe.rollout.score import Scoring
-from torchtune_adaptive.recipe.search.token_budget import find_budget, lengths_to_measure
+from torchtune_adaptive.recipe.search.in_tokens import find_budget, lengths_to_measure
 
 PROMPTS, SAMPLES = 16, 8
 SHORTEST_PROMPT, LONGEST_PROMPT, CAP = 42, 256, 1024

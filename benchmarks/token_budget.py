@@ -56,7 +56,7 @@ from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.search.strategies import find_largest
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.core.step.train_step import TrainStep
-from torchtune_adaptive.recipe.search.token_budget import find_budget, lengths_to_measure
+from torchtune_adaptive.recipe.search.in_tokens import find_budget, lengths_to_measure
 
 ROWS, ROWS_IN_STEP = 2048, 128
 WAYS = ("fixed", "sorted", "packed", "joined", "budget")

@@ -13,7 +13,7 @@ from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.sizes.candidates import candidates
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.recipe.search.batch_size import limit_of, possible_sizes
-from torchtune_adaptive.recipe.search.size_search import SizeSearch
+from torchtune_adaptive.recipe.search.sizing import InRows
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 
 ABOUT = {"model": "a"}
@@ -48,31 +48,30 @@ def search(
 ) -> Any:
     first = FakeProbe(limit=10**9).trial(1)
     predictions = predictions or FakePredictions()
-    kept = SizeSearch.remembered(str(folder))
-    return SizeSearch(
-        probe.trial,
-        first,
-        SIZES,
-        strategy,
-        Alone(),
-        kept,
-        predictions.largest,
-    ).result(ABOUT, known=None)
+    return InRows(
+        trial=probe.trial,
+        sizes=SIZES,
+        strategy=strategy,
+        nothing_fits=AssertionError,
+        about=ABOUT,
+        first=first,
+        predicted=predictions.largest,
+    ).find(Alone(), str(folder))  # type: ignore[arg-type]
 
 
 def remembered(folder: Path) -> int | None:
-    return SizeSearch.remembered(str(folder)).get(ABOUT)
+    return InRows.cache(str(folder)).get(ABOUT)
 
 
 def test_a_remembered_size_takes_one_trial(tmp_path: Path) -> None:
-    SizeSearch.remembered(str(tmp_path)).put(ABOUT, 16)
+    InRows.cache(str(tmp_path)).put(ABOUT, 16)
     found = search(tmp_path, probe := FakeProbe())
     assert (found.size, found.status, probe.tried) == (16, Status.REMEMBERED, [16])
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_a_size_that_was_found_beside_a_neighbour_is_corrected(size: int, tmp_path: Path) -> None:
-    SizeSearch.remembered(str(tmp_path)).put(ABOUT, size)
+    InRows.cache(str(tmp_path)).put(ABOUT, size)
     found = search(tmp_path, probe := FakeProbe())
     assert (found.size, found.status) == (16, Status.NEXT_DOES_NOT_FIT)
     assert remembered(tmp_path) == 16
@@ -80,7 +79,7 @@ def test_a_size_that_was_found_beside_a_neighbour_is_corrected(size: int, tmp_pa
 
 
 def test_a_remembered_size_that_no_longer_fits_is_corrected(tmp_path: Path) -> None:
-    SizeSearch.remembered(str(tmp_path)).put(ABOUT, 64)
+    InRows.cache(str(tmp_path)).put(ABOUT, 64)
     found = search(tmp_path, probe := FakeProbe())
     assert found.size == remembered(tmp_path) == 16
     assert probe.tried.count(64) == 1

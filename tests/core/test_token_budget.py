@@ -10,11 +10,11 @@ from torchtune.data import padded_collate_sft
 
 from torchtune_adaptive.core.rows.micro_batches import ByTokens
 from torchtune_adaptive.core.sizes.packing import Budget
+from torchtune_adaptive.recipe.search.in_tokens import lengths_to_measure
 from torchtune_adaptive.recipe.search.token_budget import (
     best_throughputs,
     is_slower,
     length_buckets,
-    lengths_to_measure,
 )
 
 PADDING, IGNORED = 7, -100

@@ -249,13 +249,13 @@ def test_what_is_chosen_is_exact_was_tried_and_is_not_slower(
     report, _ = results[0]
     assert [each.chosen for each, _ in results] == [report.chosen] * ranks
     assert all(bits for _, bits in results), "training after the choice has the config's bits"
-    assert len(report.timed) <= 4 and report.chosen in [each.choice for each in report.timed]
-    measured = {each.choice: each.measured for each in report.timed}
+    assert len(report.timed) <= 4 and report.chosen in [each.way for each in report.timed]
+    measured = {each.way: each.measured for each in report.timed}
     if report.own in measured:
         assert measured[report.chosen] <= measured[report.own]  # type: ignore[operator]
     assert {change.effect for change in changes(report.own, report.chosen)} <= {"exact"}
     assert report.split.global_batch == ROWS * ranks
-    assert all(report.tried[each.choice].fits for each in report.timed)
+    assert all(report.tried[each.way].fits for each in report.timed)
     text = report.text()
     assert "tokens/s per rank" in text and f"global batch unchanged: {ROWS * ranks} rows" in text
     for change in changes(report.own, report.chosen):

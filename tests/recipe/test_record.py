@@ -27,8 +27,10 @@ from torchtune_adaptive.core.sizes.packing import Budget
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.core.step.knobs import MICRO_BATCH
 from torchtune_adaptive.recipe.record import CONFIG_NAME, REPORT_NAME, Record
-from torchtune_adaptive.recipe.search.budget_report import BudgetReport, LengthTrial, Throughput
-from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
+from torchtune_adaptive.recipe.search.budget_report import BudgetReport, Throughput
+from torchtune_adaptive.recipe.search.fastest_report import FastestReport
+from torchtune_adaptive.recipe.search.in_tokens import LengthTrial
+from torchtune_adaptive.recipe.search.timings import Timing
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import FOUND, KINDS
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
@@ -82,7 +84,8 @@ def budget_report(used: bool = True) -> BudgetReport:
     budget = Budget(((128, 40), (256, 20), (512, 8)))
     trials = [LengthTrial(512, trial) for trial in report().result.trials]
     speeds = Throughput(0.4, 1666.0), Throughput(0.1, 1427.0)
-    return BudgetReport(ByTokens(budget, [1], 0, -100), trials, Split(16, 1, 2), *speeds, used)
+    by_tokens = ByTokens(budget, [1], 0, -100)
+    return BudgetReport(by_tokens, trials, *speeds, used, split=Split(16, 1, 2))
 
 
 def opened(path: Path) -> str:
@@ -170,7 +173,7 @@ def test_the_config_on_record_is_what_is_trained_with(tmp_path: Path) -> None:
     one = record(tmp_path)
     assert OmegaConf.load(one.save_config()).batch_size == 2
     given = one.cfg
-    one.decided(Split(8, 1, 2), 0, report(after=Split(8, 1, 2)))
+    one.decided(Split(8, 1, 2), 0, report(split=Split(8, 1, 2)))
     logged = one.logger.config
     assert (logged.batch_size, logged.gradient_accumulation_steps) == (8, 1)
     assert logged[FOUND].largest_batch_size == 4
@@ -226,9 +229,10 @@ def test_a_config_with_what_was_chosen_can_be_run_again(tmp_path: Path) -> None:
     own, *_, chosen = choices(one.cfg, 1, "rounding", switches_only=True)
     (tried,) = report().result.trials[:1]
     found = FastestReport(
-        *(one.cfg, 1, own, chosen, Split(chosen[MICRO_BATCH], 4 // chosen[MICRO_BATCH], 1)),
-        *([TimedChoice(chosen, 0.25, (0.5, 1.5, 1.0))], {chosen: tried}, 100, 103),
+        *(one.cfg, 1, own, chosen),
+        *([Timing(chosen, 0.25, [0.5, 1.5, 1.0])], {chosen: tried}, 100, 103),
         *("the longest row", "H100", 0.05, 12.34),
+        split=Split(chosen[MICRO_BATCH], 4 // chosen[MICRO_BATCH], 1),
     )
     one.decided(found.split, 0, found)
     logged = one.logger.config

@@ -18,9 +18,10 @@ from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.recipe.data.images import RowSize
 from torchtune_adaptive.recipe.registry import find_config, with_overrides
 from torchtune_adaptive.recipe.search.decide import announce
-from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice
+from torchtune_adaptive.recipe.search.fastest_report import FastestReport
 from torchtune_adaptive.recipe.search.report import write
 from torchtune_adaptive.recipe.search.size_report import SearchReport
+from torchtune_adaptive.recipe.search.timings import Timing
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 
 GIB = 1 << 30
@@ -48,7 +49,7 @@ def report(**changes: Any) -> SearchReport:
     values: dict[str, Any] = {
         "result": SearchResult(4, Status.NEXT_DOES_NOT_FIT, TRIALS),
         "before": Split(2, 4, 2),
-        "after": Split(4, 4, 2),
+        "split": Split(4, 4, 2),
         "strategy": "extrapolate",
         "row": RowSize(2048),
         "row_source": "max_seq_len of the tokenizer",
@@ -93,12 +94,12 @@ def test_the_report_gives_the_choice_and_its_reason() -> None:
 
 @pytest.mark.parametrize(("rows", "warned"), [(639, True), (640, False)])
 def test_few_steps_per_epoch_are_a_warning(rows: int, warned: bool) -> None:
-    text = report(rows_per_rank=rows, after=Split(8, 4, 2)).text()
+    text = report(rows_per_rank=rows, split=Split(8, 4, 2)).text()
     assert ("Warning: only 19 optimizer steps per epoch." in text) is warned
 
 
 def test_a_global_batch_that_stays_is_reported_as_unchanged() -> None:
-    text = report(after=Split(4, 2, 2)).text()
+    text = report(split=Split(4, 2, 2)).text()
     assert "gradient_accumulation_steps 4 -> 2" in text
     assert "global batch unchanged: 16 rows (micro-batch 4 x accumulation 2 x 2 ranks)" in text
 
@@ -177,17 +178,18 @@ def test_the_fastest_that_looks_slower_is_explained() -> None:
     cfg.use_maximum_batch_size = False
     own, *others = choices(cfg, 2, "exact", switches_only=True)
     timed = [
-        TimedChoice(own, 1.0, (2.0,) * 8),
-        TimedChoice(others[0], 0.8, (1.0,) * 4 + (4.0,) * 4),
-        TimedChoice(others[1], 0.9, (1.5,) * 8),
-        TimedChoice(others[2], 0.9, (0.5,) * 4),
-        TimedChoice(others[3], 0.7, (0.5,) * 4),
-        TimedChoice(others[4], 0.7, (3.0,) * 4),
-        TimedChoice(others[5], 0.7, (), failed=True),
+        Timing(own, 1.0, [2.0] * 8),
+        Timing(others[0], 0.8, [1.0] * 4 + [4.0] * 4),
+        Timing(others[1], 0.9, [1.5] * 8),
+        Timing(others[2], 0.9, [0.5] * 4),
+        Timing(others[3], 0.7, [0.5] * 4),
+        Timing(others[4], 0.7, [3.0] * 4),
+        Timing(others[5], 0.7, [], failed=True),
     ]
     found = FastestReport(
-        *(cfg, 2, own, others[0], Split(2, 1, 2), timed, {}, 100, 103),
+        *(cfg, 2, own, others[0], timed, {}, 100, 103),
         *("the longest row", "H100", 0.05, 12.34),
+        split=Split(2, 1, 2),
     )
     then = "out after 4 steps, in which the chosen one had 50"
     assert [one["verdict"] for one in found.as_dict()["timed"]] == [

@@ -23,7 +23,7 @@ from torchtune_adaptive.core.search.strategies import SearchResult, Status, Stra
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.recipe import tiny
 from torchtune_adaptive.recipe.registry import find_config
-from torchtune_adaptive.recipe.search.size_search import SizeSearch
+from torchtune_adaptive.recipe.search.sizing import InRows
 from torchtune_adaptive.recipe.settings.adaptive import (
     BLOCK,
     AdaptiveSettings,
@@ -37,7 +37,7 @@ FACTS = {"model": {"layers": 2}, "row_length": 128}
 
 
 def sizes_in(folder: Path) -> Cache[int]:
-    return SizeSearch.remembered(str(folder))
+    return InRows.cache(str(folder))
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +177,7 @@ def test_a_run_continues_without_a_cache_and_says_so_once(
     setting = obstacle(tmp_path, monkeypatch)
     for _ in range(2):
         for cache in (
-            SizeSearch.remembered(setting),
+            InRows.cache(setting),
             Cache(cache_folder(setting, "b"), "b", lambda _: True),
         ):
             assert cache.get(FACTS) is None
@@ -244,7 +244,7 @@ def test_the_tiny_model_is_made_elsewhere_where_the_cache_cannot_be_written(
 
 
 def test_without_a_folder_nothing_is_remembered() -> None:
-    cache = SizeSearch.remembered(False)
+    cache = InRows.cache(False)
     cache.put(FACTS, 8)
     assert cache.get(FACTS) is None
 
@@ -253,9 +253,9 @@ def test_the_folder_is_the_users_or_the_one_that_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    SizeSearch.remembered(True).put(FACTS, 8)
+    InRows.cache(True).put(FACTS, 8)
     assert list((tmp_path / "home").rglob("*.json"))
-    SizeSearch.remembered(str(tmp_path / "mine")).put(FACTS, 8)
+    InRows.cache(str(tmp_path / "mine")).put(FACTS, 8)
     assert list((tmp_path / "mine").rglob("*.json"))
 
 
@@ -291,16 +291,15 @@ def test_two_jobs_at_once_leave_one_whole_result(tmp_path: Path) -> None:
 
 def found_by(strategy: Strategy | Literal["predict"], folder: Path) -> SearchResult[SizeTrial]:
     """A search among 1, 2, 4 and 8, of which all fit and 4 is predicted."""
-    search: Any = SizeSearch(
+    return InRows(
         trial=a_trial,
-        first=a_trial(1),
         sizes=(1, 2, 4, 8),
         strategy=strategy,
-        ranks=Alone(),
-        cache=SizeSearch.remembered(str(folder)),
+        nothing_fits=AssertionError,
+        about=FACTS,
+        first=a_trial(1),
         predicted=lambda last: 4,
-    )
-    return search.result(FACTS, None)
+    ).find(Alone(), str(folder))  # type: ignore[arg-type]
 
 
 def a_trial(size: int) -> SizeTrial:

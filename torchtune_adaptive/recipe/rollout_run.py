@@ -7,9 +7,9 @@ import logging
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.common import CheckpointError, ConfigError, counted
-from torchtune_adaptive.core import Epochs, Objective
+from torchtune_adaptive.core import Epochs, SampleOrder, TrainStep
 from torchtune_adaptive.recipe.checkpoints.config_changes import BEGIN_ANEW
-from torchtune_adaptive.recipe.data.dataset import LoadedRows, checked_row, data_of
+from torchtune_adaptive.recipe.data.dataset import Data, LoadedRows, checked_row
 from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.rollout.advantages import over
 from torchtune_adaptive.recipe.rollout.phases import (
@@ -18,13 +18,15 @@ from torchtune_adaptive.recipe.rollout.phases import (
     rollout_sizes,
     stop_tokens,
 )
-from torchtune_adaptive.recipe.run import Run, Save
-from torchtune_adaptive.recipe.search.phase_sizes import decide_sizes
-from torchtune_adaptive.recipe.search.prober import Prober
+from torchtune_adaptive.recipe.run import Run
+from torchtune_adaptive.recipe.search.decide import DecidedBatch
+from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
+from torchtune_adaptive.recipe.search.rollout_sizes import decide_sizes
+from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.setup.model import Model
-from torchtune_adaptive.recipe.setup.optimizer import Optimizers
-from torchtune_adaptive.recipe.train.loop import TrainingLoop
+from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.rollouts import Rollouts
+from torchtune_adaptive.recipe.training import Source
 
 log = logging.getLogger(__name__)
 
@@ -55,66 +57,57 @@ class RolloutRun(Run):
             raise ConfigError("num_steps", limit, reason, "Raise it, or lower batch_size")
         return limit // prompts
 
-    def prepare(
-        self, model: Model, optimizers: Optimizers, objective: Objective, save: Save
-    ) -> TrainingLoop | None:
-        cfg, settings, ranks = self._cfg, self.settings, self.ranks
-        loaded = self._loaded()
-        prompts = data_of(cfg, loaded.tokenizer, loaded.training, self.kind.rows(), objective)
-        checked_row(prompts, 0)
-        order = self._order(prompts.dataset, model)
-        sizes, kind = rollout_sizes(cfg), self.kind
+    def rows(
+        self, loaded: LoadedRows, data: Data, order: SampleOrder, model: Model, step: TrainStep
+    ) -> RowsToTry:
+        """Prompts; what they become a rollout with is made here, too."""
+        cfg, ranks, kind, tokenizer = self._cfg, self.ranks, self.kind, loaded.tokenizer
         assert isinstance(kind, Generating)
-        judge = kind.judge(
-            loaded.tokenizer,
-            stop_tokens(cfg, loaded.tokenizer),
-            sizes,
-            over(ranks),
-            self._entering_reward,
-        )
-        prompts_per_rank = order.per_epoch // ranks.size
-        sizes.require_prompts(prompts_per_rank)
+        checked_row(data, 0)
+        sizes = rollout_sizes(cfg)
+        stops = stop_tokens(cfg, tokenizer)
+        self._judge = kind.judge(tokenizer, stops, sizes, over(ranks), self._entering_reward)
+        sizes.require_prompts(order.per_epoch // ranks.size)
         self._require_same_rollouts(sizes)
-        step = self.train_step(model, optimizers, objective)
         self.watchdog.enter("looking up the lengths of all prompts", patience=None)
-        longest = max(self._lengths(prompts, cfg).all(say_progress=ranks.is_zero))
-        phases = build_phases(
+        lengths = self._lengths(data, cfg)
+        self._phases = build_phases(
             cfg,
             self.environment,
             step,
             kind.policy(model.module),
-            kind.scorers(model.module, objective.frozen, sizes),
-            loaded.tokenizer,
+            kind.scorers(model.module, step.objective.frozen, sizes),
+            tokenizer,
             sizes,
-            longest,
+            longest=max(lengths.all(say_progress=ranks.is_zero)),
         )
-        prober = Prober(step, ranks, self.watchdog, cfg, settings)
-        batch = decide_sizes(prober, phases, self.progress.training)
-        if settings.search_only:
-            self._note(batch, batch.start)
-            return None
+        return RowsToTry(data, order, configured_batch(cfg, ranks.size), lengths)
+
+    def sizes(self, rows: RowsToTry, prober: Prober) -> DecidedBatch:
+        return decide_sizes(prober, self._phases, rows.configured, self.progress.training)
+
+    def source(self, rows: RowsToTry, batch: DecidedBatch, model: Model) -> Source:
+        sizes, ranks = self._phases.sizes, self.ranks
         rollouts = Rollouts(
-            dataset=prompts.dataset,
-            order=order,
+            dataset=rows.data.dataset,
+            order=rows.order,
             limit=self._limit(),
             seed=self.progress.seed,
-            phases=phases,
-            judge=judge,
+            phases=self._phases,
+            judge=self._judge,
             micro_batches=batch.micro_batches,
             scoring=batch.scoring,
             watchdog=self.watchdog,
-            step_timeout=settings.step_timeout,
+            step_timeout=self.settings.step_timeout,
             stop_requested=lambda: self.stop.requested,
-            events=self._events(),
+            events=Events.of(self._cfg, ranks),
         )
-        if left := prompts_per_rank % sizes.prompts:
+        if left := rows.per_rank % sizes.prompts:
             log.info(
                 f"Each epoch leaves out {counted(left, 'prompt')} per rank, too few for a rollout."
             )
         epochs = Epochs(rollouts.per_epoch * rollouts.trained_rows, sizes.step_rows * ranks.size)
-        loop = self._training_loop(model, optimizers, step, batch, rollouts, epochs, "row", save)
-        loop.save_every_n_epochs = cfg.get("save_every_n_epochs") or 1
-        return loop
+        return Source(rollouts, epochs, "row")
 
     def _require_same_rollouts(self, sizes: RolloutSizes) -> None:
         """Raise where a resumed run would go on with rollouts or steps of another size: a place in an epoch

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,21 +17,16 @@ from torchtune_adaptive.core import (
     Epochs,
     Generators,
     Loader,
-    MicroBatches,
-    NoiseScale,
     Objective,
-    Recovery,
     SampleOrder,
     Split,
     StepOptions,
-    StepRunner,
     TrainStep,
     Watchdog,
     device_memory,
 )
 from torchtune_adaptive.recipe.checkpoints.config_changes import batch_keys, change, training_config
 from torchtune_adaptive.recipe.checkpoints.folder import (
-    last_saved,
     lock_output_folders,
     require_output_folder,
 )
@@ -66,23 +58,16 @@ from torchtune_adaptive.recipe.setup.flex_attention import (
 )
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
-from torchtune_adaptive.recipe.setup.optimizer import Optimizers, build_lr_scheduler
-from torchtune_adaptive.recipe.train.adaptation import Adaptation
+from torchtune_adaptive.recipe.setup.optimizer import Optimizers
 from torchtune_adaptive.recipe.train.events import Events
-from torchtune_adaptive.recipe.train.growth import Growth, batch_increase
-from torchtune_adaptive.recipe.train.instruments import Profiling, build_profiler
+from torchtune_adaptive.recipe.train.growth import batch_increase
 from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
-from torchtune_adaptive.recipe.train.learning_rate import LearningRate
-from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_go_on, how_to_resume
+from torchtune_adaptive.recipe.train.loop import TrainingLoop
 from torchtune_adaptive.recipe.train.metric_logger import start_metric_logger
-from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
-from torchtune_adaptive.recipe.train.rollouts import Rollouts
 from torchtune_adaptive.recipe.train.stop import StopSignals
-from torchtune_adaptive.recipe.train.validation import Validation
+from torchtune_adaptive.recipe.training import Save, Source, Training
 
 log = logging.getLogger(__name__)
-
-Save = Callable[[Model, Optimizers, Progress, str], None]
 
 
 class Run:
@@ -135,14 +120,13 @@ class Run:
             stop_requested=lambda: self.stop.requested,
         )
         seed = training.set_seed(cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
-        self._takes_rate = self.settings.resume_learning_rate == "config"
         self.progress = Progress(
             seed,
             cfg.get("epochs", 1),
             cfg.max_steps_per_epoch if "max_steps_per_epoch" in self.kind.about.keys else None,
             config=training_config(cfg, KINDS[kind]),
             decides=batch_keys(KINDS[kind]) if self.settings.adapts else (),
-            takes_rate=self._takes_rate,
+            takes_rate=self.settings.resume_learning_rate == "config",
         )
         # Before the model: a cap on memory holds for its weights as well.
         self.memory = device_memory(self.environment.device, self.settings.memory_limit)
@@ -220,32 +204,63 @@ class Run:
     def prepare(
         self, model: Model, optimizers: Optimizers, objective: Objective, save: Save
     ) -> TrainingLoop | None:
-        """Make the training loop of a model and its optimizer, with the batch size found if it is asked for.
+        """Make the training loop of a model and its optimizer, with the sizes found if that is asked for.
 
         The search stands here: everything that it needs is there, and what depends on the batch size is not
-        yet made.
+        yet made. A subclass has other ``rows``, ``sizes`` and ``source``, in the same order.
 
         Returns:
             The loop, or None where only the search was asked for.
         """
-        cfg, settings = self._cfg, self.settings
-        loaded = self._loaded()
+        loaded, cfg = self._loaded(), self._cfg
         data = data_of(cfg, loaded.tokenizer, loaded.training, self.kind.rows(), objective)
         order = self._order(data.dataset, model)
-        measures_noise = settings.gradient_noise != "off" or getattr(
+        measures_noise = self.settings.gradient_noise != "off" or getattr(
             self._grow, "needs_noise", False
         )
         step = self.train_step(model, optimizers, objective, measures_noise)
-        require_something_to_learn(data, step)
-        configured = self._configured(model.data_ranks)
-        validation = self._validation_rows(loaded, objective)
-        rows = RowsToTry(data, order, configured, self._lengths(data, cfg), validation)
-        prober = Prober(step, self.ranks, self.watchdog, cfg, settings)
-        batch = decide_batch(prober, rows, self.progress.training, self.planner)
+        rows = self.rows(loaded, data, order, model, step)
+        batch = self.sizes(rows, Prober(step, self.ranks, self.watchdog, cfg, self.settings))
         self._close_planner()
-        if settings.search_only:
+        if self.settings.search_only:
             self._note(batch, batch.start)
             return None
+        source = self.source(rows, batch, model)
+        training = Training(
+            cfg=cfg,
+            settings=self.settings,
+            watchdog=self.watchdog,
+            stop=self.stop,
+            progress=self.progress,
+            kind=self.kind,
+            logger=self.metrics,
+            grow=self._grow,
+            no_retry=self._no_retry,
+        )
+        self._loop = loop = training.loop(model, optimizers, step, batch, source, save)
+        self._compare_batch(loop.adaptation.split, source.sample)
+        self._note_what_is_resumed(source.epochs)
+        self._note(batch, loop.adaptation.split)
+        if rows.validation is not None:
+            loop.validation = training.validation(loop, model, rows.validation, batch)
+        return loop
+
+    def rows(
+        self, loaded: LoadedRows, data: Data, order: SampleOrder, model: Model, step: TrainStep
+    ) -> RowsToTry:
+        """What is trained on and validated on, once it is sure that there is something to learn."""
+        require_something_to_learn(data, step)
+        configured = self._configured(model.data_ranks)
+        validation = self._validation_rows(loaded, step.objective)
+        return RowsToTry(data, order, configured, self._lengths(data, self._cfg), validation)
+
+    def sizes(self, rows: RowsToTry, prober: Prober) -> DecidedBatch:
+        """The sizes of micro-batches, as configured or found."""
+        return decide_batch(prober, rows, self.progress.training, self.planner)
+
+    def source(self, rows: RowsToTry, batch: DecidedBatch, model: Model) -> Source:
+        """What gives each step its rows."""
+        data, order = rows.data, rows.order
         loader = Loader(
             data.dataset,
             data.collate,
@@ -253,13 +268,10 @@ class Run:
             model.data_rank,
             model.data_ranks,
             batch.micro_batches,
-            settings.workers,
+            self.settings.workers,
         )
         epochs = Epochs.of(order.per_epoch, batch.start, self.progress.max_steps_per_epoch)
-        sample = data.rows.sample
-        loop = self._training_loop(model, optimizers, step, batch, loader, epochs, sample, save)
-        loop.validation = self._validation(step, validation, batch, model, loop)
-        return loop
+        return Source(loader, epochs, data.rows.sample)
 
     def _order(self, dataset: Any, model: Model) -> SampleOrder:
         """The order of samples; a resumed run must have the same ones."""
@@ -279,60 +291,6 @@ class Run:
         # What a micro-batch of the config takes has fitted, so none is larger.
         return Split.resumed(saved.growth.first_global_batch, ranks, configured.micro_batch, 1)
 
-    def _training_loop(
-        self,
-        model: Model,
-        optimizers: Optimizers,
-        step: TrainStep,
-        batch: DecidedBatch,
-        loader: Loader | Rollouts,
-        epochs: Epochs,
-        sample: str,
-        save: Save,
-    ) -> TrainingLoop:
-        """The loop that trains with the batch that was decided on."""
-        cfg, settings = self._cfg, self.settings
-        noise = NoiseScale() if step.options.measure_noise else None
-        metrics = Metrics(
-            Logging.from_config(cfg, self.metrics, self.environment),
-            self.environment,
-            self.memory,
-            watch_memory=settings.shrinks,
-            counts_tokens=step.objective.unit == "tokens",
-            sample=sample,
-        )
-        runner = StepRunner(
-            step,
-            advice=self._advice,
-            unit=batch.micro_batches.unit or sample,
-            wait_for_memory=settings.wait_for_memory,
-        )
-        loop = TrainingLoop(
-            runner=runner,
-            recovery=partial(self._recovery, batch.micro_batches, len(runner.reliefs) - 1),
-            watchdog=self.watchdog,
-            step_timeout=settings.step_timeout,
-            adaptation=self._adaptation(batch, optimizers, epochs, noise),
-            loader=loader,
-            progress=self.progress,
-            metrics=metrics,
-            profiling=Profiling(*build_profiler(cfg), self.environment, self.memory),
-            save=lambda name: save(model, optimizers, self.progress, name),
-            last_checkpoint=self._last_checkpoint,
-            save_every_n_steps=cfg.get("save_every_n_steps"),
-            stop=self.stop,
-            before_step=partial(self.kind.before_step, model.module),
-            sample=sample,
-        )
-        self._compare_batch(loop.adaptation.split, sample)
-        self._note_what_is_resumed(epochs)
-        self._note(batch, loop.adaptation.split)
-        self._loop = loop
-        return loop
-
-    def _events(self) -> Events:
-        return Events(Path(self._cfg.output_dir) if self.ranks.is_zero else None)
-
     def _lengths(self, data: Data, cfg: DictConfig) -> RowLengths:
         return RowLengths(data.dataset, cfg, self.ranks, self.settings.cache, data.rows.length)
 
@@ -345,32 +303,6 @@ class Run:
         data = data_of(validating, loaded.tokenizer, loaded.validation, rows, objective)
         size = validating.get("batch_size_val")
         return ValidationRows(data, self._lengths(data, validating), size)
-
-    def _validation(
-        self,
-        step: TrainStep,
-        rows: ValidationRows | None,
-        batch: DecidedBatch,
-        model: Model,
-        loop: TrainingLoop,
-    ) -> Validation | None:
-        cfg, settings = self._cfg, self.settings
-        if rows is None:
-            return None
-        return Validation(
-            step=step,
-            data=rows.data,
-            every_n_steps=cfg.run_val_every_n_steps,
-            size=batch.validation or rows.size or batch.start.micro_batch,
-            grow_back_after=settings.grow_back_after,
-            rank=model.data_rank,
-            ranks=model.data_ranks,
-            workers=settings.workers,
-            watchdog=self.watchdog,
-            step_timeout=settings.step_timeout,
-            events=loop.adaptation.events,
-            record=loop.metrics.record_validation,
-        )
 
     def _note(self, batch: DecidedBatch, split: Split) -> None:
         """Put on record what was decided, and what training starts with."""
@@ -386,14 +318,7 @@ class Run:
         if progress.training is not None:
             step = progress.training.global_step
         self.record.resumed(progress.source, step, progress.kept)
-        self._events().resumed(step, progress.source, progress.changes)
-
-    def _advice(self) -> str:
-        """What to do about a training step that ran out of memory and is not retried."""
-        last = self._last_checkpoint()
-        if self.settings.shrinks or self._no_retry:
-            return how_to_resume(last, self._no_retry)
-        return how_to_go_on(last)
+        Events.of(self._cfg, self.ranks).resumed(step, progress.source, progress.changes)
 
     def _compare_batch(self, split: Split, sample: str) -> None:
         """Say if a resumed run goes on with another global batch, or with the same one on other ranks."""
@@ -411,55 +336,6 @@ class Run:
         self.progress.changes.append(line)
         if self.ranks.is_zero:
             log.warning(line)
-
-    def _last_checkpoint(self) -> str:
-        return last_saved(Path(self._cfg.checkpointer.output_dir))
-
-    def _recovery(self, micro_batches: MicroBatches, reliefs: int, split: Split) -> Recovery | None:
-        if not self.settings.shrinks:
-            return None
-        sizes = micro_batches.full_size(split), micro_batches.smaller_sizes(split)
-        return Recovery(*sizes, self.settings.grow_back_after, reliefs)
-
-    def _adaptation(
-        self,
-        batch: DecidedBatch,
-        optimizers: Optimizers,
-        epochs: Epochs,
-        noise: NoiseScale | None,
-    ) -> Adaptation:
-        """How the batch and the learning rate change from here on; restored if the run is resumed."""
-        settings, progress, saved = self.settings, self.progress, self.progress.training
-        goes_on = saved and saved.growth.first_global_batch == batch.start.global_batch
-        growth = Growth(
-            batch.start,
-            batch.largest,
-            self._grow,
-            settings.grow_past_memory,
-            epochs.samples // batch.start.ranks,
-            self.ranks,
-            saved.growth.decided if saved and goes_on else None,
-        )
-        used = 0
-        if saved:
-            used = saved.samples_of_epoch
-            if settings.adapts and saved.growth.largest is not None:
-                growth.resume(saved.growth)
-        total = progress.total_epochs * epochs.base_steps
-        learning_rate = LearningRate(
-            optimizers,
-            lambda position: build_lr_scheduler(self._cfg, optimizers, total, position),
-            position=epochs.position(progress.epochs_run, used),
-            rule=settings.lr_scaling or (growth.schedule.lr_scaling if growth.schedule else "none"),
-            half_life=settings.beta2 == "half_life",
-            start=batch.start.global_batch,
-            total=total,
-            anew=self._takes_rate,
-        )
-        adaptation = Adaptation(growth, learning_rate, noise, epochs, self._events())
-        if self._grow is not None and not saved:
-            adaptation.announce(progress.total_epochs)
-        return adaptation
 
     def train_step(
         self,

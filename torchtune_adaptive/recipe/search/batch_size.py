@@ -8,15 +8,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from torchtune_adaptive.common import ConfigError, counted
-from torchtune_adaptive.core import Rounding, SizeTrial, Split, candidates, strategies
+from torchtune_adaptive.core import Rounding, SizeTrial, Split, candidates
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.size_report import FEW_STEPS, SearchReport
-from torchtune_adaptive.recipe.search.size_search import SizeSearch
-from torchtune_adaptive.recipe.search.validation_size import fit_validation
+from torchtune_adaptive.recipe.search.sizing import FoundRows, InRows
 from torchtune_adaptive.recipe.search.worst_case import WorstCase
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
-from torchtune_adaptive.recipe.settings.fingerprint import search_facts
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +32,27 @@ def find_micro_batch(
         known: the size that an earlier part of this run has found; it is confirmed by one trial.
         planner: the planner on rank 0, which predicts the size that should be found.
     """
-    started, settings = time.perf_counter(), prober.settings
+    started, settings, configured = time.perf_counter(), prober.settings, rows.configured
     limit = limit_of(
         settings,
-        rows.configured,
+        configured,
         rows.per_rank,
         sample=rows.data.rows.sample,
         max_steps=prober.cfg.get("max_steps_per_epoch"),
         known=known,
     )
-    found, worst, validation = _search(prober, rows, limit, known, planner)
-    if found.size is None:
-        raise worst.nothing_fits(found.trials[-1])
-    after = split_for(settings, rows.configured, found.size)
+    worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
+    sample = rows.data.rows.sample
+    log.info(
+        f"Searching for the largest micro-batch with {sample}s of {worst.size} ({worst.source})."
+    )
+    found, validation = _search(prober, rows, worst, limit, known, planner)
+    assert found.size is not None, "it raises where nothing fits"
+    after = split_for(settings, configured, found.size)
     return SearchReport(
         result=found,
-        before=rows.configured,
-        after=after if settings.use_maximum_batch_size else rows.configured,
+        before=configured,
+        split=after if settings.use_maximum_batch_size else configured,
         strategy=settings.search,
         row=worst.size,
         row_source=worst.source,
@@ -60,66 +62,54 @@ def find_micro_batch(
         rows_per_rank=rows.per_rank,
         lr=prober.cfg.optimizer.get("lr"),
         ceiling=limit.reason,
-        at_ceiling=found.size == possible_sizes(settings, rows.configured, limit.size)[-1],
+        at_ceiling=found.size == possible_sizes(settings, configured, limit.size)[-1],
         validation=validation,
-        sample=rows.data.rows.sample,
+        sample=sample,
     )
 
 
 def _search(
     prober: Prober,
     rows: RowsToTry,
+    worst: WorstCase,
     limit: Limit,
     known: int | None,
     planner: BackgroundPlanner | None,
-) -> tuple[strategies.SearchResult[SizeTrial], WorstCase, SizeTrial | None]:
-    """What was found, the row that it was found with, and the trial of validation."""
-    settings = prober.settings
-    sizes = possible_sizes(settings, rows.configured, limit.size)
-    worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
-    sample = rows.data.rows.sample
-    log.info(
-        f"Searching for the largest micro-batch with {sample}s of {worst.size} ({worst.source})."
-    )
+) -> tuple[FoundRows, SizeTrial | None]:
+    """The size of training, and the trial of validation."""
+    settings, configured = prober.settings, rows.configured
 
     def accumulation(size: int) -> int:
         most = 2 if settings.grow_past_memory else 1
-        return max(split_for(settings, rows.configured, size).accumulation, most)
+        return max(split_for(settings, configured, size).accumulation, most)
 
-    with prober.probe(accumulation) as probe:
-        first = probe.prime(worst.batch)
-        if not first.fits:
-            raise worst.nothing_fits(first)
-        capacity = prober.capacity()
+    with prober.primed(accumulation, worst.batch, worst.nothing_fits) as (probe, first):
         if planner is not None and worst.size.images > 1:
             log.info("No prediction: it would be for rows with one image. Searching without it.")
             planner = None
-        predictions = _Predictions(prober, planner, worst.length, capacity, accumulation)
-        about = search_facts(
-            prober.cfg,
-            settings,
-            row=asdict(worst.size),
-            packed=rows.data.packed,
-            # Not that of fewer sizes: what fits is the same, and a cached size is confirmed in any case.
-            largest_candidate=possible_sizes(settings, rows.configured, limit.possible)[-1],
-            ranks=prober.ranks.size,
-            device=prober.step.memory.name,
-            capacity=capacity,
-        )
-        found = SizeSearch(
-            lambda size: probe.trial(size, worst.batch),
-            first,
-            sizes,
-            settings.search,
-            prober.ranks,
-            SizeSearch.remembered(settings.cache),
-            predictions.largest,
-        ).result(about, known)
-        validation = fit_validation(prober, probe, rows, lambda _: found.size or 1)
+        predictions = _Predictions(prober, planner, worst.length, prober.capacity(), accumulation)
+        found = InRows(
+            trial=lambda size: probe.trial(size, worst.batch),
+            sizes=possible_sizes(settings, configured, limit.size),
+            strategy=settings.search,
+            nothing_fits=worst.nothing_fits,
+            about=prober.facts(
+                row=asdict(worst.size),
+                packed=rows.data.packed,
+                # Not that of fewer sizes: what fits is the same, and a cached size is confirmed in any case.
+                largest_candidate=possible_sizes(
+                    settings, configured, limit.possible or limit.size
+                )[-1],
+            ),
+            known=known,
+            first=first,
+            predicted=predictions.largest,
+        ).find(prober.ranks, settings.cache)
+        validation = prober.fit_validation(probe, rows, lambda _: found.size or 1)
     if settings.search == "predict":
         prober.enter("learning how good the prediction was")
     predictions.learn_from(found)
-    return found, worst, validation
+    return found, validation
 
 
 @dataclass(frozen=True)
@@ -128,11 +118,8 @@ class Limit:
 
     size: int
     reason: str
-    possible: int = 0
-    """The largest with which an epoch has a step at all; given where ``size`` leaves it more of them."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "possible", self.possible or self.size)
+    possible: int | None = None
+    """The largest with which an epoch has a step at all, where ``size`` leaves it more of them."""
 
 
 def limit_of(
@@ -225,7 +212,7 @@ class _Predictions:
             rows = self.planner.largest(self.row_length, self.capacity)
         return self.prober.ranks.from_rank_zero(rows) or 0
 
-    def learn_from(self, found: strategies.SearchResult[SizeTrial]) -> None:
+    def learn_from(self, found: FoundRows) -> None:
         """Remember how good predictions were, once a search has tried its size."""
         if self.planner is not None and found.status.is_proof:
             self._correct_by(next(trial for trial in found.trials if trial.size == found.size))

@@ -9,38 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.common import Block, Drawing, Paragraph, Table, counted, plots
-from torchtune_adaptive.core import Budget, ByRows, ByTokens, MicroBatches, SizeTrial, Split
-from torchtune_adaptive.recipe.search.report import Report
+from torchtune_adaptive.common import Block, Drawing, counted, plots
+from torchtune_adaptive.core import Budget, ByRows, ByTokens, MicroBatches, Split
+from torchtune_adaptive.recipe.search.in_tokens import LengthTrial
+from torchtune_adaptive.recipe.search.report import Report, rows_by_length, table_of
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _STEPS_COMPARED = 200
-
-
-@dataclass(frozen=True)
-class LengthTrial:
-    """A trial, and the length of its rows."""
-
-    COLUMNS: ClassVar = ("row length", *SizeTrial.COLUMNS)
-    """The headings of ``cells``."""
-
-    length: int
-    trial: SizeTrial
-
-    def cells(self) -> tuple[str, ...]:
-        """The trial as a row of a table."""
-        return (str(self.length), *self.trial.cells())
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"length": self.length, **self.trial.as_dict()}
-
-
-def rows_by_length(budget: Budget) -> str:
-    """What was measured, in words."""
-    return ", ".join(f"{rows} x {length}" for length, rows in budget.measured)
 
 
 @dataclass(frozen=True)
@@ -54,19 +32,18 @@ class Throughput:
 
 @dataclass(frozen=True)
 class BudgetReport(Report):
-    """A budget that was found, and what it changes."""
+    """A budget that was found, and what it changes; ``split`` is the batch without it.
+
+    There are no overrides: a budget that is given is tried as well.
+    """
 
     name: ClassVar[str] = "token_budget"
     micro_batches: ByTokens
     trials: Sequence[LengthTrial]
-    split: Split
-    """The batch without it."""
     without_budget: Throughput
     with_budget: Throughput
     used: bool
     """Whether training keeps to it; not if it is slower."""
-    validation: SizeTrial | None = None
-    """The trial of validation that fits, where there is any."""
 
     @property
     def budget(self) -> Budget:
@@ -109,9 +86,6 @@ class BudgetReport(Report):
             "trials": [each.as_dict() for each in self.trials],
         }
 
-    def overrides(self) -> str:
-        return ""  # a budget that is given is tried as well
-
     def applied_to(self, cfg: DictConfig) -> DictConfig:
         if not self.used:
             OmegaConf.update(cfg, f"{BLOCK}.token_budget", False, force_add=True)
@@ -130,12 +104,8 @@ class BudgetReport(Report):
                 found[key] = round(how.tokens_per_second, 1)
         return found
 
-    def blocks(self) -> list[Block]:
-        return [
-            Paragraph(self.text().splitlines()),
-            Drawing(self.figure()),
-            Table("", LengthTrial.COLUMNS, [each.cells() for each in self.trials]),
-        ]
+    def details(self) -> list[Block]:
+        return [Drawing(self.figure()), table_of(self.trials)]
 
     def figure(self) -> Figure | None:
         """Rows over length: what fits, what was tried."""

@@ -9,12 +9,11 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from torchtune_adaptive.common import ConfigError, not_essential
-from torchtune_adaptive.core import Budget, ByRows, MicroBatches, Ranks, Rounding, SizeTrial, Split
+from torchtune_adaptive.core import ByRows, MicroBatches, Ranks, Split
 from torchtune_adaptive.recipe.checkpoints.training_state import GrowthState, TrainingState
 from torchtune_adaptive.recipe.data.images import images_of
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.search.batch_size import find_micro_batch
-from torchtune_adaptive.recipe.search.budget_report import BudgetReport
 from torchtune_adaptive.recipe.search.fastest_search import find_fastest
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.report import Report, write
@@ -30,15 +29,19 @@ class DecidedBatch:
 
     start: Split
     """The batch that training starts with; in a resumed run, that it once started with."""
-    largest: int | None
-    """The largest micro-batch that fits, as a search found it."""
     micro_batches: MicroBatches
-    validation: int | None = None
-    """The rows in a micro-batch of validation, where a search has tried it."""
+    largest: int | None = None
+    """The largest micro-batch that fits, as a search found it."""
     report: Report | None = None
     """The report of the search, if there was one."""
     scoring: MicroBatches = field(default_factory=lambda: ByRows("none"))
     """The division of generated rows for scoring."""
+
+    @property
+    def validation(self) -> int | None:
+        """The rows in a micro-batch of validation, where a search has tried it."""
+        tried = self.report.validation if self.report else None
+        return tried.size if tried else None
 
 
 def decide_batch(
@@ -51,61 +54,51 @@ def decide_batch(
         saved: the training state of the checkpoint that is resumed.
         planner: the planner on rank 0, which predicts the size that should be found.
     """
+    settings, configured = prober.settings, rows.configured
     # A resumed run is bound by what it decided before; one that decided nothing is not.
-    growth = saved.growth if saved and prober.settings.adapts else None
+    growth = saved.growth if saved and settings.adapts else None
+    growth = growth if growth and growth.largest is not None else None
+    if settings.budgets:
+        batch = _in_tokens(prober, rows, saved)
+    elif settings.use_fastest_configuration:
+        batch = _fastest(prober, rows, saved, planner)
+    elif settings.searches:
+        batch = _in_rows(prober, rows, growth, planner)
+    else:
+        batch = DecidedBatch(configured, _by_rows(prober))
     if growth is None or growth.largest is None:
-        return _searched(prober, rows, saved, None, planner)
-    batch = _searched(prober, rows, saved, growth, planner)
-    start = growth.start_on(rows.configured.ranks, batch.largest or growth.largest)
+        return batch
+    start = growth.start_on(configured.ranks, batch.largest or growth.largest)
     return replace(batch, start=start)
 
 
-def _searched(
+def _by_rows(prober: Prober, instead_of_budget: bool = False) -> ByRows:
+    settings = prober.settings
+    rounding = "divisor" if settings.keep_global_batch else settings.rounding
+    return ByRows(rounding, instead_of_budget)
+
+
+def _in_rows(
     prober: Prober,
     rows: RowsToTry,
-    saved: TrainingState | None,
     growth: GrowthState | None,
     planner: BackgroundPlanner | None,
 ) -> DecidedBatch:
-    """Search, or confirm what the run has found before it was resumed: then its ``growth`` is given."""
-    settings, configured = prober.settings, rows.configured
-    rounding: Rounding = "divisor" if settings.keep_global_batch else settings.rounding
-    by_rows = ByRows(rounding)
-    if settings.budgets:
-        if rows.data.packed:
-            log.info("token_budget has no effect: packed rows are all full.")
-            return DecidedBatch(configured, None, by_rows)
-        budget = _by_tokens(prober, rows, saved)
-        if budget is None or not budget.used:
-            size = _size_of(budget.validation) if budget else None
-            return DecidedBatch(
-                configured, None, ByRows(rounding, instead_of_budget=True), size, budget
-            )
-        # Tokens are bounded, not rows.
-        size = _size_of(budget.validation)
-        return DecidedBatch(configured, rows.per_rank, budget.micro_batches, size, budget)
-    if settings.use_fastest_configuration:
-        return _fastest(prober, rows, saved, planner)
-    if not settings.searches:
-        return DecidedBatch(configured, None, by_rows)
+    """The largest micro-batch; of a resumed run, the one that its ``growth`` has known."""
+    configured = rows.configured
     report = find_micro_batch(prober, rows, growth.largest if growth else None, planner)
     if growth is not None:
-        report = replace(
-            report, after=growth.now_on(configured.ranks, report.largest), resumed=True
-        )
+        split = growth.now_on(configured.ranks, report.largest)
+        report = replace(report, split=split, resumed=True)
     announce(prober.cfg, prober.ranks, report)
-    if not settings.use_maximum_batch_size and configured.micro_batch > report.largest:
+    if not prober.settings.use_maximum_batch_size and configured.micro_batch > report.largest:
         raise ConfigError(
             "batch_size",
             configured.micro_batch,
             f"does not fit: {report.reason()}",
             f"Use {report.largest}",
         )
-    return DecidedBatch(report.after, report.largest, by_rows, _size_of(report.validation), report)
-
-
-def _size_of(trial: SizeTrial | None) -> int | None:
-    return trial.size if trial else None
+    return DecidedBatch(report.split, _by_rows(prober), report.largest, report)
 
 
 def _fastest(
@@ -117,24 +110,29 @@ def _fastest(
     if planner is not None and compared and not prober.compiled:
         planner.learn_seconds(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
     announce(prober.cfg, prober.ranks, report)
-    return DecidedBatch(report.split, None, ByRows("divisor"), report=report)
+    return DecidedBatch(report.split, ByRows("divisor"), report=report)
 
 
-def _by_tokens(prober: Prober, rows: RowsToTry, saved: TrainingState | None) -> BudgetReport | None:
-    """A token budget, found or confirmed; None if it was slower when the run began."""
-    known = saved.token_budget if saved else None
+def _in_tokens(prober: Prober, rows: RowsToTry, saved: TrainingState | None) -> DecidedBatch:
+    """A token budget, found or confirmed; none if it is slower, or was when the run began."""
+    if rows.data.packed:
+        log.info("token_budget has no effect: packed rows are all full.")
+        return DecidedBatch(rows.configured, _by_rows(prober))
+    known, without = saved.token_budget if saved else None, _by_rows(prober, instead_of_budget=True)
     if known == [] and prober.settings.token_budget is True:
         log.info("No token budget: it was slower when this run began (the checkpoint says).")
-        return None
+        return DecidedBatch(rows.configured, without)
     prober.enter("looking up the lengths of all rows")
     if rows.order.samples and images_of(rows.data.dataset[0]):
         raise token_budget_with_images(prober.settings)
     lengths = rows.lengths.all(say_progress=prober.ranks.is_zero)
     lengths = [rows.data.rows.padded(length) for length in lengths]
-    budget = Budget(tuple((length, size) for length, size in known)) if known else None
-    report = find_token_budget(prober, rows, lengths, budget)
+    report = find_token_budget(prober, rows, lengths, known)
     announce(prober.cfg, prober.ranks, report)
-    return report
+    if not report.used:
+        return DecidedBatch(rows.configured, without, report=report)
+    # Tokens are bounded, not rows.
+    return DecidedBatch(rows.configured, report.micro_batches, rows.per_rank, report)
 
 
 def announce(cfg: DictConfig, ranks: Ranks, report: Report) -> None:

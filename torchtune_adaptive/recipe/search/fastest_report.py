@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.common import Block, Paragraph, Table, bytes_of, counted
-from torchtune_adaptive.core import Choice, SizeTrial, Split
+from torchtune_adaptive.common import Block, Table, bytes_of
+from torchtune_adaptive.core import Choice, SizeTrial
 from torchtune_adaptive.recipe.search.report import Report, numbers_of
+from torchtune_adaptive.recipe.search.timings import Timing
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.knob_table import changes, overrides, with_choice
 
@@ -20,26 +20,6 @@ def name_of(choice: Choice, own: Choice) -> str:
     """A choice by what it changes in the config's own."""
     changed = (f"{change.key}={change.new}" for change in changes(own, choice))
     return ", ".join(changed) or "as configured"
-
-
-@dataclass(frozen=True)
-class TimedChoice:
-    """A choice, and how long its steps should take and took."""
-
-    choice: Choice
-    predicted: float | None
-    seconds: tuple[float, ...]
-    failed: bool = False
-    """Whether a step that was to be timed ran out of memory."""
-
-    @property
-    def measured(self) -> float | None:
-        """Seconds of a step; None if it was not timed."""
-        return self.in_the_first(len(self.seconds))
-
-    def in_the_first(self, steps: int) -> float | None:
-        """Seconds of a step, of so many that were timed."""
-        return median(self.seconds[:steps]) if self.seconds else None
 
 
 @dataclass(frozen=True)
@@ -52,8 +32,7 @@ class FastestReport(Report):
     ranks: int
     own: Choice
     chosen: Choice
-    split: Split
-    timed: Sequence[TimedChoice]
+    timed: Sequence[Timing[Choice]]
     """The config's own values first, if they fit."""
     tried: Mapping[Choice, SizeTrial]
     tokens: int
@@ -63,7 +42,6 @@ class FastestReport(Report):
     device: str
     headroom: float
     seconds: float
-    sample: str = "row"
 
     def overrides(self) -> str:
         changed = with_choice(self.cfg, self.ranks, self.chosen)
@@ -83,30 +61,30 @@ class FastestReport(Report):
         """Tokens per second and rank."""
         return self.tokens / self.ranks / seconds if seconds else None
 
-    def _cells(self, each: TimedChoice) -> tuple[str, ...]:
+    def _cells(self, each: Timing[Choice]) -> tuple[str, ...]:
         """A configuration: its name, speed and steps as measured, its speed beside that of the first as
         predicted, its peak, and why it was not chosen."""
         speed, first = self._speed(each.measured), self.timed[0].predicted
         peak = ""
-        if (trial := self.tried.get(each.choice)) is not None:
+        if (trial := self.tried.get(each.way)) is not None:
             peak = bytes_of(trial.deciding.peak_bytes, trial.deciding.usable_bytes)
         return (
-            name_of(each.choice, self.own),
+            name_of(each.way, self.own),
             f"{speed:,.0f}" if speed else "",
-            str(len(each.seconds)) if each.seconds else "",
+            str(len(each.steps)) if each.steps else "",
             f"{first / each.predicted:.2f} x" if first and each.predicted else "",
             peak,
             self._verdict(each),
         )
 
-    def _verdict(self, each: TimedChoice) -> str:
+    def _verdict(self, each: Timing[Choice]) -> str:
         """Why a configuration was not chosen, beside the one that was and in the same steps."""
-        if each.choice == self.chosen:
+        if each.way == self.chosen:
             return "chosen"
         if each.failed:
             return "ran out of memory when it was timed"
-        steps = len(each.seconds)
-        best = next((one for one in self.timed if one.choice == self.chosen), None)
+        steps = len(each.steps)
+        best = next((one for one in self.timed if one.way == self.chosen), None)
         mine, its = each.measured, best.in_the_first(steps) if best else None
         if best is None or mine is None or its is None:
             return ""
@@ -114,7 +92,7 @@ class FastestReport(Report):
         if mine < its:
             predicted_slower = (each.predicted or 0) > (best.predicted or 0)
             why = "but predicted slower" if predicted_slower else "but others were faster then"
-        if steps == len(best.seconds):
+        if steps == len(best.steps):
             return f"as fast within noise, {why}" if why else "slower"
         beside = f"out after {steps} steps, in which the chosen one had {self._speed(its):,.0f}"
         return f"{beside}: as fast within noise, {why}" if why else beside
@@ -126,17 +104,14 @@ class FastestReport(Report):
         ]
         for each in self.timed:
             name, measured, steps, predicted, peak, verdict = self._cells(each)
-            mark = "*" if each.choice == self.chosen else " "
+            mark = "*" if each.way == self.chosen else " "
             parts = [f"{measured} tokens/s per rank in {steps} steps" if measured else "not timed"]
             parts += [f"predicted {predicted}"] if predicted else []
             parts += [f"peak {peak}"] if peak else []
             lines.append(f"{mark} {name}: {', '.join(parts)}; {verdict}".removesuffix("; "))
         changed = [str(change) for change in changes(self.own, self.chosen)]
         lines += changed or ["The config's own values stay."]
-        split = self.split
-        samples = counted(split.global_batch, self.sample)
-        lines.append(f"global batch unchanged: {samples} ({split.text()})")
-        return "\n".join(lines)
+        return "\n".join([*lines, self.batch_unchanged()])
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -151,8 +126,8 @@ class FastestReport(Report):
             "seconds": self.seconds,
             "timed": [
                 {
-                    "choice": dict(each.choice),
-                    "seconds": list(each.seconds),
+                    "choice": dict(each.way),
+                    "seconds": list(each.steps),
                     "verdict": self._verdict(each),
                     "tokens_per_second_per_rank": self._speed(each.measured),
                     "predicted_tokens_per_second_per_rank": self._speed(each.predicted),
@@ -165,10 +140,10 @@ class FastestReport(Report):
     def numbers(self) -> dict[str, float]:
         trial = self.tried[self.chosen]
         result = self.split, self.row_length, trial, len(self.tried), self.seconds
-        timed = next((each for each in self.timed if each.choice == self.chosen), None)
+        timed = next((each for each in self.timed if each.way == self.chosen), None)
         return numbers_of(*result, self._speed(timed.measured) if timed else None)
 
-    def blocks(self) -> list[Block]:
+    def details(self) -> list[Block]:
         header = ("configuration", "tokens/s per rank", "steps", "predicted", "peak", "verdict")
         rows = [self._cells(each) for each in self.timed]
-        return [Paragraph(self.text().splitlines()), Table("", header, rows)]
+        return [Table("", header, rows)]

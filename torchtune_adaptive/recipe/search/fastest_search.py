@@ -13,7 +13,7 @@ from typing import Any
 from torchtune_adaptive.common import ConfigError, counted
 from torchtune_adaptive.core import ByRows, Choice, Probe, SizeTrial, Split, knobs, recompute
 from torchtune_adaptive.recipe.search import timings
-from torchtune_adaptive.recipe.search.fastest_report import FastestReport, TimedChoice, name_of
+from torchtune_adaptive.recipe.search.fastest_report import FastestReport, name_of
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.worst_case import WorstCase
 from torchtune_adaptive.recipe.settings.knob_table import (
@@ -69,9 +69,7 @@ def find_fastest(
         own=own,
         chosen=chosen,
         split=_split_of(rows.configured, chosen),
-        timed=[
-            TimedChoice(each.way, each.predicted, tuple(each.steps), each.failed) for each in timed
-        ],
+        timed=timed,
         tried=trials.tried,
         tokens=trials.tokens,
         row_length=worst.length,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,17 +16,21 @@ from torchtune_adaptive.core import (
     Generators,
     Loader,
     MicroBatches,
+    Phase,
     Probe,
     Ranks,
     SampleOrder,
+    SizeTrial,
     Split,
     TrainStep,
     Watchdog,
 )
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
+from torchtune_adaptive.recipe.search.sizing import InRows
 from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.fingerprint import search_facts
 from torchtune_adaptive.recipe.setup.flex_attention import compiles
 
 log = logging.getLogger(__name__)
@@ -113,6 +118,17 @@ class Prober:
         communication and kernels keep outside of the allocator."""
         return min(self.ranks.gather(self.step.memory.capacity()))
 
+    def facts(self, **trials: Any) -> dict[str, Any]:
+        """Everything that the result of a search depends on, with what its ``trials`` are made of."""
+        return search_facts(
+            self.cfg,
+            self.settings,
+            **trials,
+            ranks=self.ranks.size,
+            device=self.step.memory.name,
+            capacity=self.capacity(),
+        )
+
     def probe(self, accumulation: Callable[[int], int]) -> Probe:
         """A probe, which is a context.
 
@@ -133,6 +149,52 @@ class Prober:
             entering=lambda phase: self.watchdog.enter(phase, patience=patience),
             compiled=self.compiled,
         )
+
+    @contextmanager
+    def primed(
+        self,
+        accumulation: Callable[[int], int],
+        batch: Callable[[int], Any],
+        nothing_fits: Callable[[SizeTrial], Exception],
+    ) -> Iterator[tuple[Probe, SizeTrial]]:
+        """A context with a probe after its first steps, and the trial of them.
+
+        Where not even one row of the largest ``batch`` fits, ``nothing_fits`` makes the error.
+        """
+        with self.probe(accumulation) as probe:
+            first = probe.prime(batch)
+            if not first.fits:
+                raise nothing_fits(first)
+            yield probe, first
+
+    def fit_validation(
+        self, probe: Probe, rows: RowsToTry, default: Callable[[int], int]
+    ) -> SizeTrial | None:
+        """Halve the wanted micro-batch of validation until it fits; None where nothing is validated.
+
+        Validation is a forward pass without gradients, so what fits in training mostly fits here. Not if rows
+        are longer, or if ``batch_size_val`` asks for more. The loss does not depend on the size.
+
+        Args:
+            probe: the probe that tries it; inside its context, so that the optimizer's state is in memory.
+            rows: the rows of the run.
+            default: the size to start with where the config gives none, for rows of so many tokens.
+        """
+        if (validation := rows.validation) is None:
+            return None
+        worst = self.worst_case(validation.data, validation.lengths)
+        worst = replace(worst, source=f"dataset_val, {worst.source}")
+        size = validation.size or default(worst.length)
+        size = max(1, min(size, -(-len(validation.data.dataset) // rows.configured.ranks)))
+        phase = Phase("validation", self.step, self.step.sums)
+        found = InRows(
+            trial=lambda size: probe.trial_of(phase, size, worst.batch(size)),
+            sizes=[size >> halvings for halvings in reversed(range(size.bit_length()))],
+            strategy="halve",
+            nothing_fits=worst.nothing_fits,
+            prefix=f"Validation, {worst.length} tokens a row: ",
+        ).find(self.ranks)
+        return found.trials[-1]
 
     def worst_case(self, data: Data, lengths: RowLengths, length: int | None = None) -> WorstCase:
         """The row that trials are made of, of a given length or of the longest that the data can produce;

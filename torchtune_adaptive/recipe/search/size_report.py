@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torchtune_adaptive.common import Block, Drawing, Paragraph, Table, counted, human_bytes, plots
-from torchtune_adaptive.core import SizeTrial, Split, strategies
+from torchtune_adaptive.common import Block, Drawing, counted, human_bytes, plots
+from torchtune_adaptive.core import Split
 from torchtune_adaptive.recipe.data.images import RowSize
-from torchtune_adaptive.recipe.search.report import Report, batch_numbers, numbers_of
+from torchtune_adaptive.recipe.search.report import (
+    Report,
+    batch_numbers,
+    numbers_of,
+    reason,
+    table_of,
+)
+from torchtune_adaptive.recipe.search.sizing import FoundRows
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 
 if TYPE_CHECKING:
@@ -23,9 +30,8 @@ class SearchReport(Report):
     """A finished search and what it was about."""
 
     name: ClassVar[str] = "batch_size_search"
-    result: strategies.SearchResult[SizeTrial]
+    result: FoundRows
     before: Split
-    after: Split
     strategy: str
     row: RowSize
     row_source: str
@@ -40,11 +46,8 @@ class SearchReport(Report):
     """The limit of the candidates: the data, the steps in an epoch, a setting, or the rows in a step."""
     at_ceiling: bool = False
     """Whether what was found is the largest candidate."""
-    validation: SizeTrial | None = None
-    """The trial of validation that fits, where there is any."""
-    sample: str = "row"
     resumed: bool = False
-    """Whether the run has trained with ``after`` before, and only makes sure that it fits."""
+    """Whether the run has trained with ``split`` before, and only makes sure that it fits."""
 
     @property
     def largest(self) -> int:
@@ -55,25 +58,18 @@ class SearchReport(Report):
     @property
     def uses_what_was_found(self) -> bool:
         """Whether training starts with what was found, or may only grow to it."""
-        return self.after.micro_batch == self.largest
+        return self.split.micro_batch == self.largest
 
     def reason(self) -> str:
         """Why this size and not the next."""
-        status = self.result.status
-        if status is not strategies.Status.NEXT_DOES_NOT_FIT:
-            return f"{status.value}: {self.ceiling}" if self.at_ceiling else status.value
-        failed = min(
-            (trial for trial in self.result.trials if not trial.fits), key=lambda t: t.size
-        )
-        where = f"{failed.deciding.trouble} on rank {failed.deciding_rank}"
-        return f"{counted(failed.size, self.sample)} {'does' if failed.size == 1 else 'do'} not fit: {where}"
+        return reason(self.result, self.sample, self.ceiling if self.at_ceiling else None)
 
     def steps_per_epoch(self, split: Split) -> int:
         return self.rows_per_rank // split.rows
 
     def consequences(self) -> list[str]:
         """What a changed global batch means for training."""
-        old, new = self.before, self.after
+        old, new = self.before, self.split
         if self.resumed or old.global_batch == new.global_batch:
             return []
         steps = self.steps_per_epoch(new)
@@ -90,7 +86,7 @@ class SearchReport(Report):
 
     def _choice(self) -> str:
         """The micro-batch before and after, in words."""
-        old, new, largest = self.before.micro_batch, self.after.micro_batch, self.largest
+        old, new, largest = self.before.micro_batch, self.split.micro_batch, self.largest
         if self.resumed:
             return f"{new}" if new == largest else f"{new}; the largest is {largest}"
         return f"{old} -> {new}" if self.uses_what_was_found else f"{old} may grow to {largest}"
@@ -101,12 +97,12 @@ class SearchReport(Report):
 
     def _words(self) -> str:
         return (
-            f"batch_size={self.after.micro_batch} "
-            f"gradient_accumulation_steps={self.after.accumulation} use_maximum_batch_size=False"
+            f"batch_size={self.split.micro_batch} "
+            f"gradient_accumulation_steps={self.split.accumulation} use_maximum_batch_size=False"
         )
 
     def text(self) -> str:
-        old, new = self.before, self.after
+        old, new = self.before, self.split
         lines = [
             f"Searched with {self.sample}s of {self.row} ({self.row_source}) on {self.device}, "
             f"{self.headroom:.0%} headroom; {self.strategy}, {self.seconds:.1f} s:",
@@ -118,7 +114,7 @@ class SearchReport(Report):
         if self.resumed:
             lines.append(f"global batch as before: {new_batch} ({parts})")
         elif old.global_batch == new.global_batch:
-            lines.append(f"global batch unchanged: {new_batch} ({parts})")
+            lines.append(self.batch_unchanged())
         else:
             lines.append(f"global batch {old.global_batch:,} -> {new_batch} ({parts})")
         if self.validation is not None:
@@ -127,10 +123,10 @@ class SearchReport(Report):
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            **self._batch(self.after),
+            **self._batch(self.split),
             "largest_batch_size": self.largest,
             "before": self._batch(self.before),
-            "ranks": self.after.ranks,
+            "ranks": self.split.ranks,
             "reason": self.reason(),
             "overrides": self._words(),
             "strategy": self.strategy,
@@ -151,13 +147,11 @@ class SearchReport(Report):
     def numbers(self) -> dict[str, float]:
         trials = self.result.trials
         best = next(trial for trial in trials if trial.size == self.largest)
-        found = numbers_of(self.after, self.row.tokens, best, len(trials), self.seconds)
+        found = numbers_of(self.split, self.row.tokens, best, len(trials), self.seconds)
         return {"largest_batch_size": self.largest, **found}
 
-    def blocks(self) -> list[Block]:
-        rows = [trial.cells() for trial in self.result.trials]
-        lines = self.text().splitlines()
-        return [Paragraph(lines), Drawing(self.figure()), Table("", SizeTrial.COLUMNS, rows)]
+    def details(self) -> list[Block]:
+        return [Drawing(self.figure()), table_of(self.result.trials)]
 
     def figure(self) -> Figure | None:
         """Peak memory over micro-batch size, with the usable memory and the size that was chosen."""

@@ -52,12 +52,21 @@ class Timing(Generic[Way]):
     """Seconds of a step."""
     steps: list[float] = field(default_factory=list)
     failed: bool = False
-    """A step that was to be timed ran out of memory."""
+    """Whether a step that was to be timed ran out of memory."""
 
     @property
     def seconds(self) -> float:
         """Seconds of one step; the median, because machines have moments in which they do something else."""
         return median(self.steps) if self.steps and not self.failed else float("inf")
+
+    @property
+    def measured(self) -> float | None:
+        """Seconds of one step; None if none was timed."""
+        return self.in_the_first(len(self.steps))
+
+    def in_the_first(self, steps: int) -> float | None:
+        """Seconds of one step, of so many that were timed."""
+        return median(self.steps[:steps]) if self.steps else None
 
 
 def fastest(

@@ -83,13 +83,13 @@ def worst_case(
     if data.packed:
         row = dataset[0]
         length = rows.length(row)
-        _require_no_longer(length, 0, probe_length)
+        require_no_longer(length, 0, probe_length)
         return WorstCase(rows.stretched(row, length), "packed rows are full", data)
     bound = _Bound.of(data)
     found = _known(lengths, rows.sample) or _scan(
         data, ranks, _enough(bound, probe_length), bound, lengths
     )
-    _require_no_longer(found.size.tokens, found.longest, probe_length)
+    require_no_longer(found.size.tokens, found.longest, probe_length)
     tokens, source = found.size.tokens, found.source(bound)
     if probe_length is not None:
         tokens, source = probe_length, f"{BLOCK}.probe_length"
@@ -218,7 +218,8 @@ def _by_index(order: list[int], found: list[list[int]]) -> list[int]:
     return lengths
 
 
-def _require_no_longer(length: int, row: int, probe_length: int | None) -> None:
+def require_no_longer(length: int, row: int, probe_length: int | None) -> None:
+    """Raise where a row is longer than the user wants tried."""
     if probe_length is not None and length > probe_length:
         raise ConfigError(
             f"{BLOCK}.probe_length",

@@ -7,8 +7,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from torchtune_adaptive.common import counted, not_essential
-from torchtune_adaptive.core import Split
+from torchtune_adaptive.core import Ranks, Split
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,11 @@ class Events:
 
     def __init__(self, folder: Path | None) -> None:
         self._path = folder / EVENTS_NAME if folder else None
+
+    @classmethod
+    def of(cls, cfg: DictConfig, ranks: Ranks) -> Events:
+        """Those of a run, on this rank."""
+        return cls(Path(cfg.output_dir) if ranks.is_zero else None)
 
     def changed(self, step: int, reason: str, **what: tuple[Any, Any]) -> None:
         """Values such as ``micro_batch=(8, 4)`` (before, after) change from ``step`` on."""

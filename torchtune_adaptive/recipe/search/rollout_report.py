@@ -8,10 +8,17 @@ from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.common import Block, Paragraph, Table, counted
-from torchtune_adaptive.core import Budget, SizeTrial, Split, strategies
-from torchtune_adaptive.recipe.search.budget_report import LengthTrial, rows_by_length
-from torchtune_adaptive.recipe.search.report import Report, batch_numbers
+from torchtune_adaptive.common import Block, counted
+from torchtune_adaptive.core import Budget, strategies
+from torchtune_adaptive.recipe.search.in_tokens import FoundBudget
+from torchtune_adaptive.recipe.search.report import (
+    Report,
+    batch_numbers,
+    reason,
+    rows_by_length,
+    table_of,
+)
+from torchtune_adaptive.recipe.search.sizing import FoundRows
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION
 from torchtune_adaptive.recipe.settings.phase_names import GENERATION, PHASES, SCORING, TRAINING
@@ -27,62 +34,23 @@ IN_TOKENS = {TRAINING: f"{BLOCK}.token_budget", SCORING: f"{BLOCK}.scoring_token
 
 
 @dataclass(frozen=True)
-class FoundRows:
-    """Rows that fit, whatever their length."""
-
-    COLUMNS: ClassVar = SizeTrial.COLUMNS
-    result: strategies.SearchResult[SizeTrial]
-
-    @property
-    def size(self) -> int:
-        assert self.result.size is not None, "a search that found nothing has no report"
-        return self.result.size
-
-    @property
-    def trials(self) -> tuple[SizeTrial, ...]:
-        return self.result.trials
-
-    def reason(self) -> str:
-        """Why this size and not the next."""
-        status = self.result.status
-        if status is strategies.Status.CEILING:
-            return f"{status.value}: there are no more rows, or {BLOCK}.ceiling no larger size"
-        if status is not strategies.Status.NEXT_DOES_NOT_FIT:
-            return status.value
-        failed = min((t for t in self.trials if not t.fits), key=lambda trial: trial.size)
-        where = f"{failed.deciding.trouble} on rank {failed.deciding_rank}"
-        return (
-            f"{counted(failed.size, 'row')} {'does' if failed.size == 1 else 'do'} not fit: {where}"
-        )
-
-
-@dataclass(frozen=True)
-class FoundBudget:
-    """Rows that fit, by length."""
-
-    COLUMNS: ClassVar = LengthTrial.COLUMNS
-    size: Budget
-    trials: list[LengthTrial]
-
-    def reason(self) -> str:
-        """What was measured."""
-        return f"rows that fit, by length: {rows_by_length(self.size)}"
-
-
-@dataclass(frozen=True)
-class PhaseReport(Report):
+class RolloutSizesReport(Report):
     """What the searches of all phases have found."""
 
     name: ClassVar[str] = "batch_size_search"
     found: Mapping[str, FoundRows | FoundBudget]
     sizes: Sizes
     """Those of all phases, as they were found, or as the config says."""
-    split: Split
     row: str
     """What trials were made of."""
     device: str
     headroom: float
     seconds: float
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """By phase, why its size was found."""
+        return {phase: _reason(found) for phase, found in self.found.items()}
 
     def text(self) -> str:
         lines = [
@@ -90,11 +58,11 @@ class PhaseReport(Report):
             f"{self.seconds:.1f} s:"
         ]
         for phase in PHASES:
-            why = self.found[phase].reason() if phase in self.found else "as the config says"
+            why = self.reasons.get(phase, "as the config says")
             lines.append(f"{phase} in micro-batches of {in_words(self.sizes[phase])} ({why})")
-        rows = counted(self.split.global_batch, "row")
-        how = "" if isinstance(self.sizes[TRAINING], Budget) else f" ({self.split.text()})"
-        return "\n".join([*lines, f"global batch unchanged: {rows}{how}"])
+        return "\n".join(
+            [*lines, self.batch_unchanged(not isinstance(self.sizes[TRAINING], Budget))]
+        )
 
     def overrides(self) -> str:
         said = []
@@ -135,19 +103,22 @@ class PhaseReport(Report):
             "device": self.device,
             "headroom": self.headroom,
             "rows_by_length": {phase: dict(size.measured) for phase, size in budgets.items()},
-            "reasons": {phase: result.reason() for phase, result in self.found.items()},
+            "reasons": self.reasons,
             "trials": {
                 phase: [trial.as_dict() for trial in result.trials]
                 for phase, result in self.found.items()
             },
         }
 
-    def blocks(self) -> list[Block]:
-        tables = [
-            Table(phase.capitalize(), result.COLUMNS, [each.cells() for each in result.trials])
-            for phase, result in self.found.items()
-        ]
-        return [Paragraph(self.text().splitlines()), *tables]
+    def details(self) -> list[Block]:
+        return [table_of(each.trials, phase.capitalize()) for phase, each in self.found.items()]
+
+
+def _reason(found: FoundRows | FoundBudget) -> str:
+    if isinstance(found, FoundBudget):
+        return f"rows that fit, by length: {rows_by_length(found.size)}"
+    limit = f"there are no more rows, or {BLOCK}.ceiling no larger size"
+    return reason(found, limit=limit if found.status is strategies.Status.CEILING else None)
 
 
 def in_words(size: int | Budget) -> str:

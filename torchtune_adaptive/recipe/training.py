@@ -1,0 +1,193 @@
+"""The training of a run, once its batch is decided: the loop, and what may change while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.core import (
+    Epochs,
+    Loader,
+    MicroBatches,
+    NoiseScale,
+    Recovery,
+    Split,
+    StepRunner,
+    TrainStep,
+    Watchdog,
+)
+from torchtune_adaptive.recipe.checkpoints.folder import last_saved
+from torchtune_adaptive.recipe.checkpoints.progress import Progress
+from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
+from torchtune_adaptive.recipe.search.decide import DecidedBatch
+from torchtune_adaptive.recipe.search.prober import ValidationRows
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.setup.model import Model
+from torchtune_adaptive.recipe.setup.optimizer import Optimizers, build_lr_scheduler
+from torchtune_adaptive.recipe.train.adaptation import Adaptation
+from torchtune_adaptive.recipe.train.events import Events
+from torchtune_adaptive.recipe.train.growth import Growth
+from torchtune_adaptive.recipe.train.instruments import Profiling, build_profiler
+from torchtune_adaptive.recipe.train.learning_rate import LearningRate
+from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_go_on, how_to_resume
+from torchtune_adaptive.recipe.train.metric_logger import MetricLogger
+from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
+from torchtune_adaptive.recipe.train.rollouts import Rollouts
+from torchtune_adaptive.recipe.train.stop import StopSignals
+from torchtune_adaptive.recipe.train.validation import Validation
+from torchtune_adaptive.schedule import IncreaseFunction, Schedule
+
+Save = Callable[[Model, Optimizers, Progress, str], None]
+
+
+class Source(NamedTuple):
+    """The rows of all steps."""
+
+    loader: Loader | Rollouts
+    epochs: Epochs
+    sample: str
+    """What a row is called."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """Makes the training loop of a run."""
+
+    cfg: DictConfig
+    settings: AdaptiveSettings
+    watchdog: Watchdog
+    stop: StopSignals
+    progress: Progress
+    kind: RecipeKind
+    logger: MetricLogger | None
+    """The metric logger, on rank 0."""
+    grow: Schedule | IncreaseFunction | None
+    """What makes the batch grow."""
+    no_retry: str | None
+    """Why no step can be retried, if none can."""
+
+    def loop(
+        self,
+        model: Model,
+        optimizers: Optimizers,
+        step: TrainStep,
+        batch: DecidedBatch,
+        source: Source,
+        save: Save,
+    ) -> TrainingLoop:
+        """The loop that trains with the batch that was decided on; it validates nothing yet."""
+        cfg, settings, environment = self.cfg, self.settings, self.kind.environment
+        last_checkpoint = partial(last_saved, Path(cfg.checkpointer.output_dir))
+        noise = NoiseScale() if step.options.measure_noise else None
+        metrics = Metrics(
+            Logging.from_config(cfg, self.logger, environment),
+            environment,
+            step.memory,
+            watch_memory=settings.shrinks,
+            counts_tokens=step.objective.unit == "tokens",
+            sample=source.sample,
+        )
+        runner = StepRunner(
+            step,
+            advice=lambda: self._advice(last_checkpoint()),
+            unit=batch.micro_batches.unit or source.sample,
+            wait_for_memory=settings.wait_for_memory,
+        )
+        has_interval = "save_every_n_epochs" in self.kind.about.keys
+        every = cfg.get("save_every_n_epochs") if has_interval else None
+        return TrainingLoop(
+            runner=runner,
+            recovery=partial(self._recovery, batch.micro_batches, len(runner.reliefs) - 1),
+            watchdog=self.watchdog,
+            step_timeout=settings.step_timeout,
+            adaptation=self._adaptation(batch, optimizers, source.epochs, noise),
+            loader=source.loader,
+            progress=self.progress,
+            metrics=metrics,
+            profiling=Profiling(*build_profiler(cfg), environment, step.memory),
+            save=lambda name: save(model, optimizers, self.progress, name),
+            last_checkpoint=last_checkpoint,
+            save_every_n_steps=cfg.get("save_every_n_steps"),
+            stop=self.stop,
+            before_step=partial(self.kind.before_step, model.module),
+            sample=source.sample,
+            save_every_n_epochs=every or 1,
+        )
+
+    def validation(
+        self, loop: TrainingLoop, model: Model, rows: ValidationRows, batch: DecidedBatch
+    ) -> Validation:
+        """What validates between the steps of a loop."""
+        settings = self.settings
+        return Validation(
+            step=loop.runner.step,
+            data=rows.data,
+            every_n_steps=self.cfg.run_val_every_n_steps,
+            size=batch.validation or rows.size or batch.start.micro_batch,
+            grow_back_after=settings.grow_back_after,
+            rank=model.data_rank,
+            ranks=model.data_ranks,
+            workers=settings.workers,
+            watchdog=self.watchdog,
+            step_timeout=settings.step_timeout,
+            events=loop.adaptation.events,
+            record=loop.metrics.record_validation,
+        )
+
+    def _advice(self, last: str) -> str:
+        """What to do about a training step that ran out of memory and is not retried."""
+        if self.settings.shrinks or self.no_retry:
+            return how_to_resume(last, self.no_retry)
+        return how_to_go_on(last)
+
+    def _recovery(self, micro_batches: MicroBatches, reliefs: int, split: Split) -> Recovery | None:
+        if not self.settings.shrinks:
+            return None
+        sizes = micro_batches.full_size(split), micro_batches.smaller_sizes(split)
+        return Recovery(*sizes, self.settings.grow_back_after, reliefs)
+
+    def _adaptation(
+        self,
+        batch: DecidedBatch,
+        optimizers: Optimizers,
+        epochs: Epochs,
+        noise: NoiseScale | None,
+    ) -> Adaptation:
+        """How the batch and the learning rate change from here on; restored if the run is resumed."""
+        settings, progress, saved = self.settings, self.progress, self.progress.training
+        goes_on = saved and saved.growth.first_global_batch == batch.start.global_batch
+        growth = Growth(
+            batch.start,
+            batch.largest,
+            self.grow,
+            settings.grow_past_memory,
+            epochs.samples // batch.start.ranks,
+            self.kind.environment.ranks,
+            saved.growth.decided if saved and goes_on else None,
+        )
+        used = 0
+        if saved:
+            used = saved.samples_of_epoch
+            if settings.adapts and saved.growth.largest is not None:
+                growth.resume(saved.growth)
+        total = progress.total_epochs * epochs.base_steps
+        learning_rate = LearningRate(
+            optimizers,
+            lambda position: build_lr_scheduler(self.cfg, optimizers, total, position),
+            position=epochs.position(progress.epochs_run, used),
+            rule=settings.lr_scaling or (growth.schedule.lr_scaling if growth.schedule else "none"),
+            half_life=settings.beta2 == "half_life",
+            start=batch.start.global_batch,
+            total=total,
+            anew=progress.takes_rate,
+        )
+        events = Events.of(self.cfg, self.kind.environment.ranks)
+        adaptation = Adaptation(growth, learning_rate, noise, epochs, events)
+        if self.grow is not None and not saved:
+            adaptation.announce(progress.total_epochs)
+        return adaptation
