@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -46,6 +47,7 @@ class Alone(Ranks):
 
 
 _SHOWN = 8000  # characters of a rank's output, enough for a stack and some lines before
+_START = 120.0  # seconds that a rank may take to start, or to say where it is
 
 # A server imports what ranks need once, and forks them: imports take seconds, a fork a few milliseconds.
 _context = multiprocessing.get_context("forkserver")
@@ -65,7 +67,7 @@ def run_ranks(
     Args:
         function: a module-level function; its arguments and results must be picklable.
         ranks: number of ranks.
-        timeout: seconds after which the test has failed.
+        timeout: seconds after the start of all ranks after which the test has failed.
         join: whether to create the process group; if not, the function does, as a launched process would.
         forked: whether ranks may be forked. One that uses CUDA may not, because importing torchtune
             initializes it where there is a GPU.
@@ -79,7 +81,7 @@ def run_ranks(
         processes, pipes = [], []
         for rank in range(ranks):
             receiver, sender = context.Pipe(duplex=False)
-            setting = _Setting(rank, ranks, store.port, folder, timeout, join)
+            setting = _Setting(rank, ranks, store.port, folder, join)
             process = context.Process(
                 target=_rank_main, args=(function, arguments, setting, sender), daemon=True
             )
@@ -88,6 +90,7 @@ def run_ranks(
             processes.append(process)
             pipes.append(receiver)
         try:
+            _wait_for_start(processes, Path(folder))
             return _collect(processes, pipes, Path(folder), timeout)
         finally:
             for process in processes:
@@ -101,7 +104,6 @@ class _Setting:
     ranks: int
     port: int
     folder: str
-    timeout: float
     join: bool
 
 
@@ -130,17 +132,20 @@ def watch_ranks(
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(ranks):
-            setting = _Setting(rank, ranks, store.port, folder, timeout, join)
+            setting = _Setting(rank, ranks, store.port, folder, join)
             process = _context.Process(
                 target=_rank_main_to_file, args=(function, arguments, setting), daemon=True
             )
             process.start()
             processes.append(process)
-        end = time.monotonic() + timeout
         try:
+            _wait_for_start(processes, Path(folder))
+            end = time.monotonic() + timeout
             for rank in until_exit_of:
                 processes[rank].join(timeout=max(0.0, end - time.monotonic()))
             exit_codes = [process.exitcode for process in processes]
+            if any(exit_codes[rank] is None for rank in until_exit_of):
+                _ask_where_they_are(processes, Path(folder))
         finally:
             for process in processes:
                 process.kill()
@@ -152,6 +157,31 @@ def watch_ranks(
             f"rank {rank} is still running after {timeout:g} s: {everything}"
         )
     return [Ended(code, text) for code, text in zip(exit_codes, said, strict=True)]
+
+
+def _wait_for_start(processes: list[BaseProcess], folder: Path) -> None:
+    """Wait until each rank runs. On a busy machine that may take longer than what a test gives the function."""
+    end = time.monotonic() + _START
+    for rank, process in enumerate(processes):
+        stack = folder / f"stack_{rank}"
+        while process.is_alive() and not stack.exists() and time.monotonic() < end:
+            time.sleep(0.002)
+
+
+def _ask_where_they_are(processes: list[BaseProcess], folder: Path) -> None:
+    """Make the ranks that still run write their stacks to their files."""
+    for rank, process in enumerate(processes):
+        stack = folder / f"stack_{rank}"
+        if not process.is_alive() or not stack.exists():
+            continue
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGUSR1)
+        end, written = time.monotonic() + _START, 0
+        while process.is_alive() and time.monotonic() < end:
+            time.sleep(0.1)
+            before, written = written, stack.stat().st_size
+            if written and written == before:
+                break
 
 
 def _collect(
@@ -166,6 +196,7 @@ def _collect(
         if not ready:
             late = [rank for rank in range(len(pipes)) if rank not in results]
             problems.append(f"ranks {late} were not done within {timeout:g} s")
+            _ask_where_they_are(processes, folder)
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
@@ -227,8 +258,7 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Se
     gc.freeze()  # what was imported stays; collections then take no time
     with open(Path(setting.folder) / f"stack_{setting.rank}", "w") as stack:
         faulthandler.enable(file=stack)
-        # Just before the time is up, so that the parent finds it when it gives up.
-        faulthandler.dump_traceback_later(setting.timeout * 0.97, file=stack)
+        faulthandler.register(signal.SIGUSR1, file=stack)  # the parent asks when the time is up
         try:
             if setting.join:
                 dist.init_process_group("gloo")
@@ -237,6 +267,6 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...], setting: _Se
                 dist.barrier()  # or a rank that leaves first may abort another one's last collective
                 dist.destroy_process_group()
         finally:
-            faulthandler.cancel_dump_traceback_later()
+            faulthandler.unregister(signal.SIGUSR1)
             faulthandler.disable()
     return result
