@@ -38,7 +38,7 @@ from torchtune_adaptive.recipe.plan.pace import pace_for
 from torchtune_adaptive.recipe.plan.predict import Query, predict
 from torchtune_adaptive.recipe.plan.request import PlanRequest, plan_request
 from torchtune_adaptive.recipe.registry import find_config
-from torchtune_adaptive.recipe.settings.kind_table import kind_of
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import initialize_ropes
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
@@ -103,14 +103,15 @@ def build_step(cfg: DictConfig, ranks: int, memory: DeviceMemory) -> TrainStep:
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     dtype = training.get_dtype(cfg.dtype, torch.device("cpu"))
     environment = Environment(device, dtype, FakeRanks(0, ranks))
-    kind = recipe_kind(kind_of(cfg), cfg, environment)
+    asked = Asked.of(cfg)
+    kind = recipe_kind(asked, environment)
     model = kind.model_without_weights()
     fill(model, device)
     randomize(model)
     initialize_ropes(model, environment)
-    optimizers = build_optimizers(cfg, environment, model, None)
+    optimizers = build_optimizers(asked, environment, model, None)
     objective = kind.objective(model, ())
-    offloading = Offloading(model, cfg.get("enable_activation_offloading", False))
+    offloading = Offloading(model, asked["enable_activation_offloading"])
     return TrainStep(
         model=model,
         objective=objective,
@@ -121,7 +122,7 @@ def build_step(cfg: DictConfig, ranks: int, memory: DeviceMemory) -> TrainStep:
         options=StepOptions(
             survive=False,
             activations=offloading,
-            switches=build_switches(cfg, environment, model, objective, offloading),
+            switches=build_switches(asked, environment, model, objective, offloading),
         ),
     )
 

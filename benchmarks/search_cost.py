@@ -21,13 +21,12 @@ from collections.abc import Callable
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config
 
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.search.strategies import STRATEGIES, find_largest
 from torchtune_adaptive.core.search.trial import SizeTrial
 from torchtune_adaptive.core.sizes.candidates import candidates
-from torchtune_adaptive.recipe.data.dataset import load_data
+from torchtune_adaptive.recipe.data.dataset import data_of, load_rows
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.run import Run
@@ -73,10 +72,10 @@ def compare(cfg: DictConfig, rounding: str) -> None:
     run = Run(cfg, "full")
     settings, ranks = run.settings, run.ranks
     model = run.kind.model(run.kind.checkpoints().load())
-    optimizers = build_optimizers(cfg, run.environment, model.module, None)
+    optimizers = build_optimizers(run.asked, run.environment, model.module, None)
     objective = run.kind.objective(model.module, ())
-    tokenizer = config.instantiate(cfg.tokenizer)
-    data = load_data(cfg, tokenizer, run.kind.rows(), objective)
+    loaded = load_rows(run.asked)
+    data = data_of(run.asked, loaded.tokenizer, loaded.training, run.kind.rows(), objective)
     step = run.train_step(model, optimizers, objective)
     worst = worst_case(data, None, ranks, RowLengths(data.dataset, cfg, ranks, cache=False))
     sizes = candidates(rounding, len(data.dataset), 0)

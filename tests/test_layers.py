@@ -166,3 +166,13 @@ def test_accelerators_are_named_in_one_folder() -> None:
         for node in ast.walk(ast.parse(MODULES[name].read_text())):
             named = isinstance(node, ast.Attribute) and node.attr in ("cuda", "xpu", "mps")
             assert not named or ".core.device." in name, f"{name}:{node.lineno}"
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "demos", "examples"])
+def test_what_other_programs_import_is_there(folder: str) -> None:
+    """Most of them run only now and then, so a name that has moved would not be missed."""
+    for file in sorted((PACKAGE.parent / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            if module and module.split(".")[0] == "torchtune_adaptive":
+                exec(ast.unparse(node), {})

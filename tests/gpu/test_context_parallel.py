@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.recipe.registry import find_config
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.context_parallel import attention_over_parts
 from torchtune_adaptive.recipe.setup.environment import Environment
 
@@ -51,7 +52,7 @@ def _difference(dtype: torch.dtype, rotation: str, times: int) -> float:
     cfg = OmegaConf.load(find_config("tiny/full"))
     assert OmegaConf.is_dict(cfg)
     cfg.context_parallel_dim, cfg.context_parallel_rotate_method = 2, rotation
-    with attention_over_parts(cfg, environment) as context:
+    with attention_over_parts(Asked.of(cfg), environment) as context:
         assert context is not None
         length = context.parts.multiple * times
         places = context.parts.positions(length).to(DEVICE)

@@ -25,6 +25,7 @@ from torchtune_adaptive.core.step.switches import Switches
 from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.recipe.kinds.kd import Distillation
 from torchtune_adaptive.recipe.kinds.quantization import quantized as fake_quantised
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 
@@ -123,7 +124,7 @@ def switches_of(model: nn.Module, objective: Objective) -> Switches:
     cfg = OmegaConf.create({"model": {}, "loss": {"_component_": CHUNKED}})
     size = dist.get_world_size() if dist.is_initialized() else 1
     environment = Environment(torch.device("cpu"), torch.float32, Alone(size))
-    return build_switches(cfg, environment, model, objective)
+    return build_switches(Asked.of(cfg, "full"), environment, model, objective)
 
 
 def distillation(teacher: nn.Module, ratio: float = 0.5) -> Distillation:

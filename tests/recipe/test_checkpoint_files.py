@@ -34,6 +34,7 @@ from torchtune_adaptive.recipe.checkpoints.resume_from import (
     newest_source,
     say_what_is_replaced,
 )
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 
 WEIGHTS = "model-00001-of-00001.safetensors"
@@ -352,29 +353,29 @@ def test_the_end_of_a_run(resumable: bool, tmp_path: Path) -> None:
 def test_only_one_run_writes_into_a_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = config(tmp_path)
+    asked = Asked.of(config(tmp_path), "full")
     (tmp_path / "out").mkdir()
 
     def is_refused() -> None:
         with pytest.raises(
             CheckpointError, match=r"out: another run is using it \(process \d+ on "
         ):
-            lock_output_folders(cfg, Alone())
+            lock_output_folders(asked, Alone())
 
-    (lock,) = lock_output_folders(cfg, Alone())
+    (lock,) = lock_output_folders(asked, Alone())
     assert in_child(is_refused) == 0
-    lock_output_folders(cfg, Alone())  # by the same process, as in a notebook
+    lock_output_folders(asked, Alone())  # by the same process, as in a notebook
     lock.release()
-    assert in_child(lambda: lock_output_folders(cfg, Alone())) == 0
-    assert in_child(lambda: (lock_output_folders(cfg, Alone()), os.kill(os.getpid(), 9))) == -9
-    assert in_child(lambda: lock_output_folders(cfg, Alone())) == 0, "a killed run leaves none"
+    assert in_child(lambda: lock_output_folders(asked, Alone())) == 0
+    assert in_child(lambda: (lock_output_folders(asked, Alone()), os.kill(os.getpid(), 9))) == -9
+    assert in_child(lambda: lock_output_folders(asked, Alone())) == 0, "a killed run leaves none"
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with caplog.at_level("WARNING"):
-        lock_output_folders(cfg, Alone())
+        lock_output_folders(asked, Alone())
     assert "cannot be locked (No locks available)" in caplog.text
 
 
@@ -468,12 +469,12 @@ def test_what_is_in_the_way_is_found_at_the_start(
 ) -> None:
     cfg = config(tmp_path)
     cfg.output_dir = cfg.checkpointer.output_dir = str(tmp_path / "above" / "out")
-    require_output_folder(cfg, Alone())
+    require_output_folder(Asked.of(cfg, "full"), Alone())
     (tmp_path / "above" / "out").rmdir()
     (tmp_path / "above").rmdir()
     obstruct(tmp_path / "above" / "out")
     with pytest.raises(CheckpointError, match=said):
-        require_output_folder(cfg, Alone())
+        require_output_folder(Asked.of(cfg, "full"), Alone())
 
 
 def test_a_folder_that_cannot_be_flushed_by_itself(

@@ -19,6 +19,7 @@ from torchtune_adaptive.recipe.adaptive_recipe import AdaptiveRecipe
 from torchtune_adaptive.recipe.components import check_components, make
 from torchtune_adaptive.recipe.data.dataset import load_rows
 from torchtune_adaptive.recipe.registry import our_configs
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, Kind, kind_of
 from torchtune_adaptive.recipe.settings.rules import rule_of_argument
@@ -228,7 +229,7 @@ def test_data_that_is_not_there_is_named(
         value = value.format(tmp_path) if isinstance(value, str) else value
         OmegaConf.update(cfg, key, value, force_add=True)
     with pytest.raises(ConfigError) as raised:
-        load_rows(cfg)
+        load_rows(Asked.of(cfg))
     assert_line(str(raised.value), line)
 
 

@@ -216,7 +216,7 @@ def test_a_setting_in_the_wrong_place_or_letters_says_where_it_belongs(
 
 def test_a_variable_may_have_the_name_of_a_setting() -> None:
     written = {"headroom": 0.2, BLOCK: {"headroom": "${headroom}"}}
-    assert check(OmegaConf.merge(config(), written), KINDS["full"]).headroom == 0.2  # type: ignore[arg-type]
+    assert check(OmegaConf.merge(config(), written), KINDS["full"]).settings.headroom == 0.2  # type: ignore[arg-type]
 
 
 def test_a_block_that_is_no_block() -> None:
@@ -242,7 +242,7 @@ def test_our_configs_are_without_fault(name: str) -> None:
     cfg = config(name)
     kind = kind_of(cfg)
     assert unused_keys(cfg, kind) == []
-    assert check(cfg, kind).searches
+    assert check(cfg, kind).settings.searches
     assert name in (CONFIGS / f"{name}.yaml").read_text(), "a config says how it is run"
 
 

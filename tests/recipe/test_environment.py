@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core.ranks.signs import LONGEST_SILENCE
 from torchtune_adaptive.recipe.settings import checks
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup import environment
 from torchtune_adaptive.recipe.setup.environment import gloo_interface, start_environment
 
@@ -65,14 +66,15 @@ class TestStart:
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
     def start(self, patience: float = 1200.0, watched: bool = True) -> None:
-        start_environment(OmegaConf.create({"device": "cpu", "dtype": "fp32"}), patience, watched)
+        cfg = OmegaConf.create({"device": "cpu", "dtype": "fp32"})
+        start_environment(Asked.of(cfg, "full"), patience, watched)
 
     @pytest.mark.skipif(torch.accelerator.is_available(), reason="is about a machine without one")
     @pytest.mark.parametrize("device", ["cuda", "cuda:0", "mps", "nonsense"])
     def test_a_device_that_is_not_there_is_not_replaced_by_the_cpu(self, device: str) -> None:
         cfg = OmegaConf.create({"device": device, "dtype": "fp32"})
         with pytest.raises(ConfigError, match=rf"device: '{device}' cannot be used: .*device=cpu"):
-            start_environment(cfg, 1200.0)
+            start_environment(Asked.of(cfg, "full"), 1200.0)
         assert not dist.is_initialized()
 
     def test_images_need_torchvision(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +82,7 @@ class TestStart:
         collate = "torchtune.data.padded_collate_tiled_images_and_mask"
         cfg = OmegaConf.create({"device": "cpu", "dtype": "fp32", "collate_fn": collate})
         with pytest.raises(ConfigError, match=r"needs torchvision .* not installed"):
-            start_environment(cfg, 1200.0)
+            start_environment(Asked.of(cfg, "full"), 1200.0)
 
     def test_the_process_group_waits_longer_than_the_watchdog(
         self, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,7 @@ from torchtune_adaptive.core.step.knobs import CHECKPOINT, RECOMPUTE_LOSS, RESHA
 from torchtune_adaptive.core.step.snapshot import Snapshot
 from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
-from torchtune_adaptive.recipe.settings.kind_table import kind_of
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import SHARDED_LAYERS, choices
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
@@ -68,7 +68,8 @@ class Training:
         adapters = {name: value for name, value in weights.items() if "lora" in name}
         base = {name: value for name, value in weights.items() if name not in adapters}
         checkpoint = {training.MODEL_KEY: base, training.ADAPTER_KEY: adapters or None}
-        recipe = recipe_kind(kind_of(cfg), cfg, environment)
+        asked = Asked.of(cfg)
+        recipe = recipe_kind(asked, environment)
         model = recipe.model(checkpoint)
         objective = recipe.objective(model.module, ())
         optimizer = adamw(model.module)
@@ -83,7 +84,7 @@ class Training:
                 activations=model.offloading,
                 clip_grad_norm=1.0,
                 switches=build_switches(
-                    cfg, environment, model.module, objective, model.offloading
+                    asked, environment, model.module, objective, model.offloading
                 ),
             ),
         )

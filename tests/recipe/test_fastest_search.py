@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,7 @@ from torchtune_adaptive.recipe.search.fastest_search import (
 )
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import changes
 from torchtune_adaptive.recipe.setup import host_memory
 
@@ -133,7 +135,12 @@ def run_of(
     adaptive = AdaptiveSettings(
         **{"use_fastest_configuration": True, "probe_length": LENGTH, "headroom": 0.0, **settings}
     )
-    prober = Prober(trained.step, ranks, Watchdog(ranks, 20.0, on_duty=False), cfg, adaptive)
+    prober = Prober(
+        trained.step,
+        ranks,
+        Watchdog(ranks, 20.0, on_duty=False),
+        replace(Asked.of(cfg), settings=adaptive),
+    )
     rows_to_try = RowsToTry(
         Data(dataset, SimpleNamespace(pad_id=0), padded_collate_sft, False),
         SampleOrder(len(dataset), ranks.size, shuffle=True),

@@ -246,7 +246,7 @@ def test_the_ready_config_has_every_schedule(schedule: str) -> None:
     cfg = OmegaConf.load(find_config("tiny/full_growing"))
     cfg.schedule = schedule
     assert isinstance(cfg, DictConfig)
-    settings = check(cfg, KINDS["full"])
-    grow = batch_increase(cfg, settings)
-    assert settings.grows and grow is not None
+    asked = check(cfg, KINDS["full"])
+    grow = batch_increase(asked)
+    assert asked.settings.grows and grow is not None
     assert callable(grow) == (schedule == "function")

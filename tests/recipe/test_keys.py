@@ -11,44 +11,83 @@ from torchtune_adaptive.core import knobs
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, block_keys, top_level_keys
 from torchtune_adaptive.recipe.settings.keys import KEYS, KEYS_OF_BLOCKS
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
+from torchtune_adaptive.recipe.settings.rules import COMPONENT
 
 PACKAGE = Path(torchtune_adaptive.__file__).parent
 NO_KEYS = {"get", "items", "keys", "pop", "copy", "_component_"}
 """What a config, or the block of a component, has besides."""
 
+BLOCKS = {key for key, row in KEYS.items() if row.rule is COMPONENT} | {"dataset", "dataset_val"}
+"""What torchtune's components are made of, which any module may read."""
 
-def keys_that_are_read(tree: ast.Module) -> Iterator[str]:
-    """The keys for which a variable named ``cfg`` is asked: ``cfg.get("a")``, ``cfg["a"]``, ``cfg.a``."""
+RAW = {
+    # It is the config that is saved with a run, and shows what was found.
+    "recipe/record.py": {"batch_size", "gradient_accumulation_steps", "output_dir"},
+    "recipe/train/growth.py": {"batch_increase_function"},  # a component of ours
+    # Plans compare configs that nobody has asked for.
+    "recipe/plan/calibration.py": {"compile", "dtype"},
+    "recipe/plan/pace.py": {"compile", "device", "dtype", "fsdp_cpu_offload"},
+    "recipe/plan/ranking.py": {"batch_size", "compile"},
+    "recipe/plan/request.py": {"compile", "device", "fsdp_cpu_offload", "max_generated_tokens"},
+    "recipe/plan/rollout.py": {
+        *("batch_size", "forward_batch_size", "grpo_samples", "max_generated_tokens"),
+        *("optimizer_in_bwd", "ppo_epochs"),
+    },
+    "recipe/tracing/traces.py": {"device"},
+    "cli/candidates_report.py": {"batch_size"},
+    "cli/command_line.py": {"output_dir"},
+    "cli/plan_report.py": {"enable_activation_checkpointing"},
+    "cli/what_if.py": {"device", "optimizer_in_bwd"},
+}
+"""The other keys that are read from a config outside of ``settings``, by module. Use ``Asked`` instead."""
+
+
+def read_from(tree: ast.Module) -> Iterator[str]:
+    """The keys that a config is asked for: ``cfg.get("a")``, ``cfg["a"]``, ``cfg.a``."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(
-                func=ast.Attribute(value=asked, attr="get"), args=[ast.Constant(value=str(key)), *_]
-            ) if _is_config(asked):
+                func=ast.Attribute(value=cfg, attr="get"), args=[ast.Constant(value=str(key)), *_]
+            ) if _is("cfg", cfg):
                 yield key
-            case ast.Subscript(value=asked, slice=ast.Constant(value=str(key))) if _is_config(
-                asked
-            ):
+            case ast.Subscript(value=cfg, slice=ast.Constant(value=str(key))) if _is("cfg", cfg):
                 yield key
-            case ast.Attribute(value=asked, attr=key) if _is_config(asked):
+            case ast.Attribute(value=cfg, attr=key) if _is("cfg", cfg):
                 yield key
 
 
-def _is_config(node: ast.expr) -> bool:
+def _is(name: str, node: ast.expr) -> bool:
     match node:
-        case ast.Name(id="cfg") | ast.Attribute(attr="cfg" | "_cfg"):
-            return True
+        case ast.Name(id=found) | ast.Attribute(attr=found):
+            return found.removeprefix("_") == name
     return False
+
+
+def modules() -> dict[str, ast.Module]:
+    files = [*PACKAGE.rglob("recipe/**/*.py"), *PACKAGE.rglob("cli/*.py")]
+    return {str(each.relative_to(PACKAGE)): ast.parse(each.read_text()) for each in files}
+
+
+def test_only_settings_read_a_config_but_for_components() -> None:
+    read = {
+        name: set(read_from(tree)) - NO_KEYS - BLOCKS
+        for name, tree in modules().items()
+        if not name.startswith("recipe/settings/")
+    }
+    assert {name: keys for name, keys in read.items() if keys} == RAW
 
 
 def test_every_key_that_is_read_has_a_row() -> None:
     known = KEYS.keys() | top_level_keys() | {BLOCK} | NO_KEYS
-    read = {
-        key: file.name
-        for file in sorted(PACKAGE.rglob("recipe/**/*.py")) + sorted(PACKAGE.rglob("cli/*.py"))
-        for key in keys_that_are_read(ast.parse(file.read_text()))
-    }
-    assert len(read) > 40  # or nothing was found to look at
-    assert {key: file for key, file in read.items() if key not in known} == {}
+    read: dict[str, str] = {}
+    for name, tree in modules().items():
+        read |= {key: name for key in read_from(tree) if key not in known}
+        for node in ast.walk(tree):
+            match node:
+                case ast.Subscript(value=asked, slice=ast.Constant(value=str(key))):
+                    if _is("asked", asked) and key not in KEYS:
+                        read[key] = name
+    assert read == {}
 
 
 def test_every_knob_has_a_row() -> None:

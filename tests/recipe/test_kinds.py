@@ -20,6 +20,7 @@ from torchtune_adaptive.recipe.data.split_rows import RowParts
 from torchtune_adaptive.recipe.kinds.preference import Pairs, Preference
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
 from torchtune_adaptive.recipe.registry import find_config, our_configs
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.keys import CONTEXT, COPIES, SHARDS, TENSORS
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of
 from torchtune_adaptive.recipe.setup.environment import Context, Environment
@@ -65,7 +66,12 @@ def test_a_mesh_that_does_not_fit_the_ranks_is_refused(
     context = Context(RowParts(parts, (0,), 1), None) if parts > 1 else None  # type: ignore[arg-type]
     environment = Environment(torch.device("cpu"), torch.float32, Alone(ranks), context=context)
     with pytest.raises(ConfigError, match=said):
-        full_model(OmegaConf.create(changes), environment, lambda model: model, AS_IT_IS)
+        full_model(
+            Asked.of(OmegaConf.create(changes), "full"), environment, lambda model: model, AS_IT_IS
+        )
+
+
+NOTHING = Asked.of(OmegaConf.create({}), "full_dpo")
 
 
 def pair(chosen: int, rejected: int) -> dict[str, list[int]]:
@@ -88,7 +94,7 @@ def test_the_worst_pair_is_long_on_both_sides() -> None:
     assert worst["chosen_input_ids"] == worst["chosen_labels"] == [0, 1, 2] * 3
     assert worst["rejected_input_ids"] == worst["rejected_labels"] == [0, 1, 2, 3, 4, 0, 1, 2, 3]
     objective = Preference(DPOLoss(), lambda tokens: tokens)
-    collated = rows.collate(OmegaConf.create({}), Tokenizer(), objective)([worst, pair(2, 9)])
+    collated = rows.collate(NOTHING, Tokenizer(), objective)([worst, pair(2, 9)])
     assert objective.rows(collated) == objective.weight(collated) == 2
     assert (collated["labels"][0] != -100).all() and (collated["labels"][1] == -100).all()
     imagined = rows.imagined(2, 9, simulated=True)
@@ -128,7 +134,7 @@ def test_metrics_are_means_over_all_pairs_of_a_step() -> None:
 
 def test_pairs_of_which_only_prompts_are_left_stop_the_run() -> None:
     objective = Preference(DPOLoss(), lambda tokens: tokens)
-    collate = Pairs().collate(OmegaConf.create({}), Tokenizer(), objective)
+    collate = Pairs().collate(NOTHING, Tokenizer(), objective)
     step = SimpleNamespace(ranks=Alone(), device=torch.device("cpu"), objective=objective)
     answered = pair(4, 4) | {"rejected_labels": [-100, -100, -100, 3]}
     for rows, learnable in (([pair(4, 4)], False), ([answered], True)):

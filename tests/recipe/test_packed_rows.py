@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.compiler.config
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 from torchtune.data import padded_collate_packed
@@ -32,7 +32,7 @@ from torchtune_adaptive.core.step.retry import StepRunner
 from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.data.packed import ImaginedMask, PackedMask, collate_packed
 from torchtune_adaptive.recipe.search.prober import Prober
-from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.flex_attention import (
     compile_for_every_size,
     compiles,
@@ -175,8 +175,12 @@ def test_attention_is_compiled_for_every_size(exhaustive: bool) -> None:
         assert counters["frames"] == {"ok": sizes + 1, "total": sizes + 1}
 
 
-PACKED = OmegaConf.create({"device": "cuda", "dataset": {"packed": True}})
-PACKED_VALIDATION = OmegaConf.create({"device": "cuda", "dataset_val": {"packed": True}})
+def asking(**config: Any) -> Asked:
+    return Asked.of(OmegaConf.create({"device": "cuda", **config}), "full")
+
+
+PACKED = asking(dataset={"packed": True})
+PACKED_VALIDATION = asking(dataset_val={"packed": True})
 
 
 def test_flex_attention_is_there_on_a_gpu_if_torchtune_has_it() -> None:
@@ -186,25 +190,25 @@ def test_flex_attention_is_there_on_a_gpu_if_torchtune_has_it() -> None:
         assert [has_flex_attention(device) for device in devices] == [True, False]
 
 
-@pytest.mark.parametrize("cfg", [PACKED, PACKED_VALIDATION])
-def test_a_rank_that_compiles_attention_is_waited_for(cfg: DictConfig) -> None:
+@pytest.mark.parametrize("asked", [PACKED, PACKED_VALIDATION])
+def test_a_rank_that_compiles_attention_is_waited_for(asked: Asked) -> None:
     waited: list[float | None] = []
 
     def enter(phase: str, patience: float | None) -> None:
         waited.append(patience)
 
     def try_one_row() -> None:
-        step, settings = new_step(), AdaptiveSettings()
-        prober = Prober(step, step.ranks, SimpleNamespace(enter=enter), cfg, settings)  # type: ignore[arg-type]
+        step = new_step()
+        prober = Prober(step, step.ranks, SimpleNamespace(enter=enter), asked)  # type: ignore[arg-type]
         with prober.probe(lambda size: 1) as probe:
             probe.trial(1, worst)
 
     try_one_row()
     limit = torch.compiler.config.recompile_limit
-    compile_for_every_size(cfg)
-    assert not compiles(cfg) and torch.compiler.config.recompile_limit == limit
+    compile_for_every_size(asked)
+    assert not compiles(asked) and torch.compiler.config.recompile_limit == limit
     with flex_attention():
-        assert compiles(cfg)
+        assert compiles(asked)
         try_one_row()
-        assert not compiles(OmegaConf.create({"device": "cuda", "dataset": {"packed": False}}))
+        assert not compiles(asking(dataset={"packed": False}))
     assert waited == [45.0, None]

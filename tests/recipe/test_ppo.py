@@ -24,6 +24,7 @@ from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.rollout.policy_and_value import joined, of_model
 from torchtune_adaptive.recipe.rollout.rows import Row
 from torchtune_adaptive.recipe.rollout_run import RolloutRun
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of, unused_keys
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
@@ -78,13 +79,13 @@ def test_the_number_of_prompts_says_how_many_epochs_there_are(
     ranks: int, epochs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = config("tiny/ppo", "batch_size=8", "num_steps=40")
-    about = SimpleNamespace(about=PPO)
     run: Any = object.__new__(RolloutRun)
-    run._cfg, run.kind, run.ranks, run.progress = cfg, about, Alone(ranks), SimpleNamespace()
+    run.asked, run.kind = Asked.of(cfg, "ppo"), SimpleNamespace()
+    run.ranks, run.progress = Alone(ranks), SimpleNamespace()
     rows = SimpleNamespace(training=range(23))
     monkeypatch.setattr(RolloutRun.__mro__[1], "read_rows", lambda self: rows)
     assert run.read_rows() is rows and "epochs" not in cfg
-    assert run._limit() == 5 // ranks and run.progress.total_epochs == run.kind.cfg.epochs == epochs
+    assert run._limit() == 5 // ranks and run.progress.total_epochs == run.kind.epochs == epochs
     cfg.num_steps = 7
     with pytest.raises(ConfigError, match="num_steps: 7 counts prompts, and a rollout has"):
         run.read_rows()

@@ -238,7 +238,7 @@ def test_a_config_with_what_was_chosen_can_be_run_again(tmp_path: Path) -> None:
     one.decided(found.split, 0, found)
     logged = one.logger.config
     assert configured_choice(logged, 1) == chosen != own
-    settings = check(logged, KINDS["full"])
+    settings = check(logged, KINDS["full"]).settings
     assert not settings.use_fastest_configuration and not settings.search_only
     assert logged[FOUND].tokens_per_second_per_gpu == 100 and logged[FOUND].trials == 1
     cells = ("100", "3", "1.00 x", "21 of 76 GiB", "chosen")

@@ -22,6 +22,7 @@ from torchtune_adaptive.recipe.search.fastest_report import FastestReport
 from torchtune_adaptive.recipe.search.report import write
 from torchtune_adaptive.recipe.search.size_report import SearchReport
 from torchtune_adaptive.recipe.search.timings import Timing
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 
 GIB = 1 << 30
@@ -147,7 +148,7 @@ def test_a_folder_in_the_way_of_the_report_is_a_warning(
     monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "propagate", True)
     (tmp_path / name).mkdir()
     cfg = OmegaConf.create({"output_dir": str(tmp_path)})
-    announce(cfg, Alone(), report())  # type: ignore[arg-type]
+    announce(Asked.of(cfg, "full"), Alone(), report())  # type: ignore[arg-type]
     assert "The report of the search was not written" in caplog.text and name in caplog.text
 
 

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from tests.helpers.ranks import Alone, run_ranks
 from torchtune_adaptive.common.errors import ConfigError
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import start_environment
 from torchtune_adaptive.recipe.setup.restarts import join_process_group, say_what_restarts_do
 
@@ -28,7 +29,7 @@ def restarted_twice() -> list[tuple[list[int], bool]]:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
         if int(os.environ["RANK"]) == attempt % 2:
             time.sleep(0.5)  # the others find what the last attempt has left
-        ranks = start_environment(CFG, patience=20.0).ranks
+        ranks = start_environment(Asked.of(CFG, "full"), patience=20.0).ranks
         assert dist.group.WORLD is not None
         store = dist.group.WORLD.get_group_store()  # type: ignore[attr-defined]
         while isinstance(store, dist.PrefixStore):
@@ -92,7 +93,8 @@ def test_what_is_said_about_restarts(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "propagate", True)
     launched(monkeypatch, restarts, most, **environment)
-    say_what_restarts_do(OmegaConf.create({"resume_from_checkpoint": resumes}), Alone())
+    cfg = OmegaConf.create({"resume_from_checkpoint": resumes})
+    say_what_restarts_do(Asked.of(cfg, "full"), Alone())
     # pytest listens to a logger that does not propagate, too, as another test may have left it.
     assert len({*caplog.messages}) == bool(said)
     assert said in "".join(caplog.messages)

@@ -24,6 +24,7 @@ from torchtune_adaptive.recipe.rewards import BadReward, Rewards
 from torchtune_adaptive.recipe.rollout.generate import Response
 from torchtune_adaptive.recipe.rollout.judging import ByFunctions
 from torchtune_adaptive.recipe.rollout.phases import Phases, RolloutSizes
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of, unused_keys
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
@@ -185,7 +186,7 @@ RESPONSES = [torch.tensor([3, 1]), torch.tensor([2, 2, 1])]
 
 def of(*functions: Any) -> Rewards:
     cfg = OmegaConf.create({"reward_functions": list(functions)})
-    return Rewards(cfg, Words(), [1])
+    return Rewards(Asked.of(cfg, "grpo"), Words(), [1])
 
 
 def test_rewards_are_sums_over_functions_of_texts() -> None:

@@ -21,6 +21,7 @@ from torchtune_adaptive.recipe.data.dataset import Data, load_rows
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.search import worst_case as worst_case_module
 from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
+from torchtune_adaptive.recipe.settings.asked import Asked
 
 CFG = OmegaConf.create({"dataset": {"source": "a"}, "tokenizer": {"path": "b"}})
 
@@ -246,4 +247,4 @@ def test_a_stream_of_rows_is_refused(several: bool) -> None:
     tokenizer = {"_component_": f"{__name__}.Tokenizer"}
     cfg = OmegaConf.create({"tokenizer": tokenizer, "dataset": [one] if several else one})
     with pytest.raises(ConfigError, match=r"Stream' streams its rows: .*streaming=False"):
-        load_rows(cfg)
+        load_rows(Asked.of(cfg, "full"))

@@ -32,7 +32,7 @@ from torchtune_adaptive.recipe.data.rows import TOKEN_ROWS
 from torchtune_adaptive.recipe.search.fastest_search import find_fastest, possible_choices
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
-from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.setup.model import parameters_by_name
 from torchtune_adaptive.recipe.tracing.self_check import measured_peaks, traced_peaks
@@ -52,8 +52,9 @@ def with_torchvision(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def vision_data(cfg: DictConfig) -> Data:
     objective = NextTokenPrediction(CEWithChunkedOutputLoss())
-    loaded = load_rows(cfg)
-    return data_of(cfg, loaded.tokenizer, loaded.training, TOKEN_ROWS, objective)
+    asked = Asked.of(cfg)
+    loaded = load_rows(asked)
+    return data_of(asked, loaded.tokenizer, loaded.training, TOKEN_ROWS, objective)
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +114,8 @@ def fastest_on_a_card() -> tuple[set[Any], int]:
     card = Card(1 << 40)
     card.install(pytest.MonkeyPatch())
     trained = Training(cfg, card.memory())
-    settings = AdaptiveSettings.from_config(cfg)
     watchdog = Watchdog(trained.ranks, 20.0, on_duty=False)
-    prober = Prober(trained.step, trained.ranks, watchdog, cfg, settings)
+    prober = Prober(trained.step, trained.ranks, watchdog, Asked.of(cfg))
     data = vision_data(cfg)
     order = SampleOrder(len(data.dataset), 1, shuffle=True)
     lengths = RowLengths(data.dataset, cfg, trained.ranks, False, data.rows.length)

@@ -237,7 +237,7 @@ def _validate(name: str, overrides: list[str]) -> None:
     cfg = with_overrides(load_config(name), overrides)
     require_torchvision(cfg)
     kind = kind_of(cfg)
-    batch_increase(cfg, check(cfg, kind))
+    batch_increase(check(cfg, kind))
     warn_of_unused_keys(cfg, kind)
     check_components(cfg, kind)
     print("Config is well-formed!")

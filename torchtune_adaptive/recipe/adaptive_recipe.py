@@ -65,7 +65,7 @@ class AdaptiveRecipe(FTRecipeInterface):
         model = kind.model(checkpoint)
         frozen = kind.frozen(checkpoints.load_frozen())
         state = checkpoint.get(training.OPT_KEY)
-        optimizers = build_optimizers(cfg, run.environment, model.module, state)
+        optimizers = build_optimizers(run.asked, run.environment, model.module, state)
         checkpoints.resume(model, optimizers, run.progress, checkpoint)
         return model, frozen, optimizers
 

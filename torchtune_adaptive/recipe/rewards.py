@@ -16,12 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.recipe.components import make
 from torchtune_adaptive.recipe.registry import component
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.upstream import component_path
 
 RewardFunction = Callable[[torch.Tensor, list[str], list[Any]], Any]
@@ -62,7 +63,7 @@ class Rewards:
 
     def __init__(
         self,
-        cfg: DictConfig,
+        asked: Asked,
         tokenizer: Any,
         stop_tokens: Sequence[int],
         entering: Callable[[str], None] = lambda name: None,
@@ -70,7 +71,7 @@ class Rewards:
         self._tokenizer = tokenizer
         self._stop_tokens = frozenset(stop_tokens)
         self._entering = entering
-        blocks = cfg.get("reward_functions") or DEFAULT
+        blocks = asked["reward_functions"] or DEFAULT
         self.functions = dict(_function(block, number) for number, block in enumerate(blocks))
 
     def of(self, responses: Sequence[torch.Tensor], answers: Sequence[Any]) -> Rewarded:

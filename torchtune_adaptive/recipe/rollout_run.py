@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from omegaconf import OmegaConf
-
 from torchtune_adaptive.common import CheckpointError, ConfigError, counted
 from torchtune_adaptive.core import Epochs, SampleOrder, TrainStep
 from torchtune_adaptive.recipe.checkpoints.config_changes import BEGIN_ANEW
@@ -22,7 +20,6 @@ from torchtune_adaptive.recipe.run import Run
 from torchtune_adaptive.recipe.search.decide import DecidedBatch
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.rollout_sizes import decide_sizes
-from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.rollouts import Rollouts
@@ -36,22 +33,21 @@ class RolloutRun(Run):
 
     def read_rows(self) -> LoadedRows:
         rows = super().read_rows()
-        if "epochs" not in self.kind.about.keys:
+        if "epochs" not in self.asked.kind.keys:
             limit = self._limit()
             assert limit is not None, "it is checked"
-            each = len(rows.training) // (self._cfg.batch_size * self.ranks.size)
+            each = len(rows.training) // (self.asked["batch_size"] * self.ranks.size)
             self.progress.total_epochs = epochs = -(-limit // max(each, 1))
             # Only for checkpoints: the config that is saved is to be one that the recipe takes.
-            self.kind.cfg = OmegaConf.merge(self._cfg, {"epochs": epochs})  # type: ignore[assignment]
+            self.kind.epochs = epochs
         return rows
 
     def _limit(self) -> int | None:
         """The rollouts of all epochs, where the config says it."""
-        cfg = self._cfg
-        limit: int | None = cfg.get("num_steps")
-        if "epochs" in self.kind.about.keys:
+        limit: int | None = self.asked["num_steps"]
+        if "epochs" in self.asked.kind.keys:
             return limit
-        prompts = cfg.batch_size * self.ranks.size
+        prompts = self.asked["batch_size"] * self.ranks.size
         if limit is None or limit < prompts:
             reason = f"counts prompts, and a rollout has {prompts}"
             raise ConfigError("num_steps", limit, reason, "Raise it, or lower batch_size")
@@ -61,18 +57,18 @@ class RolloutRun(Run):
         self, loaded: LoadedRows, data: Data, order: SampleOrder, model: Model, step: TrainStep
     ) -> RowsToTry:
         """Prompts; what they become a rollout with is made here, too."""
-        cfg, ranks, kind, tokenizer = self._cfg, self.ranks, self.kind, loaded.tokenizer
+        asked, ranks, kind, tokenizer = self.asked, self.ranks, self.kind, loaded.tokenizer
         assert isinstance(kind, Generating)
         checked_row(data, 0)
-        sizes = rollout_sizes(cfg)
-        stops = stop_tokens(cfg, tokenizer)
+        sizes = rollout_sizes(asked)
+        stops = stop_tokens(asked, tokenizer)
         self._judge = kind.judge(tokenizer, stops, sizes, over(ranks), self._entering_reward)
         sizes.require_prompts(order.per_epoch // ranks.size)
         self._require_same_rollouts(sizes)
         self.watchdog.enter("looking up the lengths of all prompts", patience=None)
-        lengths = self._lengths(data, cfg)
+        lengths = self._lengths(data, asked)
         self._phases = build_phases(
-            cfg,
+            asked,
             self.environment,
             step,
             kind.policy(model.module),
@@ -81,7 +77,7 @@ class RolloutRun(Run):
             sizes,
             longest=max(lengths.all(say_progress=ranks.is_zero)),
         )
-        return RowsToTry(data, order, configured_batch(cfg, ranks.size), lengths)
+        return RowsToTry(data, order, asked.batch(ranks.size), lengths)
 
     def sizes(self, rows: RowsToTry, prober: Prober) -> DecidedBatch:
         return decide_sizes(prober, self._phases, rows.configured, self.progress.training)
@@ -100,7 +96,7 @@ class RolloutRun(Run):
             watchdog=self.watchdog,
             step_timeout=self.settings.step_timeout,
             stop_requested=lambda: self.stop.requested,
-            events=Events.of(self._cfg, ranks),
+            events=Events.of(self.asked, ranks),
         )
         if left := rows.per_rank % sizes.prompts:
             log.info(

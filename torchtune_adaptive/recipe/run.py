@@ -35,9 +35,9 @@ from torchtune_adaptive.recipe.components import check_components
 from torchtune_adaptive.recipe.data.dataset import (
     Data,
     LoadedRows,
+    as_validated,
     data_of,
     load_rows,
-    validation_config,
 )
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.install import install
@@ -46,10 +46,10 @@ from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.record import Record
 from torchtune_adaptive.recipe.search.decide import DecidedBatch, decide_batch
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry, ValidationRows
-from torchtune_adaptive.recipe.settings.adaptive import no_retry
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import check, warn_of_unused_keys
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
-from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.setup.context_parallel import attention_over_parts
 from torchtune_adaptive.recipe.setup.environment import Environment, start_environment
 from torchtune_adaptive.recipe.setup.flex_attention import (
@@ -86,31 +86,30 @@ class Run:
 
     def __init__(self, cfg: DictConfig, kind: str) -> None:
         install()
-        self._cfg = cfg
-        self.settings = check(cfg, KINDS[kind])
-        warn_of_unused_keys(cfg, KINDS[kind])
-        check_components(cfg, KINDS[kind])
-        self._grow = batch_increase(cfg, self.settings)  # so that what cannot be made stops here
-        compile_for_every_size(cfg)
-        patience = self.settings.agreement_timeout(compiles(cfg))
-        environment = start_environment(cfg, patience, watched=self.settings.survives)
+        self.asked = asked = check(cfg, KINDS[kind])
+        warn_of_unused_keys(cfg, asked.kind)
+        check_components(cfg, asked.kind)
+        self._grow = batch_increase(asked)  # so that what cannot be made stops here
+        compile_for_every_size(asked)
+        patience = self.settings.agreement_timeout(compiles(asked))
+        environment = start_environment(asked, patience, watched=self.settings.survives)
         self.ranks = environment.ranks
         with ExitStack() as begun:  # undone where the run cannot begin
             begun.callback(self._leave_ranks)
             self._until_exit = begun.enter_context(ExitStack())
-            self._begin(cfg, kind, environment)
+            self._begin(environment)
             begun.pop_all()
 
-    def _begin(self, cfg: DictConfig, kind: str, environment: Environment) -> None:
-        until_exit = self._until_exit
-        context = until_exit.enter_context(attention_over_parts(cfg, environment))
+    def _begin(self, environment: Environment) -> None:
+        asked, until_exit = self.asked, self._until_exit
+        context = until_exit.enter_context(attention_over_parts(asked, environment))
         self.environment = replace(environment, context=context)
-        self._no_retry = no_retry(cfg)
+        self._no_retry = asked.no_retry
         self._say_whether_steps_are_retried()
-        self.kind = recipe_kind(KINDS[kind], cfg, self.environment)
+        self.kind = recipe_kind(asked, self.environment)
         if not self.settings.search_only:
-            require_output_folder(cfg, self.ranks)
-            for lock in lock_output_folders(cfg, self.ranks):  # on rank 0
+            require_output_folder(asked, self.ranks)
+            for lock in lock_output_folders(asked, self.ranks):  # on rank 0
                 until_exit.callback(lock.release)
         self.stop = StopSignals(self.settings.stop_timeout)
         self.watchdog = Watchdog(
@@ -119,13 +118,13 @@ class Run:
             on_duty=self.settings.survives,
             stop_requested=lambda: self.stop.requested,
         )
-        seed = training.set_seed(cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
+        seed = training.set_seed(asked["seed"], debug_mode=asked["cudnn_deterministic_mode"])
         self.progress = Progress(
             seed,
-            cfg.get("epochs", 1),
-            cfg.max_steps_per_epoch if "max_steps_per_epoch" in self.kind.about.keys else None,
-            config=training_config(cfg, KINDS[kind]),
-            decides=batch_keys(KINDS[kind]) if self.settings.adapts else (),
+            asked["epochs"],
+            asked["max_steps_per_epoch"],
+            config=training_config(asked.cfg, asked.kind),
+            decides=batch_keys(asked.kind) if self.settings.adapts else (),
             takes_rate=self.settings.resume_learning_rate == "config",
         )
         # Before the model: a cap on memory holds for its weights as well.
@@ -134,16 +133,20 @@ class Run:
         asks = self.settings.predicts or self.settings.use_fastest_configuration
         if asks and self.ranks.is_zero:
             self.planner = BackgroundPlanner.begin(
-                cfg, self.settings, self.ranks.size, self.memory.name
+                asked.cfg, self.settings, self.ranks.size, self.memory.name
             )
         until_exit.callback(self._close_planner)
         self.record: Record | None = None  # on rank 0
         self._rows: LoadedRows | None = None
         self._loop: TrainingLoop | None = None
-        self.metrics = start_metric_logger(cfg, self.ranks)  # on rank 0
+        self.metrics = start_metric_logger(asked.cfg, self.ranks)  # on rank 0
         if self.metrics is not None:
-            self.record = Record(cfg, kind, self.ranks.size, self.metrics)
+            self.record = Record(asked.cfg, asked.kind.name, self.ranks.size, self.metrics)
             log.info(f"Config: {self.record.save_config()}")
+
+    @property
+    def settings(self) -> AdaptiveSettings:
+        return self.asked.settings
 
     def __enter__(self) -> Run:
         with ExitStack() as begun:  # Python calls no __exit__ where this fails
@@ -193,7 +196,7 @@ class Run:
         generators.restore()
 
     def read_rows(self) -> LoadedRows:
-        return load_rows(self._cfg, validates="dataset_val" in self.kind.about.keys)
+        return load_rows(self.asked)
 
     def _loaded(self) -> LoadedRows:
         """The rows, which are loaded now if ``load_rows`` could not keep them."""
@@ -212,23 +215,22 @@ class Run:
         Returns:
             The loop, or None where only the search was asked for.
         """
-        loaded, cfg = self._loaded(), self._cfg
-        data = data_of(cfg, loaded.tokenizer, loaded.training, self.kind.rows(), objective)
+        loaded = self._loaded()
+        data = data_of(self.asked, loaded.tokenizer, loaded.training, self.kind.rows(), objective)
         order = self._order(data.dataset, model)
         measures_noise = self.settings.gradient_noise != "off" or getattr(
             self._grow, "needs_noise", False
         )
         step = self.train_step(model, optimizers, objective, measures_noise)
         rows = self.rows(loaded, data, order, model, step)
-        batch = self.sizes(rows, Prober(step, self.ranks, self.watchdog, cfg, self.settings))
+        batch = self.sizes(rows, Prober(step, self.ranks, self.watchdog, self.asked))
         self._close_planner()
         if self.settings.search_only:
             self._note(batch, batch.start)
             return None
         source = self.source(rows, batch, model)
         training = Training(
-            cfg=cfg,
-            settings=self.settings,
+            asked=self.asked,
             watchdog=self.watchdog,
             stop=self.stop,
             progress=self.progress,
@@ -252,7 +254,7 @@ class Run:
         require_something_to_learn(data, step)
         configured = self._configured(model.data_ranks)
         validation = self._validation_rows(loaded, step.objective)
-        return RowsToTry(data, order, configured, self._lengths(data, self._cfg), validation)
+        return RowsToTry(data, order, configured, self._lengths(data, self.asked), validation)
 
     def sizes(self, rows: RowsToTry, prober: Prober) -> DecidedBatch:
         """The sizes of micro-batches, as configured or found."""
@@ -285,23 +287,25 @@ class Run:
     def _configured(self, ranks: int) -> Split:
         """The batch that the config asks for. A resumed run keeps its global batch on any number of ranks,
         unless the config has another batch than the run began with."""
-        configured, saved = configured_batch(self._cfg, ranks), self.progress.training
+        configured, saved = self.asked.batch(ranks), self.progress.training
         if saved is None or not saved.growth.keeps(configured):
             return configured
         # What a micro-batch of the config takes has fitted, so none is larger.
         return Split.resumed(saved.growth.first_global_batch, ranks, configured.micro_batch, 1)
 
-    def _lengths(self, data: Data, cfg: DictConfig) -> RowLengths:
-        return RowLengths(data.dataset, cfg, self.ranks, self.settings.cache, data.rows.length)
+    def _lengths(self, data: Data, asked: Asked) -> RowLengths:
+        return RowLengths(
+            data.dataset, asked.cfg, self.ranks, self.settings.cache, data.rows.length
+        )
 
     def _validation_rows(self, loaded: LoadedRows, objective: Objective) -> ValidationRows | None:
         """What is validated on while training, if that is asked for."""
         if loaded.validation is None:
             return None
-        validating = validation_config(self._cfg)
-        rows = recipe_kind(self.kind.about, validating, self.environment).rows()
+        validating = as_validated(self.asked)
+        rows = recipe_kind(validating, self.environment).rows()
         data = data_of(validating, loaded.tokenizer, loaded.validation, rows, objective)
-        size = validating.get("batch_size_val")
+        size = validating["batch_size_val"]
         return ValidationRows(data, self._lengths(data, validating), size)
 
     def _note(self, batch: DecidedBatch, split: Split) -> None:
@@ -318,7 +322,7 @@ class Run:
         if progress.training is not None:
             step = progress.training.global_step
         self.record.resumed(progress.source, step, progress.kept)
-        Events.of(self._cfg, self.ranks).resumed(step, progress.source, progress.changes)
+        Events.of(self.asked, self.ranks).resumed(step, progress.source, progress.changes)
 
     def _compare_batch(self, split: Split, sample: str) -> None:
         """Say if a resumed run goes on with another global batch, or with the same one on other ranks."""
@@ -352,14 +356,15 @@ class Run:
             if self.settings.adapts or self.settings.on_out_of_memory is not None:
                 raise
             self._no_retry = str(unsupported).rstrip(".")
-            self.settings = replace(self.settings, on_out_of_memory="raise")
+            settings = replace(self.settings, on_out_of_memory="raise")
+            self.asked = replace(self.asked, settings=settings)
             self._say_whether_steps_are_retried()
             return self._train_step(model, optimizers, objective, measure_noise)
 
     def _train_step(
         self, model: Model, optimizers: Optimizers, objective: Objective, measure_noise: bool
     ) -> TrainStep:
-        clip, context = self._cfg.get("clip_grad_norm", None), self.environment.context
+        clip, context = self.asked["clip_grad_norm"], self.environment.context
         return TrainStep(
             model=model.module,
             objective=objective,
@@ -369,10 +374,10 @@ class Run:
             ranks=self.ranks,
             options=StepOptions(
                 survive=self.settings.survives,
-                compiled=bool(self._cfg.get("compile", False)),
+                compiled=bool(self.asked["compile"]),
                 activations=model.offloading,
                 switches=build_switches(
-                    self._cfg, self.environment, model.module, objective, model.offloading
+                    self.asked, self.environment, model.module, objective, model.offloading
                 ),
                 clip_grad_norm=None if clip is None else float(clip),
                 optimizer_in_backward=optimizers.in_backward,

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from omegaconf import DictConfig
-
 from torchtune_adaptive.core import (
     Epochs,
     Loader,
@@ -26,7 +24,7 @@ from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
 from torchtune_adaptive.recipe.search.decide import DecidedBatch
 from torchtune_adaptive.recipe.search.prober import ValidationRows
-from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers, build_lr_scheduler
 from torchtune_adaptive.recipe.train.adaptation import Adaptation
@@ -58,8 +56,7 @@ class Source(NamedTuple):
 class Training:
     """Makes the training loop of a run."""
 
-    cfg: DictConfig
-    settings: AdaptiveSettings
+    asked: Asked
     watchdog: Watchdog
     stop: StopSignals
     progress: Progress
@@ -81,11 +78,12 @@ class Training:
         save: Save,
     ) -> TrainingLoop:
         """The loop that trains with the batch that was decided on; it validates nothing yet."""
-        cfg, settings, environment = self.cfg, self.settings, self.kind.environment
-        last_checkpoint = partial(last_saved, Path(cfg.checkpointer.output_dir))
+        asked, environment = self.asked, self.kind.environment
+        settings = asked.settings
+        last_checkpoint = partial(last_saved, Path(asked.cfg.checkpointer.output_dir))
         noise = NoiseScale() if step.options.measure_noise else None
         metrics = Metrics(
-            Logging.from_config(cfg, self.logger, environment),
+            Logging.of(asked, self.logger, environment),
             environment,
             step.memory,
             watch_memory=settings.shrinks,
@@ -98,8 +96,6 @@ class Training:
             unit=batch.micro_batches.unit or source.sample,
             wait_for_memory=settings.wait_for_memory,
         )
-        has_interval = "save_every_n_epochs" in self.kind.about.keys
-        every = cfg.get("save_every_n_epochs") if has_interval else None
         return TrainingLoop(
             runner=runner,
             recovery=partial(self._recovery, batch.micro_batches, len(runner.reliefs) - 1),
@@ -109,25 +105,25 @@ class Training:
             loader=source.loader,
             progress=self.progress,
             metrics=metrics,
-            profiling=Profiling(*build_profiler(cfg), environment, step.memory),
+            profiling=Profiling(*build_profiler(asked.cfg), environment, step.memory),
             save=lambda name: save(model, optimizers, self.progress, name),
             last_checkpoint=last_checkpoint,
-            save_every_n_steps=cfg.get("save_every_n_steps"),
+            save_every_n_steps=settings.save_every_n_steps,
             stop=self.stop,
             before_step=partial(self.kind.before_step, model.module),
             sample=source.sample,
-            save_every_n_epochs=every or 1,
+            save_every_n_epochs=asked["save_every_n_epochs"] or 1,
         )
 
     def validation(
         self, loop: TrainingLoop, model: Model, rows: ValidationRows, batch: DecidedBatch
     ) -> Validation:
         """What validates between the steps of a loop."""
-        settings = self.settings
+        settings = self.asked.settings
         return Validation(
             step=loop.runner.step,
             data=rows.data,
-            every_n_steps=self.cfg.run_val_every_n_steps,
+            every_n_steps=self.asked["run_val_every_n_steps"],
             size=batch.validation or rows.size or batch.start.micro_batch,
             grow_back_after=settings.grow_back_after,
             rank=model.data_rank,
@@ -141,15 +137,15 @@ class Training:
 
     def _advice(self, last: str) -> str:
         """What to do about a training step that ran out of memory and is not retried."""
-        if self.settings.shrinks or self.no_retry:
+        if self.asked.settings.shrinks or self.no_retry:
             return how_to_resume(last, self.no_retry)
         return how_to_go_on(last)
 
     def _recovery(self, micro_batches: MicroBatches, reliefs: int, split: Split) -> Recovery | None:
-        if not self.settings.shrinks:
+        if not self.asked.settings.shrinks:
             return None
         sizes = micro_batches.full_size(split), micro_batches.smaller_sizes(split)
-        return Recovery(*sizes, self.settings.grow_back_after, reliefs)
+        return Recovery(*sizes, self.asked.settings.grow_back_after, reliefs)
 
     def _adaptation(
         self,
@@ -159,7 +155,7 @@ class Training:
         noise: NoiseScale | None,
     ) -> Adaptation:
         """How the batch and the learning rate change from here on; restored if the run is resumed."""
-        settings, progress, saved = self.settings, self.progress, self.progress.training
+        settings, progress, saved = self.asked.settings, self.progress, self.progress.training
         goes_on = saved and saved.growth.first_global_batch == batch.start.global_batch
         growth = Growth(
             batch.start,
@@ -178,7 +174,7 @@ class Training:
         total = progress.total_epochs * epochs.base_steps
         learning_rate = LearningRate(
             optimizers,
-            lambda position: build_lr_scheduler(self.cfg, optimizers, total, position),
+            lambda position: build_lr_scheduler(self.asked, optimizers, total, position),
             position=epochs.position(progress.epochs_run, used),
             rule=settings.lr_scaling or (growth.schedule.lr_scaling if growth.schedule else "none"),
             half_life=settings.beta2 == "half_life",
@@ -186,7 +182,7 @@ class Training:
             total=total,
             anew=progress.takes_rate,
         )
-        events = Events.of(self.cfg, self.kind.environment.ranks)
+        events = Events.of(self.asked, self.kind.environment.ranks)
         adaptation = Adaptation(growth, learning_rate, noise, epochs, events)
         if self.grow is not None and not saved:
             adaptation.announce(progress.total_epochs)

@@ -54,7 +54,7 @@ from torchtune_adaptive.recipe.checkpoints.resume_from import (
     newest_source,
     say_what_is_replaced,
 )
-from torchtune_adaptive.recipe.settings.kind_table import Kind
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers
@@ -74,13 +74,13 @@ class Checkpoints(ABC):
 
     _adapters_only = False
 
-    def __init__(self, kind: Kind, cfg: DictConfig, environment: Environment) -> None:
-        self._kind = kind
-        self._cfg = cfg
+    def __init__(self, asked: Asked, environment: Environment, epochs: int) -> None:
+        self._asked = asked
+        self._epochs = epochs
         self._environment = environment
         self._all = AllOrNone(Ranks(LONGEST_SAVE))
-        self._output_dir = Path(cfg.checkpointer.output_dir)
-        self._folder = CheckpointFolder(self._output_dir, cfg.get("keep_last_n_checkpoints"))
+        self._output_dir = Path(asked.cfg.checkpointer.output_dir)
+        self._folder = CheckpointFolder(self._output_dir, asked.settings.keep_last_n_checkpoints)
         self._require_optimizer_that_can_be_saved()
         chosen = self._all.decide(self._choose_source)
         self.finished = chosen if isinstance(chosen, Finished) else None
@@ -97,11 +97,13 @@ class Checkpoints(ABC):
         """The weights of the models that are not trained."""
 
         def load(checkpointer: str) -> dict[str, Any]:
-            built = config.instantiate(self._cfg[checkpointer], should_load_recipe_state=False)
+            built = config.instantiate(
+                self._asked.cfg[checkpointer], should_load_recipe_state=False
+            )
             weights: dict[str, Any] = built.load_checkpoint()[training.MODEL_KEY]
             return weights
 
-        keys = [each.checkpointer for each in self._kind.frozen]
+        keys = [each.checkpointer for each in self._asked.kind.frozen]
         return [self._all.read(partial(load, key), key) for key in keys]
 
     def resume(
@@ -169,11 +171,11 @@ class Checkpoints(ABC):
 
     def _choose_source(self) -> Source | Finished | None:
         """The files to resume from, chosen on rank 0; None to start from the beginning."""
-        if not self._cfg.resume_from_checkpoint:
+        if not self._asked["resume_from_checkpoint"]:
             say_what_is_replaced(self._folder)
             return None
-        named = named_source(self._cfg, self._kind)
-        return named or newest_source(self._folder, self._kind, self._cfg.epochs)
+        named = named_source(self._asked.cfg, self._asked.kind)
+        return named or newest_source(self._folder, self._asked.kind, self._epochs)
 
     def build_checkpointer(self) -> Any:
         """torchtune's checkpointer: it reads the weights, and writes into the staging folder.
@@ -181,7 +183,7 @@ class Checkpoints(ABC):
         It is never asked to find recipe state and adapters: it would look for them in its output folder.
         """
         weights = self._source.weights if self._source is not None else None
-        return self._built(self._cfg.checkpointer, self._folder.staging, weights)
+        return self._built(self._asked.cfg.checkpointer, self._folder.staging, weights)
 
     def _built(self, given: DictConfig, staging: Path, weights: Sequence[str] | None) -> Any:
         """The checkpointer of a block: it writes into ``staging`` and reads these files, if any."""
@@ -227,7 +229,9 @@ class Checkpoints(ABC):
     def _require_same_optimizer(self, state: dict[str, Any]) -> None:
         """Raise where the state of another optimizer would be loaded."""
         if saved := state.get(CONFIG_KEY):
-            require_same_optimizer(saved["config"], training_config(self._cfg, self._kind))
+            require_same_optimizer(
+                saved["config"], training_config(self._asked.cfg, self._asked.kind)
+            )
 
     # --- what is saved --------------------------------------------------------------------------------
 
@@ -281,7 +285,7 @@ class Checkpoints(ABC):
         trained = progress.training
         return {
             "id": self._all.ranks.from_rank_zero(uuid.uuid4().hex),
-            "recipe": self._kind.name,
+            "recipe": self._asked.kind.name,
             "resumable": progress.is_unfinished or not self._state_stays_on_ranks,
             "epochs_run": progress.epochs_run,
             "step": trained and trained.global_step,
@@ -304,16 +308,16 @@ class Checkpoints(ABC):
     @property
     def _state_stays_on_ranks(self) -> bool:
         """Whether the optimizer has state that no single rank can save."""
-        optimizer = str(self._cfg.optimizer._component_)
+        optimizer = str(self._asked.cfg.optimizer._component_)
         return optimizer.startswith("torchao.optim.") and self._environment.ranks.size > 1
 
     def _require_optimizer_that_can_be_saved(self) -> None:
-        cfg = self._cfg
-        between_epochs = cfg.epochs > 1 or cfg.get("save_every_n_steps") is not None
+        asked = self._asked
+        between_epochs = self._epochs > 1 or asked.settings.save_every_n_steps is not None
         if self._state_stays_on_ranks and between_epochs:
             raise ConfigError(  # or the first checkpoint would end the run
                 "optimizer",
-                cfg.optimizer._component_,
+                asked.cfg.optimizer._component_,
                 "has quantized state, which torch cannot gather from several ranks for a checkpoint "
                 "between epochs",
                 "Use another optimizer, one rank, or epochs=1 without save_every_n_steps",
@@ -327,13 +331,13 @@ class Checkpoints(ABC):
 class FullCheckpoints(Checkpoints):
     """Checkpoints of a model whose weights are all trained; asynchronous ones, too."""
 
-    def __init__(self, kind: Kind, cfg: DictConfig, environment: Environment) -> None:
-        super().__init__(kind, cfg, environment)
+    def __init__(self, asked: Asked, environment: Environment, epochs: int) -> None:
+        super().__init__(asked, environment, epochs)
         self._asynchronous: AsynchronousCheckpoints | None = None
         resumes_distributed = self._source is not None and self._source.distributed is not None
-        if cfg.get("enable_async_checkpointing", False) or resumes_distributed:
-            self._asynchronous = AsynchronousCheckpoints(cfg, self._folder, self._all)
-        self._saves_asynchronously = cfg.get("enable_async_checkpointing", False)
+        self._saves_asynchronously = asked["enable_async_checkpointing"]
+        if self._saves_asynchronously or resumes_distributed:
+            self._asynchronous = AsynchronousCheckpoints(asked.cfg, self._folder, self._all)
 
     def resume(
         self, model: Model, optimizers: Optimizers, progress: Progress, checkpoint: dict[str, Any]
@@ -370,16 +374,17 @@ class FullCheckpoints(Checkpoints):
 class LoRACheckpoints(Checkpoints):
     """Checkpoints of adapters, and of the model that they are merged into."""
 
-    def __init__(self, kind: Kind, cfg: DictConfig, environment: Environment) -> None:
-        super().__init__(kind, cfg, environment)
-        self._adapters_only = cfg.get("save_adapter_weights_only", False)
+    def __init__(self, asked: Asked, environment: Environment, epochs: int) -> None:
+        super().__init__(asked, environment, epochs)
+        self._adapters_only = asked["save_adapter_weights_only"]
+        model = asked.cfg.model
         self._adapter = {
-            "r": cfg.model.lora_rank,
-            "lora_alpha": cfg.model.lora_alpha,
+            "r": model.lora_rank,
+            "lora_alpha": model.lora_alpha,
             "target_modules": get_lora_module_names(
-                list(cfg.model.lora_attn_modules),
-                cfg.model.apply_lora_to_mlp,
-                cfg.model.get("apply_lora_to_output", False),
+                list(model.lora_attn_modules),
+                model.apply_lora_to_mlp,
+                model.get("apply_lora_to_output", False),
             ),
             "peft_type": "LORA",
         }

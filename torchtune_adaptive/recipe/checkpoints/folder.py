@@ -18,8 +18,6 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from omegaconf import DictConfig
-
 from torchtune_adaptive.common import (
     CheckpointError,
     Damaged,
@@ -30,6 +28,7 @@ from torchtune_adaptive.common import (
     not_essential,
 )
 from torchtune_adaptive.core import Ranks
+from torchtune_adaptive.recipe.settings.asked import Asked
 
 log = logging.getLogger(__name__)
 
@@ -286,12 +285,12 @@ class CheckpointFolder:
         return found
 
 
-def require_output_folder(cfg: DictConfig, ranks: Ranks) -> None:
+def require_output_folder(asked: Asked, ranks: Ranks) -> None:
     """Raise on all ranks unless checkpoints can be written where the config says; nothing is loaded yet."""
     problem = None
     if ranks.is_zero:
         try:
-            for key in {cfg.output_dir, cfg.checkpointer.output_dir}:
+            for key in {asked["output_dir"], asked.cfg.checkpointer.output_dir}:
                 CheckpointFolder(Path(key)).require_usable()
         except CheckpointError as error:
             problem = str(error)
@@ -299,13 +298,13 @@ def require_output_folder(cfg: DictConfig, ranks: Ranks) -> None:
         raise CheckpointError(problem)
 
 
-def lock_output_folders(cfg: DictConfig, ranks: Ranks) -> list[FolderLock]:
+def lock_output_folders(asked: Asked, ranks: Ranks) -> list[FolderLock]:
     """Keep other runs out of the folders that this one writes to; raises on all ranks if one is there."""
     locks: list[FolderLock] = []
     problem = None
     if ranks.is_zero:
         try:
-            for key in {cfg.output_dir, cfg.checkpointer.output_dir}:
+            for key in {asked["output_dir"], asked.cfg.checkpointer.output_dir}:
                 locks.append(FolderLock(Path(key)))
         except FolderInUse as error:
             for lock in locks:

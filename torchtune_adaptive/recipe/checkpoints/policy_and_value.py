@@ -56,7 +56,7 @@ class PolicyAndValueCheckpoints(FullCheckpoints):
             # Of a checkpoint that torchtune has saved, they are those that the config names.
             files = weights_in(Path(source.weights[0]).resolve().parent / VALUE) or None
         staging = self._folder.staging
-        value = self._built(self._cfg.value_checkpointer, staging / VALUE, files)
+        value = self._built(self._asked.cfg.value_checkpointer, staging / VALUE, files)
         # The policy's last: it removes the folder that torchtune has made around the other's.
         return _Both(super().build_checkpointer(), value, staging)
 
@@ -64,7 +64,7 @@ class PolicyAndValueCheckpoints(FullCheckpoints):
         self, name: str, parts: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]
     ) -> None:
         super().write_files(name, parts, state, facts)
-        links = Path(self._cfg.value_checkpointer.output_dir)
+        links = Path(self._asked.cfg.value_checkpointer.output_dir)
         with not_essential(f"{links / f'epoch_{name}'}, a link for torchtune,"):
             durable.link(links / f"epoch_{name}", self._output_dir / f"epoch_{name}" / VALUE)
             for old in links.glob("epoch_*"):

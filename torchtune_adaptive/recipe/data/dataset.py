@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torchtune_adaptive.core import Generators
 from torchtune_adaptive.recipe.components import is_of_a_library, make, refusal
 from torchtune_adaptive.recipe.data.rows import TOKEN_ROWS, Collate, Row, Rows
 from torchtune_adaptive.recipe.private import columns
-from torchtune_adaptive.recipe.settings.kind_table import is_packed
+from torchtune_adaptive.recipe.settings.asked import Asked
 
 
 @dataclass(frozen=True)
@@ -37,34 +37,34 @@ class LoadedRows(NamedTuple):
     """The rows to validate on while training, if that is asked for."""
 
 
-def load_rows(cfg: DictConfig, validates: bool = True) -> LoadedRows:
+def load_rows(asked: Asked) -> LoadedRows:
     """The tokenizer and the rows of a config; each dataset can give its first row.
 
     Args:
-        cfg: the config.
-        validates: whether its recipe can validate.
+        asked: what was asked for.
 
     Raises:
         ConfigError: a file, a column or all rows are missing, or a dataset cannot say how many it has.
     """
+    cfg = asked.cfg
     tokenizer = make(cfg.tokenizer, "tokenizer")
     training = _rows_at(cfg, "dataset", tokenizer)
-    if not validates or cfg.get("run_val_every_n_steps") is None:
+    if asked["run_val_every_n_steps"] is None:
         return LoadedRows(tokenizer, training)
     return LoadedRows(tokenizer, training, _rows_at(cfg, "dataset_val", tokenizer))
 
 
-def data_of(cfg: DictConfig, tokenizer: Any, dataset: Any, rows: Rows, objective: Any) -> Data:
+def data_of(asked: Asked, tokenizer: Any, dataset: Any, rows: Rows, objective: Any) -> Data:
     """A dataset of samples like ``rows``, in batches for an objective."""
-    collate = rows.collate(cfg, tokenizer, objective)
-    return Data(dataset, tokenizer, collate, is_packed(cfg), rows)
+    collate = rows.collate(asked, tokenizer, objective)
+    return Data(dataset, tokenizer, collate, asked.packed(), rows)
 
 
-def validation_config(cfg: DictConfig) -> DictConfig:
-    """The config as if it were for training on what is validated on."""
-    validating = cfg.copy()
-    validating.dataset = cfg.dataset_val
-    return validating
+def as_validated(asked: Asked) -> Asked:
+    """What was asked for, as if it were to train on what is validated on."""
+    validating = asked.cfg.copy()
+    validating.dataset = asked.cfg.dataset_val
+    return replace(asked, cfg=validating)
 
 
 def _rows_at(cfg: DictConfig, key: str, tokenizer: Any) -> Any:

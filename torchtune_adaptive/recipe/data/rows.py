@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig
 
 from torchtune_adaptive.recipe.data.images import RowSize, images_of
 from torchtune_adaptive.recipe.data.packed import ImaginedMask, collate_packed
 from torchtune_adaptive.recipe.data.split_rows import CollateParts, RowParts
 from torchtune_adaptive.recipe.registry import component
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.upstream import labels_are_shifted
 
 Row = dict[str, Any]
@@ -54,7 +54,7 @@ class Rows(ABC):
         """
 
     @abstractmethod
-    def collate(self, cfg: DictConfig, tokenizer: Any, objective: Any) -> Collate:
+    def collate(self, asked: Asked, tokenizer: Any, objective: Any) -> Collate:
         """How rows become a batch for an objective."""
 
     @abstractmethod
@@ -103,17 +103,17 @@ class TokenRows(Rows):
         labels = torch.zeros_like(long["tokens"]) if is_tensor else [0] * length
         return {**long, "labels": labels}
 
-    def collate(self, cfg: DictConfig, tokenizer: Any, objective: Any) -> Collate:
+    def collate(self, asked: Asked, tokenizer: Any, objective: Any) -> Collate:
         if self.packed:
             return collate_packed
         collate = partial(
-            component(cfg.get("collate_fn", "torchtune.data.padded_collate_sft")),
+            component(asked["collate_fn"]),
             padding_idx=tokenizer.pad_id,
             ignore_idx=objective.ignored,
         )
         chunks, parts = objective.output_chunks, self.parts
         end = tokenizer.pad_id, objective.ignored
-        if chunks > 1 and "output" in (cfg.get("custom_sharded_layers", None) or []):
+        if chunks > 1 and "output" in (asked["custom_sharded_layers"] or []):
             least = (chunks * (chunks - 1) + 1) * (parts.ranks if parts else 1)
             collate = partial(_collate_in_chunks, collate, least, *end)
         return CollateParts(collate, parts, *end, labels_are_shifted()) if parts else collate

@@ -17,13 +17,13 @@ class Full(RecipeKind):
     """Trains every weight."""
 
     def checkpoints(self) -> Checkpoints:
-        return FullCheckpoints(self.about, self.cfg, self.environment)
+        return FullCheckpoints(self.asked, self.environment, self.epochs)
 
     def model_without_weights(self, sharding: AbstractContextManager[Any] = AS_IT_IS) -> nn.Module:
-        return full_model(self.cfg, self.environment, self.prepare, sharding)
+        return full_model(self.asked, self.environment, self.prepare, sharding)
 
     def load(self, model: nn.Module, checkpoint: dict[str, Any]) -> None:
-        load_full(model, self.cfg, self.environment, checkpoint[training.MODEL_KEY])
+        load_full(model, self.asked, self.environment, checkpoint[training.MODEL_KEY])
 
 
 TheKind = Full

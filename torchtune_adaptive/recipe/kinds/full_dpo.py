@@ -22,7 +22,7 @@ class FullDPO(Full):
         return model
 
     def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
-        loss_fn = build_loss(self.cfg, self.environment, model)
+        loss_fn = build_loss(self.asked, self.environment, model)
         [reference] = frozen
         return Preference(loss_fn, reference, frozen)
 

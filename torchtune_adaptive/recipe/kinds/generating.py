@@ -34,7 +34,7 @@ class Generating(RecipeKind):
 
     def loss(self, module: str, *known: str) -> Any:
         """What the config's ``loss`` makes: one of the known losses of a module of torchtune, or of ours."""
-        made, component = make(self.cfg.loss, "loss"), self.cfg.loss._component_
+        made, component = make(self.asked.cfg.loss, "loss"), self.asked.cfg.loss._component_
         if type(made).__name__ not in known:
             reason = "is not a loss that this recipe knows"
             raise ConfigError(
@@ -44,7 +44,7 @@ class Generating(RecipeKind):
 
     def log_probs(self, policy: nn.Module) -> LogProbs:
         """The log-probabilities of a policy, which samples at the temperature of the config."""
-        return LogProbs(policy, self.cfg.get("temperature") or 1.0)
+        return LogProbs(policy, self.asked["temperature"])
 
     def rows(self) -> Rows:
         return Prompts()

@@ -62,7 +62,7 @@ class GRPO(Generating):
         self, model: nn.Module, frozen: Sequence[nn.Module], sizes: RolloutSizes
     ) -> Scorers:
         log_probs = {"reference": self.reference(model, frozen)}
-        if sizes.epochs > 1 and not _PER_ROW[self.cfg.loss._component_.rpartition(".")[2]]:
+        if sizes.epochs > 1 and not _PER_ROW[self.asked.cfg.loss._component_.rpartition(".")[2]]:
             # Otherwise the policy that is trained is the one that has generated, and their ratio is 1.
             log_probs = {"old": self.log_probs(model), **log_probs}
         return Scorers(log_probs, {})
@@ -80,7 +80,7 @@ class GRPO(Generating):
         total: Total,
         entering: Callable[[str], None],
     ) -> Judge:
-        return ByFunctions(Rewards(self.cfg, tokenizer, stops, entering), sizes.samples)
+        return ByFunctions(Rewards(self.asked, tokenizer, stops, entering), sizes.samples)
 
 
 class FullGRPO(GRPO, Full):

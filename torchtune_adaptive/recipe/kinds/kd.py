@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import Batch, Forward, NextTokenPrediction, Summed
 from torchtune_adaptive.recipe.kinds.lora import LoRA
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.optimizer import build_loss
 from torchtune_adaptive.recipe.upstream import labels_are_shifted
 
@@ -64,28 +64,28 @@ class KD(LoRA):
 
     def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Distillation:
         [teacher] = frozen
-        loss_fn = build_loss(self.cfg, self.environment, model)
-        kd_loss_fn = build_loss(self.cfg, self.environment, teacher, "kd_loss")
-        _require_same_output(self.cfg, model, teacher)
-        _require_same_chunks(self.cfg, loss_fn, kd_loss_fn)
-        ratio = self.cfg.get("kd_ratio", 0.5)
+        loss_fn = build_loss(self.asked, self.environment, model)
+        kd_loss_fn = build_loss(self.asked, self.environment, teacher, "kd_loss")
+        _require_same_output(self.asked, model, teacher)
+        _require_same_chunks(self.asked, loss_fn, kd_loss_fn)
+        ratio = self.asked["kd_ratio"]
         return Distillation(loss_fn, kd_loss_fn, teacher, ratio, labels_are_shifted())
 
 
-def _require_same_output(cfg: DictConfig, student: nn.Module, teacher: nn.Module) -> None:
+def _require_same_output(asked: Asked, student: nn.Module, teacher: nn.Module) -> None:
     """Predictions of both models must be over the same tokens."""
     theirs, ours = _vocabulary(teacher), _vocabulary(student)
     if theirs != ours:
         raise ConfigError(
             "teacher_model",
-            cfg.teacher_model._component_,
+            asked.cfg.teacher_model._component_,
             f"predicts {theirs} tokens, but model predicts {ours}",
             "Choose a teacher that has the vocabulary of the student",
         )
     if getattr(student, "skip_output_layer", False):  # torchtune's main branch
         raise ConfigError(
             "loss",
-            cfg.loss._component_,
+            asked.cfg.loss._component_,
             "takes hidden states, but kd_loss compares logits",
             "Use torchtune.modules.loss.CEWithChunkedOutputLoss",
         )
@@ -95,13 +95,13 @@ def _vocabulary(model: nn.Module) -> int | None:
     return getattr(getattr(model, "tok_embeddings", None), "num_embeddings", None)
 
 
-def _require_same_chunks(cfg: DictConfig, loss_fn: nn.Module, kd_loss_fn: nn.Module) -> None:
+def _require_same_chunks(asked: Asked, loss_fn: nn.Module, kd_loss_fn: nn.Module) -> None:
     """Both losses are given the same logits."""
     ours, theirs = (getattr(each, "num_output_chunks", None) for each in (loss_fn, kd_loss_fn))
     if ours != theirs:
         raise ConfigError(
             "kd_loss",
-            cfg.kd_loss._component_,
+            asked.cfg.kd_loss._component_,
             f"takes {_chunks(theirs)}, but loss takes {_chunks(ours)}",
             "Give both the same num_output_chunks, or take a loss without chunks for both",
         )

@@ -20,14 +20,14 @@ class LoRA(RecipeKind):
     """Trains adapters."""
 
     def checkpoints(self) -> Checkpoints:
-        return LoRACheckpoints(self.about, self.cfg, self.environment)
+        return LoRACheckpoints(self.asked, self.environment, self.epochs)
 
     def model_without_weights(self, sharding: AbstractContextManager[Any] = AS_IT_IS) -> nn.Module:
-        return lora_model(self.cfg, self.environment, self.prepare, sharding)
+        return lora_model(self.asked, self.environment, self.prepare, sharding)
 
     def load(self, model: nn.Module, checkpoint: dict[str, Any]) -> None:
         weights, adapters = checkpoint[training.MODEL_KEY], checkpoint.get(training.ADAPTER_KEY)
-        load_lora(model, self.cfg, self.environment, weights, adapters)
+        load_lora(model, self.asked, self.environment, weights, adapters)
 
 
 def without_adapters(

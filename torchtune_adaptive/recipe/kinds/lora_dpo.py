@@ -17,7 +17,7 @@ class LoRADPO(LoRA):
     """Trains adapters to prefer what is chosen."""
 
     def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
-        loss_fn = build_loss(self.cfg, self.environment, model)
+        loss_fn = build_loss(self.asked, self.environment, model)
         return Preference(loss_fn, without_adapters(model, model))
 
     def rows(self) -> Rows:

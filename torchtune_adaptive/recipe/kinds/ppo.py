@@ -52,13 +52,13 @@ class PPO(Generating, Full):
     # --- models -----------------------------------------------------------------------------------
 
     def checkpoints(self) -> Checkpoints:
-        return PolicyAndValueCheckpoints(self.about, self.cfg, self.environment)
+        return PolicyAndValueCheckpoints(self.asked, self.environment, self.epochs)
 
     def model_without_weights(
         self, sharding: AbstractContextManager[Any] = AS_IT_IS
     ) -> PolicyAndValue:
         policy, value = (
-            full_model(self.cfg, self.environment, self.prepare, sharding, keys.model)
+            full_model(self.asked, self.environment, self.prepare, sharding, keys.model)
             for keys in _TRAINED.values()
         )
         return PolicyAndValue(policy, value)
@@ -67,7 +67,7 @@ class PPO(Generating, Full):
         for name, keys in _TRAINED.items():
             weights = of_model(name, checkpoint[training.MODEL_KEY])
             weights.pop(_UNUSED, None)
-            load_full(model.get_submodule(name), self.cfg, self.environment, weights, keys)
+            load_full(model.get_submodule(name), self.asked, self.environment, weights, keys)
 
     def frozen(self, weights: Sequence[dict[str, Any]]) -> tuple[nn.Module, ...]:
         for each in weights:
@@ -102,15 +102,15 @@ class PPO(Generating, Full):
         total: Total,
         entering: Callable[[str], None],
     ) -> Judge:
-        cfg = self.cfg
+        asked = self.asked
         return ByModel(
             sizes.max_new,
-            cfg.kl_coeff,
-            cfg.gamma,
-            cfg.lmbda,
-            penalty=cfg.get("reward_penalty") or 0.0,
-            min_length=cfg.get("min_response_length") or 0,
-            must_stop=cfg.get("penalise_no_eos") or False,
+            asked["kl_coeff"],
+            asked["gamma"],
+            asked["lmbda"],
+            penalty=asked["reward_penalty"],
+            min_length=asked["min_response_length"],
+            must_stop=asked["penalise_no_eos"],
             total=total,
         )
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_dpo
 from torchtune.rlhf import get_batch_log_probs
 
 from torchtune_adaptive.core import Batch, Forward, Summed
 from torchtune_adaptive.recipe.data.rows import Collate, Row, Rows
+from torchtune_adaptive.recipe.settings.asked import Asked
 
 _SIDES = ("chosen", "rejected")
 
@@ -34,7 +34,7 @@ class Pairs(Rows):
             long |= {f"{side}_input_ids": tokens, f"{side}_labels": tokens}
         return {**row, **long}
 
-    def collate(self, cfg: DictConfig, tokenizer: Any, objective: Any) -> Collate:
+    def collate(self, asked: Asked, tokenizer: Any, objective: Any) -> Collate:
         padding, ignored = tokenizer.pad_id, objective.ignored
 
         def collate(rows: list[Row]) -> dict[str, Any]:

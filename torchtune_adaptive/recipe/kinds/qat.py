@@ -12,11 +12,11 @@ class QAT(Full):
     """Trains every weight for being quantized later."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        quantizer = build_quantizer(self.cfg, self.environment.dtype)
-        return quantized(self.cfg, quantizer.prepare(model))
+        quantizer = build_quantizer(self.asked, self.environment.dtype)
+        return quantized(self.asked, quantizer.prepare(model))
 
     def before_step(self, model: nn.Module, number: int) -> None:
-        quantize_from(self.cfg, model, number)
+        quantize_from(self.asked, model, number)
 
 
 TheKind = QAT

@@ -18,7 +18,7 @@ class QATLoRA(LoRA):
 
     def prepare(self, model: nn.Module) -> nn.Module:
         self._require_plain_adapters(model)
-        quantizer = build_quantizer(self.cfg, self.environment.dtype)
+        quantizer = build_quantizer(self.asked, self.environment.dtype)
         described = (
             quantizer.get_activation_fake_quantize_config(),
             quantizer.get_weight_fake_quantize_config(),
@@ -28,14 +28,14 @@ class QATLoRA(LoRA):
         except ValueError as error:  # a layer's size is no multiple of the group's
             raise ConfigError(
                 "quantizer",
-                self.cfg.quantizer._component_,
+                self.asked.cfg.quantizer._component_,
                 f"does not fit the model: {error}",
                 "Set quantizer.groupsize to a divisor of the sizes of its layers",
             ) from error
-        return quantized(self.cfg, model)
+        return quantized(self.asked, model)
 
     def before_step(self, model: nn.Module, number: int) -> None:
-        quantize_from(self.cfg, model, number)
+        quantize_from(self.asked, model, number)
 
     def _require_plain_adapters(self, model: nn.Module) -> None:
         for module in model.modules():

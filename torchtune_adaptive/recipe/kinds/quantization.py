@@ -5,25 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 from torchtune.training.quantization import get_quantizer_mode
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.recipe.components import make
+from torchtune_adaptive.recipe.settings.asked import Asked
 
 
-def build_quantizer(cfg: DictConfig, dtype: torch.dtype) -> Any:
+def build_quantizer(asked: Asked, dtype: torch.dtype) -> Any:
     """The quantizer of a config.
 
     Raises:
         ConfigError: it is none for training.
     """
-    quantizer = make(cfg.quantizer, "quantizer")
+    quantizer = make(asked.cfg.quantizer, "quantizer")
     if "qat" not in (get_quantizer_mode(quantizer) or ""):
         raise ConfigError(
             "quantizer",
-            cfg.quantizer._component_,
+            asked.cfg.quantizer._component_,
             "is not a quantizer for training",
             "Use torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
         )
@@ -38,7 +38,7 @@ def _fake_quantizers(model: nn.Module) -> list[nn.Module]:
     return [each for each in found if each is not None and hasattr(each, "enabled")]
 
 
-def quantized(cfg: DictConfig, model: nn.Module) -> nn.Module:
+def quantized(asked: Asked, model: nn.Module) -> nn.Module:
     """A model as its quantizer has prepared it, but without anything that outlives a step.
 
     Raises:
@@ -48,7 +48,7 @@ def quantized(cfg: DictConfig, model: nn.Module) -> nn.Module:
     if not found:
         raise ConfigError(
             "quantizer",
-            cfg.quantizer._component_,
+            asked.cfg.quantizer._component_,
             "quantizes no layer of the model",
             "Set quantizer.groupsize to a divisor of the sizes of its layers",
         )
@@ -63,8 +63,8 @@ def _drop_scales(module: nn.Module, *_: Any) -> None:
     module.scale = module.zero_point = None  # type: ignore[assignment]
 
 
-def quantize_from(cfg: DictConfig, model: nn.Module, number: int) -> None:
+def quantize_from(asked: Asked, model: nn.Module, number: int) -> None:
     """Quantize or not, as step ``number`` should: not in the first ``fake_quant_after_n_steps``."""
-    begins = number > (cfg.get("fake_quant_after_n_steps") or 0)
+    begins = number > asked["fake_quant_after_n_steps"]
     for each in _fake_quantizers(model):
-        each.enabled = begins  # type: ignore[assignment]
+        each.enabled = begins

@@ -9,13 +9,12 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
-from omegaconf import DictConfig
 from torch import nn
 
 from torchtune_adaptive.core import NextTokenPrediction, Objective
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.data.rows import Rows, TokenRows
-from torchtune_adaptive.recipe.settings.kind_table import Kind, is_packed, sharers
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import AS_IT_IS, Model, announce, frozen_model, load_full
 from torchtune_adaptive.recipe.setup.offloading import Offloading
@@ -30,9 +29,10 @@ class RecipeKind(ABC):
     with a subclass ``TheKind``.
     """
 
-    def __init__(self, about: Kind, cfg: DictConfig, environment: Environment) -> None:
-        self.about = about
-        self.cfg = cfg
+    def __init__(self, asked: Asked, environment: Environment) -> None:
+        self.asked = asked
+        self.epochs: int = asked["epochs"]
+        """The epochs of the run, which sets it where the config does not say."""
         self.environment = environment
 
     # --- models -----------------------------------------------------------------------------------
@@ -51,12 +51,12 @@ class RecipeKind(ABC):
 
     def model(self, checkpoint: dict[str, Any]) -> Model:
         """The model that is trained, with the weights of a checkpoint."""
-        cfg, environment, started = self.cfg, self.environment, time.perf_counter()
+        asked, environment, started = self.asked, self.environment, time.perf_counter()
         model = self.model_without_weights()
         self.load(model, checkpoint)
-        offloading = Offloading(model, cfg.get("enable_activation_offloading", False))
+        offloading = Offloading(model, asked["enable_activation_offloading"])
         announce(model, environment, started)
-        same, ranks = sharers(cfg), environment.ranks
+        same, ranks = asked.sharers, environment.ranks
         return Model(model, offloading, ranks.rank // same, ranks.size // same)
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -64,11 +64,11 @@ class RecipeKind(ABC):
         return model
 
     def frozen(self, weights: Sequence[dict[str, Any]]) -> tuple[nn.Module, ...]:
-        """The models that are used and not trained, in the order of ``about.frozen``."""
+        """The models that are used and not trained, in the order of ``Kind.frozen``."""
         started = time.perf_counter()
         models = self.frozen_without_weights()
-        for model, loaded, keys in zip(models, weights, self.about.frozen, strict=True):
-            load_full(model, self.cfg, self.environment, loaded, keys)
+        for model, loaded, keys in zip(models, weights, self.asked.kind.frozen, strict=True):
+            load_full(model, self.asked, self.environment, loaded, keys)
             announce(model, self.environment, started)
         return models
 
@@ -76,14 +76,14 @@ class RecipeKind(ABC):
         self, sharding: AbstractContextManager[Any] = AS_IT_IS
     ) -> tuple[nn.Module, ...]:
         """The same, sharded, but still on the meta device."""
-        cfg, blocks = self.cfg, [each.model for each in self.about.frozen]
-        return tuple(frozen_model(cfg, self.environment, block, sharding) for block in blocks)
+        asked, blocks = self.asked, [each.model for each in self.asked.kind.frozen]
+        return tuple(frozen_model(asked, self.environment, block, sharding) for block in blocks)
 
     # --- training ---------------------------------------------------------------------------------
 
     def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
         """What is minimized: the loss of a micro-batch, its weight, its metrics."""
-        loss_fn = build_loss(self.cfg, self.environment, model)
+        loss_fn = build_loss(self.asked, self.environment, model)
         split = self.environment.context is not None  # those of parts of rows are always shifted
         return NextTokenPrediction(loss_fn, shifted=split or labels_are_shifted())
 
@@ -98,11 +98,11 @@ class RecipeKind(ABC):
     def rows(self) -> Rows:
         """What the samples are like."""
         context = self.environment.context
-        return TokenRows(packed=is_packed(self.cfg), parts=context.parts if context else None)
+        return TokenRows(packed=self.asked.packed(), parts=context.parts if context else None)
 
 
-def recipe_kind(about: Kind, cfg: DictConfig, environment: Environment) -> RecipeKind:
-    """A kind of recipe for a config."""
-    module = import_module(f"torchtune_adaptive.recipe.kinds.{about.name}")
-    kind: RecipeKind = module.TheKind(about, cfg, environment)
+def recipe_kind(asked: Asked, environment: Environment) -> RecipeKind:
+    """The kind of recipe that was asked for."""
+    module = import_module(f"torchtune_adaptive.recipe.kinds.{asked.kind.name}")
+    kind: RecipeKind = module.TheKind(asked, environment)
     return kind

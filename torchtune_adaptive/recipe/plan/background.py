@@ -182,7 +182,7 @@ class _Planner:
         from torchtune_adaptive.recipe.tracing.self_check import check_method
 
         self._cfg, self._ranks = OmegaConf.create(cfg), ranks
-        self._settings = check(self._cfg, kind_of(self._cfg))
+        self._settings = check(self._cfg, kind_of(self._cfg)).settings
         require_traceable(self._cfg)
         check_method(self._settings.cache)
         self._traces = Traces(self._cfg, ranks, planned_rank(self._cfg), self._settings.cache)

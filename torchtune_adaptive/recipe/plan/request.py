@@ -127,7 +127,7 @@ def plan_request(
         NoPrediction: its memory cannot be predicted.
     """
     cfg, stand_in = _with_installed_optimizer(cfg)
-    settings = check(cfg, kind := kind_of(cfg))
+    settings = check(cfg, kind := kind_of(cfg)).settings
     require_traceable(cfg)
     _require_installed(cfg)
     require_torchvision(cfg)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig
 from torch import nn
 
 from torchtune_adaptive.common import ConfigError, counted
@@ -13,6 +12,7 @@ from torchtune_adaptive.core import Phase, TrainStep
 from torchtune_adaptive.recipe.rollout.generate import Generation
 from torchtune_adaptive.recipe.rollout.score import Scorers, Scoring
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.phase_names import GENERATION, SCORING
 from torchtune_adaptive.recipe.setup.environment import Environment
 
@@ -58,20 +58,20 @@ class RolloutSizes:
             )
 
 
-def rollout_sizes(cfg: DictConfig) -> RolloutSizes:
+def rollout_sizes(asked: Asked) -> RolloutSizes:
     """The sizes that a checked config asks for."""
     return RolloutSizes(
-        cfg.batch_size,
-        cfg.get("grpo_samples", 1),
-        cfg.get("ppo_epochs") or 1,
-        cfg.max_generated_tokens,
-        cfg.get("ppo_batch_size"),
+        asked["batch_size"],
+        asked["grpo_samples"],
+        asked["ppo_epochs"],
+        asked["max_generated_tokens"],
+        asked["ppo_batch_size"],
     )
 
 
-def stop_tokens(cfg: DictConfig, tokenizer: Any) -> list[int]:
+def stop_tokens(asked: Asked, tokenizer: Any) -> list[int]:
     """The tokens that end a response."""
-    given = cfg.get("stop_token_ids") or getattr(tokenizer, "stop_tokens", None)
+    given = asked["stop_token_ids"] or getattr(tokenizer, "stop_tokens", None)
     return list(given or [tokenizer.eos_id])
 
 
@@ -96,7 +96,7 @@ class Phases:
 
 
 def build_phases(
-    cfg: DictConfig,
+    asked: Asked,
     environment: Environment,
     step: TrainStep,
     policy: nn.Module,
@@ -108,7 +108,7 @@ def build_phases(
     """The phases of a run, which have no size yet.
 
     Args:
-        cfg: the config.
+        asked: what was asked for.
         environment: the environment.
         step: that of the run.
         policy: the model that generates.
@@ -134,10 +134,10 @@ def build_phases(
     generator = Generation(
         policy,
         tokenizer.pad_id,
-        stop_tokens(cfg, tokenizer),
+        stop_tokens(asked, tokenizer),
         sizes.max_new,
-        cfg.get("temperature") or 1.0,
-        cfg.get("top_k"),
+        asked["temperature"],
+        asked["top_k"],
         longest,
         environment.dtype,
         step.device,

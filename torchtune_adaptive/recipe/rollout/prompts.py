@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from omegaconf import DictConfig
 
 from torchtune_adaptive.recipe.data.rows import Collate, Row, Rows
 from torchtune_adaptive.recipe.rollout.rows import collate, longest_rows
+from torchtune_adaptive.recipe.settings.asked import Asked
 
 
 class Prompts(Rows):
@@ -26,7 +26,7 @@ class Prompts(Rows):
     def stretched(self, row: Row, length: int) -> Row:
         return {**row, "tokens": (list(row["tokens"]) * length)[:length]}
 
-    def collate(self, cfg: DictConfig, tokenizer: Any, objective: Any) -> Collate:
+    def collate(self, asked: Asked, tokenizer: Any, objective: Any) -> Collate:
         return partial(collate, padding_id=tokenizer.pad_id)
 
     def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, torch.Tensor]:

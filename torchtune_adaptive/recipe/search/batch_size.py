@@ -38,7 +38,7 @@ def find_micro_batch(
         configured,
         rows.per_rank,
         sample=rows.data.rows.sample,
-        max_steps=prober.cfg.get("max_steps_per_epoch"),
+        max_steps=prober.asked["max_steps_per_epoch"],
         known=known,
     )
     worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
@@ -60,7 +60,7 @@ def find_micro_batch(
         headroom=settings.headroom,
         seconds=time.perf_counter() - started,
         rows_per_rank=rows.per_rank,
-        lr=prober.cfg.optimizer.get("lr"),
+        lr=prober.asked.cfg.optimizer.get("lr"),
         ceiling=limit.reason,
         at_ceiling=found.size == possible_sizes(settings, configured, limit.size)[-1],
         validation=validation,

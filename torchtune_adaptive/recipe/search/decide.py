@@ -6,8 +6,6 @@ import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from torchtune_adaptive.common import ConfigError, not_essential
 from torchtune_adaptive.core import ByRows, MicroBatches, Ranks, Split
 from torchtune_adaptive.recipe.checkpoints.training_state import GrowthState, TrainingState
@@ -18,6 +16,7 @@ from torchtune_adaptive.recipe.search.fastest_search import find_fastest
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.report import Report, write
 from torchtune_adaptive.recipe.search.token_budget import find_token_budget
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import token_budget_with_images
 
 log = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ def _in_rows(
     if growth is not None:
         split = growth.now_on(configured.ranks, report.largest)
         report = replace(report, split=split, resumed=True)
-    announce(prober.cfg, prober.ranks, report)
+    announce(prober.asked, prober.ranks, report)
     if not prober.settings.use_maximum_batch_size and configured.micro_batch > report.largest:
         raise ConfigError(
             "batch_size",
@@ -109,7 +108,7 @@ def _fastest(
     compared = [each for each in report.timed if each.predicted and each.measured]
     if planner is not None and compared and not prober.compiled:
         planner.learn_seconds(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
-    announce(prober.cfg, prober.ranks, report)
+    announce(prober.asked, prober.ranks, report)
     return DecidedBatch(report.split, ByRows("divisor"), report=report)
 
 
@@ -128,20 +127,20 @@ def _in_tokens(prober: Prober, rows: RowsToTry, saved: TrainingState | None) -> 
     lengths = rows.lengths.all(say_progress=prober.ranks.is_zero)
     lengths = [rows.data.rows.padded(length) for length in lengths]
     report = find_token_budget(prober, rows, lengths, known)
-    announce(prober.cfg, prober.ranks, report)
+    announce(prober.asked, prober.ranks, report)
     if not report.used:
         return DecidedBatch(rows.configured, without, report=report)
     # Tokens are bounded, not rows.
     return DecidedBatch(rows.configured, report.micro_batches, rows.per_rank, report)
 
 
-def announce(cfg: DictConfig, ranks: Ranks, report: Report) -> None:
+def announce(asked: Asked, ranks: Ranks, report: Report) -> None:
     """Log what was found, and write it to files; on rank 0."""
     if not ranks.is_zero:
         return
     log.info(report.text())
     with not_essential("The report of the search"):
-        files = write(report, Path(cfg.output_dir))
+        files = write(report, Path(asked["output_dir"]))
         log.info(f"Details: {', '.join(map(str, files))}")
     if overrides := report.overrides():
         log.info(f"{report.use_of_overrides}: {overrides}")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from torchtune_adaptive.core import (
     Batch,
@@ -30,6 +29,7 @@ from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.search.sizing import InRows
 from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.fingerprint import search_facts
 from torchtune_adaptive.recipe.setup.flex_attention import compiles
 
@@ -100,14 +100,16 @@ class Prober:
     """The step that training will use."""
     ranks: Ranks
     watchdog: Watchdog
-    cfg: DictConfig
-    settings: AdaptiveSettings
-    """The part of ``cfg`` that this package has added."""
+    asked: Asked
+
+    @property
+    def settings(self) -> AdaptiveSettings:
+        return self.asked.settings
 
     @property
     def compiled(self) -> bool:
         """Whether the model is compiled."""
-        return bool(self.cfg.get("compile", False))
+        return bool(self.asked["compile"])
 
     def enter(self, phase: str) -> None:
         """Tell the watchdog of a phase that may take any time."""
@@ -121,7 +123,7 @@ class Prober:
     def facts(self, **trials: Any) -> dict[str, Any]:
         """Everything that the result of a search depends on, with what its ``trials`` are made of."""
         return search_facts(
-            self.cfg,
+            self.asked.cfg,
             self.settings,
             **trials,
             ranks=self.ranks.size,
@@ -140,7 +142,7 @@ class Prober:
                 "The simulated device sees single operations, so compiled regions run eager in trials."
             )
         # How long a rank compiles cannot be bounded.
-        patience = None if compiles(self.cfg) else self.settings.rank_timeout
+        patience = None if compiles(self.asked) else self.settings.rank_timeout
         return Probe(
             step=self.step,
             accumulation=accumulation,

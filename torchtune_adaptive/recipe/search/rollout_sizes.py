@@ -65,7 +65,7 @@ def decide_sizes(
     if len(sizes) < len(to_size):
         report = _find(prober, phases, to_size, start)
         start, sizes = report.split, report.sizes
-        announce(prober.cfg, prober.ranks, report)
+        announce(prober.asked, prober.ranks, report)
         if TRAINING in report.found and isinstance(sizes[TRAINING], int):
             largest = start.micro_batch
     else:
@@ -95,7 +95,7 @@ def _parts(
     scoring: bool | int | None = settings.scoring_token_budget
     if scoring is None:
         scoring = settings.budgets and settings.scoring_batch_size is None
-    prompts = prober.cfg.get("forward_batch_size") or sizes.prompts
+    prompts = prober.asked["forward_batch_size"] or sizes.prompts
     forward = min(prompts * sizes.samples, sizes.rows)
     rows = settings.generation_batch_size, settings.scoring_batch_size
     if not settings.use_maximum_batch_size:

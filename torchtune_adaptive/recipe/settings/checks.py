@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from torchtune_adaptive.common import ConfigError, launcher
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.conflicts import conflicts
 from torchtune_adaptive.recipe.settings.kind_table import (
     Kind,
@@ -32,8 +33,8 @@ from torchtune_adaptive.recipe.settings.torchtune_keys import check_values
 log = logging.getLogger(__name__)
 
 
-def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
-    """Everything that can be wrong in a config and be seen before a model is built.
+def check(cfg: DictConfig, kind: Kind) -> Asked:
+    """What a config asks for, if nothing is wrong in it that can be seen before a model is built.
 
     Args:
         cfg: the whole config.
@@ -66,7 +67,7 @@ def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
         raise ConfigError(
             key, value, f"cannot be read: {reason}", "Correct it in the config"
         ) from error
-    return settings
+    return Asked(cfg, kind, settings)
 
 
 def warn_of_unused_keys(cfg: DictConfig, kind: Kind) -> None:

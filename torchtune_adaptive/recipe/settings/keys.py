@@ -7,7 +7,7 @@ checkpoint's. Our own settings have the same two flags, in ``adaptive.py``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchtune_adaptive.recipe.settings.rules import (
     ANY_NUMBER,
@@ -65,6 +65,7 @@ class Key(NamedTuple):
 
     Args:
         rule: what its value may be; None where no single rule says it.
+        default: what is meant where it is missing or null.
         kinds: the kinds of recipe that know it.
         needed: the kinds whose configs must have a value.
         given: the kinds whose configs must have the key; it may be null.
@@ -75,6 +76,7 @@ class Key(NamedTuple):
     """
 
     rule: Rule | None = None
+    default: Any = None
     kinds: Names = _ALL
     needed: Names = _NONE
     given: Names = _NONE
@@ -93,24 +95,31 @@ _COUNT = at_least(1)
 
 def _block(kinds: Names = _ALL, *, memory: bool = True, result: bool = True) -> Key:
     """A component that the configs of these kinds must have."""
-    return Key(COMPONENT, kinds, needed=kinds, memory=memory, result=result)
+    return Key(COMPONENT, kinds=kinds, needed=kinds, memory=memory, result=result)
 
 
-def _about_output(rule: Rule, kinds: Names = _ALL) -> Key:
+def _about_output(rule: Rule, default: Any = False, kinds: Names = _ALL) -> Key:
     """Where things lie, and what is logged and saved."""
-    return Key(rule, kinds, memory=False, result=False)
+    return Key(rule, default, kinds, memory=False, result=False)
 
 
-def _how_it_computes(rule: Rule | None, kinds: Names = _ALL, *, nullable: bool = True) -> Key:
+def _how_it_computes(
+    rule: Rule | None, default: Any = False, kinds: Names = _ALL, *, nullable: bool = True
+) -> Key:
     """The way in which, or the device on which, the same results are computed."""
-    return Key(rule, kinds, nullable=nullable, result=False)
+    return Key(rule, default, kinds, nullable=nullable, result=False)
 
 
 def _of_rollouts(
-    rule: Rule, kinds: Names = _ROLLOUTS, *, needed: Names = _NONE, memory: bool = False
+    rule: Rule,
+    default: Any = None,
+    kinds: Names = _ROLLOUTS,
+    *,
+    needed: Names = _NONE,
+    memory: bool = False,
 ) -> Key:
     """What generated rows are worth and how many rollouts there are, which has no size in memory."""
-    return Key(rule, kinds, needed=needed & kinds, memory=memory)
+    return Key(rule, default, kinds, needed, memory=memory)
 
 
 KEYS: dict[str, Key] = {
@@ -118,12 +127,12 @@ KEYS: dict[str, Key] = {
     "checkpointer": _block(memory=False, result=False),
     VALUE_CHECKPOINTER: _block(_PPO, memory=False, result=False),
     "metric_logger": _block(memory=False, result=False),
-    "profiler": _about_output(BLOCK_OF_KEYS),
-    "log_every_n_steps": Key(_COUNT, nullable=False, memory=False, result=False),
+    "profiler": _about_output(BLOCK_OF_KEYS, None),
+    "log_every_n_steps": Key(_COUNT, 1, nullable=False, memory=False, result=False),
     "log_peak_memory_stats": _about_output(BOOLEAN),
-    "resume_from_checkpoint": Key(BOOLEAN, given=_ALL, memory=False, result=False),
-    "enable_async_checkpointing": _about_output(BOOLEAN, _FULL | {"grpo"}),
-    "save_adapter_weights_only": _about_output(BOOLEAN, _ADAPTERS | {"grpo_lora"}),
+    "resume_from_checkpoint": Key(BOOLEAN, False, given=_ALL, memory=False, result=False),
+    "enable_async_checkpointing": _about_output(BOOLEAN, kinds=_FULL | {"grpo"}),
+    "save_adapter_weights_only": _about_output(BOOLEAN, kinds=_ADAPTERS | {"grpo_lora"}),
     FOUND: Key(memory=False, result=False),
     # The models, and what is computed of them.
     "model": _block(_ALL - _PPO),
@@ -140,63 +149,67 @@ KEYS: dict[str, Key] = {
     "ref_policy_checkpointer": _block(_PPO, memory=False),
     "reward_checkpointer": _block(_PPO, memory=False),
     "dtype": Key(),
-    "optimizer_in_bwd": Key(BOOLEAN, _FULL | _PPO),
+    "optimizer_in_bwd": Key(BOOLEAN, False, _FULL | _PPO),
     "clip_grad_norm": Key(POSITIVE),
     "lr_scheduler": Key(COMPONENT, memory=False),
-    "kd_ratio": Key(RATIO, _KD, memory=False),
+    "kd_ratio": Key(RATIO, 0.5, _KD, memory=False),
     # Trials quantize, which takes more memory.
-    "fake_quant_after_n_steps": Key(at_least(0), _QAT, memory=False),
+    "fake_quant_after_n_steps": Key(at_least(0), 0, _QAT, memory=False),
     # The batch, and how long the run is: what a resumed run keeps of it is up to ``checkpoints/progress.py``.
     "batch_size": Key(_COUNT, needed=_ALL),
-    "gradient_accumulation_steps": Key(_COUNT, needed=_SUPERVISED),
-    "epochs": Key(_COUNT, _ALL - _PPO, needed=_ALL - _PPO, memory=False, result=False),
-    "max_steps_per_epoch": Key(_COUNT, _SUPERVISED, given=_SUPERVISED, memory=False, result=False),
+    "gradient_accumulation_steps": Key(_COUNT, 1, needed=_SUPERVISED),
+    "epochs": Key(_COUNT, 1, _ALL - _PPO, needed=_ALL - _PPO, memory=False, result=False),
+    "max_steps_per_epoch": Key(
+        _COUNT, None, _SUPERVISED, given=_SUPERVISED, memory=False, result=False
+    ),
     "seed": Key(at_least(0, (1 << 32) - 1), given=_ALL, memory=False, result=False),
-    "shuffle": Key(BOOLEAN, given=_ALL, memory=False),
+    "shuffle": Key(BOOLEAN, False, given=_ALL, memory=False),
     # Trials are made of one sample repeated; its length and whether samples are packed are facts themselves.
     "dataset": Key(memory=False),
     "tokenizer": _block(memory=False),
-    "collate_fn": Key(FUNCTION, _SUPERVISED - _PAIRS),
+    "collate_fn": Key(FUNCTION, "torchtune.data.padded_collate_sft", _SUPERVISED - _PAIRS),
     # Validation has trials of its own.
-    "dataset_val": Key(None, _SUPERVISED, memory=False, result=False),
-    "run_val_every_n_steps": Key(_COUNT, _SUPERVISED, memory=False, result=False),
-    "batch_size_val": Key(_COUNT, _SUPERVISED, memory=False, result=False),
+    "dataset_val": Key(None, None, _SUPERVISED, memory=False, result=False),
+    "run_val_every_n_steps": Key(_COUNT, None, _SUPERVISED, memory=False, result=False),
+    "batch_size_val": Key(_COUNT, None, _SUPERVISED, memory=False, result=False),
     "device": Key(TEXT, needed=_ALL, result=False),
     "compile": _how_it_computes(BOOLEAN),
-    "cudnn_deterministic_mode": _how_it_computes(one_of(0, 1, 2, "default", "warn", "error")),
+    "cudnn_deterministic_mode": _how_it_computes(one_of(0, 1, 2, "default", "warn", "error"), None),
     "enable_activation_checkpointing": _how_it_computes(BOOLEAN),
     "enable_activation_offloading": _how_it_computes(BOOLEAN),
-    "ac_mode": _how_it_computes(one_of("none", "full", "selective"), _FULL | _ROLLOUTS),
-    "ac_option": _how_it_computes(either(_COUNT, one_of("op")), _FULL | _ROLLOUTS),
+    "ac_mode": _how_it_computes(one_of("none", "full", "selective"), None, _FULL | _ROLLOUTS),
+    "ac_option": _how_it_computes(either(_COUNT, one_of("op")), None, _FULL | _ROLLOUTS),
     "fsdp_cpu_offload": _how_it_computes(BOOLEAN),
-    "fsdp_reshard_after_forward": _how_it_computes(BOOLEAN),
-    "custom_sharded_layers": _how_it_computes(LAYERS),
-    TENSORS: _how_it_computes(_COUNT, frozenset({"full"}), nullable=False),
-    "tensor_parallel_plan": _how_it_computes(COMPONENT, frozenset({"full"})),
-    COPIES: _how_it_computes(_COUNT, _MESHES, nullable=False),
-    SHARDS: _how_it_computes(either(_COUNT, one_of(-1)), _MESHES, nullable=False),
-    CONTEXT: _how_it_computes(_COUNT, _MESHES, nullable=False),
-    ROTATION: _how_it_computes(one_of("allgather", "alltoall"), _MESHES, nullable=False),
+    "fsdp_reshard_after_forward": _how_it_computes(BOOLEAN, True),
+    "custom_sharded_layers": _how_it_computes(LAYERS, None),
+    TENSORS: _how_it_computes(_COUNT, 1, frozenset({"full"}), nullable=False),
+    "tensor_parallel_plan": _how_it_computes(COMPONENT, None, frozenset({"full"})),
+    COPIES: _how_it_computes(_COUNT, 1, _MESHES, nullable=False),
+    SHARDS: _how_it_computes(either(_COUNT, one_of(-1)), -1, _MESHES, nullable=False),
+    CONTEXT: _how_it_computes(_COUNT, 1, _MESHES, nullable=False),
+    ROTATION: _how_it_computes(
+        one_of("allgather", "alltoall"), "allgather", _MESHES, nullable=False
+    ),
     # Reinforcement learning.
-    "grpo_samples": _of_rollouts(_COUNT, _GRPO, needed=_GRPO, memory=True),
+    "grpo_samples": _of_rollouts(_COUNT, 1, _GRPO, needed=_GRPO, memory=True),
     "max_generated_tokens": _of_rollouts(_COUNT, needed=_ROLLOUTS, memory=True),
-    "ppo_batch_size": _of_rollouts(_COUNT, _PPO, needed=_PPO, memory=True),
-    "ppo_epochs": _of_rollouts(_COUNT, memory=True),
-    "temperature": _of_rollouts(SCALE, memory=True),
+    "ppo_batch_size": _of_rollouts(_COUNT, None, _PPO, needed=_PPO, memory=True),
+    "ppo_epochs": _of_rollouts(_COUNT, 1, memory=True),
+    "temperature": _of_rollouts(SCALE, 1.0, memory=True),
     "top_k": _of_rollouts(_COUNT, memory=True),
-    "enable_kv_cache": _of_rollouts(BOOLEAN, _PPO, memory=True),
+    "enable_kv_cache": _of_rollouts(BOOLEAN, False, _PPO, memory=True),
     "forward_batch_size": _of_rollouts(_COUNT),  # a search replaces it
     "num_steps": _of_rollouts(_COUNT, needed=_PPO),
-    "save_every_n_epochs": _of_rollouts(_COUNT),
+    "save_every_n_epochs": _of_rollouts(_COUNT, 1),
     "stop_token_ids": _of_rollouts(IDS),
-    "reward_functions": _of_rollouts(REWARDS, _GRPO),
-    "penalise_no_eos": _of_rollouts(BOOLEAN, _PPO),
-    "reward_penalty": _of_rollouts(ANY_NUMBER, _PPO),
-    "min_response_length": _of_rollouts(at_least(0), _PPO),
-    "whiten_rewards": _of_rollouts(BOOLEAN, _PPO),
-    "kl_coeff": _of_rollouts(FINITE, _PPO, needed=_PPO),
-    "gamma": _of_rollouts(RATIO, _PPO, needed=_PPO),
-    "lmbda": _of_rollouts(RATIO, _PPO, needed=_PPO),
+    "reward_functions": _of_rollouts(REWARDS, None, _GRPO),
+    "penalise_no_eos": _of_rollouts(BOOLEAN, False, _PPO),
+    "reward_penalty": _of_rollouts(ANY_NUMBER, 0.0, _PPO),
+    "min_response_length": _of_rollouts(at_least(0), 0, _PPO),
+    "whiten_rewards": _of_rollouts(BOOLEAN, False, _PPO),
+    "kl_coeff": _of_rollouts(FINITE, None, _PPO, needed=_PPO),
+    "gamma": _of_rollouts(RATIO, None, _PPO, needed=_PPO),
+    "lmbda": _of_rollouts(RATIO, None, _PPO, needed=_PPO),
 }
 """The top-level keys of torchtune that any recipe of ours knows."""
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,8 +21,8 @@ from torchtune.modules import MultiHeadAttention, TransformerDecoder
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.recipe.data.split_rows import RowParts
 from torchtune_adaptive.recipe.private import rotate_context_by
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.keys import CONTEXT, ROTATION
-from torchtune_adaptive.recipe.settings.kind_table import contexts, holders
 from torchtune_adaptive.recipe.setup.environment import Context, Environment
 from torchtune_adaptive.recipe.setup.meshes import context_mesh
 
@@ -36,19 +35,19 @@ _KERNELS = [
 
 
 @contextmanager
-def attention_over_parts(cfg: DictConfig, environment: Environment) -> Iterator[Context | None]:
+def attention_over_parts(asked: Asked, environment: Environment) -> Iterator[Context | None]:
     """A context in which attention sees whole rows, although each rank has a part of them; with None if the
     config does not ask for it.
 
     Raises:
         ConfigError: this cannot be done on so many ranks, or on this device.
     """
-    ranks = contexts(cfg)
+    ranks = asked.contexts
     if ranks == 1:
         yield None
         return
-    mesh, device = context_mesh(cfg, environment), environment.device
-    rotate_context_by(cfg.get(ROTATION, "allgather"))
+    mesh, device = context_mesh(asked, environment), environment.device
+    rotate_context_by(asked[ROTATION])
     # torch splits what it is given, in the same way as attention takes it: this tells which pieces are here.
     pieces = torch.arange(2 * ranks, device=device)
     with (
@@ -57,7 +56,7 @@ def attention_over_parts(cfg: DictConfig, environment: Environment) -> Iterator[
     ):
         mine = tuple(pieces.tolist())
         _try(device, environment.dtype)
-        multiple = len(mine) * ranks * holders(cfg) * shortest_piece(device, environment.dtype)
+        multiple = len(mine) * ranks * asked.holders * shortest_piece(device, environment.dtype)
         yield Context(RowParts(ranks, mine, multiple), mesh.get_group())
 
 

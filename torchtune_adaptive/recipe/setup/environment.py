@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from torchtune import training, utils
 
 from torchtune_adaptive.common import ConfigError, launcher
 from torchtune_adaptive.core import Ranks, Watchdog
 from torchtune_adaptive.recipe.data.split_rows import RowParts
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import require_torchvision
 from torchtune_adaptive.recipe.setup.restarts import join_process_group, say_what_restarts_do
 
@@ -47,23 +47,23 @@ class Environment:
         return self.context.parts.ranks if self.context else 1
 
 
-def start_environment(cfg: DictConfig, patience: float, watched: bool = True) -> Environment:
+def start_environment(asked: Asked, patience: float, watched: bool = True) -> Environment:
     """Join the other ranks; alone, without a launcher, be the only one.
 
     Args:
-        cfg: the config.
+        asked: what was asked for.
         patience: seconds for which a rank waits until the others agree.
         watched: True if a watchdog names the rank that is waited for. Then the process group waits longer, or
             NCCL would end the run before that; without one, the group's own limit is all there is.
     """
-    require_torchvision(cfg)
+    require_torchvision(asked.cfg)
     _log_on_rank_zero()
     _let_gloo_use_the_interface_of_nccl()
-    device = _device(cfg.device)
-    dtype = training.get_dtype(cfg.dtype, device)
-    on_cpu_too = cfg.get("fsdp_cpu_offload", False) or cfg.get("enable_async_checkpointing", False)
+    device = _device(asked["device"])
+    dtype = training.get_dtype(asked["dtype"], device)
+    on_cpu_too = asked["fsdp_cpu_offload"] or asked["enable_async_checkpointing"]
     backend = training.get_distributed_backend(
-        cfg.device, offload_ops_to_cpu=on_cpu_too and device.type != "cpu"
+        asked["device"], offload_ops_to_cpu=on_cpu_too and device.type != "cpu"
     )
     timeout = None
     if watched:
@@ -75,10 +75,10 @@ def start_environment(cfg: DictConfig, patience: float, watched: bool = True) ->
         dist.init_process_group(
             backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
         )
-    if cfg.get("fsdp_cpu_offload", False):
+    if asked["fsdp_cpu_offload"]:
         training.set_torch_num_threads()  # the optimizer runs on the CPU
     ranks = Ranks(patience)
-    say_what_restarts_do(cfg, ranks)
+    say_what_restarts_do(asked, ranks)
     return Environment(device, dtype, ranks, launched)
 
 

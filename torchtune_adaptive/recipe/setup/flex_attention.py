@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import torch
 import torch.compiler.config as limits
-from omegaconf import DictConfig
 
-from torchtune_adaptive.recipe.settings.kind_table import is_packed, kind_of
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.upstream import has_flex_attention
 
 
-def compiles(cfg: DictConfig) -> bool:
+def compiles(asked: Asked) -> bool:
     """Whether a run compiles anything: a rank may then take long where another one has it in its cache."""
-    return bool(cfg.get("compile", False)) or compiles_attention(cfg)
+    return bool(asked["compile"]) or compiles_attention(asked)
 
 
-def compiles_attention(cfg: DictConfig) -> bool:
+def compiles_attention(asked: Asked) -> bool:
     """Whether a run compiles attention, on which ``compile`` has no influence."""
-    packed = is_packed(cfg) or is_packed(cfg, "dataset_val")
-    return packed and has_flex_attention(torch.device(cfg.device))
+    packed = asked.packed() or asked.packed("dataset_val")
+    return packed and has_flex_attention(torch.device(asked["device"]))
 
 
-def compile_for_every_size(cfg: DictConfig) -> None:
+def compile_for_every_size(asked: Asked) -> None:
     """Allow as many compilations of a function as all of its variants together may have (256).
 
     By default there are eight, and then torch runs the function as it is, with one warning in all. Flex
@@ -33,6 +32,6 @@ def compile_for_every_size(cfg: DictConfig) -> None:
     Nor do eight suffice for the layers of up to four models of a rollout, each with gradients and without.
     The limit holds for the thread that sets it; backward's threads only need what forward has compiled.
     """
-    layers = cfg.get("compile", False) and kind_of(cfg).generates
-    if layers or compiles_attention(cfg):
+    layers = asked["compile"] and asked.kind.generates
+    if layers or compiles_attention(asked):
         limits.recompile_limit = max(limits.recompile_limit, limits.accumulated_recompile_limit)

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtune_adaptive.common import ConfigError, counted
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.keys import CONTEXT, COPIES, SHARDS, TENSORS
-from torchtune_adaptive.recipe.settings.kind_table import contexts, holders
 from torchtune_adaptive.recipe.setup.environment import Environment
 
 
 def model_meshes(
-    cfg: DictConfig, environment: Environment, tensors: int
+    asked: Asked, environment: Environment, tensors: int
 ) -> tuple[DeviceMesh, DeviceMesh]:
     """The mesh over which FSDP spreads the model, as copies of shards where that is asked for (HSDP), and the
     mesh over which tensors are split. Ranks with parts of the same rows have a shard each.
 
     Args:
-        cfg: the config, which says how many copies there are.
+        asked: what was asked for: how many copies there are.
         environment: the ranks of the run, and how they share rows.
         tensors: the ranks that split each tensor.
 
@@ -32,7 +31,7 @@ def model_meshes(
         ConfigError: the run has another number of ranks.
     """
     ranks, parts = environment.ranks.size, environment.parts
-    copies, configured = cfg.get(COPIES) or 1, cfg.get(SHARDS) or -1
+    copies, configured = asked[COPIES], asked[SHARDS]
     _require_divisors(ranks, {TENSORS: tensors, CONTEXT: parts, COPIES: copies})
     shards = ranks // (tensors * parts * copies)
     if configured not in (-1, shards):
@@ -48,13 +47,13 @@ def model_meshes(
     return mesh[names[:2]] if copies > 1 else mesh["dp_shard"], mesh["tp"]
 
 
-def context_mesh(cfg: DictConfig, environment: Environment) -> DeviceMesh:
+def context_mesh(asked: Asked, environment: Environment) -> DeviceMesh:
     """The mesh of the ranks that have parts of the same rows as this one.
 
     Raises:
         ConfigError: the run has another number of ranks.
     """
-    ranks, tensors, parts = environment.ranks.size, holders(cfg), contexts(cfg)
+    ranks, tensors, parts = environment.ranks.size, asked.holders, asked.contexts
     _require_divisors(ranks, {TENSORS: tensors, CONTEXT: parts})
     shape = (ranks // (tensors * parts), parts, tensors)
     mesh = init_device_mesh(environment.device.type, shape, mesh_dim_names=("dp", "cp", "tp"))

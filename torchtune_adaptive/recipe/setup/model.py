@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -32,6 +31,7 @@ from torchtune.modules.peft import (
 from torchtune_adaptive.common import CheckpointError, ConfigError
 from torchtune_adaptive.recipe.components import make
 from torchtune_adaptive.recipe.private import has_quantized_base, wait_for
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.keys import COPIES, TENSORS
 from torchtune_adaptive.recipe.settings.kind_table import FrozenModel
 from torchtune_adaptive.recipe.setup.context_parallel import prepare_for_parts
@@ -63,7 +63,7 @@ class Model:
 
 
 def full_model(
-    cfg: DictConfig,
+    asked: Asked,
     environment: Environment,
     prepare: Prepare,
     sharding: AbstractContextManager[Any],
@@ -74,22 +74,22 @@ def full_model(
     It is made of a block of the config, and sharded in the context ``sharding``, where tensors are not what
     they seem.
     """
-    data, tensors = model_meshes(cfg, environment, cfg.get(TENSORS) or 1)
-    model = _on_meta(cfg, block, environment)
+    data, tensors = model_meshes(asked, environment, asked[TENSORS])
+    model = _on_meta(asked, block, environment)
     if environment.context:
         prepare_for_parts(model, environment.context.parts)
-    _compile_if_asked(model, cfg)
+    _compile_if_asked(model, asked)
     if tensors.size() > 1:
-        _split(model, cfg, tensors)
+        _split(model, asked, tensors)
     model = prepare(model)
     with sharding:
-        _shard(model, cfg, data)
+        _shard(model, asked, data)
     if tensors.size() > 1 and data.size() > 1:
-        _require_even_parts(model, cfg)
+        _require_even_parts(model, asked)
     return model
 
 
-def _split(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh) -> None:
+def _split(model: nn.Module, asked: Asked, mesh: DeviceMesh) -> None:
     """Split layers over the ranks of a mesh, by the plan of a config.
 
     Raises:
@@ -100,7 +100,7 @@ def _split(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh) -> None:
     except ValueError as error:
         reason = f"does not fit the model: {str(error).rstrip('.')}"
         raise ConfigError(TENSORS, mesh.size(), reason, "Use a number that divides it") from None
-    plan = make(cfg.tensor_parallel_plan, "tensor_parallel_plan")
+    plan = make(asked.cfg.tensor_parallel_plan, "tensor_parallel_plan")
     parallelize_module(model, mesh, parallelize_plan=plan)
     wait_for_logits(model)
 
@@ -116,7 +116,7 @@ def wait_for_logits(model: nn.Module) -> None:
         head.register_forward_hook(lambda module, inputs, logits: wait_for(logits))
 
 
-def _require_even_parts(model: nn.Module, cfg: DictConfig) -> None:
+def _require_even_parts(model: nn.Module, asked: Asked) -> None:
     """Check that whatever FSDP splits where tensor parallelism has split it before comes out even: no others
     can be loaded (checked on torch 2.13).
 
@@ -136,30 +136,30 @@ def _require_even_parts(model: nn.Module, cfg: DictConfig) -> None:
                 ways = " x ".join(map(str, sizes))
                 reason = f"and FSDP split {name}, whose length is {length}, into {ways} parts of other sizes"
                 remedy = f"Use numbers of ranks that divide {length}, or {TENSORS}=1"
-                raise ConfigError(TENSORS, cfg[TENSORS], reason, remedy)
+                raise ConfigError(TENSORS, asked[TENSORS], reason, remedy)
 
 
 def lora_model(
-    cfg: DictConfig,
+    asked: Asked,
     environment: Environment,
     prepare: Prepare,
     sharding: AbstractContextManager[Any],
 ) -> nn.Module:
     """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
-    model = _on_meta(cfg, "model", environment, prepare)
+    model = _on_meta(asked, "model", environment, prepare)
     if environment.context:
         prepare_for_parts(model, environment.context.parts)
     if environment.ranks.size > 1:
-        _require_shardable(model, cfg)
+        _require_shardable(model, asked)
     set_trainable_params(model, get_adapter_params(model))
-    _compile_if_asked(model, cfg)
-    data, _ = model_meshes(cfg, environment, tensors=1)
+    _compile_if_asked(model, asked)
+    data, _ = model_meshes(asked, environment, tensors=1)
     with sharding:
-        _shard(model, cfg, data)
+        _shard(model, asked, data)
     return model
 
 
-def _require_shardable(model: nn.Module, cfg: DictConfig) -> None:
+def _require_shardable(model: nn.Module, asked: Asked) -> None:
     """Raise for quantized models that cannot be loaded once they are sharded. DoRA adds adapters to weights,
     to take their norms, and torchao cannot add to sharded NF4 weights; torchtune cannot copy shards of them.
 
@@ -167,7 +167,7 @@ def _require_shardable(model: nn.Module, cfg: DictConfig) -> None:
         ConfigError: the model is one of these.
     """
     quantized = [each for each in _adapted_layers(model) if has_quantized_base(each)]
-    if quantized and (copies := cfg.get(COPIES) or 1) > 1:
+    if quantized and (copies := asked[COPIES]) > 1:
         reason = "cannot be combined with a quantized base: torchtune shards NF4 weights over all ranks only"
         raise ConfigError(COPIES, copies, reason, "Set it to 1, or model.quantize_base to False")
     if any(isinstance(each, DoRALinear) for each in quantized):
@@ -181,33 +181,33 @@ def _require_shardable(model: nn.Module, cfg: DictConfig) -> None:
 
 
 def frozen_model(
-    cfg: DictConfig, environment: Environment, block: str, sharding: AbstractContextManager[Any]
+    asked: Asked, environment: Environment, block: str, sharding: AbstractContextManager[Any]
 ) -> nn.Module:
     """A model that is used and not trained, by its block of the config, on the meta device as well."""
-    model = _on_meta(cfg, block, environment).requires_grad_(False).eval()
-    _compile_if_asked(model, cfg)
+    model = _on_meta(asked, block, environment).requires_grad_(False).eval()
+    _compile_if_asked(model, asked)
     mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
     with sharding:
         # Always: parameters that were kept after forward would stay forever, as no backward frees them.
-        _shard(model, cfg, mesh, reshard_after_forward=True)
+        _shard(model, asked, mesh, reshard_after_forward=True)
     return model
 
 
 def load_full(
     model: nn.Module,
-    cfg: DictConfig,
+    asked: Asked,
     environment: Environment,
     weights: dict[str, Any],
     keys: FrozenModel = _TRAINED,
 ) -> None:
     """Give a model all its weights; ``keys`` are those of its block and of its checkpointer's."""
     initialize_ropes(model, environment)
-    _load(model, cfg, environment, weights, keys, strict=True)
+    _load(model, asked, environment, weights, keys, strict=True)
 
 
 def load_lora(
     model: nn.Module,
-    cfg: DictConfig,
+    asked: Asked,
     environment: Environment,
     weights: dict[str, Any],
     adapter_weights: dict[str, Any] | None,
@@ -215,20 +215,20 @@ def load_lora(
     """Give a model with adapters its weights; without those of a checkpoint, adapters are new ones."""
     missing, unexpected = None, None
     if adapter_weights:
-        missing, unexpected = _load(model, cfg, environment, adapter_weights)
+        missing, unexpected = _load(model, asked, environment, adapter_weights)
     else:
-        _initialize_adapters(model, cfg, environment)
+        _initialize_adapters(model, asked, environment)
     initialize_ropes(model, environment)
-    base_missing, base_unexpected = _load(model, cfg, environment, weights)
+    base_missing, base_unexpected = _load(model, asked, environment, weights)
     if not adapter_weights:  # or magnitudes that have been trained would be lost
         for module in model.modules():
             if isinstance(module, DoRALinear):
                 module.initialize_dora_magnitude()
     try:
         validate_missing_and_unexpected_for_lora(
-            lora_attn_modules=list(cfg.model.lora_attn_modules),
-            apply_lora_to_mlp=cfg.model.apply_lora_to_mlp,
-            apply_lora_to_output=cfg.model.get("apply_lora_to_output", False),
+            lora_attn_modules=list(asked.cfg.model.lora_attn_modules),
+            apply_lora_to_mlp=asked.cfg.model.apply_lora_to_mlp,
+            apply_lora_to_output=asked.cfg.model.get("apply_lora_to_output", False),
             base_missing=base_missing,
             base_unexpected=base_unexpected,
             lora_missing=missing,
@@ -241,17 +241,17 @@ def load_lora(
 
 
 def _on_meta(
-    cfg: DictConfig, block: str, environment: Environment, prepare: Prepare = lambda model: model
+    asked: Asked, block: str, environment: Environment, prepare: Prepare = lambda model: model
 ) -> nn.Module:
     """The model without memory: each rank will only ever hold its part."""
     with training.set_default_dtype(environment.dtype), torch.device("meta"):
-        return prepare(make(cfg[block], block))
+        return prepare(make(asked.cfg[block], block))
 
 
-def _compile_if_asked(model: nn.Module, cfg: DictConfig) -> None:
+def _compile_if_asked(model: nn.Module, asked: Asked) -> None:
     """Compile the layers that torchtune compiles: their forward passes, without the hooks around them. What
     switches checkpointing is then outside (see ``core.step.recompute``), as torchtune's wrapper is."""
-    if not cfg.get("compile", False):
+    if not asked["compile"]:
         return
     backend = compile_backend()
     decoder = model.decoder if isinstance(model, DeepFusionModel) else model
@@ -267,14 +267,14 @@ def compile_backend() -> str:
 
 
 def _shard(
-    model: nn.Module, cfg: DictConfig, mesh: DeviceMesh, reshard_after_forward: bool | None = None
+    model: nn.Module, asked: Asked, mesh: DeviceMesh, reshard_after_forward: bool | None = None
 ) -> None:
-    offloads = cfg.get("fsdp_cpu_offload", False)
+    offloads = asked["fsdp_cpu_offload"]
     if mesh.size() == 1 and not offloads:
         return  # FSDP would only make copies, and on a single rank it cannot hold quantized parameters
-    names = cfg.get("custom_sharded_layers", None)
+    names = asked["custom_sharded_layers"]
     if reshard_after_forward is None:
-        reshard_after_forward = cfg.get("fsdp_reshard_after_forward", True)
+        reshard_after_forward = asked["fsdp_reshard_after_forward"]
     training.shard_model(
         model=model,
         shard_conditions=[partial(training.get_shard_conditions, names_to_match=names)],
@@ -286,7 +286,7 @@ def _shard(
 
 def _load(
     model: nn.Module,
-    cfg: DictConfig,
+    asked: Asked,
     environment: Environment,
     weights: dict[str, Any],
     keys: FrozenModel = _TRAINED,
@@ -300,7 +300,7 @@ def _load(
         weights,
         environment.device,
         strict=strict,
-        cpu_offload=cfg.get("fsdp_cpu_offload", False),
+        cpu_offload=asked["fsdp_cpu_offload"],
     )
 
 
@@ -357,14 +357,14 @@ def _load_quantized(model: nn.Module, environment: Environment, weights: dict[st
     return model.load_state_dict(loaded, strict=False, assign=True)
 
 
-def _initialize_adapters(model: nn.Module, cfg: DictConfig, environment: Environment) -> None:
-    offloads = cfg.get("fsdp_cpu_offload", False)
+def _initialize_adapters(model: nn.Module, asked: Asked, environment: Environment) -> None:
+    offloads = asked["fsdp_cpu_offload"]
     alone = not environment.launched and not offloads
     with training.set_default_dtype(environment.dtype), environment.device:
         # torchtune's single-device recipe draws adapters in turn with the weights that a checkpoint then
         # replaces, its distributed one without them. Each is followed, so that both give their results; the
         # first takes the memory of a whole model for a moment.
-        drawn = _adapted_layers(make(cfg.model, "model")) if alone else []
+        drawn = _adapted_layers(make(asked.cfg.model, "model")) if alone else []
         for number, module in enumerate(_adapted_layers(model)):
             module.to_empty(device="cpu" if offloads else environment.device)
             if not alone:

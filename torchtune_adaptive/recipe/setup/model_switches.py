@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
-from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtune import modules
@@ -12,7 +12,7 @@ from torchtune.modules import TiedLinear
 from torchtune.modules.model_fusion import DeepFusionModel
 
 from torchtune_adaptive.core import NextTokenPrediction, Objective, Switches, knobs, recompute
-from torchtune_adaptive.recipe.settings.kind_table import holders
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import (
     KNOBS_BY_KEY,
     SHARDED_LAYERS,
@@ -31,7 +31,7 @@ class CanBeEnabled(Protocol):
 
 
 def build_switches(
-    cfg: DictConfig,
+    asked: Asked,
     environment: Environment,
     model: nn.Module,
     objective: Objective,
@@ -57,8 +57,8 @@ def build_switches(
     if offloading is not None and not hasattr(model, "decoder"):
         setters[knobs.OFFLOADING] = lambda value: setattr(offloading, "enabled", value)
     if type(objective) is NextTokenPrediction:
-        setters |= _of_the_loss(cfg, environment, model, objective)
-    configured = {key: KNOBS_BY_KEY[key].configured(cfg) for key in setters}
+        setters |= _of_the_loss(asked, environment, model, objective)
+    configured = {key: KNOBS_BY_KEY[key].configured(asked.cfg) for key in setters}
     switches = Switches(setters, configured, len(layers))
     checkpoint(switches.choice[knobs.CHECKPOINT])
     if switches.choice.get(knobs.RECOMPUTE_LOSS):
@@ -67,19 +67,20 @@ def build_switches(
 
 
 def _of_the_loss(
-    cfg: DictConfig, environment: Environment, model: nn.Module, objective: NextTokenPrediction
+    asked: Asked, environment: Environment, model: nn.Module, objective: NextTokenPrediction
 ) -> dict[str, Any]:
     def loss(component: str) -> None:
         ranks = environment.ranks.size
-        changed = with_choice(cfg, ranks, configured_choice(cfg, ranks) | {knobs.LOSS: component})
+        choice = configured_choice(asked.cfg, ranks) | {knobs.LOSS: component}
+        changed = replace(asked, cfg=with_choice(asked.cfg, ranks, choice))
         model.set_num_output_chunks(0)  # type: ignore[operator]
         objective.loss_fn = build_loss(changed, environment, model)
 
     # Batches are made for a projection that is sharded by itself and runs once a chunk (``data.rows``).
-    apart = "output" in (cfg.get(SHARDED_LAYERS) or ())
+    apart = "output" in (asked[SHARDED_LAYERS] or ())
     setters: dict[str, Any] = {} if apart else {knobs.LOSS: loss}
     # Where layers are split, logits are whole only outside of the projection.
-    head = head_of(model) if holders(cfg) == 1 else None
+    head = head_of(model) if asked.holders == 1 else None
     if head is not None and is_chunked_cross_entropy(objective.loss_fn):
         objective.recomputed = chunks = recompute.RecomputedChunks(
             head, lambda logits, labels: objective.loss_fn.compute_cross_entropy(logits, labels)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -16,6 +15,7 @@ from torchtune.training import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.common import CheckpointError
 from torchtune_adaptive.recipe.components import make
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.upstream import give_output_to_loss
 
@@ -36,13 +36,13 @@ class Optimizers:
 
 
 def build_optimizers(
-    cfg: DictConfig, environment: Environment, model: nn.Module, state: dict[str, Any] | None
+    asked: Asked, environment: Environment, model: nn.Module, state: dict[str, Any] | None
 ) -> Optimizers:
     """The optimizer that the config asks for, with the state of a checkpoint if there is one."""
-    if cfg.get("optimizer_in_bwd", False):
-        built = _optimizers_in_backward(cfg, environment, model, state)
+    if asked["optimizer_in_bwd"]:
+        built = _optimizers_in_backward(asked, environment, model, state)
     else:
-        optimizer = make(cfg.optimizer, "optimizer", model.parameters())
+        optimizer = make(asked.cfg.optimizer, "optimizer", model.parameters())
         if state:
             _load_state(model, optimizer, state, environment)
         built = Optimizers((optimizer,), optimizer)
@@ -53,9 +53,9 @@ def build_optimizers(
 
 
 def _optimizers_in_backward(
-    cfg: DictConfig, environment: Environment, model: nn.Module, state: dict[str, Any] | None
+    asked: Asked, environment: Environment, model: nn.Module, state: dict[str, Any] | None
 ) -> Optimizers:
-    by_parameter = {p: make(cfg.optimizer, "optimizer", [p]) for p in model.parameters()}
+    by_parameter = {p: make(asked.cfg.optimizer, "optimizer", [p]) for p in model.parameters()}
     training.register_optim_in_bwd_hooks(model=model, optim_dict=by_parameter)
     wrapper = training.create_optim_in_bwd_wrapper(model=model, optim_dict=by_parameter)
     if state is not None:
@@ -96,11 +96,11 @@ def _copied(value: torch.Tensor) -> torch.Tensor:
 
 
 def build_loss(
-    cfg: DictConfig, environment: Environment, model: nn.Module, block: str = "loss"
+    asked: Asked, environment: Environment, model: nn.Module, block: str = "loss"
 ) -> nn.Module:
     """The loss that a block describes, and a model whose output comes in the chunks that the loss wants."""
-    loss_fn = make(cfg[block], block)
-    if cfg.get("compile", False):
+    loss_fn = make(asked.cfg[block], block)
+    if asked["compile"]:
         loss_fn = training.compile_loss(loss_fn, verbose=environment.ranks.is_zero)
     give_output_to_loss(loss_fn, model)
     log.debug("Loss is initialized.")
@@ -108,10 +108,10 @@ def build_loss(
 
 
 def build_lr_scheduler(
-    cfg: DictConfig, built: Optimizers, total_steps: int, steps_done: int
+    asked: Asked, built: Optimizers, total_steps: int, steps_done: int
 ) -> torch.optim.lr_scheduler.LRScheduler | None:
     """The learning-rate schedule, if there is one, at the step where the run is."""
-    if cfg.get("lr_scheduler", None) is None:
+    if asked["lr_scheduler"] is None:
         log.info("No learning rate scheduler configured. Using constant learning rate.")
         return None
     optimizer = built.steppers[0]  # if there are more, all have the same learning rate
@@ -120,7 +120,7 @@ def build_lr_scheduler(
             "initial_lr", optimizer.defaults["lr"]
         )  # an asynchronous checkpoint lacks it
     scheduler = make(
-        cfg.lr_scheduler,
+        asked.cfg.lr_scheduler,
         "lr_scheduler",
         optimizer,
         num_training_steps=total_steps,

@@ -7,11 +7,11 @@ import os
 from datetime import timedelta
 
 import torch.distributed as dist
-from omegaconf import DictConfig
 from torch.distributed.constants import default_pg_timeout
 
 from torchtune_adaptive.common import ConfigError, launcher
 from torchtune_adaptive.core import Ranks, open_store_of_restart
+from torchtune_adaptive.recipe.settings.asked import Asked
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def join_process_group(backend: str, timeout: timedelta | None) -> None:
     )
 
 
-def say_what_restarts_do(cfg: DictConfig, ranks: Ranks) -> None:
+def say_what_restarts_do(asked: Asked, ranks: Ranks) -> None:
     """Say that this is a restart; in the first attempt, what keeps a restart from continuing the run."""
     most = launcher.max_restarts()
     # The largest: where a rank ended, its launcher counts, and others may not.
@@ -66,7 +66,7 @@ def say_what_restarts_do(cfg: DictConfig, ranks: Ranks) -> None:
             f"--max-restarts {most}: on several machines a restart ends with an error, because ranks would "
             f"find the addresses of the attempt before. {_REMEDY}."
         )
-    if not cfg.get("resume_from_checkpoint", False):
+    if not asked["resume_from_checkpoint"]:
         log.warning(
             f"--max-restarts {most}: a restart trains from the beginning, because resume_from_checkpoint is "
             "False. Set it to True, and save_every_n_steps to how many steps a restart may lose."

@@ -67,10 +67,10 @@ def work_of_phase(
 
 
 def _phases(kind: Generating, step: TrainStep, model: nn.Module, length: int) -> Phases:
-    cfg, sizes = kind.cfg, rollout_sizes(kind.cfg)
+    asked, sizes = kind.asked, rollout_sizes(kind.asked)
     scorers = kind.scorers(model, step.objective.frozen, sizes)
     policy, longest = kind.policy(model), length - sizes.max_new
-    return build_phases(cfg, kind.environment, step, policy, scorers, _TOKENIZER, sizes, longest)
+    return build_phases(asked, kind.environment, step, policy, scorers, _TOKENIZER, sizes, longest)
 
 
 def _gather(step: TrainStep, policy: nn.Module | None) -> None:

@@ -25,8 +25,7 @@ from torchtune_adaptive.planner import (
     peak,
 )
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind, recipe_kind
-from torchtune_adaptive.recipe.settings.kind_table import kind_of
-from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
@@ -104,7 +103,7 @@ def measured_peaks(
 
     def take(rows: int, length: int) -> None:
         batch = (make_batch or text)(rows, length)
-        for _ in range(configured_accumulation(cfg)):
+        for _ in range(kind.asked.accumulation):
             step.forward_backward(batch)
         step.apply()
 
@@ -119,10 +118,10 @@ def measured_peaks(
 
 
 def _real_kind(cfg: DictConfig) -> RecipeKind:
-    device = torch.device("cpu")
-    dtype = training.get_dtype(cfg.dtype, device)
+    asked, device = Asked.of(cfg), torch.device("cpu")
+    dtype = training.get_dtype(asked["dtype"], device)
     environment = Environment(device, dtype, Ranks(timeout=20))
-    return recipe_kind(kind_of(cfg), cfg, environment)
+    return recipe_kind(asked, environment)
 
 
 def _random_weights(cfg: DictConfig, block: str) -> dict[str, Any]:
@@ -133,10 +132,10 @@ def _random_weights(cfg: DictConfig, block: str) -> dict[str, Any]:
 
 def _real_step(kind: RecipeKind, memory: SimulatedMemory) -> TrainStep:
     """The step of a recipe, with random weights instead of a checkpoint."""
-    cfg, environment = kind.cfg, kind.environment
+    asked, cfg, environment = kind.asked, kind.asked.cfg, kind.environment
     model = kind.model({training.MODEL_KEY: _random_weights(cfg, "model")})
-    frozen = kind.frozen([_random_weights(cfg, each.model) for each in kind.about.frozen])
-    optimizers = build_optimizers(cfg, environment, model.module, None)
+    frozen = kind.frozen([_random_weights(cfg, each.model) for each in asked.kind.frozen])
+    optimizers = build_optimizers(asked, environment, model.module, None)
     objective = kind.objective(model.module, frozen)
     return TrainStep(
         model=model.module,
@@ -146,8 +145,8 @@ def _real_step(kind: RecipeKind, memory: SimulatedMemory) -> TrainStep:
         memory=memory,
         ranks=environment.ranks,
         options=StepOptions(
-            switches=build_switches(cfg, environment, model.module, objective),
-            clip_grad_norm=cfg.clip_grad_norm,
+            switches=build_switches(asked, environment, model.module, objective),
+            clip_grad_norm=asked["clip_grad_norm"],
             optimizer_in_backward=optimizers.in_backward,
         ),
     )

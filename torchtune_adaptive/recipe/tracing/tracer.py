@@ -18,10 +18,9 @@ from torchtune_adaptive.planner import RecordedStep, StepTracer, fill
 from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.rollout.policy_and_value import PolicyAndValue
-from torchtune_adaptive.recipe.settings.kind_table import holders, is_packed, kind_of
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import (
     compiles_for_gpu,
-    configured_accumulation,
 )
 from torchtune_adaptive.recipe.settings.phase_names import SCORING
 from torchtune_adaptive.recipe.setup.environment import Environment
@@ -68,11 +67,12 @@ class Tracer(StepTracer):
     """
 
     def __init__(self, cfg: DictConfig, ranks: int, rank: int = 0) -> None:
-        super().__init__(cfg.device == "cpu", rank, ranks, holders(cfg))
-        dtype = training.get_dtype(cfg.dtype, torch.device("cpu"))
+        asked = Asked.of(cfg)
+        super().__init__(asked["device"] == "cpu", rank, ranks, asked.holders)
+        dtype = training.get_dtype(asked["dtype"], torch.device("cpu"))
         environment = Environment(self.device, dtype, self.ranks)
         self._within = self._with_parts_of_torchtune
-        self._accumulation = min(configured_accumulation(cfg), 2)  # as in a trial
+        self._accumulation = min(asked.accumulation, 2)  # as in a trial
         self._layer_running = 0
         self._each_is_seen = False
         """Whether another mode has to see each operation, as that of checkpointing by operations."""
@@ -80,15 +80,15 @@ class Tracer(StepTracer):
         if compiles_for_gpu(cfg):
             self.follow_compiler(compile_backend())
 
-        self._packed = is_packed(cfg)
-        self._kind = kind = recipe_kind(kind_of(cfg), cfg, environment)
+        self._packed = asked.packed()
+        self._kind = kind = recipe_kind(asked, environment)
         self._rows = kind.rows()
         with mock.patch.object(torch, "compile", self.as_compiled), quantizing_once():
             model = kind.model_without_weights(self.unrecorded())
             frozen = kind.frozen_without_weights(self.unrecorded())
         models = (model, *frozen)
         # With CPU offload, parameters wait on the host, and the optimizer works there.
-        offloaded = cfg.get("fsdp_cpu_offload", False)
+        offloaded = asked["fsdp_cpu_offload"]
         home = torch.device("cpu") if offloaded else self.device
         with self.tracing():
             for each in models:
@@ -99,7 +99,7 @@ class Tracer(StepTracer):
                 self._images.prepare(model, self._watch.replaced)
             self._follow_layers(model)  # inside of the switches that repeat them
             objective = kind.objective(model, frozen)
-            step = self._new_step(cfg, environment, model, objective)
+            step = self._new_step(asked, environment, model, objective)
         self.max_seq_len: int | None = getattr(model, "max_seq_len", None)
         self.begin(step, models)
         for each in models:
@@ -124,11 +124,11 @@ class Tracer(StepTracer):
         )
 
     def _new_step(
-        self, cfg: DictConfig, environment: Environment, model: nn.Module, objective: Objective
+        self, asked: Asked, environment: Environment, model: nn.Module, objective: Objective
     ) -> TrainStep:
-        optimizers = build_optimizers(cfg, environment, model, None)
-        offloading = _Offloading(model, cfg.get("enable_activation_offloading", False))
-        switches = build_switches(cfg, environment, model, objective, offloading)
+        optimizers = build_optimizers(asked, environment, model, None)
+        offloading = _Offloading(model, asked["enable_activation_offloading"])
+        switches = build_switches(asked, environment, model, objective, offloading)
         self._own = switches.choice
         return TrainStep(
             model=model,
@@ -141,7 +141,7 @@ class Tracer(StepTracer):
                 survive=False,
                 activations=offloading,
                 switches=switches,
-                clip_grad_norm=cfg.get("clip_grad_norm", None),
+                clip_grad_norm=asked["clip_grad_norm"],
                 optimizer_in_backward=optimizers.in_backward,
             ),
         )

@@ -7,10 +7,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from torchtune_adaptive.common import counted, not_essential
 from torchtune_adaptive.core import Ranks, Split
+from torchtune_adaptive.recipe.settings.asked import Asked
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +28,9 @@ class Events:
         self._path = folder / EVENTS_NAME if folder else None
 
     @classmethod
-    def of(cls, cfg: DictConfig, ranks: Ranks) -> Events:
+    def of(cls, asked: Asked, ranks: Ranks) -> Events:
         """Those of a run, on this rank."""
-        return cls(Path(cfg.output_dir) if ranks.is_zero else None)
+        return cls(Path(asked["output_dir"]) if ranks.is_zero else None)
 
     def changed(self, step: int, reason: str, **what: tuple[Any, Any]) -> None:
         """Values such as ``micro_batch=(8, 4)`` (before, after) change from ``step`` on."""

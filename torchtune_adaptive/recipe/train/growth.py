@@ -13,7 +13,7 @@ from torchtune_adaptive.common import BatchIncreaseError, ConfigError
 from torchtune_adaptive.core import Epochs, Ranks, Split
 from torchtune_adaptive.recipe.checkpoints.training_state import GrowthState
 from torchtune_adaptive.recipe.registry import component
-from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.schedule import GradientNoise, IncreaseFunction, Moment, Schedule
 
 log = logging.getLogger(__name__)
@@ -201,12 +201,10 @@ def _name(asking: object) -> str:
     return getattr(asking, "__qualname__", None) or type(asking).__name__
 
 
-def batch_increase(
-    cfg: DictConfig, settings: AdaptiveSettings
-) -> Schedule | IncreaseFunction | None:
+def batch_increase(asked: Asked) -> Schedule | IncreaseFunction | None:
     """The function or schedule of the config that makes the batch grow."""
-    node = cfg.get("batch_increase_function")
-    if settings.gradient_noise == "act":
+    node = asked.cfg.get("batch_increase_function")
+    if asked.settings.gradient_noise == "act":
         return GradientNoise()
     if node is None:
         return None

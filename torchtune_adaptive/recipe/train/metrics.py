@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig
 from torchtune import training
 
 from torchtune_adaptive.common import bytes_of, counted
 from torchtune_adaptive.core import DeviceMemory, MicroBatch, Ranks, Split, StepDone
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.train.history import Course, History, Point
 
@@ -30,14 +30,14 @@ class Logging:
     """Log the accelerator's peak memory as well."""
 
     @classmethod
-    def from_config(cls, cfg: DictConfig, logger: Any, environment: Environment) -> Logging:
-        memory = cfg.get("log_peak_memory_stats", False)
+    def of(cls, asked: Asked, logger: Any, environment: Environment) -> Logging:
+        memory = asked["log_peak_memory_stats"]
         if memory and environment.device.type == "cpu":
             log.info(
                 "log_peak_memory_stats is True, but a CPU has no such statistics; not logging them."
             )
             memory = False
-        return cls(logger, cfg.get("log_every_n_steps", 1), memory)
+        return cls(logger, asked["log_every_n_steps"], memory)
 
 
 @dataclass(frozen=True)

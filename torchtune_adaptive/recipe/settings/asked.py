@@ -1,0 +1,98 @@
+"""What a run was asked for, told once: a config, the kind of recipe that it is for, and our settings in it.
+
+Below ``settings`` nothing else reads a config, except for the blocks that torchtune's components are made of.
+So defaults, and what keys of another kind mean, are decided in one place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.core import Split
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings, no_retry
+from torchtune_adaptive.recipe.settings.keys import CONTEXT, KEYS, TENSORS
+from torchtune_adaptive.recipe.settings.kind_table import (
+    KINDS,
+    Kind,
+    has_images,
+    is_packed,
+    is_quantized,
+    kind_of,
+)
+from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION, configured_batch
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for.
+
+    Args:
+        cfg: the whole config. Components are made of its blocks.
+        kind: the kind of the recipe.
+        settings: our settings in it, checked.
+    """
+
+    cfg: DictConfig
+    kind: Kind
+    settings: AdaptiveSettings
+
+    @classmethod
+    def of(cls, cfg: DictConfig, kind: str | None = None) -> Asked:
+        """What a config asks for: of the kind of that name, or of the one that the config is for."""
+        about = kind_of(cfg) if kind is None else KINDS[kind]
+        return cls(cfg, about, AdaptiveSettings.from_config(cfg))
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of one of torchtune's keys: its default where it is null or missing, and where this kind
+        of recipe does not know the key."""
+        row = KEYS[key]
+        if self.kind.name not in row.kinds or key not in self.cfg:
+            return row.default
+        value = self.cfg[key]
+        return row.default if value is None else value
+
+    def batch(self, ranks: int) -> Split:
+        """The batch of the config on a number of ranks; of a rollout, the rows of a step."""
+        return configured_batch(self.cfg, ranks)
+
+    @property
+    def accumulation(self) -> int:
+        """The micro-batches in a step; of a rollout, where the config says it."""
+        return int(self[ACCUMULATION])
+
+    @property
+    def holders(self) -> int:
+        """The number of ranks that hold the same rows: those that split layers by tensor parallelism."""
+        return int(self[TENSORS])
+
+    @property
+    def contexts(self) -> int:
+        """The number of ranks that have parts of the same rows (context parallelism)."""
+        return int(self[CONTEXT])
+
+    @property
+    def sharers(self) -> int:
+        """The number of ranks with the same rows, or parts of them."""
+        return self.holders * self.contexts
+
+    def packed(self, block: str = "dataset") -> bool:
+        """Whether samples are packed; a list of datasets is if all of them are (torchtune has no mixture)."""
+        return is_packed(self.cfg, block)
+
+    @property
+    def images(self) -> bool:
+        """Whether samples have images."""
+        return has_images(self.cfg)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether weights or the optimizer's state are kept in fewer bits than they are used in."""
+        return is_quantized(self.cfg)
+
+    @property
+    def no_retry(self) -> str | None:
+        """The reason why no step can be retried after running out of memory, if there is one."""
+        return no_retry(self.cfg)
