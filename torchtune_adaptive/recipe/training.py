@@ -112,7 +112,7 @@ class Training:
             stop=self.stop,
             before_step=partial(self.kind.before_step, model.module),
             sample=source.sample,
-            save_every_n_epochs=asked["save_every_n_epochs"] or 1,
+            save_every_n_epochs=asked["save_every_n_epochs"],
         )
 
     def validation(
