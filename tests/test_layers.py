@@ -176,3 +176,12 @@ def test_what_other_programs_import_is_there(folder: str) -> None:
             module = node.module if isinstance(node, ast.ImportFrom) else None
             if module and module.split(".")[0] == "torchtune_adaptive":
                 exec(ast.unparse(node), {})
+
+
+def test_no_test_imports_another() -> None:
+    """What several need is in ``tests/helpers``, so that a test can be moved or removed by itself."""
+    for file in sorted((PACKAGE.parent / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            last = (module or "").rpartition(".")[2]
+            assert not last.startswith("test_"), f"{file}: {module}"

@@ -14,9 +14,9 @@ import pytest
 from packaging.requirements import Requirement
 
 import torchtune_adaptive
-from tests.cli.test_hugging_face import PUBLISHED, written
 from tests.helpers.beside import ROOT, link_environment, needed_by_recipes
-from tests.recipe.test_launched_runs import QUICK, launch, losses
+from tests.helpers.hugging_face import PUBLISHED, written
+from tests.helpers.launched import QUICK, launch, losses
 from torchtune_adaptive import __version__
 from torchtune_adaptive.recipe.registry import our_configs
 

@@ -17,9 +17,9 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
-from tests.cli.test_hugging_face import PUBLISHED, written
+from tests.helpers.hugging_face import PUBLISHED, written
+from tests.helpers.launched import QUICK
 from tests.helpers.runs import BIN
-from tests.recipe.test_launched_runs import QUICK
 from torchtune_adaptive.cli import plan_options
 from torchtune_adaptive.recipe.registry import RECIPES, load_config
 from torchtune_adaptive.recipe.settings.checks import check

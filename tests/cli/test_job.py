@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.test_planning import asked
+from tests.helpers.planning import asked
 from torchtune_adaptive.cli.job import Job, job
 from torchtune_adaptive.cli.plan_options import plan_command
 from torchtune_adaptive.common.errors import ConfigError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -21,13 +20,14 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from tests.helpers.planning import asked
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.cli import plan_progress
 from torchtune_adaptive.cli.answers import Answers
 from torchtune_adaptive.cli.candidates_report import Fastest
 from torchtune_adaptive.cli.job import job
 from torchtune_adaptive.cli.plan_command import _config
-from torchtune_adaptive.cli.plan_options import _gpus, add_arguments, parsed, plan_command
+from torchtune_adaptive.cli.plan_options import _gpus, plan_command
 from torchtune_adaptive.cli.plan_plot import draw
 from torchtune_adaptive.cli.plan_progress import TraceProgress
 from torchtune_adaptive.cli.plan_report import (
@@ -82,12 +82,6 @@ def run_plan(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     script.write_text(PROGRAM)
     command = [sys.executable, str(script), "plan", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-
-
-def asked(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parsed(parser, words)
 
 
 def state_of_this_process() -> tuple[Any, ...]:

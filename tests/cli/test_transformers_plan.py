@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_hugging_face import LLAMA_1B, written
+from tests.helpers.hugging_face import LLAMA_1B, written
 from torchtune_adaptive.cli import plan_command as plan_module
 from torchtune_adaptive.cli.plan_options import add_arguments, parsed, plan_command
 from torchtune_adaptive.common import NoPrediction

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torchtune.training import memory as torchtune_memory
 
-from tests.core.test_memory import OUT_OF_MEMORY, SOMETHING_ELSE
-from tests.helpers.accelerator import Card
+from tests.helpers.accelerator import OUT_OF_MEMORY, SOMETHING_ELSE, Card
 from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.common.errors import TrainingOutOfMemory

@@ -8,68 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.accelerator import OUT_OF_MEMORY, SOMETHING_ELSE
 from torchtune_adaptive.core.device.memory import Usage, is_out_of_memory, plain_tensors
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
-
-NVML = "NVML_SUCCESS == r INTERNAL ASSERT FAILED at"
-OUT_OF_MEMORY = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    torch.OutOfMemoryError(""),
-    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
-    torch.AcceleratorError("CUDA error: out of memory"),
-    RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB"),
-    RuntimeError("CUDA driver error: out of memory"),  # expandable segments
-    RuntimeError(f'{NVML} "../c10/cuda/CUDACachingAllocator.cpp":1131, please report a bug'),
-    RuntimeError("Triton Error [CUDA]: out of memory"),
-    RuntimeError("Triton Error [HIP]: out of memory"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
-    RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
-    RuntimeError("HIP error: out of memory"),
-    RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
-    RuntimeError("CUDA error: HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate(handle)`"),
-    RuntimeError("hipDNN error: HIPDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-    RuntimeError("MIOpen error: miopenStatusAllocFailed"),
-    RuntimeError("HIP failure: 'out of memory'"),
-    RuntimeError("XPU out of memory. Tried to allocate 2.00 GiB"),
-    RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
-    RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB"),
-    RuntimeError(
-        "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried"
-    ),
-    RuntimeError(
-        "DefaultCPUAllocator: not enough memory: you tried to allocate 1099511627776 bytes."
-    ),
-]
-SOMETHING_ELSE = [
-    RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 16x2)"),
-    RuntimeError("CUDA error: an illegal memory access was encountered"),
-    RuntimeError(
-        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSetStream(handle)`"
-    ),
-    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_BAD_LAUNCH_PARAM"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
-    torch.AcceleratorError("CUDA error: device-side assert triggered"),
-    RuntimeError("out of resource: shared memory, Required: 264192, Hardware limit: 232448"),
-    RuntimeError("[enforce fail] Connection closed by peer"),
-    RuntimeError(f'{NVML} "../c10/cuda/driver_api.cpp":42, please report a bug'),
-    RuntimeError('INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":99'),
-    # A communicator that failed is dead, whatever the cause.
-    RuntimeError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"),
-    RuntimeError("RCCL error in: ProcessGroupNCCL.cpp:99. HIP failure: 'out of memory'"),
-    dist.DistBackendError("Cuda failure 2 'out of memory'"),
-    dist.DistBackendError("CUDA error: out of memory"),
-    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:99, HIP failure: 'out of memory'"),
-    ValueError("CUDA out of memory"),
-    IndexError("index out of range in self"),
-    MemoryError(),
-    KeyboardInterrupt(),
-]
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=str)

@@ -12,12 +12,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.compiler.config
 import torch.distributed as dist
 import torchtune
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from torchtune import training
 
+from torchtune_adaptive.recipe import tiny
 from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
@@ -149,3 +151,23 @@ def _module_at(path: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def quantised(folder: Path) -> dict[str, Any]:
+    """What makes the tiny LoRA config one of QLoRA."""
+    size = {
+        "num_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "embed_dim": 256,
+        "intermediate_dim": 256,
+    }
+    assets = folder / "assets"
+    assets.mkdir()
+    tiny.make(assets, size)
+    return {
+        "assets": str(assets),
+        "model.quantize_base": True,
+        "batch_size": 2,
+        **{f"model.{key}": value for key, value in size.items()},
+    }

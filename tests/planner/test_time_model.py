@@ -6,11 +6,11 @@ import json
 import re
 from dataclasses import replace
 from itertools import combinations, pairwise
-from pathlib import Path
 from statistics import quantiles
 
 import pytest
 
+from tests.helpers.speeds import RESULTS, once_blind
 from torchtune_adaptive.planner.memory.gpus import GPUS
 from torchtune_adaptive.planner.speed import devices
 from torchtune_adaptive.planner.speed.devices import SPEEDS, with_power
@@ -288,9 +288,6 @@ def test_a_step_computes_with_the_type_of_most_flops() -> None:
     )
 
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results" / "speed_anchors.md"
-
-
 def test_the_band_is_that_of_rows_that_nobody_had_seen() -> None:
     blind = RESULTS.read_text().partition("## Blind rows")[2]
     rows = re.findall(r"\| ([\d,]+) \| ([\d,]+) \| [+-]\d+ % \|", blind)
@@ -302,16 +299,6 @@ def test_the_band_is_that_of_rows_that_nobody_had_seen() -> None:
     low, high = EAGER_BAND
     assert low == pytest.approx(quantiles(shares, n=20, method="inclusive")[0], abs=0.01)
     assert max(shares) < high
-
-
-def once_blind() -> dict[tuple[str, str], list[float]]:
-    """By GPU and row: what was published, predicted, and predicted with the attention of then."""
-    text = RESULTS.read_text().partition("## Rows that were blind once")[2].partition("\n## ")[0]
-    row = r"\| (\S+-80gb) \| ([^|]+) \| ([\d,]+) \| ([\d,]+) \| \S+ \| ([\d,]+) \|"
-    found = re.findall(row, text)
-    return {
-        (gpu, name): [float(n.replace(",", "")) for n in numbers] for gpu, name, *numbers in found
-    }
 
 
 def test_what_is_too_close_to_call_is_so_on_published_rows() -> None:

@@ -11,8 +11,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
+from tests.helpers.configs import config
 from tests.helpers.recipes import tiny_config
-from tests.recipe.test_config import config
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core import Generators
 from torchtune_adaptive.recipe.adaptive_recipe import AdaptiveRecipe

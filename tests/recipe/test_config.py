@@ -12,12 +12,12 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
+from tests.helpers.configs import config
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.recipe.components import check_components
 from torchtune_adaptive.recipe.registry import (
     CONFIGS,
     RECIPES,
-    find_config,
     load_config,
     our_configs,
     torchtune_configs,
@@ -47,11 +47,6 @@ from torchtune_adaptive.recipe.settings.kind_table import (
 from torchtune_adaptive.recipe.settings.rules import rule_of
 
 CHECKPOINTING = "enable_activation_checkpointing"
-
-
-def config(name: str = "tiny/full", *overrides: str) -> DictConfig:
-    base = OmegaConf.load(find_config(name))
-    return OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))  # type: ignore[return-value]
 
 
 def settings(**block: Any) -> AdaptiveSettings:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.earlier import UNNUMBERED
 from tests.helpers.recipes import tiny_config
-from tests.recipe.test_training_state import UNNUMBERED
 from torchtune_adaptive.common.errors import CheckpointError
 from torchtune_adaptive.recipe.checkpoints.config_changes import (
     FlatConfig,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.planner.test_time_model import once_blind
+from tests.helpers.speeds import once_blind
 from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
 from torchtune_adaptive.common.document import as_text
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, CHUNKED, LOSS, MICRO_BATCH, OFFLOADING

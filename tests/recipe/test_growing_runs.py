@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
-from torchtune.data import padded_collate_sft
 
+from tests.helpers.growing import GROWING, ROWS, WITHIN_EPOCHS
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, tiny_config
 from tests.helpers.runs import (
@@ -33,40 +33,13 @@ from torchtune_adaptive.recipe.train.growth import batch_increase
 
 pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
-ROWS: list[list[int]] = []
-"""Of each micro-batch that this process has collated: a number for each row, the same in every run."""
-
-
-def collate(rows: list[Any], **settings: Any) -> dict[str, Any]:
-    ROWS.append([hash(tuple(row["tokens"])) for row in rows])
-    return padded_collate_sft(rows, **settings)  # type: ignore[return-value]
-
 
 def grow(epoch: int, current_batch_size: int) -> int:
     """The RFC's example."""
     return 2 if epoch > 0 else 0
 
 
-GROWING = {
-    "batch_size": 2,
-    "epochs": 3,
-    "max_steps_per_epoch": 16,
-    "clip_grad_norm": 1.0,
-    "adaptive_batching.memory_limit": "40MiB",
-    "adaptive_batching.ceiling": 8,
-    "collate_fn": f"{__name__}.{collate.__name__}",
-}
 RFC = {**GROWING, "batch_increase_function": f"{__name__}.{grow.__name__}"}
-WITHIN_EPOCHS = {
-    **GROWING,
-    "batch_increase_function": {
-        "_component_": "torchtune_adaptive.schedule.Geometric",
-        "every": 0.5,
-    },
-    "adaptive_batching.lr_scaling": "sqrt",
-    "adaptive_batching.beta2": "half_life",
-    "adaptive_batching.grow_past_memory": True,
-}
 
 
 EVERY_STEP_SAVED = {**WITHIN_EPOCHS, "save_every_n_steps": 1, "keep_last_n_checkpoints": 99}

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
+from tests.helpers.growing import WITHIN_EPOCHS
 from tests.helpers.killing import Copies, in_child, kill_at
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, tiny_config
@@ -33,7 +34,6 @@ from tests.helpers.runs import (
     train,
     undisturbed,
 )
-from tests.recipe.test_growing_runs import WITHIN_EPOCHS
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.folder import CheckpointFolder
 

@@ -6,8 +6,8 @@ import pickle
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
 
+from tests.helpers.configs import config
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core.step.knobs import (
     CHECKPOINT,
@@ -17,7 +17,6 @@ from torchtune_adaptive.core.step.knobs import (
     RECOMPUTE_LOSS,
     Choice,
 )
-from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.search.fastest_search import to_begin_with
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check
@@ -33,15 +32,6 @@ from torchtune_adaptive.recipe.settings.knob_table import (
     overrides,
     with_choice,
 )
-
-
-def config(name: str = "tiny/full", **changed: Any) -> DictConfig:
-    cfg = OmegaConf.load(find_config(name))
-    assert isinstance(cfg, DictConfig)
-    for key, value in changed.items():
-        OmegaConf.update(cfg, key, value, force_add=True)
-    return cfg
-
 
 CONFIGS = ["tiny/full", "tiny/lora", "llama3_1/8B_full", "llama3_2/1B_lora_single_device"]
 

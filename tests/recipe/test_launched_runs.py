@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,34 +13,14 @@ import pytest
 from torchtune._cli.tune import main as tune_main
 from torchtune.training import FullModelHFCheckpointer
 
+from tests.helpers.launched import QUICK, launch, losses
 from tests.helpers.ranks import watch_ranks
-from tests.helpers.runs import BIN
 from torchtune_adaptive.cli.command_line import _run
 from torchtune_adaptive.cli.command_line import main as tune_adaptive_main
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.recipe.registry import RECIPES
 
 pytestmark = pytest.mark.runs
-
-QUICK = ["max_steps_per_epoch=2", "epochs=1", "adaptive_batching.cache=False"]
-
-
-def launch(
-    *command: str, cwd: Path, expect: int = 0, timeout: float = 120, **environment: str
-) -> str:
-    """Run a console script of this environment; everything that it said."""
-    done = subprocess.run(
-        [BIN / command[0], *command[1:]],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == expect, done.stdout
-    return done.stdout
 
 
 def launch_forked(*command: str, cwd: Path, expect: int = 0) -> str:
@@ -66,11 +45,6 @@ def run_in_this_process(cwd: str, *command: str) -> None:
 def launch_alone(exhaustive: bool) -> Callable[..., str]:
     """Runs a command without launcher flags; in the quick tier forked, which is ten times faster."""
     return launch if exhaustive else launch_forked
-
-
-def losses(folder: Path) -> list[float]:
-    (log,) = (folder / "logs").iterdir()
-    return [float(loss) for loss in re.findall(r"(?<!_)loss:(-?\d+\.\d+\S*)", log.read_text())]
 
 
 def test_full_finetuning_on_two_ranks(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from torch._dynamo.utils import counters
 
 from tests.helpers.packed import flex_attention
-from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
+from tests.helpers.recipes import quantised, run_ours, run_torchtunes, tiny_config
 from tests.helpers.runs import (
     ALL_KEPT,
     assert_near,
@@ -30,7 +30,6 @@ from tests.helpers.runs import (
     run_with,
     train,
 )
-from torchtune_adaptive.recipe import tiny
 
 pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
@@ -153,26 +152,6 @@ def test_packed_rows_in_flex_attention_are_torchtunes(tmp_path: Path) -> None:
 def test_clipping_differs_by_rounding_only(kind: str, tmp_path: Path) -> None:
     # One all-reduce takes the place of three, so the norm is summed in another order.
     assert_torchtunes(kind, tmp_path, CLIPPED, **TO_ROUNDING)
-
-
-def quantised(folder: Path) -> dict[str, Any]:
-    """What makes the tiny LoRA config one of QLoRA."""
-    size = {
-        "num_layers": 1,
-        "num_heads": 4,
-        "num_kv_heads": 4,
-        "embed_dim": 256,
-        "intermediate_dim": 256,
-    }
-    assets = folder / "assets"
-    assets.mkdir()
-    tiny.make(assets, size)
-    return {
-        "assets": str(assets),
-        "model.quantize_base": True,
-        "batch_size": 2,
-        **{f"model.{key}": value for key, value in size.items()},
-    }
 
 
 @pytest.mark.rotating

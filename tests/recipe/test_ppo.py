@@ -12,9 +12,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune.rlhf import get_reward_penalty_mask
 
+from tests.helpers.configs import config
 from tests.helpers.ranks import Alone
-from tests.recipe.test_config import config
-from tests.recipe.test_rollouts import rollouts
+from tests.helpers.rollout_loops import rollouts
 from torchtune_adaptive.common.errors import CheckpointError, ConfigError
 from torchtune_adaptive.recipe.checkpoints.policy_and_value import _Both
 from torchtune_adaptive.recipe.registry import load_config, our_recipe_for

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_torchtunes, tiny_config
+from tests.helpers.rollout_runs import of_training, run_short_of_memory
 from tests.helpers.runs import RESUME, Records, assert_same_weights, losses, run_with, train
-from tests.recipe.test_rollout_runs import of_training, run_short_of_memory
 from torchtune_adaptive.recipe import tiny
 
 pytestmark = pytest.mark.runs

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from tests.helpers.configs import config
 from tests.helpers.killing import Fault, in_child
-from tests.recipe.test_knobs import config
-from tests.recipe.test_report import report
+from tests.helpers.reports import report
 from torchtune_adaptive.common.document import Paragraph, Table, as_page
 from torchtune_adaptive.common.errors import CheckpointError, RankLost
 from torchtune_adaptive.common.folder_lock import FolderLock

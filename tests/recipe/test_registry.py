@@ -9,8 +9,8 @@ import pytest
 from torchtune import config
 from torchtune._recipe_registry import get_all_recipes
 
+from tests.helpers.configs import config as load
 from tests.helpers.torchvision import use_torchvision
-from tests.recipe.test_config import config as load
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.recipe.registry import (
     CONFIGS,

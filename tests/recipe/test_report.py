@@ -12,56 +12,16 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from tests.helpers.ranks import Alone
+from tests.helpers.reports import GIB, TRIALS, report, trial
 from torchtune_adaptive.core.search.strategies import SearchResult, Status
-from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.sizes.split import Split
-from torchtune_adaptive.recipe.data.images import RowSize
 from torchtune_adaptive.recipe.registry import find_config, with_overrides
 from torchtune_adaptive.recipe.search.decide import announce
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport
 from torchtune_adaptive.recipe.search.report import write
-from torchtune_adaptive.recipe.search.size_report import SearchReport
 from torchtune_adaptive.recipe.search.timings import Timing
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
-
-GIB = 1 << 30
-
-
-def trial(
-    size: int, peaks: list[int], failed: dict[int, str] | None = None, retries: int = 0
-) -> SizeTrial:
-    reports = tuple(
-        RankReport((failed or {}).get(rank), peak, peak - GIB, retries, usable_bytes=76 * GIB)
-        for rank, peak in enumerate(peaks)
-    )
-    return SizeTrial(size, 1.25, reports)
-
-
-TRIALS = (
-    trial(1, [20 * GIB, 21 * GIB]),
-    trial(2, [30 * GIB, 31 * GIB]),
-    trial(8, [75 * GIB, 74 * GIB], {1: "backward"}),
-    trial(4, [50 * GIB, 51 * GIB]),
-)
-
-
-def report(**changes: Any) -> SearchReport:
-    values: dict[str, Any] = {
-        "result": SearchResult(4, Status.NEXT_DOES_NOT_FIT, TRIALS),
-        "before": Split(2, 4, 2),
-        "split": Split(4, 4, 2),
-        "strategy": "extrapolate",
-        "row": RowSize(2048),
-        "row_source": "max_seq_len of the tokenizer",
-        "device": "H100",
-        "headroom": 0.05,
-        "seconds": 12.34,
-        "rows_per_rank": 640,
-        "lr": 2e-5,
-        "ceiling": "the data has 640 rows per rank, and an epoch needs a step",
-    }
-    return SearchReport(**{**values, **changes})
 
 
 def test_a_trial_is_one_line() -> None:

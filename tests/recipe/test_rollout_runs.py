@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,19 @@ from torch._dynamo.utils import counters
 from torchtune import config, training
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.recipes import run_ours, tiny_config
+from tests.helpers.recipes import quantised, run_ours, tiny_config
+from tests.helpers.rollout_runs import of_training, run_short_of_memory
 from tests.helpers.runs import (
-    MACHINE,
     RESUME,
-    Record,
     Records,
     assert_same_weights,
     losses,
     refused,
     train,
 )
-from tests.recipe.test_parity import quantised
 from torchtune_adaptive.recipe.kinds.grpo_lora import LoRAGRPO
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.rollout.score import OfTokens
-from torchtune_adaptive.recipe.train.rollouts import Rollouts
 
 pytestmark = pytest.mark.runs
 
@@ -43,11 +39,6 @@ SHORT: dict[str, Any] = {
     "lr_scheduler.num_warmup_steps": 0,
 }
 KINDS = ["grpo", "grpo_lora"]
-
-
-def of_training(records: Records) -> list[Record]:
-    """What was logged of each step, without what differs from run to run."""
-    return [{k: v for k, v in each.items() if k not in MACHINE} for each in records]
 
 
 @pytest.mark.rotating
@@ -209,31 +200,6 @@ def test_a_budget_that_does_not_fit_is_halved(tmp_path: Path) -> None:
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-7)
     events = (tmp_path / "halved" / "batch_size_events.jsonl").read_text()
     assert '"token_budget": [1890, 945]' in events
-
-
-def run_short_of_memory(kind: str, cfg: DictConfig, phase: str | None, factor: float) -> Records:
-    """Run with less memory on the last rank in one phase of the second rollout."""
-    usual = {name: getattr(Rollouts, name) for name in ("_generate", "_score")}
-
-    def short(name: str) -> Any:
-        def run(self: Rollouts, rows: Any) -> None:
-            step = self.phases.generation.step
-            memory, ranks = step.memory, step.ranks
-            less = memory.in_use() + int((memory.capacity() - memory.in_use()) * factor)
-            # A rollout in the middle, so that the one after it is seen as well.
-            is_short = name == phase and self._number == 2 and ranks.rank == ranks.size - 1
-            with memory.capped(less) if is_short else nullcontext():
-                usual[name](self, rows)
-
-        return run
-
-    for name in usual:
-        setattr(Rollouts, name, short(name))
-    try:
-        return run_ours(kind, cfg)
-    finally:
-        for name, method in usual.items():
-            setattr(Rollouts, name, method)
 
 
 MANY = {"batch_size": 4, "grpo_samples": 8, "num_steps": 3, "gradient_accumulation_steps": 16}

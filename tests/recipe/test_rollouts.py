@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,26 +9,21 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune.models.llama2 import llama2_tokenizer
 
-from tests.helpers.ranks import Alone
-from tests.recipe.test_config import config
+from tests.helpers.configs import config
+from tests.helpers.rollout_loops import of, rollouts
 from torchtune_adaptive.common.errors import ConfigError
-from torchtune_adaptive.core.rows.loader import SampleOrder
-from torchtune_adaptive.core.rows.micro_batches import ByRows, ByTokens, MicroBatches
+from torchtune_adaptive.core.rows.micro_batches import ByTokens
 from torchtune_adaptive.core.sizes.packing import Budget
 from torchtune_adaptive.recipe import rewards, tiny
 from torchtune_adaptive.recipe.components import check_components
 from torchtune_adaptive.recipe.data.prompts import PromptDataset, gsm8k_dataset
 from torchtune_adaptive.recipe.registry import our_recipe_for
-from torchtune_adaptive.recipe.rewards import BadReward, Rewards
-from torchtune_adaptive.recipe.rollout.generate import Response
-from torchtune_adaptive.recipe.rollout.judging import ByFunctions
-from torchtune_adaptive.recipe.rollout.phases import Phases, RolloutSizes
-from torchtune_adaptive.recipe.settings.asked import Asked
+from torchtune_adaptive.recipe.rewards import BadReward
+from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of, unused_keys
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
-from torchtune_adaptive.recipe.train.events import Events
-from torchtune_adaptive.recipe.train.rollouts import RolloutRows, Rollouts
+from torchtune_adaptive.recipe.train.rollouts import RolloutRows
 
 GRPO = KINDS["grpo"]
 MAIN = "torchtune.dev.grpo"
@@ -155,20 +149,6 @@ def test_gsm8k_has_numbers_as_answers_and_can_be_parted(tmp_path: Any) -> None:
 # --- rewards --------------------------------------------------------------------------------------
 
 
-class Words:
-    """A tokenizer whose tokens are letters."""
-
-    pad_id = 0
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(chr(96 + token) for token in tokens)
-
-
-def length(ids: torch.Tensor, texts: list[str], answers: list[Any]) -> list[int]:
-    assert ids.shape == (len(texts), max(len(text) + 1 for text in texts))
-    return [len(text) for text in texts]
-
-
 def right(ids: torch.Tensor, texts: list[str], answers: list[Any], worth: float = 1.0) -> Any:
     found = torch.tensor(
         [float(text == answer) for text, answer in zip(texts, answers, strict=True)]
@@ -184,14 +164,9 @@ def bad(kind: str) -> Any:
 RESPONSES = [torch.tensor([3, 1]), torch.tensor([2, 2, 1])]
 
 
-def of(*functions: Any) -> Rewards:
-    cfg = OmegaConf.create({"reward_functions": list(functions)})
-    return Rewards(Asked.of(cfg, "grpo"), Words(), [1])
-
-
 def test_rewards_are_sums_over_functions_of_texts() -> None:
     worth = {"_component_": f"{__name__}.right", "worth": 10.0}
-    found = of(f"{__name__}.length", worth).of(RESPONSES, ["c", "x"])
+    found = of("tests.helpers.rollout_loops.length", worth).of(RESPONSES, ["c", "x"])
     assert found.rewards.tolist() == [11.0, 2.0] and found.successes.tolist() == [1.0, 0.0]
     assert {name: each.tolist() for name, each in found.each.items()} == {
         "length": [1.0, 2.0],
@@ -245,64 +220,6 @@ def test_rewards_of_torchtunes_main_branch() -> None:
 
 
 # --- rows of rollouts -----------------------------------------------------------------------------
-
-
-class Ranks(Alone):
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        super().__init__(size)
-        self.rank = rank
-
-
-def rollouts(
-    rank: int = 0,
-    ranks: int = 1,
-    prompts: int = 4,
-    epochs: int = 1,
-    mini_batch: int | None = None,
-    begun: list[Any] | None = None,
-    micro_batches: MicroBatches | None = None,
-    **more: Any,
-) -> Rollouts:
-    """Rollouts of ten prompts, whose responses are made of a row's index; the rows of each step are added to
-    ``begun``."""
-    memory = SimpleNamespace(release=lambda: None)
-    begin = lambda rows, total: None if begun is None else begun.append(rows)  # noqa: E731
-    objective = SimpleNamespace(begin=begin)
-    step = SimpleNamespace(ranks=Ranks(rank, ranks), memory=memory, objective=objective)
-
-    def phase(name: str, work: Any) -> Any:
-        return SimpleNamespace(
-            name=name, size=2, step=step, of_rows=lambda rows, _=None: [*map(work, rows)]
-        )
-
-    response = lambda row: Response(torch.tensor([row.index % 7 + 2, 1]), True)  # noqa: E731
-    sizes = RolloutSizes(prompts, samples=2, epochs=epochs, max_new=3, mini_batch=mini_batch)
-    phases = Phases(
-        phase("generation", response),
-        SimpleNamespace(),  # type: ignore[arg-type]
-        phase("scoring", lambda row: {"reference": torch.zeros(2)}),
-        0,
-        sizes,
-        5,
-    )
-    dataset = [{"tokens": [2] * (n % 3 + 1), "answer": str(n)} for n in range(10)]
-    given: dict[str, Any] = {
-        "order": SampleOrder(10, ranks, shuffle=True),
-        "limit": None,
-        "seed": 1,
-        "judge": ByFunctions(of(f"{__name__}.length"), samples=2),
-        "watchdog": SimpleNamespace(enter=lambda phase, patience: None),
-        "stop_requested": lambda: False,
-    }
-    return Rollouts(
-        dataset=dataset,
-        phases=phases,
-        micro_batches=micro_batches or ByRows("power_of_two"),
-        scoring=ByRows("power_of_two"),
-        step_timeout=1.0,
-        events=Events(None),
-        **{**given, **more},
-    )
 
 
 def made(rows: RolloutRows, share: int = 8) -> list[tuple[str, float, list[float]]]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.accelerator import Card
+from tests.helpers.fastest import LENGTH, PLENTY, Memory, Run, TimedCard, run_of
 from tests.helpers.ranks import run_ranks
-from tests.recipe.test_fastest_search import LENGTH, PLENTY, Memory, Run, TimedCard, run_of
 from torchtune_adaptive.recipe.search.batch_size import find_micro_batch
 
 pytestmark = pytest.mark.ranks

@@ -18,7 +18,7 @@ from tests.helpers import runs
 from tests.helpers.context_parallel import kernels_of_the_cpu
 from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
 from tests.helpers.runs import Records
-from tests.recipe.test_validating_runs import VALIDATES, losses, validation_losses
+from tests.helpers.validating import VALIDATES, losses, validation_losses
 from torchtune_adaptive.recipe.upstream import labels_are_shifted
 
 pytestmark = [

@@ -12,19 +12,13 @@ import pytest
 from tests.helpers import runs
 from tests.helpers.recipes import tiny_config
 from tests.helpers.runs import RESUME, Records, assert_same_weights
+from tests.helpers.validating import VALIDATES, losses, validation_losses
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 
 pytestmark = pytest.mark.runs
 
-DATA = {
-    "_component_": "torchtune.datasets.instruct_dataset",
-    "source": "json",
-    "data_files": "${assets}/data.json",
-    "split": "train[:11]",
-}
-VALIDATES: dict[str, Any] = {"dataset_val": DATA, "run_val_every_n_steps": 2}
 DROPOUT = {"full": {"model.attn_dropout": 0.1}, "lora": {"model.lora_dropout": 0.1}}
 
 
@@ -36,14 +30,6 @@ def train(kind: str, folder: Path, ranks: int, **changes: Any) -> Records:
         **DROPOUT[kind],
     }
     return runs.train(kind, folder, ranks, **{**quick, **changes})
-
-
-def losses(records: Records) -> list[tuple[float, float]]:
-    return [(record["step"], record["loss"]) for record in records if "loss" in record]
-
-
-def validation_losses(records: Records) -> dict[float, float]:
-    return {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
 
 
 @pytest.mark.exhaustive

@@ -16,10 +16,10 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.helpers import runs
 from tests.helpers.accelerator import Card
+from tests.helpers.knobs import Training
 from tests.helpers.ranks import Alone, run_ranks
 from tests.helpers.recipes import run_ours, run_torchtunes, tiny_config
 from tests.helpers.torchvision import use_torchvision
-from tests.recipe.test_exact_knobs import Training
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.core.ranks.watchdog import Watchdog
 from torchtune_adaptive.core.rows.loader import SampleOrder

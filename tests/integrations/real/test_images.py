@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.real.test_on_ranks import WAYS
 from tests.integrations.real.trainers import (
     AS_CONFIGURED,
     LLAMA,
@@ -22,6 +21,7 @@ from tests.integrations.real.trainers import (
     tokenizer,
     trained,
 )
+from tests.integrations.real.ways import WAYS
 
 Image = pytest.importorskip("PIL.Image")
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]

@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.integrations.real.test_no_trace import everything
-from tests.integrations.real.test_on_ranks import FSDP2
 from tests.integrations.real.trainers import (
     AS_CONFIGURED,
     LLAMA,
@@ -31,6 +29,7 @@ from tests.integrations.real.trainers import (
     tokens,
     trained,
 )
+from tests.integrations.real.ways import FSDP2, everything
 from torchtune_adaptive import TrainingOutOfMemory, UsageError
 from torchtune_adaptive.integrations import Adaptive
 from torchtune_adaptive.integrations.trainer_step import TrainerStep

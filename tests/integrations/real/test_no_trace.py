@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from tests.integrations.real.test_on_ranks import CASES, WAYS, settings_of
 from tests.integrations.real.trainers import (
     AS_CONFIGURED,
     SEARCHING,
@@ -24,21 +21,12 @@ from tests.integrations.real.trainers import (
     tokenizer,
     trained,
 )
+from tests.integrations.real.ways import CASES, WAYS, everything, settings_of
 from torchtune_adaptive import UsageError
 from torchtune_adaptive.integrations.trainer_step import TrainerStep
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 CLOSE = 1e-6
-
-
-def everything(trainer: Any) -> list[Any]:
-    """What a step may change."""
-    model = [t.detach().clone() for t in (*trainer.model.parameters(), *trainer.model.buffers())]
-    gradients = [parameter.grad for parameter in trainer.model.parameters()]
-    optimizer = trainer.optimizer.state_dict()
-    metrics = {key: getattr(trainer, key, None) for key in trainer.restored}
-    drawn = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-    return [model, gradients, optimizer["param_groups"], optimizer["state"], repr(metrics), drawn]
 
 
 def around_the_search(kind: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, load_from_disk
+from datasets import Dataset
 from packaging.version import Version
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
@@ -20,8 +20,6 @@ from tests.integrations.real.trainers import (
     SEARCHING,
     Loss,
     distance,
-    fsdp2_on_cpu,
-    lora,
     make,
     on_ranks,
     rank,
@@ -30,50 +28,13 @@ from tests.integrations.real.trainers import (
     tokens,
     trained,
 )
+from tests.integrations.real.ways import CASES, WAYS, settings_of
 from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.integrations import Adaptive
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]
 CLOSE = 1e-6
 BEFORE_1_16 = Version(version("trl")) < Version("1.16")
-FSDP2 = {
-    "fsdp": True,
-    "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-}
-WAYS: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp2": FSDP2}
-CASES: dict[str, dict[str, Any]] = {
-    "trainer": {"gradient_accumulation_steps": 4},
-    "trainer, bf16": {"bf16": True},
-    "sft": {},
-    "sft, padding-free": {"packing": True, "max_length": 16},
-    "sft, lora": {"peft_config": "lora"},
-    "sft, compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
-    "dpo": {},
-    "dpo, lora": {"peft_config": "lora"},
-    "dpo, precomputed": {"precompute_ref_log_probs": True},
-    "reward": {},
-    "reward, lora": {"peft_config": "lora"},
-    "kto": {},
-    "kto, lora": {"peft_config": "lora"},
-    "kto, precomputed": {"precompute_ref_log_probs": True},
-}
-
-
-def settings_of(name: str, way: str, folder: str = "") -> dict[str, Any]:
-    """The settings of a case; its folder has the rows of one that precomputes."""
-    kind = name.partition(",")[0]
-    settings = CASES[name] | WAYS[way]
-    if kind == "trainer":
-        settings |= {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": tokens(16)}
-    if "peft_config" in settings:
-        settings["peft_config"] = lora("SEQ_CLS" if kind == "reward" else "CAUSAL_LM")
-    if "packing" in settings:
-        settings["data"] = texts("text", count=200)
-    if "precompute_ref_log_probs" in settings:
-        settings["data"] = load_from_disk(folder)
-    if way == "fsdp2":
-        fsdp2_on_cpu()
-    return settings
 
 
 def compare(name: str, way: str, folder: str) -> dict[str, Any]:

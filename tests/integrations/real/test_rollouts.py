@@ -9,7 +9,6 @@ import pytest
 import torch
 from packaging.version import Version
 
-from tests.integrations.real.test_on_ranks import WAYS
 from tests.integrations.real.trainers import (
     AS_CONFIGURED,
     SEARCHING,
@@ -22,6 +21,7 @@ from tests.integrations.real.trainers import (
     texts,
     trained,
 )
+from tests.integrations.real.ways import WAYS
 from torchtune_adaptive import TrainingOutOfMemory
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ranks]

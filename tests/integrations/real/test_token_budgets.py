@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.integrations.real.test_on_ranks import FSDP2
 from tests.integrations.real.trainers import (
     Loss,
     distance,
@@ -15,6 +14,7 @@ from tests.integrations.real.trainers import (
     on_ranks,
     trained,
 )
+from tests.integrations.real.ways import FSDP2
 from torchtune_adaptive.integrations import Adaptive
 from torchtune_adaptive.library import AdaptiveStep
 
