@@ -86,7 +86,7 @@ test-one: $(READY)
 
 test-torchtune-main:
 	$(RUN) PATH="$(dir $(PYTHON)):$$PATH" $(PYTHON) -m pytest -W ignore tests/recipe/test_upstream.py \
-		tests/core/test_step.py tests/recipe/test_torchtune_main.py tests/recipe/test_validating_runs.py
+		tests/recipe/test_objectives.py tests/recipe/test_torchtune_main.py tests/recipe/test_validating_runs.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .

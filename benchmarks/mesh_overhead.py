@@ -2,7 +2,7 @@
 
     python benchmarks/mesh_overhead.py [--way tensor] [--rounds 40] [--steps 10] [--ranks 2]
 
-Three loops train the same tiny Llama on the same rows: plain torch, `TrainStep` without recovery, and
+Three loops train the same tiny decoder on the same rows: plain torch, `TrainStep` without recovery, and
 `TrainStep` with recovery ready, whose collectives have been recorded. They take turns in one set of
 processes, some steps at a time, and a ratio compares blocks of one round. So a machine that does other work
 slows all three. Besides the time of a step, that of the processor is shown, which leaves out waiting, and
@@ -29,8 +29,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.helpers import context_parallel
+from tests.helpers.decoder import batch
 from tests.helpers.mesh import OnMesh, context_of, objective_of, spread
-from tests.helpers.models import batch
 from tests.helpers.ranks import run_ranks
 
 WAYS = ("fsdp", "tensor", "sequence", "loss", *context_parallel.WAYS)
@@ -110,7 +110,7 @@ def main() -> None:
     arguments.add_argument("--ranks", type=int, default=2, choices=[2, 4])
     asked = arguments.parse_args()
     print(
-        f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; tiny Llama, {asked.ranks} "
+        f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; tiny decoder, {asked.ranks} "
         f"ranks, {ROWS} rows of 32 tokens each; {asked.rounds} rounds of {asked.steps} steps of each loop\n"
     )
     print(f"{'':16}{'':18}{'ms/step':>9}{'plain torch / this':>26}{'without recovery / this':>27}")

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.models import adamw, batch, local_values, tiny_llama, train_step
+from tests.helpers.decoder import adamw, batch, local_values
+from tests.helpers.models import tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.staging import init_staging_group
 from torchtune_adaptive.core.ranks.agreement import Ranks

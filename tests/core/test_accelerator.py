@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torchtune.training import memory as torchtune_memory
 
 from tests.helpers.accelerator import OUT_OF_MEMORY, SOMETHING_ELSE, Card
-from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
+from tests.helpers.decoder import adamw, batch, local_values, same_bits, tiny_decoder, train_step
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.common.errors import TrainingOutOfMemory
 from torchtune_adaptive.core.device.accelerator import AcceleratorMemory
@@ -25,12 +22,6 @@ from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.step.exchange import StepOutcome
 from torchtune_adaptive.core.step.snapshot import Snapshot
 from torchtune_adaptive.core.step.train_step import TrainStep
-from torchtune_adaptive.recipe.private import offloading_module as torchtune_offloading
-from torchtune_adaptive.recipe.setup import host_memory
-from torchtune_adaptive.recipe.setup import offloading as offloading_module
-from torchtune_adaptive.recipe.setup.environment import Environment
-from torchtune_adaptive.recipe.setup.host_memory import bound_by_host_memory, check_host_memory
-from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -171,7 +162,7 @@ class TestStep:
         def make(**settings: Any) -> tuple[Card, TrainStep]:
             card = Card(16 * GIB, **settings)
             card.install(monkeypatch)
-            model = tiny_llama(sharded=False)
+            model = tiny_decoder(sharded=False)
             step = train_step(model, [adamw(model)], memory=card.memory(), ranks=Alone())
             self.take(step, rows=1)  # now the optimizer has its state
             step.memory.release()
@@ -265,21 +256,6 @@ class TestStep:
             assert probe.timed("", [batch(rows=self.LARGE)], steps=3) == [0.0] * 3
             assert len(restored) == 1 and same_bits(local_values(step.model), before)
 
-    def test_the_peak_is_logged_and_then_measured_anew(
-        self, start: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        card, step = start()
-        monkeypatch.setattr(torchtune_memory, "get_torch_device_namespace", lambda: card)
-        here = Environment(torch.device("cuda", 0), torch.float32, Alone())
-        for watch_memory in (True, False):
-            metrics = Metrics(Logging(None, 1, True), here, step.memory, watch_memory)
-            self.take(step, self.LARGE)
-            step.memory.release()
-            peak = card.max_memory_reserved()
-            assert peak > 2 * card.memory_reserved()
-            assert metrics._memory_used()["peak_memory_reserved"] == peak / GIB
-            assert card.max_memory_reserved() == card.memory_reserved()
-
     def test_retries_are_those_of_the_step(self, start: Any) -> None:
         """What another size has left in the cache costs the first step retries, and not the second."""
         _, step = start()
@@ -292,94 +268,3 @@ class TestStep:
             second = self.take(step, self.LARGE)
         assert first.retries > 0 and not first.lost
         assert second.retries == 0
-
-
-class OffloadsNothing(torch.autograd.graph.saved_tensors_hooks):
-    """torchtune's offloading without a card to offload from."""
-
-    use_streams = False
-
-    def __init__(self) -> None:
-        super().__init__(lambda tensor: tensor, lambda tensor: tensor)
-
-
-def offloading(model: torch.nn.Module, patch: pytest.MonkeyPatch) -> offloading_module.Offloading:
-    """The offloading of a run, with all of torchtune's hooks."""
-    for module in (offloading_module, torchtune_offloading()):
-        patch.setattr(module, "OffloadActivations", OffloadsNothing)
-    return offloading_module.Offloading(model, True)
-
-
-def test_memory_may_run_out_while_a_layer_is_gathered_that_is_not_offloaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    full = [True]
-
-    def gather(*_: Any) -> None:  # before torchtune's own hook, as FSDP's is
-        if full[0]:
-            raise torch.OutOfMemoryError("while output is gathered")
-
-    model = tiny_llama(sharded=False)
-    assert isinstance(model.output, torch.nn.Module)
-    model.output.register_forward_pre_hook(gather)
-    step = train_step(
-        model, [adamw(model)], ranks=Alone(), activations=offloading(model, monkeypatch)
-    )
-    for full[0] in (True, False):
-        step.forward_backward(batch())
-        assert step.apply().lost == full[0]
-
-
-Available = namedtuple("Available", "available total")
-
-
-class TestHostMemory:
-    @pytest.fixture(autouse=True)
-    def machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: Available(20 * GIB, 100 * GIB))
-        monkeypatch.setattr(host_memory, "_limiting_groups", list)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-
-    def test_a_container_may_have_less_than_the_machine(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        groups = [Available(9 * GIB, 10 * GIB), Available(8 * GIB, 20 * GIB)]
-        monkeypatch.setattr(host_memory, "_limiting_groups", lambda: groups)
-        check_host_memory(GIB // 2)
-        with pytest.raises(torch.OutOfMemoryError, match="8,589,934,592 of 21,474,836,480 bytes"):
-            check_host_memory(GIB)
-
-    def test_every_rank_of_the_machine_must_find_room(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        check_host_memory(GIB)  # 8 of 20 GiB, and 5 stay free
-        with pytest.raises(torch.OutOfMemoryError, match="2,147,483,648 bytes on each of 8 ranks"):
-            check_host_memory(GIB + 1)  # pinned memory is rounded to a power of two
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-        check_host_memory(GIB + 1)
-
-    def test_so_does_the_offloading_that_follows_a_lost_step(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        fresh = offloading(torch.nn.Identity(), monkeypatch)()
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: Available(5 * GIB, 100 * GIB))
-        with fresh, pytest.raises(torch.OutOfMemoryError, match="host memory"):
-            (torch.ones(MIB, requires_grad=True) * 1).square()
-
-    def test_offloading_stops_where_it_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        packed: list[torch.Tensor] = []
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            packed.append(tensor)
-            return tensor
-
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        weight = torch.ones(MIB, requires_grad=True)
-        with bound_by_host_memory(hooks):
-            (weight * weight).sum().backward()
-            assert packed
-            monkeypatch.setattr(psutil, "virtual_memory", lambda: Available(5 * GIB, 100 * GIB))
-            small = torch.ones(8, requires_grad=True)
-            (small * small).sum().backward()
-            with pytest.raises(torch.OutOfMemoryError, match="host memory"):
-                (weight * 1).square()

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from tests.helpers.accelerator import Card
-from tests.helpers.models import adamw, batch, local_values, tiny_llama, train_step
+from tests.helpers.decoder import adamw, batch, local_values, tiny_decoder, train_step
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.core.ranks.agreement import Ranks
 
@@ -23,7 +23,7 @@ def train(small_cards: list[int]) -> tuple[list[bool], list[list[float]], int]:
     patch = pytest.MonkeyPatch()
     card = Card(16 * GIB)
     card.install(patch)
-    model = tiny_llama(layers=2)
+    model = tiny_decoder(layers=2)
     step = train_step(model, [adamw(model)], memory=card.memory(), ranks=ranks)
     gc.freeze()
     lost = []

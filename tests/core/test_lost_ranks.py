@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.models import adamw, batch, tiny_llama, train_step
+from tests.helpers.decoder import adamw, batch, tiny_decoder, train_step
 from tests.helpers.ranks import Ended, watch_ranks
 from torchtune_adaptive.common.errors import RankLost
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
@@ -65,7 +65,7 @@ def rows_of(number: int) -> dict[str, Any]:
 def search_until(fate: str) -> None:
     ranks = Ranks(timeout=2 * LIMIT)
     watchdog = Watchdog(ranks, limit=LIMIT)
-    model = tiny_llama(layers=2)
+    model = tiny_decoder(layers=2)
     memory = SimulatedMemory(10**9)
     step = train_step(model, [adamw(model)], memory=memory, ranks=ranks, launched=watchdog.tick)
     probe = Probe(

@@ -157,7 +157,7 @@ class TestSimulatedDevice:
 
 
 def test_quantised_and_sharded_tensors_are_what_they_are_made_of() -> None:
-    from torchao.dtypes.nf4tensor import to_nf4
+    to_nf4 = pytest.importorskip("torchao.dtypes.nf4tensor").to_nf4
 
     quantised = to_nf4(torch.randn(64, 64), block_size=64, scaler_block_size=64)
     parts = list(plain_tensors(quantised))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.helpers.context_parallel import TORCHS
+from tests.helpers.decoder import batch, local_values, same_bits
 from tests.helpers.faults import fail_at_each
 from tests.helpers.mesh import (
     ROWS,
@@ -19,7 +20,6 @@ from tests.helpers.mesh import (
     fail_on_mesh,
     lengths_of,
 )
-from tests.helpers.models import batch, local_values, same_bits
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
 from torchtune_adaptive.core.private import unfinished_works

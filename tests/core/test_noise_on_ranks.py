@@ -8,10 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torchtune import training
 
+from tests.helpers.decoder import (
+    adamw,
+    batch,
+    local_values,
+    same_bits,
+    step_in_backward,
+    tiny_decoder,
+    train_step,
+)
 from tests.helpers.faults import FailingMemory
-from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.sizes.noise import NoiseScale, NoiseSums
@@ -69,8 +76,8 @@ def take(step: TrainStep, batches: list[Batch]) -> StepOutcome:
 def largest_errors(accumulation: int, survive: bool, kind: dict[str, Any]) -> dict[str, float]:
     """How far the sums of some steps are from brute force, relatively."""
     ranks = Ranks(timeout=20)
-    reference = tiny_llama(**{**kind, "sharded": False, "checkpointing": False})
-    model = tiny_llama(**kind)
+    reference = tiny_decoder(**{**kind, "sharded": False, "checkpointing": False})
+    model = tiny_decoder(**kind)
     still = torch.optim.SGD(model.parameters(), lr=0.0)
     step = train_step(model, [still], ranks=ranks, survive=survive, measure_noise=True)
     errors: dict[str, float] = {}
@@ -98,9 +105,9 @@ def largest_errors(accumulation: int, survive: bool, kind: dict[str, Any]) -> di
         (True, {"layers": 2}),
         (False, {}),
         (True, {"checkpointing": True, "reshard": False}),
-        (True, {"lora": True, "output_apart": True}),
+        (True, {"adapters": True, "output_apart": True}),
     ],
-    ids=["survives", "does not", "checkpointed, not resharded", "lora"],
+    ids=["survives", "does not", "checkpointed, not resharded", "adapters"],
 )
 def test_the_sums_are_those_of_one_backward_pass_per_small_batch(
     accumulation: int, survive: bool, kind: dict[str, Any]
@@ -111,7 +118,7 @@ def test_the_sums_are_those_of_one_backward_pass_per_small_batch(
 
 
 def train(measure_noise: bool, settings: dict[str, Any]) -> list[torch.Tensor]:
-    model = tiny_llama(layers=2)
+    model = tiny_decoder(layers=2)
     rank = torch.distributed.get_rank()
     step = train_step(model, [adamw(model)], measure_noise=measure_noise, **settings)
     seen: list[torch.Tensor] = []
@@ -142,7 +149,7 @@ def test_measuring_changes_no_bit(ranks: int) -> None:
 def lose_and_retake(accumulation: int) -> list[NoiseSums | None]:
     """The sums of a step that succeeds at once, and of the same step retried."""
     ranks, memory = Ranks(timeout=20), FailingMemory()
-    model = tiny_llama(layers=2)
+    model = tiny_decoder(layers=2)
     still = torch.optim.SGD(model.parameters(), lr=0.0)
     step = train_step(model, [still], ranks=ranks, memory=memory, measure_noise=True)
     batches = [masked(2, 9, seed=2 * k + ranks.rank) for k in range(accumulation)]
@@ -164,7 +171,7 @@ def test_a_retried_step_counts_once(ranks: int, accumulation: int) -> None:
 
 
 def on_one_rank(sharded: bool) -> dict[int, tuple[NoiseSums | None, dict[str, float]]]:
-    reference, model = tiny_llama(sharded=False), tiny_llama(sharded=sharded)
+    reference, model = tiny_decoder(sharded=False), tiny_decoder(sharded=sharded)
     still = torch.optim.SGD(model.parameters(), lr=0.0)
     step = train_step(model, [still], measure_noise=True)
     found = {}
@@ -188,9 +195,9 @@ def test_on_one_rank_the_first_micro_batch_is_the_small_one(sharded: bool) -> No
 
 
 def in_backward() -> Any:
-    model = tiny_llama()
+    model = tiny_decoder()
     by_parameter = {p: torch.optim.SGD([p], lr=0.0) for p in model.parameters()}
-    training.register_optim_in_bwd_hooks(model, by_parameter)
+    step_in_backward(by_parameter)
     step = train_step(
         model, [*by_parameter.values()], optimizer_in_backward=True, measure_noise=True
     )
@@ -232,7 +239,7 @@ def drawn(rank: int, steps: int) -> list[list[Batch]]:
 
 
 def measured_scales(steps: int) -> tuple[float | None, float | None]:
-    model, ranks = tiny_llama(), Ranks(timeout=20)
+    model, ranks = tiny_decoder(), Ranks(timeout=20)
     still = torch.optim.SGD(model.parameters(), lr=0.0)
     step = train_step(model, [still], ranks=ranks, survive=False, measure_noise=True)
     noise = NoiseScale(window=10**9)
@@ -244,7 +251,7 @@ def measured_scales(steps: int) -> tuple[float | None, float | None]:
 
 def true_scale() -> float:
     """In tokens, of the rows that are drawn from, by one backward pass for each."""
-    model, rows = tiny_llama(sharded=False), population()
+    model, rows = tiny_decoder(sharded=False), population()
     singles = [part(rows, slice(i, i + 1)) for i in range(ROWS)]
     gradients = torch.stack([gradient(model, one) for one in singles])
     tokens = torch.tensor([tokens_of(one) for one in singles]).double()

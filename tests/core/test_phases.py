@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from tests.helpers.decoder import adamw, batch, local_values, same_bits, tiny_decoder, train_step
 from tests.helpers.faults import FailingMemory, fail_at_each
-from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
 from torchtune_adaptive.common.errors import TrainingOutOfMemory
@@ -33,7 +33,7 @@ class Run:
     ) -> None:
         self.ranks = Ranks(timeout=20)
         self.memory = memory or FailingMemory()
-        self.model = tiny_llama(layers=2, **kind_of_model)
+        self.model = tiny_decoder(layers=2, **kind_of_model)
         optimizer = adamw(self.model)
         self.step = train_step(
             self.model, [optimizer], memory=self.memory, ranks=self.ranks, clip_grad_norm=1.0
@@ -98,7 +98,7 @@ def phases_change_nothing(settings: dict[str, Any]) -> list[bool]:
 
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "full": (2, {"dropout": 0.3}),
-    "lora": (2, {"lora": True}),
+    "adapters": (2, {"adapters": True}),
     "not resharded": (2, {"reshard": False}),
     "checkpointed": (2, {"checkpointing": True, "dropout": 0.3}),
     "output sharded apart": (2, {"output_apart": True}),
@@ -176,7 +176,7 @@ def fail_in_a_phase(
 
 OF_MODELS = {
     "full": {},
-    "lora": {"lora": True},
+    "adapters": {"adapters": True},
     "not resharded": {"reshard": False},
     "in tokens": {"unlike": True},
 }

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from torchtune_adaptive.core.rows.loader import EpochRows, Loader, SampleOrder
 from torchtune_adaptive.core.rows.micro_batches import ByRows
@@ -17,10 +16,11 @@ from torchtune_adaptive.core.rows.micro_batches import ByRows
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_the_order_is_torchtunes(samples: int, ranks: int, shuffle: bool) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader.sampler")
     order = SampleOrder(samples, ranks, shuffle)
     for epoch in range(3):
         for rank in range(ranks):
-            sampler = StatefulDistributedSampler(range(samples), ranks, rank, shuffle)  # type: ignore[arg-type]
+            sampler = torchdata.StatefulDistributedSampler(range(samples), ranks, rank, shuffle)
             sampler.set_epoch(epoch)
             assert order.epoch(epoch)[rank::ranks] == list(sampler)
         assert order.rows_per_rank == len(sampler)

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchao.optim import AdamW8bit
 
-from tests.helpers.models import local_values, same_bits
+from tests.helpers.decoder import WITH_TORCHAO, adamw_8bit, local_values, same_bits
 from torchtune_adaptive.core.device.memory import plain_tensors
 from torchtune_adaptive.core.step.snapshot import Snapshot
 
@@ -22,7 +21,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "8-bit AdamW": lambda p: AdamW8bit(p, lr=0.1),
+    "8-bit AdamW": lambda p: adamw_8bit(p, lr=0.1),
 }
 
 
@@ -68,7 +67,9 @@ def _number(value: Any) -> Any:
     "make",
     [
         # torchao compiles the step of its optimizer, which takes a quarter of a minute.
-        pytest.param(make, id=name, marks=[pytest.mark.exhaustive] if "8-bit" in name else [])
+        pytest.param(
+            make, id=name, marks=[pytest.mark.exhaustive, WITH_TORCHAO] if "8-bit" in name else []
+        )
         for name, make in OPTIMIZERS.items()
     ],
 )

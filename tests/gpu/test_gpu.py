@@ -13,7 +13,7 @@ from torchtune.models.llama2 import llama2
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.helpers.counting import fail_in_backward
-from tests.helpers.models import local_values, same_bits
+from tests.helpers.decoder import local_values, same_bits
 from torchtune_adaptive.core.device.memory import is_out_of_memory
 from torchtune_adaptive.core.device.select import device_memory
 from torchtune_adaptive.core.ranks.agreement import Ranks

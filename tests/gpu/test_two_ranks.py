@@ -9,7 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
-from tests.helpers.models import adamw, batch, local_values, tiny_llama
+from tests.helpers.decoder import adamw, batch, local_values
+from tests.helpers.models import tiny_llama
 from tests.helpers.ranks import run_ranks
 from tests.helpers.staging import init_staging_group
 from torchtune_adaptive.core.device.select import device_memory

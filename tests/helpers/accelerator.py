@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,6 @@ from torchtune_adaptive.core.device.accelerator import AcceleratorMemory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.planner import fake_device
 from torchtune_adaptive.planner.memory.allocator import Allocator, MemoryBlock, OutOfMemory
-from torchtune_adaptive.recipe import private
 
 SCALE = 4096  # a tiny model's tensors, as large as blocks that an allocator notices
 
@@ -175,7 +175,10 @@ class Card(SimulatedMemory):
             "synchronize",
         ):
             patch.setattr(torch.accelerator, name, getattr(self, name), raising=False)
-        patch.setattr(private.offloading_module(), "torch", _TorchOfCard())
+        if find_spec("torchtune"):
+            from torchtune_adaptive.recipe import private
+
+            patch.setattr(private.offloading_module(), "torch", _TorchOfCard())
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.setattr(torch, "get_device_module", lambda device: self)
 

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
-from torchtune.modules.attention import MultiHeadAttention
+
+from tests.helpers.decoder import Attention
 
 _HEADS, _SEQUENCE = 1, 2  # dimensions of queries, keys and values
 TORCHS = "torch's context"
@@ -31,8 +32,8 @@ def spread_context(way: str, model: nn.Module, group: dist.ProcessGroup) -> None
     torchs.set_rotate_method("allgather" if way == "gathered ring" else "alltoall")
     torchs._cp_options.enable_load_balance = way == "balanced ring"
     for module in model.modules():
-        if isinstance(module, MultiHeadAttention):
-            module._attention_call = _attention(way, group)
+        if isinstance(module, Attention):
+            module.attend = _attention(way, group)
 
 
 def part_of(way: str, rows: dict[str, torch.Tensor], rank: int, ranks: int) -> dict[str, Any]:

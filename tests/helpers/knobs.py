@@ -9,7 +9,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training
 
-from tests.helpers.models import adamw, batch, local_values, same_bits
+from tests.helpers.decoder import adamw, batch, local_values, same_bits
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.step.knobs import Choice

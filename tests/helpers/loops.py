@@ -13,15 +13,9 @@ import torch
 from torchtune.data import padded_collate_sft
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
+from tests.helpers.decoder import VOCABULARY, adamw, local_values
 from tests.helpers.faults import FailingMemory, survivable
-from tests.helpers.models import (
-    VOCABULARY,
-    adamw,
-    local_values,
-    switches_of,
-    tiny_llama,
-    train_step,
-)
+from tests.helpers.models import switches_of, tiny_llama, train_step
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.watchdog import Watchdog

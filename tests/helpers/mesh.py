@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -24,14 +25,17 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torchtune import training
-from torchtune.models.llama2 import llama2
-from torchtune.models.llama3 import base_llama_tp_plan
-from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.helpers import context_parallel
+from tests.helpers.decoder import (
+    ChunkedCrossEntropy,
+    Decoder,
+    batch,
+    local_values,
+    same_bits,
+    train_step,
+)
 from tests.helpers.faults import FailingMemory, fail_at_each, survivable
-from tests.helpers.models import VOCABULARY, batch, local_values, same_bits, train_step
 from tests.helpers.samples import Sample
 from torchtune_adaptive.core.private import launches_of, unfinished_works
 from torchtune_adaptive.core.ranks.agreement import Ranks
@@ -39,26 +43,34 @@ from torchtune_adaptive.core.step.exchange import StepOutcome
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.core.step.snapshot import Snapshot
 from torchtune_adaptive.core.step.train_step import TrainStep
-from torchtune_adaptive.recipe.setup.model import wait_for_logits
 
 ROWS = 2
 DECLARED = {*context_parallel.WAYS} - {"undeclared ring"}
 
 
-def whole_model(layers: int = 1) -> nn.Module:
+def whole_model(layers: int = 1) -> Decoder:
     torch.manual_seed(0)
-    model = llama2(
-        vocab_size=VOCABULARY,
-        num_layers=layers,
-        num_heads=4,
-        num_kv_heads=2,
-        embed_dim=16,
-        intermediate_dim=24,
-        max_seq_len=64,
-    )
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    return model
+    return Decoder(layers, width=16, heads=4, hidden=24)
+
+
+def tensor_plan() -> dict[str, ParallelStyle]:
+    """Projections are split; activations between layers and logits are whole."""
+    return {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
+        "output": ColwiseParallel(output_layouts=Replicate()),
+        "layers.*.attn.q_proj": ColwiseParallel(),
+        "layers.*.attn.k_proj": ColwiseParallel(),
+        "layers.*.attn.v_proj": ColwiseParallel(),
+        "layers.*.attn.output_proj": RowwiseParallel(),
+        "layers.*.mlp.w1": ColwiseParallel(),
+        "layers.*.mlp.w2": RowwiseParallel(),
+        "layers.*.mlp.w3": ColwiseParallel(),
+    }
+
+
+def wait_for(tensor: torch.Tensor) -> None:
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor.trigger_wait()
 
 
 def sequence_plan(loss: bool) -> dict[str, ParallelStyle]:
@@ -91,28 +103,27 @@ def mesh_of(replicas: int, dp: int, tp: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, dp, tp), mesh_dim_names=("copies", "dp", "tp"))
 
 
-def spread(way: str, mesh: DeviceMesh, chunks: int = 2) -> nn.Module:
+def spread(way: str, mesh: DeviceMesh, chunks: int = 2) -> Decoder:
     """The model on this rank: ``tensor``, ``sequence`` or ``loss`` parallel; ``gathering`` is the first.
     Or one of the ways of context parallelism, whose ranks share the parameters."""
     model, tp = whole_model(), mesh["tp"]
     if way in context_parallel.WAYS:
         context_parallel.spread_context(way, model, tp.get_group())
-        for module in (*model.layers, model):  # type: ignore[misc]
+        model.chunks = 0
+        for module in (*model.layers, model):
             fully_shard(module, mesh=mesh["dp", "tp"]._flatten("dp_cp"))
         return model
     if tp.size() > 1:
-        model = training.prepare_mha_for_tp(model, tp)
         of_tensors = way in ("tensor", "gathering")
-        plan = base_llama_tp_plan() if of_tensors else sequence_plan(way == "loss")
+        plan = tensor_plan() if of_tensors else sequence_plan(way == "loss")
         parallelize_module(model, tp, plan)
-        wait_for_logits(model)
+        # torch waits for logits by itself, except for a chunk of one token of one row.
+        model.output.register_forward_hook(lambda module, inputs, logits: wait_for(logits))
     if mesh.size() > tp.size():
         shards = mesh["copies", "dp"] if mesh["copies"].size() > 1 else mesh["dp"]
-        whole = [partial(training.get_shard_conditions, names_to_match=None)]
-        training.shard_model(
-            model, whole, cpu_offload=False, reshard_after_forward=True, dp_mesh=shards
-        )
-    model.set_num_output_chunks(chunks if way in ("tensor", "gathering") else 0)  # type: ignore[operator]
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=shards, reshard_after_forward=True)
+    model.chunks = chunks if way in ("tensor", "gathering") else 0
     return model
 
 
@@ -143,7 +154,7 @@ def _sum_zeros(sizes: tuple[int, ...]) -> None:
 def objective_of(way: str, chunks: int = 2) -> NextTokenPrediction:
     if way in ("tensor", "gathering"):
         kind = _Gathers if way == "gathering" else NextTokenPrediction
-        return kind(CEWithChunkedOutputLoss(num_output_chunks=chunks))
+        return kind(ChunkedCrossEntropy(chunks))
     loss = nn.CrossEntropyLoss(ignore_index=-100)
     if way in context_parallel.WAYS:
         return NextTokenPrediction(loss, shifted=True)

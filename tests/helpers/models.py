@@ -15,21 +15,18 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss, ForwardKLWithChunked
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.training.quantization import Int8DynActInt4WeightQATQuantizer
 
+from tests.helpers import decoder
+from tests.helpers.decoder import VOCABULARY
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.core.device.memory import DeviceMemory
-from torchtune_adaptive.core.device.simulated import SimulatedMemory
-from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.step.knobs import CHUNKED
 from torchtune_adaptive.core.step.objective import NextTokenPrediction, Objective
 from torchtune_adaptive.core.step.switches import Switches
-from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
+from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.kinds.kd import Distillation
 from torchtune_adaptive.recipe.kinds.quantization import quantized as fake_quantised
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
-
-VOCABULARY = 16
 
 
 def tiny_llama(
@@ -91,32 +88,12 @@ def tiny_llama(
     return model
 
 
-def batch(rows: int = 2, length: int = 8, seed: int = 0) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
-    labels = tokens.clone()
-    labels[:, : length // 3] = -100
-    return {"tokens": tokens, "labels": labels}
-
-
 def train_step(
-    model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
-    *,
-    objective: Objective | None = None,
-    memory: DeviceMemory | None = None,
-    ranks: Ranks | None = None,
-    **options: Any,
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], **settings: Any
 ) -> TrainStep:
-    return TrainStep(
-        model=model,
-        objective=objective or NextTokenPrediction(CEWithChunkedOutputLoss(num_output_chunks=2)),
-        optimizers=optimizers,
-        device=torch.device("cpu"),
-        memory=memory or SimulatedMemory(None),
-        ranks=ranks or Ranks(timeout=20),
-        options=StepOptions(**options),
-    )
+    """A step of torchtune's model, with torchtune's loss unless another objective is given."""
+    chunked = NextTokenPrediction(CEWithChunkedOutputLoss(num_output_chunks=2))
+    return decoder.train_step(model, optimizers, **{"objective": chunked, **settings})
 
 
 def switches_of(model: nn.Module, objective: Objective) -> Switches:
@@ -134,27 +111,3 @@ def distillation(teacher: nn.Module, ratio: float = 0.5) -> Distillation:
         for each in (CEWithChunkedOutputLoss, ForwardKLWithChunkedOutputLoss)
     )
     return Distillation(*losses, teacher.requires_grad_(False), ratio)
-
-
-def adamw(model: nn.Module, **settings: Any) -> torch.optim.AdamW:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, **{"lr": 1e-2, **settings})
-
-
-def local_values(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's part of every parameter, copied."""
-    return [
-        (p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in model.parameters()
-    ]
-
-
-def same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Bit-for-bit equal, including NaNs and the sign of zero."""
-
-    def bits(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-    return len(left) == len(right) and all(
-        a.dtype == b.dtype and torch.equal(bits(a), bits(b))
-        for a, b in zip(left, right, strict=True)
-    )

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torchtune.modules import attention_utils
 from torchtune.utils import _device, _import_guard
 
-from tests.helpers.models import VOCABULARY
+from tests.helpers.decoder import VOCABULARY
 from torchtune_adaptive.recipe.data import packed
 from torchtune_adaptive.recipe.setup import flex_attention as product
 

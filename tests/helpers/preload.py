@@ -7,9 +7,10 @@ And none may patch another (as ``loops`` does), or every rank would have the pat
 
 import gc
 import importlib
+import importlib.util
 import warnings
 
-MODULES = (
+MODULES: tuple[str, ...] = (
     "matplotlib.backends.backend_agg",
     "matplotlib.backends.backend_svg",
     "matplotlib.figure",
@@ -24,6 +25,9 @@ MODULES = (
     "torchtune_adaptive.recipe.tracing.tracer",
     "torchtune_adaptive.recipe.versions",
 )
+
+if not importlib.util.find_spec("torchtune"):  # as where only the tests of ``core`` run
+    MODULES = ("pytest", "tests.helpers.decoder")
 
 gc.disable()  # collections while modules are imported find nothing
 with warnings.catch_warnings():

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.helpers.models import VOCABULARY, tiny_llama
+from tests.helpers.decoder import VOCABULARY
+from tests.helpers.models import tiny_llama
 from torchtune_adaptive.recipe.rollout.draws import draws
 from torchtune_adaptive.recipe.rollout.generate import Generation
 from torchtune_adaptive.recipe.rollout.rows import Row

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.decoder import local_values, same_bits
 from tests.helpers.library import WIDTH, Trained, collate, failing, rows_of
-from tests.helpers.models import local_values, same_bits
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive import UsageError, find_batch_size
 

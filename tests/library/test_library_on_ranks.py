@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.helpers.decoder import local_values, same_bits
 from tests.helpers.faults import fail_at_each, survivable
 from tests.helpers.library import (
     Communicating,
@@ -34,7 +35,6 @@ from tests.helpers.library import (
     rows_of,
     tiny_model,
 )
-from tests.helpers.models import local_values, same_bits
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
 from torchtune_adaptive import AdaptiveStep, UsageError, find_batch_size, steps_of

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from tests.helpers.decoder import local_values
 from tests.helpers.faults import fail_at_each, survivable
 from tests.helpers.library import Trained, failing
-from tests.helpers.models import local_values
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
 from torchtune_adaptive import UsageError, find_batch_size, steps_of

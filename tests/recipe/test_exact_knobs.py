@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.helpers.accelerator import Card
+from tests.helpers.decoder import batch, local_values, same_bits
 from tests.helpers.faults import fail_at_each
 from tests.helpers.knobs import ADAPTERS, SIZE, STEPS, Training, config_of, differs
-from tests.helpers.models import batch, local_values, same_bits
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
 from torchtune_adaptive.core.device.simulated import SimulatedMemory

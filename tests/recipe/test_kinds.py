@@ -12,7 +12,8 @@ import torch
 from omegaconf import OmegaConf
 from torchtune.rlhf.loss import DPOLoss
 
-from tests.helpers.models import adamw, batch, tiny_llama, train_step
+from tests.helpers.decoder import adamw, batch
+from tests.helpers.models import tiny_llama, train_step
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.common.errors import ConfigError, NothingToLearn
 from torchtune_adaptive.recipe.data.dataset import Data

@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader
 from torchtune.data import padded_collate_packed
 from torchtune.modules import attention_utils
 
+from tests.helpers.decoder import adamw, local_values, same_bits
 from tests.helpers.faults import FailingMemory
-from tests.helpers.models import adamw, local_values, same_bits, tiny_llama, train_step
+from tests.helpers.models import tiny_llama, train_step
 from tests.helpers.packed import flex_attention, packs, room_for_masks_of
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.device.simulated import SimulatedMemory

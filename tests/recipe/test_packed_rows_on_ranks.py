@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.decoder import adamw, local_values
 from tests.helpers.faults import FailingMemory
-from tests.helpers.models import adamw, distillation, local_values, tiny_llama, train_step
+from tests.helpers.models import distillation, tiny_llama, train_step
 from tests.helpers.packed import packs, room_for_masks_of
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.core.ranks.agreement import Ranks

@@ -13,8 +13,9 @@ from contextlib import suppress
 import pytest
 import torch
 
+from tests.helpers.decoder import adamw
 from tests.helpers.killing import in_child
-from tests.helpers.models import adamw, tiny_llama, train_step
+from tests.helpers.models import tiny_llama, train_step
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.common.errors import AdaptiveBatchingError, RankLost, Stopped
 from torchtune_adaptive.recipe.install import install

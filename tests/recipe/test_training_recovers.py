@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
+from tests.helpers.decoder import same_bits
 from tests.helpers.faults import OutOfMemoryAt, fail_at_each
 from tests.helpers.loops import Sizes, Training
-from tests.helpers.models import same_bits
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.samples import Sample
 from torchtune_adaptive.common.errors import OutOfMemoryElsewhere, TrainingOutOfMemory

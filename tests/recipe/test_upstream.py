@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from torch import nn
 from torchtune import config
 
-from tests.helpers.models import batch, tiny_llama
+from tests.helpers.decoder import batch
+from tests.helpers.models import tiny_llama
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.recipe import upstream
 from torchtune_adaptive.recipe.registry import find_config

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torchtune.data import padded_collate_sft
 
+from tests.helpers.decoder import adamw, batch, local_values, same_bits
 from tests.helpers.faults import FailingMemory, fail_at_each
-from tests.helpers.models import adamw, batch, local_values, same_bits, tiny_llama, train_step
+from tests.helpers.models import tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
 from torchtune_adaptive.common.errors import OutOfMemoryElsewhere, TrainingOutOfMemory

@@ -10,8 +10,8 @@ from torch import nn
 from torchtune.generation import sample as torchtunes_sample
 from torchtune.modules import KVCache
 
+from tests.helpers.decoder import VOCABULARY
 from tests.helpers.faults import FailingMemory
-from tests.helpers.models import VOCABULARY
 from tests.helpers.rollouts import LONGEST_PROMPT, MAX_NEW, generation, policy, prompted
 from tests.helpers.samples import Sample
 from torchtune_adaptive.core.device.simulated import SimulatedMemory

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torchtune.modules import KVCache
 
+from tests.helpers.decoder import adamw, same_bits
 from tests.helpers.faults import FailingMemory, fail_at_each
-from tests.helpers.models import adamw, same_bits, train_step
+from tests.helpers.models import train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rollouts import MAX_NEW, PADDING, answered, generation, policy, prompted
 from tests.helpers.samples import Sample

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchtune.models.qwen2 import qwen2
 
-from tests.helpers.models import VOCABULARY
+from tests.helpers.decoder import VOCABULARY
 from tests.helpers.rollouts import PADDING, answered, policy
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.recipe.rollout.projection import LogProbs

@@ -13,16 +13,9 @@ from torch import nn
 from torchtune import training
 from torchtune.rlhf.loss import DPOLoss
 
+from tests.helpers.decoder import adamw, batch, local_values, same_bits
 from tests.helpers.faults import FailingMemory, fail_at_each, survivable
-from tests.helpers.models import (
-    adamw,
-    batch,
-    distillation,
-    local_values,
-    same_bits,
-    tiny_llama,
-    train_step,
-)
+from tests.helpers.models import distillation, tiny_llama, train_step
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
 from torchtune_adaptive.core.ranks.agreement import Ranks
