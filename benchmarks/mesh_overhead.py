@@ -110,8 +110,9 @@ def main() -> None:
     arguments.add_argument("--ranks", type=int, default=2, choices=[2, 4])
     asked = arguments.parse_args()
     print(
-        f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; tiny decoder, {asked.ranks} "
-        f"ranks, {ROWS} rows of 32 tokens each; {asked.rounds} rounds of {asked.steps} steps of each loop\n"
+        f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; tiny decoder, "
+        f"{asked.ranks} ranks, {ROWS} rows of 32 tokens each; {asked.rounds} rounds of "
+        f"{asked.steps} steps of each loop\n"
     )
     print(f"{'':16}{'':18}{'ms/step':>9}{'plain torch / this':>26}{'without recovery / this':>27}")
     print(f"{'':16}{'':18}{'median':>9}" + 2 * f"{'median':>12}{'quartiles':>14}")
