@@ -26,7 +26,7 @@ from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.rollouts import Rollouts
-from torchtune_adaptive.recipe.training import Source
+from torchtune_adaptive.recipe.training import RowSource
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class RolloutRun(Run):
     def sizes(self, rows: RowsToTry, prober: Prober) -> DecidedBatch:
         return decide_sizes(prober, self._phases, rows.configured, self.progress.training)
 
-    def source(self, rows: RowsToTry, batch: DecidedBatch, model: Model) -> Source:
+    def source(self, rows: RowsToTry, batch: DecidedBatch, model: Model) -> RowSource:
         sizes, ranks = self._phases.sizes, self.ranks
         rollouts = Rollouts(
             dataset=rows.data.dataset,
@@ -107,7 +107,7 @@ class RolloutRun(Run):
                 f"Each epoch leaves out {counted(left, 'prompt')} per rank, too few for a rollout."
             )
         epochs = Epochs(rollouts.per_epoch * rollouts.trained_rows, sizes.step_rows * ranks.size)
-        return Source(rollouts, epochs, "row")
+        return RowSource(rollouts, epochs, "row")
 
     def _require_same_rollouts(self, sizes: RolloutSizes) -> None:
         """Raise where a resumed run would go on with rollouts or steps of another size: a place in an epoch
