@@ -160,7 +160,7 @@ def watch_ranks(
 
 
 def _wait_for_start(processes: list[BaseProcess], folder: Path) -> None:
-    """Wait until each rank runs. On a busy machine that may take longer than what a test gives the function."""
+    """Wait until each rank runs. On a busy machine that may take longer than a test gives its function."""
     end = time.monotonic() + _START
     for rank, process in enumerate(processes):
         stack = folder / f"stack_{rank}"

@@ -35,6 +35,7 @@ from torchtune_adaptive.recipe.settings.checks import (
     require_torchvision,
     warn_of_unused_keys,
 )
+from torchtune_adaptive.recipe.settings.keys import KEYS
 from torchtune_adaptive.recipe.settings.kind_table import (
     _ELSEWHERE,
     KINDS,
@@ -44,7 +45,6 @@ from torchtune_adaptive.recipe.settings.kind_table import (
     unused_keys,
 )
 from torchtune_adaptive.recipe.settings.rules import rule_of
-from torchtune_adaptive.recipe.settings.torchtune_keys import _MUST_BE_GIVEN, _REQUIRED
 
 CHECKPOINTING = "enable_activation_checkpointing"
 
@@ -650,7 +650,10 @@ def test_any_value_of_any_key_is_valid_or_an_error_of_one_line(
             assert error is not None, value
 
 
-@pytest.mark.parametrize("key", [*_REQUIRED, *_MUST_BE_GIVEN, "dtype", "dataset"])
+MUST_BE_THERE = [key for key, row in KEYS.items() if "full" in row.needed | row.given]
+
+
+@pytest.mark.parametrize("key", [*MUST_BE_THERE, "dtype", "dataset"])
 def test_a_key_that_is_missing_is_named(key: str) -> None:
     cfg = OmegaConf.create(OmegaConf.to_container(config(), resolve=True))
     assert isinstance(cfg, DictConfig)

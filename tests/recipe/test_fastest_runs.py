@@ -17,7 +17,7 @@ from tests.helpers.runs import run_with, train
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, COMPILE
 from torchtune_adaptive.recipe.plan import background
 from torchtune_adaptive.recipe.registry import with_overrides
-from torchtune_adaptive.recipe.settings.kind_table import FOUND
+from torchtune_adaptive.recipe.settings.keys import FOUND
 from torchtune_adaptive.recipe.settings.knob_table import FUSED
 
 pytestmark = pytest.mark.runs

@@ -20,14 +20,8 @@ from torchtune_adaptive.recipe.data.split_rows import RowParts
 from torchtune_adaptive.recipe.kinds.preference import Pairs, Preference
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
 from torchtune_adaptive.recipe.registry import find_config, our_configs
-from torchtune_adaptive.recipe.settings.kind_table import (
-    CONTEXT,
-    COPIES,
-    KINDS,
-    SHARDS,
-    TENSORS,
-    kind_of,
-)
+from torchtune_adaptive.recipe.settings.keys import CONTEXT, COPIES, SHARDS, TENSORS
+from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of
 from torchtune_adaptive.recipe.setup.environment import Context, Environment
 from torchtune_adaptive.recipe.setup.model import AS_IT_IS, full_model
 from torchtune_adaptive.recipe.train.learnable import require_something_to_learn

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
         require_torchvision,
         warn_of_unused_keys,
     )
-    from torchtune_adaptive.recipe.settings.kind_table import TENSORS, holders, kind_of
+    from torchtune_adaptive.recipe.settings.keys import TENSORS
+    from torchtune_adaptive.recipe.settings.kind_table import holders, kind_of
     from torchtune_adaptive.recipe.settings.knob_table import (
         ACCUMULATION,
         FUSED,

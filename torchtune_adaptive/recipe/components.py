@@ -24,7 +24,8 @@ from torchtune_adaptive.common import AdaptiveBatchingError, ConfigError
 from torchtune_adaptive.recipe.registry import component
 from torchtune_adaptive.recipe.settings.adaptive import close_match
 from torchtune_adaptive.recipe.settings.checks import missing_torchvision
-from torchtune_adaptive.recipe.settings.kind_table import VALUE_CHECKPOINTER, Kind
+from torchtune_adaptive.recipe.settings.keys import VALUE_CHECKPOINTER
+from torchtune_adaptive.recipe.settings.kind_table import Kind
 from torchtune_adaptive.recipe.settings.rules import Rule, rule_of_argument
 from torchtune_adaptive.recipe.settings.torchtune_keys import blocks
 from torchtune_adaptive.recipe.upstream import component_path

@@ -31,7 +31,8 @@ from torchtune_adaptive.common import (
 )
 from torchtune_adaptive.core import Split
 from torchtune_adaptive.recipe.search.report import Report
-from torchtune_adaptive.recipe.settings.kind_table import FOUND, KINDS
+from torchtune_adaptive.recipe.settings.keys import FOUND
+from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME
 from torchtune_adaptive.recipe.train.history import PLOT_NAME
 from torchtune_adaptive.recipe.train.metrics import Trained

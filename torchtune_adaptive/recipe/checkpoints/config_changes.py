@@ -12,66 +12,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import CheckpointError
-from torchtune_adaptive.recipe.settings.adaptive import BLOCK
-from torchtune_adaptive.recipe.settings.kind_table import (
-    CONTEXT,
-    COPIES,
-    FOUND,
-    ROTATION,
-    SHARDS,
-    TENSORS,
-    VALUE_CHECKPOINTER,
-    Kind,
-)
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK, keys_with, top_level_keys
+from torchtune_adaptive.recipe.settings.keys import KEYS, KEYS_OF_BLOCKS
+from torchtune_adaptive.recipe.settings.kind_table import Kind
 from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION
 
 FlatConfig = dict[str, Any]
 """Values by the paths of their keys."""
 
 BEGIN_ANEW = "or train on from the checkpoint's weights (checkpointer.checkpoint_dir) with another output_dir"
-
-# What cannot change the result of a training, or nothing but its rounding; what is told elsewhere.
-_IRRELEVANT_KEYS = {
-    FOUND,
-    "output_dir",
-    "checkpointer",
-    VALUE_CHECKPOINTER,
-    "resume_from_checkpoint",
-    "enable_async_checkpointing",
-    "save_adapter_weights_only",
-    "save_every_n_steps",
-    "keep_last_n_checkpoints",
-    "metric_logger",
-    "profiler",
-    "log_every_n_steps",
-    "log_peak_memory_stats",
-    "dataset_val",
-    "run_val_every_n_steps",
-    "batch_size_val",
-    "device",
-    "compile",
-    "enable_activation_checkpointing",
-    "enable_activation_offloading",
-    "ac_mode",
-    "ac_option",
-    "fsdp_cpu_offload",
-    "fsdp_reshard_after_forward",
-    "custom_sharded_layers",
-    TENSORS,
-    COPIES,
-    SHARDS,
-    CONTEXT,
-    ROTATION,
-    "tensor_parallel_plan",
-    "cudnn_deterministic_mode",
-    "use_maximum_batch_size",
-    "use_fastest_configuration",
-    "seed",
-    "epochs",
-    "max_steps_per_epoch",
-}
-_RELEVANT_SETTINGS = ("token_budget", "grow_past_memory", "lr_scaling", "beta2", "gradient_noise")
-_RELEVANT_OF_CHECKPOINTERS = ("checkpoint_dir", "checkpoint_files")
 
 _RATE = "optimizer.lr"
 _OPTIMIZER = "optimizer._component_"
@@ -86,14 +35,15 @@ def batch_keys(kind: Kind) -> tuple[str, ...]:
 def training_config(cfg: DictConfig, kind: Kind) -> FlatConfig:
     """What of a config decides about the result of a training."""
     values: Any = OmegaConf.to_container(cfg, resolve=True)
-    chosen = {k: v for k, v in values.items() if k in kind.keys and k not in _IRRELEVANT_KEYS}
-    block = chosen.pop(BLOCK, None) or {}
-    chosen[BLOCK] = {key: block.get(key) for key in _RELEVANT_SETTINGS}
+    ours, block = keys_with("result"), values.get(BLOCK) or {}
+    relevant = {key for key, row in KEYS.items() if row.result} | (ours & top_level_keys())
+    chosen = {k: v for k, v in values.items() if k in kind.keys & relevant}
+    chosen[BLOCK] = {key: block.get(key) for key in sorted(ours - top_level_keys())}
     # Weights that are not trained are read again.
     frozen = [each.checkpointer for each in kind.frozen] + ["checkpointer"] * kind.adapters
     for key in frozen:
-        of_block = values.get(key) or {}
-        chosen[key] = {name: of_block.get(name) for name in _RELEVANT_OF_CHECKPOINTERS}
+        of_block, rows = values.get(key) or {}, KEYS_OF_BLOCKS[key]
+        chosen[key] = {name: of_block.get(name) for name, row in rows.items() if row.result}
     return dict(_flat(chosen))
 
 

@@ -27,7 +27,8 @@ from torchtune_adaptive.recipe.rollout.policy_and_value import (
 )
 from torchtune_adaptive.recipe.rollout.prompts import Prompts
 from torchtune_adaptive.recipe.rollout.score import Scorers, values_of
-from torchtune_adaptive.recipe.settings.kind_table import VALUE_CHECKPOINTER, FrozenModel
+from torchtune_adaptive.recipe.settings.keys import VALUE_CHECKPOINTER
+from torchtune_adaptive.recipe.settings.kind_table import FrozenModel
 from torchtune_adaptive.recipe.setup.model import AS_IT_IS, full_model, load_full
 
 _TRAINED = {

@@ -20,9 +20,8 @@ from torchtune_adaptive.recipe.plan.predict import Query, planned_rank
 from torchtune_adaptive.recipe.plan.rollout import RolloutQuery
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
+from torchtune_adaptive.recipe.settings.keys import CONTEXT, TENSORS
 from torchtune_adaptive.recipe.settings.kind_table import (
-    CONTEXT,
-    TENSORS,
     contexts,
     has_images,
     holders,

@@ -38,149 +38,168 @@ from torchtune_adaptive.recipe.settings.rules import (
 )
 
 BLOCK = "adaptive_batching"
-_TOP_LEVEL = "top_level"
 
 
-def _at_top_level(default: Any) -> Any:
-    """A field whose key stands beside torchtune's, not in the block."""
-    return field(default=default, metadata={_TOP_LEVEL: True})
+def _setting(
+    default: Any, *, memory: bool = True, result: bool = False, top_level: bool = False
+) -> Any:
+    """A setting, with what ``keys.Key`` says of torchtune's keys.
+
+    Args:
+        default: its value where the config has none.
+        memory: whether it can change what a search finds.
+        result: whether it can change what is trained, by more than rounding, or than a resumed run keeps.
+        top_level: whether its key stands beside torchtune's, not in the block.
+    """
+    known = {"memory": memory, "result": result, "top_level": top_level}
+    return field(default=default, metadata=known)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptiveSettings:
     """What a config says about adaptive batching, checked and typed."""
 
-    use_maximum_batch_size: bool = _at_top_level(False)
+    use_maximum_batch_size: bool = _setting(False, top_level=True)
     """Search for the largest micro-batch that fits, then train with it."""
 
     batch_increase_function: (
         Annotated[str, FUNCTION] | Annotated[Mapping[str, Any], COMPONENT] | None
-    ) = _at_top_level(None)
+    ) = _setting(None, result=True, top_level=True)
     """Grow the batch during training: the dotted path of a function ``f(epoch, current_batch_size) ->
     increment``, or a ``_component_`` (docs/growing-the-batch.md). A search finds out how far it can grow."""
 
-    use_fastest_configuration: bool = _at_top_level(False)
+    # It chooses among configs that each have facts of their own.
+    use_fastest_configuration: bool = _setting(False, memory=False, top_level=True)
     """Choose the memory knobs (checkpointing, parameters kept after forward, ...) that train fastest within
     the memory there is, at the configured global batch (docs/fastest.md)."""
 
-    save_every_n_steps: Annotated[int, at_least(1)] | None = _at_top_level(None)
+    save_every_n_steps: Annotated[int, at_least(1)] | None = _setting(
+        None, memory=False, top_level=True
+    )
     """Save a mid-epoch checkpoint (``epoch_<n>_step_<step>``) every N steps; each replaces the previous one.
     Resuming from it continues at the exact sample."""
 
-    keep_last_n_checkpoints: Annotated[int, at_least(1)] | None = _at_top_level(None)
+    keep_last_n_checkpoints: Annotated[int, at_least(1)] | None = _setting(
+        None, memory=False, top_level=True
+    )
     """Keep only the newest N checkpoints. By default all those of epochs are kept, and the newest mid-epoch
     one (docs/checkpoints.md)."""
 
-    search: strategies.Strategy | Literal["predict"] = "extrapolate"
+    # All ways to search find the same size.
+    search: strategies.Strategy | Literal["predict"] = _setting("extrapolate", memory=False)
     """The way to search. ``extrapolate``, ``bisect`` and ``halve`` find the same size in different numbers of
     trials; ``predict`` confirms a predicted size with one trial and learns from it (docs/planning.md)."""
 
-    rounding: Rounding = "power_of_two"
+    rounding: Rounding = _setting("power_of_two")
     """The sizes that are candidates: powers of two, divisors of the samples per rank in a step
     (``divisor``), or all (``none``)."""
 
-    ceiling: Annotated[int, at_least(1)] | None = None
+    ceiling: Annotated[int, at_least(1)] | None = _setting(None)
     """The largest micro-batch to try. Where it is not set, an epoch keeps at least 20 optimizer steps, or as
     many as the config has if those are fewer."""
 
-    headroom: Annotated[float, SHARE] = 0.05
+    headroom: Annotated[float, SHARE] = _setting(0.05)
     """Fraction of the capacity that a trial must leave free; the rest is the usable memory."""
 
-    memory_limit: Annotated[int, MEMORY] | None = None
+    memory_limit: Annotated[int, MEMORY] | None = _setting(None)
     """Behave like a device with this much memory, e.g. ``24GiB`` (on a GPU, a real cap; on a CPU, a simulated
     device)."""
 
-    probe_length: Annotated[int, at_least(2, 1 << 24)] | None = None
+    # It decides the length of the trials, which is a fact itself.
+    probe_length: Annotated[int, at_least(2, 1 << 24)] | None = _setting(None, memory=False)
     """Tokens per sample in the trials; no sample may be longer. By default the longest sample of the data or,
     where there are too many to look at each, ``max_seq_len`` of the tokenizer or the dataset."""
 
-    keep_global_batch: bool = False
+    keep_global_batch: bool = _setting(False)
     """Keep micro-batch x accumulation x ranks exactly as configured: the largest divisor that fits becomes
     the micro-batch, and accumulation makes up for it."""
 
-    checkpoint: Annotated[str, CHECKPOINTING] | None = None
+    checkpoint: Annotated[str, CHECKPOINTING] | None = _setting(None)
     """The activations that are computed again in backward: those of ``all`` layers, of ``none``, of each n-th
     (``every_2``), or of cheap ``operations`` only, which keeps the results of matrix products and attention.
     By default as enable_activation_checkpointing and ac_mode say. Losses and weights do not depend on it."""
 
-    recompute_loss: bool = False
+    recompute_loss: bool = _setting(False)
     """Compute the logits of each chunk of torchtune's chunked loss again in backward, instead of keeping
     them. Losses and weights do not depend on it."""
 
-    may_change: Literal["exact", "rounding"] | Annotated[tuple[str, ...], KEYS] = "exact"
+    may_change: Literal["exact", "rounding"] | Annotated[tuple[str, ...], KEYS] = _setting(
+        "exact", memory=False
+    )
     """The knobs that use_fastest_configuration may change: those that change no bit of the training where
     kernels are deterministic (``exact``; docs/determinism.md), also those that change the order of sums
     (``rounding``), or a list of keys (docs/fastest.md)."""
 
-    speed_trials: Annotated[int, at_least(1, 64)] = 3
+    speed_trials: Annotated[int, at_least(1, 64)] = _setting(3, memory=False)
     """Number of configurations that use_fastest_configuration times, besides the config's own."""
 
-    cache: bool | Annotated[str, FOLDER] = True
+    cache: bool | Annotated[str, FOLDER] = _setting(True, memory=False)
     """Cache search results, sample lengths, traces and prediction errors: ``True`` = the user cache folder, a
     path = that folder, ``False`` = off. A cached size is confirmed by one trial."""
 
-    token_budget: bool | Annotated[int, at_least(1)] = False
+    token_budget: bool | Annotated[int, at_least(1)] = _setting(False, result=True)
     """Size micro-batches in tokens instead of samples: ``True`` finds how many samples of each length fit; a
     number is the most tokens in a micro-batch, padding included (docs/token-budgets.md)."""
 
-    generation_batch_size: Annotated[int, at_least(1)] | None = None
+    # Each phase is searched by itself.
+    generation_batch_size: Annotated[int, at_least(1)] | None = _setting(None, memory=False)
     """Rows that are generated at once on each rank in reinforcement learning (docs/reinforcement.md); a
     search does not change it. By default a search finds it, or forward_batch_size says it."""
 
-    scoring_batch_size: Annotated[int, at_least(1)] | None = None
+    scoring_batch_size: Annotated[int, at_least(1)] | None = _setting(None, memory=False)
     """Rows whose log-probabilities are computed at once on each rank; the same otherwise."""
 
-    scoring_token_budget: Annotated[int, at_least(1)] | None = None
+    scoring_token_budget: Annotated[int, at_least(1)] | None = _setting(None, memory=False)
     """The most tokens that are scored at once on each rank, padding included. By default, token_budget has it
     found as well."""
 
-    grow_past_memory: bool = False
+    grow_past_memory: bool = _setting(False, result=True)
     """Let the global batch grow by accumulation once the micro-batch is the largest that fits."""
 
-    lr_scaling: LrScaling | None = None
+    lr_scaling: LrScaling | None = _setting(None, memory=False, result=True)
     """The way the learning rate follows a growing batch: ``none``, ``sqrt``, ``linear``, or ``gain`` (what
     the batch is worth at the measured noise scale). By default as the schedule says: ``sqrt`` for
     ``Seesaw``, ``none`` for the others."""
 
-    beta2: Literal["fixed", "half_life"] = "fixed"
+    beta2: Literal["fixed", "half_life"] = _setting("fixed", memory=False, result=True)
     """Adam's second beta: ``fixed`` as configured, or ``half_life``: averages over the same number of samples
     as the batch grows."""
 
-    resume_learning_rate: Literal["checkpoint", "config"] = "checkpoint"
+    resume_learning_rate: Literal["checkpoint", "config"] = _setting("checkpoint", memory=False)
     """The learning rate of a resumed run: that of the ``checkpoint``, or that of the ``config``, as if it had
     been that from the beginning (docs/checkpoints.md)."""
 
-    gradient_noise: Literal["off", "observe", "act"] = "off"
+    gradient_noise: Literal["off", "observe", "act"] = _setting("off", result=True)
     """The gradient noise scale: ``observe`` logs it, in samples; ``act`` also grows the batch by it, with
     ``GradientNoise()``."""
 
-    workers: Annotated[int, at_least(0, 256)] = 0
+    workers: Annotated[int, at_least(0, 256)] = _setting(0, memory=False)
     """DataLoader-style worker processes per rank."""
 
-    on_out_of_memory: Literal["shrink", "raise"] | None = None
+    on_out_of_memory: Literal["shrink", "raise"] | None = _setting(None)
     """The response to a training step that runs out of memory: ``shrink`` retries it with more checkpointing,
     then with micro-batches of at most half the size; ``raise`` stops. By default ``shrink``, except where a
     step cannot be retried (optimizer_in_bwd; compile with tensor_parallel_dim or context_parallel_dim)."""
 
-    grow_back_after: Annotated[int | None, either(at_least(1), NEVER)] = 100
+    grow_back_after: Annotated[int | None, either(at_least(1), NEVER)] = _setting(100, memory=False)
     """Steps without running out of memory after which a size that failed in training is tried again, or
     ``never``. Each further failure doubles the wait."""
 
-    wait_for_memory: Annotated[float, PATIENCE] = 30.0
+    wait_for_memory: Annotated[float, PATIENCE] = _setting(30.0, memory=False)
     """Seconds to wait, in all, when a training step runs out of memory at size 1: memory may be short for a
     moment only, because of another process. Each wait is as long as all before it."""
 
-    rank_timeout: Annotated[float, SECONDS] = 45.0
+    rank_timeout: Annotated[float, SECONDS] = _setting(45.0, memory=False)
     """Seconds after which an unresponsive rank is considered lost and the run is aborted."""
 
-    step_timeout: Annotated[float, SECONDS] = 600.0
+    step_timeout: Annotated[float, SECONDS] = _setting(600.0, memory=False)
     """The same for a rank that is alive but makes no progress in a training step while others wait."""
 
-    stop_timeout: Annotated[float, SECONDS] = 300.0
+    stop_timeout: Annotated[float, SECONDS] = _setting(300.0, memory=False)
     """Seconds in which training must save a checkpoint and end after SIGTERM or Ctrl-C. Then it ends without
     one (docs/checkpoints.md)."""
 
-    search_only: bool = False
+    search_only: bool = _setting(False, memory=False)
     """Stop after the search (set by ``tune-adaptive find``)."""
 
     @property
@@ -271,9 +290,14 @@ def no_retry(cfg: DictConfig) -> str | None:
     return None
 
 
+def keys_with(flag: Literal["memory", "result", "top_level"]) -> frozenset[str]:
+    """Our keys for which this is so (see ``_setting``)."""
+    return frozenset(f.name for f in fields(AdaptiveSettings) if f.metadata[flag])
+
+
 def top_level_keys() -> frozenset[str]:
     """Our keys that stand beside torchtune's."""
-    return frozenset(f.name for f in fields(AdaptiveSettings) if f.metadata.get(_TOP_LEVEL))
+    return keys_with("top_level")
 
 
 def block_keys() -> frozenset[str]:

@@ -48,10 +48,8 @@ def check(cfg: DictConfig, kind: Kind) -> AdaptiveSettings:
         assert isinstance(values, dict)
         unused_keys(cfg, kind)  # raises where one is misspelled
         settings = AdaptiveSettings.from_config(cfg)
-        blocks = [key for each in kind.frozen for key in (each.model, each.checkpointer)]
-        blocks += sorted(kind.more_blocks)
         by_key = {str(key): value for key, value in values.items()}
-        check_values(by_key, kind, blocks)
+        check_values(by_key, kind)
         for there_is, key, reason, remedy in conflicts(cfg, kind, settings):
             if there_is:
                 raise ConfigError(key, _value(cfg, settings, key), reason, remedy)

@@ -9,14 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
-from torchtune_adaptive.recipe.settings.kind_table import (
-    CONTEXT,
-    COPIES,
-    TENSORS,
-    Kind,
-    has_images,
-    is_packed,
-)
+from torchtune_adaptive.recipe.settings.keys import CONTEXT, COPIES, TENSORS
+from torchtune_adaptive.recipe.settings.kind_table import Kind, has_images, is_packed
 from torchtune_adaptive.recipe.settings.knob_table import (
     ACCUMULATION,
     configured_accumulation,
@@ -102,7 +96,7 @@ def _conflicts_of_recipe(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
         "Use torchtune.data.padded_collate_sft",
     )
     yield (
-        "quantizer" in kind.more_blocks and cfg.get(knobs.COMPILE, False),
+        "quantizer" in kind.keys and cfg.get(knobs.COMPILE, False),
         knobs.COMPILE,
         "cannot be combined with quantization-aware training, as in torchtune",
         "Set compile=False",

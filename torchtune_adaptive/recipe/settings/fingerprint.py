@@ -1,7 +1,10 @@
 """What a config and the environment say about the memory of a step: the keys of caches.
 
-Everything in a config counts, unless it is known not to matter. A key that is forgotten here costs a search
-that was not needed; the other way round, a wrong size would be believed.
+Everything in a config counts, unless its row in ``keys.py`` says that it does not matter. A list of what
+counts would be shorter, but a key that is forgotten in it has a wrong size believed; here it costs a
+search that was not needed. Facts alone are never enough: memory also depends on what else is on the
+device and on how it is fragmented, so a cached size is confirmed by a trial before it is used. That is
+why facts need not be exact, as the capacity is not.
 """
 
 from __future__ import annotations
@@ -14,82 +17,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import libraries
 from torchtune_adaptive.core import knobs
-from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings, top_level_keys
-from torchtune_adaptive.recipe.settings.kind_table import (
-    FOUND,
-    FROZEN_CHECKPOINTERS,
-    KNOWN_KEYS,
-    VALUE_CHECKPOINTER,
+from torchtune_adaptive.recipe.settings.adaptive import (
+    BLOCK,
+    AdaptiveSettings,
+    keys_with,
+    top_level_keys,
 )
+from torchtune_adaptive.recipe.settings.keys import KEYS, KEYS_OF_BLOCKS
 from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 
-# What cannot change the memory of a step, and why.
-_IRRELEVANT_KEYS = (
-    # Where things lie, and what is logged.
-    "output_dir",
-    "checkpointer",
-    VALUE_CHECKPOINTER,
-    "resume_from_checkpoint",
-    "enable_async_checkpointing",
-    "save_adapter_weights_only",
-    "metric_logger",
-    "profiler",
-    "log_every_n_steps",
-    "log_peak_memory_stats",
-    FOUND,
-    # How long the run is, in which order it sees its samples, and numbers that have no size.
-    "seed",
-    "shuffle",
-    "epochs",
-    "max_steps_per_epoch",
-    "lr_scheduler",
-    "optimizer.lr",
-    "kd_ratio",
-    "fake_quant_after_n_steps",  # trials quantize, which takes more memory
-    # What rows of a rollout are worth, how many rollouts there are, and sizes that a search replaces.
-    "num_steps",
-    "save_every_n_epochs",
-    "stop_token_ids",
-    "reward_functions",
-    "min_response_length",
-    "penalise_no_eos",
-    "reward_penalty",
-    "whiten_rewards",
-    "kl_coeff",
-    "gamma",
-    "lmbda",
-    "forward_batch_size",
-    # Trials are made of one sample repeated; its length and whether samples are packed are facts themselves.
-    "dataset",
-    "tokenizer",
-    # Validation has trials of its own.
-    "dataset_val",
-    "run_val_every_n_steps",
-    "batch_size_val",
-)
-_IRRELEVANT_SETTINGS = (
-    "search",  # all ways to search find the same size
-    "search_only",
-    "use_fastest_configuration",  # chooses among configs that each have facts of their own
-    "may_change",
-    "speed_trials",
-    "cache",
-    "save_every_n_steps",
-    "keep_last_n_checkpoints",
-    "stop_timeout",
-    "workers",
-    "lr_scaling",
-    "beta2",
-    "resume_learning_rate",
-    "grow_back_after",
-    "wait_for_memory",
-    "rank_timeout",
-    "step_timeout",
-    "generation_batch_size",  # each phase is searched by itself
-    "scoring_batch_size",
-    "scoring_token_budget",
-    "probe_length",  # decides the length of the trials, which is a fact itself
-)
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -100,13 +36,16 @@ def step_facts(cfg: DictConfig) -> dict[str, Any]:
     """
     config = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(config, dict)
-    for path in (*_IRRELEVANT_KEYS, *FROZEN_CHECKPOINTERS, "batch_size", BLOCK, *top_level_keys()):
-        *blocks, key = path.split(".")
-        node = config
-        for block in blocks:
-            node = node.get(block) or {}
-        node.pop(key, None)
-    facts = {k: config[k] for k in sorted(KNOWN_KEYS & config.keys()) if config[k] is not None}
+    for key in ("batch_size", BLOCK, *top_level_keys()):
+        config.pop(key, None)
+    for key, row in KEYS.items():
+        if not row.memory:
+            config.pop(key, None)
+    for block, rows in KEYS_OF_BLOCKS.items():
+        for key, row in rows.items():
+            if not row.memory:
+                (config.get(block) or {}).pop(key, None)
+    facts = {k: config[k] for k in sorted(KEYS.keys() & config.keys()) if config[k] is not None}
     ours = {key: OmegaConf.select(cfg, key) for key in (knobs.CHECKPOINT, knobs.RECOMPUTE_LOSS)}
     return facts | {key: value for key, value in ours.items() if value is not None}
 
@@ -119,7 +58,7 @@ def search_facts(
     The capacity counts with two digits: it differs by a few pages from run to run, and a result is
     confirmed by a trial before it is used.
     """
-    chosen = {k: v for k, v in asdict(settings).items() if k not in _IRRELEVANT_SETTINGS}
+    chosen = {k: v for k, v in asdict(settings).items() if k in keys_with("memory")}
     chosen["on_out_of_memory"] = "shrink" if settings.shrinks else "raise"  # given, or by default
     return {
         "config": {**step_facts(cfg), "batch_size": configured_batch(cfg, ranks).micro_batch},

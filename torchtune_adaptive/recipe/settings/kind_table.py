@@ -1,4 +1,4 @@
-"""The kinds of recipe as a config shows them: the keys that each knows, and the configs that are its own.
+"""The kinds of recipe, and which configs are for which.
 
 What a kind does is in ``kinds/``, in the module that has its name.
 """
@@ -20,19 +20,7 @@ from torchtune_adaptive.recipe.settings.adaptive import (
     plain_value,
     top_level_keys,
 )
-
-FOUND = "search_result"
-"""The key of a saved config that says what the search found; no setting."""
-
-_COMMON = """
-output_dir log_every_n_steps log_peak_memory_stats metric_logger profiler device dtype seed
-cudnn_deterministic_mode model tokenizer checkpointer resume_from_checkpoint dataset
-dataset_val run_val_every_n_steps batch_size_val shuffle batch_size collate_fn optimizer
-lr_scheduler loss epochs max_steps_per_epoch gradient_accumulation_steps clip_grad_norm
-compile enable_activation_checkpointing enable_activation_offloading custom_sharded_layers
-fsdp_cpu_offload fsdp_reshard_after_forward
-"""
-_COMMON_KEYS = frozenset(_COMMON.split()) | {FOUND, BLOCK} | top_level_keys()
+from torchtune_adaptive.recipe.settings.keys import CONTEXT, KEYS, TENSORS
 
 
 @dataclass(frozen=True)
@@ -52,15 +40,6 @@ class Kind:
 
     torchtunes: str
     """The recipe of torchtune that it takes the place of, or the name that it would have there."""
-
-    more_keys: frozenset[str] = frozenset()
-    """The top-level keys that it knows besides those that all recipes do."""
-
-    less_keys: frozenset[str] = frozenset()
-    """The top-level keys that all other recipes know."""
-
-    more_blocks: frozenset[str] = frozenset()
-    """The blocks that it needs besides those that all recipes do; each describes a component."""
 
     adapters: bool = False
     """Whether adapters are trained, and the model itself stays as it is."""
@@ -84,112 +63,39 @@ class Kind:
     @property
     def keys(self) -> frozenset[str]:
         """The top-level keys that it knows."""
-        named = {key for each in self.frozen for key in (each.model, each.checkpointer)}
-        unused = {*self.less_keys}
-        if self.sample != "row":
-            unused.add("collate_fn")
-        if self.generates:
-            unused |= _NOT_OF_ROLLOUTS
-        return (_COMMON_KEYS | self.more_keys | self.more_blocks | named) - unused
+        theirs = {key for key, row in KEYS.items() if self.name in row.kinds}
+        return frozenset(theirs | {BLOCK} | top_level_keys())
 
 
-_FULL_KEYS = frozenset(["optimizer_in_bwd", "ac_mode", "ac_option", "enable_async_checkpointing"])
-TENSORS = "tensor_parallel_dim"
-COPIES = "data_parallel_replicate_dim"
-SHARDS = "data_parallel_shard_dim"
-CONTEXT = "context_parallel_dim"
-ROTATION = "context_parallel_rotate_method"
-_MESH_KEYS = frozenset([COPIES, SHARDS, CONTEXT, ROTATION])
-_TENSOR_PARALLEL_KEYS = frozenset([TENSORS, "tensor_parallel_plan"])
-_LORA_KEYS = frozenset({"save_adapter_weights_only"})
 _REFERENCE = FrozenModel("model", "ref_checkpointer")
-_QAT_KEYS = frozenset({"fake_quant_after_n_steps"})
-_QUANTIZER = frozenset({"quantizer"})
 _TEACHER = FrozenModel("teacher_model", "teacher_checkpointer")
-_OF_ROLLOUTS = """
-max_generated_tokens temperature top_k forward_batch_size ppo_epochs num_steps save_every_n_epochs
-stop_token_ids ac_mode ac_option
-"""
-_OF_GRPO = "grpo_samples reward_functions"
-_OF_PPO = """
-ppo_batch_size min_response_length penalise_no_eos reward_penalty gamma lmbda kl_coeff
-whiten_rewards enable_kv_cache optimizer_in_bwd
-"""
-_GRPO_KEYS = frozenset([*_OF_ROLLOUTS.split(), *_OF_GRPO.split()])
-_PPO_KEYS = frozenset([*_OF_ROLLOUTS.split(), *_OF_PPO.split()])
 _REFERENCE_POLICY = FrozenModel("policy_model", "ref_policy_checkpointer")
 _REWARD = FrozenModel("reward_and_value_model", "reward_checkpointer")
-VALUE_CHECKPOINTER = "value_checkpointer"
-_NOT_OF_ROLLOUTS = frozenset(
-    {"dataset_val", "run_val_every_n_steps", "batch_size_val", "max_steps_per_epoch"}
-)
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        Kind(
-            "full",
-            "full_finetune_distributed",
-            _FULL_KEYS | _TENSOR_PARALLEL_KEYS | _MESH_KEYS,
-        ),
-        Kind("lora", "lora_finetune_distributed", _LORA_KEYS | _MESH_KEYS, adapters=True),
-        Kind("full_dpo", "full_dpo_distributed", _FULL_KEYS, frozen=(_REFERENCE,), sample="pair"),
-        Kind("lora_dpo", "lora_dpo_distributed", _LORA_KEYS, adapters=True, sample="pair"),
-        Kind(
-            "kd",
-            "knowledge_distillation_distributed",
-            _LORA_KEYS | {"kd_ratio"},
-            more_blocks=frozenset({"kd_loss"}),
-            adapters=True,
-            frozen=(_TEACHER,),
-        ),
-        Kind("qat", "qat_distributed", _FULL_KEYS | _QAT_KEYS, more_blocks=_QUANTIZER),
-        Kind(
-            "qat_lora",
-            "qat_lora_finetune_distributed",
-            _LORA_KEYS | _QAT_KEYS,
-            more_blocks=_QUANTIZER,
-            adapters=True,
-        ),
-        Kind(
-            "grpo",
-            "dev/grpo_full_finetune_distributed",
-            _GRPO_KEYS | {"enable_async_checkpointing"},
-            frozen=(_REFERENCE,),
-            sample="prompt",
-        ),
-        Kind(
-            "grpo_lora",
-            "dev/grpo_lora_finetune_distributed",
-            _GRPO_KEYS | _LORA_KEYS,
-            adapters=True,
-            sample="prompt",
-        ),
+        Kind("full", "full_finetune_distributed"),
+        Kind("lora", "lora_finetune_distributed", adapters=True),
+        Kind("full_dpo", "full_dpo_distributed", frozen=(_REFERENCE,), sample="pair"),
+        Kind("lora_dpo", "lora_dpo_distributed", adapters=True, sample="pair"),
+        Kind("kd", "knowledge_distillation_distributed", adapters=True, frozen=(_TEACHER,)),
+        Kind("qat", "qat_distributed"),
+        Kind("qat_lora", "qat_lora_finetune_distributed", adapters=True),
+        Kind("grpo", "dev/grpo_full_finetune_distributed", frozen=(_REFERENCE,), sample="prompt"),
+        Kind("grpo_lora", "dev/grpo_lora_finetune_distributed", adapters=True, sample="prompt"),
         Kind(
             "ppo",
             "ppo_full_finetune_single_device",
-            _PPO_KEYS,
-            less_keys=frozenset({"model", "epochs"}),  # num_steps says how long
-            more_blocks=frozenset({VALUE_CHECKPOINTER}),
             frozen=(_REFERENCE_POLICY, _REWARD),
             sample="prompt",
         ),
     )
 }
-"""Our kinds of recipe, by name: the one place where a new one is registered."""
+"""Our kinds of recipe, by name. The keys that each knows are in ``keys.py``."""
 
 KNOWN_KEYS = frozenset().union(*(kind.keys for kind in KINDS.values()))
 """The top-level keys that any recipe knows."""
-
-FROZEN_CHECKPOINTERS = frozenset(
-    each.checkpointer for kind in KINDS.values() for each in kind.frozen
-)
-"""The keys of the checkpointers of models that are not trained."""
-
-FROZEN_MODELS = frozenset(each.model for kind in KINDS.values() for each in kind.frozen)
-
-MORE_BLOCKS = frozenset().union(*(kind.more_blocks for kind in KINDS.values()))
-
 
 _OURS_BEGIN = (
     *("use_", "batch_increase_", "adaptive_", "token_budget", "keep_last_", "save_", "run_val_"),

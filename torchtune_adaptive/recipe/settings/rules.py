@@ -177,6 +177,10 @@ CHECKPOINTING = Rule(
 KEYS = Rule(("a list of keys",), _parse_keys)
 FUNCTION = Rule(("the dotted path of a function (package.module.function)",), _PATH_OF_CODE)
 COMPONENT = Rule(("a block whose _component_ is a dotted path",), _parse_component)
+LAYERS = Rule(
+    ("a list of layer names",),
+    _if(lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value)),
+)
 IDS = Rule(("a list of numbers of tokens",), _list_of(at_least(0)).parse)
 REWARDS = Rule(
     ("a list of rewards: dotted paths of functions, and blocks whose _component_ is one",),

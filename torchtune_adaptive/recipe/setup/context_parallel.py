@@ -22,7 +22,8 @@ from torchtune.modules import MultiHeadAttention, TransformerDecoder
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.recipe.data.split_rows import RowParts
 from torchtune_adaptive.recipe.private import rotate_context_by
-from torchtune_adaptive.recipe.settings.kind_table import CONTEXT, ROTATION, contexts, holders
+from torchtune_adaptive.recipe.settings.keys import CONTEXT, ROTATION
+from torchtune_adaptive.recipe.settings.kind_table import contexts, holders
 from torchtune_adaptive.recipe.setup.environment import Context, Environment
 from torchtune_adaptive.recipe.setup.meshes import context_mesh
 

@@ -12,14 +12,8 @@ from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtune_adaptive.common import ConfigError, counted
-from torchtune_adaptive.recipe.settings.kind_table import (
-    CONTEXT,
-    COPIES,
-    SHARDS,
-    TENSORS,
-    contexts,
-    holders,
-)
+from torchtune_adaptive.recipe.settings.keys import CONTEXT, COPIES, SHARDS, TENSORS
+from torchtune_adaptive.recipe.settings.kind_table import contexts, holders
 from torchtune_adaptive.recipe.setup.environment import Environment
 
 

@@ -32,7 +32,8 @@ from torchtune.modules.peft import (
 from torchtune_adaptive.common import CheckpointError, ConfigError
 from torchtune_adaptive.recipe.components import make
 from torchtune_adaptive.recipe.private import has_quantized_base, wait_for
-from torchtune_adaptive.recipe.settings.kind_table import COPIES, TENSORS, FrozenModel
+from torchtune_adaptive.recipe.settings.keys import COPIES, TENSORS
+from torchtune_adaptive.recipe.settings.kind_table import FrozenModel
 from torchtune_adaptive.recipe.setup.context_parallel import prepare_for_parts
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.meshes import model_meshes

@@ -21,7 +21,8 @@ from torchtune_adaptive.common import (
 from torchtune_adaptive.core import Choice
 from torchtune_adaptive.planner import RecordedStep, StartUp, TracedRun
 from torchtune_adaptive.recipe.settings.fingerprint import step_facts
-from torchtune_adaptive.recipe.settings.kind_table import FROZEN_MODELS, MORE_BLOCKS, is_packed
+from torchtune_adaptive.recipe.settings.keys import KEYS
+from torchtune_adaptive.recipe.settings.kind_table import is_packed
 from torchtune_adaptive.recipe.settings.knob_table import (
     ACCUMULATION,
     compiles_for_gpu,
@@ -29,12 +30,11 @@ from torchtune_adaptive.recipe.settings.knob_table import (
     configured_choice,
 )
 from torchtune_adaptive.recipe.settings.phase_names import SCORING
+from torchtune_adaptive.recipe.settings.rules import COMPONENT
 
 _MOST_KEPT = 100
-_PARTS = (
-    *("model", "loss", "optimizer", "tensor_parallel_plan"),
-    *sorted(FROZEN_MODELS | MORE_BLOCKS),
-)
+_PARTS = tuple(key for key, row in KEYS.items() if row.rule is COMPONENT and row.memory)
+"""The components that a step is made of."""
 _VERSIONED = ("torch.", "torchtune.", "torchao.", "torchtune_adaptive.")
 
 
