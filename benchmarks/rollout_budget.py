@@ -50,7 +50,7 @@ from torchtune_adaptive.core.search.strategies import find_largest
 from torchtune_adaptive.core.search.trial import SizeTrial
 from torchtune_adaptive.core.step.phase import Phase
 from torchtune_adaptive.core.step.train_step import TrainStep
-from torchtune_adaptive.recipe.rollout.losses import GRPO
+from torchtune_adaptive.recipe.rollout.losses import GRPOObjective
 from torchtune_adaptive.recipe.rollout.projection import LogProbs
 from torchtune_adaptive.recipe.rollout.rows import Row, collate, known, longest_rows
 from torchtune_adaptive.recipe.rollout.score import Scoring
@@ -102,7 +102,7 @@ class Bench:
         self.step = TrainStep(
             model=self.model,
             optimizers=[torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=not on_cpu)],
-            objective=GRPO(LogProbs(self.model), frozen=(reference,)),
+            objective=GRPOObjective(LogProbs(self.model), frozen=(reference,)),
             device=torch.device(device),
             memory=self.memory,
             ranks=self.ranks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from graphlib import TopologicalSorter
 from importlib import import_module
@@ -185,3 +186,17 @@ def test_no_test_imports_another() -> None:
             module = node.module if isinstance(node, ast.ImportFrom) else None
             last = (module or "").rpartition(".")[2]
             assert not last.startswith("test_"), f"{file}: {module}"
+
+
+def test_no_two_classes_have_one_name() -> None:
+    classes = [
+        node.name
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    twice = {name for name, times in Counter(classes).items() if times > 1}
+    assert twice == {
+        "AdaptiveTrainerMixin",  # public, in integrations.transformers and integrations.torchtitan
+        "Kernel",  # of the roofline, and what stands for inductor's inside of a function
+    }

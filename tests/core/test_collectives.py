@@ -216,13 +216,25 @@ def test_later_it_is_told_to_nobody_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("new", "asked"), [(0, "NOBODY"), (_Said.NEW, "HOLDERS"), (_Said.NEW | _Said.WIDE, "EVERYONE")]
+    ("new", "asked"), [(0, "NOBODY"), (_Said.NEW, "HOLDERS"), (_Said.WIDE, "EVERYONE")]
 )
 def test_what_is_new_on_one_of_the_holders_is_new_on_all(new: int, asked: str) -> None:
     passes = Passes(Holders(repeat(new), 0, 1))
     for _ in range(4):
         passes.run(length=1)
     assert passes.collectives._asked.name == asked
+
+
+def test_unseen_launches_are_told_after_a_pass_in_which_a_failure_was_heard() -> None:
+    passes = Passes()
+    passes.others.says = iter([0, 0, 0, _Said.FAILED])
+    with pytest.raises(AnotherRankFailed):
+        passes.run(unseen=1)
+    assert not passes.collectives._sees_all
+    passes.run()
+    assert passes.collectives._sees_all and passes.collectives._unseen
+    passes.collectives.begin_pass()
+    assert not passes.collectives._unseen
 
 
 def test_what_is_new_for_all_on_one_rank_is_new_for_all() -> None:

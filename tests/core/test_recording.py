@@ -13,7 +13,7 @@ from torch.distributed import _functional_collectives as functional
 from tests.helpers.library import gather_with_gradient
 from torchtune_adaptive.core.private import launches_of, unfinished_works
 from torchtune_adaptive.core.ranks import recording
-from torchtune_adaptive.core.ranks.recording import Launch, Recorder, launch_again
+from torchtune_adaptive.core.ranks.recording import Launch, LaunchRecorder, launch_again
 from torchtune_adaptive.core.ranks.unfinished import settle
 
 
@@ -26,7 +26,7 @@ def one_rank() -> Iterator[None]:
 
 def seen_in(call: Callable[[], Any]) -> list[Launch]:
     seen: list[Launch] = []
-    with Recorder(seen.append):
+    with LaunchRecorder(seen.append):
         call()
     return seen
 
@@ -92,10 +92,10 @@ def test_sizes_of_parts_may_follow_data(
         followed.append(launch.follows_data)
         raise Seen
 
-    with pytest.raises(Seen), Recorder(stop):
+    with pytest.raises(Seen), LaunchRecorder(stop):
         dist.all_to_all_single(torch.ones(4), torch.ones(4), received, sent)
     if received and sent:
-        with pytest.raises(Seen), Recorder(stop):
+        with pytest.raises(Seen), LaunchRecorder(stop):
             dist.all_to_all([torch.ones(n) for n in received], [torch.ones(n) for n in sent])
     assert followed == [follows, in_tensors][: len(followed)]
 

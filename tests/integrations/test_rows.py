@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from torchtune_adaptive import UsageError
 from torchtune_adaptive.integrations.rows import (
     Keeping,
-    Rows,
+    KeptRows,
     longest,
     longest_by,
     numbers_in,
@@ -134,4 +134,4 @@ def test_numbers_of_nested_batches() -> None:
     )
     assert tokens_in({"input_ids": torch.zeros(2, 5), "labels": torch.zeros(2)}) == 10
     assert tokens_in([]) == 0
-    assert isinstance(Keeping(list)([1]), Rows)
+    assert isinstance(Keeping(list)([1]), KeptRows)

@@ -28,7 +28,7 @@ from torchtune_adaptive.integrations import private
 from torchtune_adaptive.integrations.facts import check_versions
 from torchtune_adaptive.integrations.module_step import ModuleStep
 from torchtune_adaptive.integrations.options import Adaptive
-from torchtune_adaptive.integrations.rows import Keeping, Rows
+from torchtune_adaptive.integrations.rows import Keeping, KeptRows
 
 Kind = TypeVar("Kind", bound=type)
 _Module: Any = object
@@ -62,7 +62,7 @@ class AdaptiveModuleMixin(_Module):
     _step: ModuleStep | None = None
     _resumed: dict[str, Any] | None = None
     _taken: ExitStack | None = None
-    _rows: list[Rows]
+    _rows: list[KeptRows]
     trainer: Any
 
     # --- the loader, which keeps rows -------------------------------------------------------------
@@ -92,7 +92,7 @@ class AdaptiveModuleMixin(_Module):
             self._taken.close()
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        if isinstance(batch, Rows):
+        if isinstance(batch, KeptRows):
             self._rows.append(batch)
             batch = self.trainer.precision_plugin.convert_input(batch.inputs)
         return super().on_before_batch_transfer(batch, dataloader_idx)
@@ -142,7 +142,7 @@ _KEY = "torchtune_adaptive"
 
 
 def _keeping_rows(loader: Any) -> Any:
-    """The same loader, whose batches are ``Rows``."""
+    """The same loader, whose batches are ``KeptRows``."""
     if not isinstance(loader, DataLoader):
         raise UsageError(
             f"train_dataloader: a {type(loader).__name__} is not a torch.utils.data.DataLoader, which has "

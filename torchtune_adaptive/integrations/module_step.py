@@ -14,7 +14,7 @@ from torch.optim import LBFGS
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.row_step import RowStep
-from torchtune_adaptive.integrations.rows import Rows
+from torchtune_adaptive.integrations.rows import KeptRows
 from torchtune_adaptive.integrations.unused import Unused
 from torchtune_adaptive.library import AdaptiveStep
 
@@ -51,7 +51,7 @@ class ModuleStep(RowStep):
         self._logged: dict[str, list[_Value]] | None = None
         """What a step logs, by name: each value with its weight and its rows, and how to log it."""
 
-    def take(self, batches: Sequence[Rows], batch_idx: int, log: Callable[..., None]) -> float:
+    def take(self, batches: Sequence[KeptRows], batch_idx: int, log: Callable[..., None]) -> float:
         """Take a step with the rows of these batches; gives its loss."""
         trainer = self._trainer
         self._batch_idx = batch_idx

@@ -16,8 +16,8 @@ from torchtune_adaptive.core import Generators
 from torchtune_adaptive.integrations import private
 from torchtune_adaptive.integrations.completions import Completion, longest, rows_of, together
 from torchtune_adaptive.integrations.draws import Draws
-from torchtune_adaptive.integrations.row_step import Held
-from torchtune_adaptive.integrations.rows import Rows
+from torchtune_adaptive.integrations.row_step import OnHost
+from torchtune_adaptive.integrations.rows import KeptRows
 from torchtune_adaptive.integrations.trainer_step import TrainerStep
 from torchtune_adaptive.library import AdaptiveStep, ForwardOnly
 
@@ -44,7 +44,7 @@ class RolloutStep(TrainerStep):
         self._completions: list[Completion] = []
         self._batches = 0
         self._phases: dict[str, ForwardOnly] = {}
-        self._work: Callable[[Held], Any] = Held
+        self._work: Callable[[OnHost], Any] = OnHost
         """What the phase that runs does."""
         self.taking = False
         """Whether a step is taken or tried, whose micro-batches are ready."""
@@ -58,12 +58,12 @@ class RolloutStep(TrainerStep):
 
     def take_added(self, model: Any, training_step: Callable[..., Any]) -> torch.Tensor:
         """Take a step with what was added, if that is all; until then there is nothing to do."""
-        loss = self.take(model, [Rows(self._completions, None)], training_step, None)
+        loss = self.take(model, [KeptRows(self._completions, None)], training_step, None)
         if self._trainer.accelerator.sync_gradients:
             self._completions, self._batches = [], 0
         return loss
 
-    def _require_repeatable(self, batch: Rows) -> None:
+    def _require_repeatable(self, batch: KeptRows) -> None:
         """Nothing: completions are kept."""
 
     def _collated(self, rows: Sequence[Completion]) -> dict[str, Any]:
@@ -85,11 +85,11 @@ class RolloutStep(TrainerStep):
         finally:
             self.taking = False
 
-    def _losses_of(self, batches: Sequence[Rows]) -> list[float]:
+    def _losses_of(self, batches: Sequence[KeptRows]) -> list[float]:
         """That of the step: its rows are not told apart by batches."""
         return [math.nan]
 
-    def _groups(self, batches: Sequence[Rows]) -> None:
+    def _groups(self, batches: Sequence[KeptRows]) -> None:
         """All rows may share a micro-batch, as far as ``_most`` allows."""
 
     def _most(self, rows: int) -> int:
@@ -223,7 +223,7 @@ class RolloutStep(TrainerStep):
         models = [trainer.model, *self.prepare().objective.frozen]
         modes = [(module, module.training) for model in models for module in model.modules()]
 
-        def in_their_modes(held: Held) -> Any:
+        def in_their_modes(held: OnHost) -> Any:
             for module, mode in modes:  # as the trainer has them, with dropout
                 module.training = mode
             return work(held.value)
@@ -231,10 +231,10 @@ class RolloutStep(TrainerStep):
         self._work = in_their_modes
         phase = self._phases.get(name) or self._new_phase(name, alone)
         if not alone:
-            return phase(range(rows), Held, size)
+            return phase(range(rows), OnHost, size)
         made, error = [], None
         try:
-            made = phase(range(rows), Held, size)
+            made = phase(range(rows), OnHost, size)
         except Exception as raised:
             error = raised
         if self.prepare().ranks.spread(int(error is not None))[1]:

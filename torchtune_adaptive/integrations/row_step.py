@@ -14,7 +14,7 @@ import torch
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations.options import Adaptive
-from torchtune_adaptive.integrations.rows import Keeping, Rows, keeping_in, longest, tokens_in
+from torchtune_adaptive.integrations.rows import Keeping, KeptRows, keeping_in, longest, tokens_in
 from torchtune_adaptive.integrations.unused import Unused
 from torchtune_adaptive.library import AdaptiveStep, Outcome, find_batch_size
 
@@ -26,7 +26,7 @@ class RowStep(ABC):
         owner: the object whose attributes a forward pass changes.
         restored: the names of these.
         options: what the user has chosen.
-        loader: the loader, whose batches are ``Rows``.
+        loader: the loader, whose batches are ``KeptRows``.
         device: that of this process.
     """
 
@@ -62,7 +62,7 @@ class RowStep(ABC):
     def _saved(self) -> dict[str, Any] | None:
         """What ``learned`` was in the checkpoint that the loop resumes from."""
 
-    def _take(self, batches: Sequence[Rows]) -> Outcome:
+    def _take(self, batches: Sequence[KeptRows]) -> Outcome:
         """Take a step with the rows of these batches."""
         rows = [row for batch in batches for row in batch.rows]
         self._rows_of_step = len(rows)
@@ -111,7 +111,7 @@ class RowStep(ABC):
         """The collate function of the loader, which may drop columns of a row first."""
         return keeping_in(self._loader.collate_fn)
 
-    def _require_repeatable(self, batch: Rows) -> None:
+    def _require_repeatable(self, batch: KeptRows) -> None:
         """Check that rows make the same micro-batch each time."""
         self._keeping.require_repeatable(batch)
 
@@ -120,13 +120,13 @@ class RowStep(ABC):
 
     def _micro_batch(self, rows: Sequence[Any]) -> dict[str, Any]:
         # Rows are told apart from inputs: the tensors of some collate functions have no row for each.
-        return {"inputs": Held(self._collated(rows)), "rows": torch.empty(len(rows))}
+        return {"inputs": OnHost(self._collated(rows)), "rows": torch.empty(len(rows))}
 
     def batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
         """A micro-batch of some of the rows of a step."""
         return self._micro_batch([rows[number] for number in numbers])
 
-    def _groups(self, batches: Sequence[Rows]) -> Sequence[int] | None:
+    def _groups(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
         """The rows of a step that may share a micro-batch; None if all may."""
         return None
 
@@ -205,7 +205,7 @@ class RowStep(ABC):
             setattr(self._owner, name, copy.deepcopy(value))
 
 
-class Held:
+class OnHost:
     """A value that goes to the device where the loop sends it, such as a collated batch; and its weight."""
 
     def __init__(self, value: Any, weight: float = 1.0) -> None:

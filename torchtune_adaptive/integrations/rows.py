@@ -16,7 +16,7 @@ _LOOKED_AT = 4096
 """Rows of a dataset that is not a table that are looked at for the longest; loading one may be slow."""
 
 
-class Rows:
+class KeptRows:
     """A batch of a data loader, and the rows that it was made of; nobody on the way looks into it."""
 
     def __init__(self, rows: Sequence[Any], inputs: Any) -> None:
@@ -30,14 +30,14 @@ class Keeping:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, rows: Sequence[Any]) -> Rows:
-        return Rows(rows, self.again(rows))
+    def __call__(self, rows: Sequence[Any]) -> KeptRows:
+        return KeptRows(rows, self.again(rows))
 
     def again(self, rows: Sequence[Any]) -> Any:
         """The same of some of the rows; some collate functions change what they are given."""
         return self.collate([copy.copy(row) for row in rows])
 
-    def require_repeatable(self, batch: Rows) -> None:
+    def require_repeatable(self, batch: KeptRows) -> None:
         """Check that the same rows give the same batch again."""
         if not _equal(self.again(batch.rows), batch.inputs):
             raise UsageError(

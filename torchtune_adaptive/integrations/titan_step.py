@@ -10,7 +10,7 @@ import torch
 
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.integrations.row_step import RowStep
-from torchtune_adaptive.integrations.rows import Rows
+from torchtune_adaptive.integrations.rows import KeptRows
 from torchtune_adaptive.library import AdaptiveStep
 
 
@@ -46,7 +46,7 @@ class TitanStep(RowStep):
         # The gradient of a step is a mean over ranks, and the trainer's is a sum.
         self._terms = valid_tokens / self._data_ranks
         self._losses.clear()
-        self._take([Rows(range(len(labels)), None)])
+        self._take([KeptRows(range(len(labels)), None)])
         return torch.stack(self._losses).sum() / self._data_ranks
 
     def _forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -112,7 +112,7 @@ class TitanStep(RowStep):
     def _saved(self) -> dict[str, Any] | None:
         return None  # a checkpoint has only what the plain trainer's has
 
-    def _require_repeatable(self, batch: Rows) -> None:
+    def _require_repeatable(self, batch: KeptRows) -> None:
         """Nothing: rows are on the device, and are not collated again."""
 
     def _micro_batch(self, rows: Sequence[int]) -> dict[str, Any]:

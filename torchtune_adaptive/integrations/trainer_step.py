@@ -16,8 +16,8 @@ import torch
 from torchtune_adaptive.common import UsageError, counted
 from torchtune_adaptive.core import Generators
 from torchtune_adaptive.integrations import private, refusals
-from torchtune_adaptive.integrations.row_step import Held, RowStep
-from torchtune_adaptive.integrations.rows import Rows
+from torchtune_adaptive.integrations.row_step import OnHost, RowStep
+from torchtune_adaptive.integrations.rows import KeptRows
 from torchtune_adaptive.integrations.terms import Terms, TermsFinder, with_a_label
 from torchtune_adaptive.integrations.unused import Unused
 from torchtune_adaptive.integrations.votes import voting
@@ -35,21 +35,21 @@ class TrainerStep(RowStep):
 
     Args:
         trainer: the trainer.
-        loader: its loader, whose batches are ``Rows``.
+        loader: its loader, whose batches are ``KeptRows``.
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
         args = trainer.args
         super().__init__(trainer, trainer.restored, trainer.adaptive, loader, args.device)
         self._trainer = trainer
-        self._of_step: Sequence[Rows] = ()
+        self._of_step: Sequence[KeptRows] = ()
         self._terms = Terms.ITEMS
         """What the loss is a mean of."""
         self._shared: list[int] = []
         """For each row of a step, the terms of its batch."""
 
     def take(
-        self, model: Any, batches: Sequence[Rows], training_step: TrainingStep, items: Any
+        self, model: Any, batches: Sequence[KeptRows], training_step: TrainingStep, items: Any
     ) -> torch.Tensor:
         """Take a step with the last of its batches; until then there is nothing to do.
 
@@ -69,7 +69,7 @@ class TrainerStep(RowStep):
             return private.logged(self._trainer, self._losses_of(batches))
         return torch.tensor(loss, device=self._device)
 
-    def _losses_of(self, batches: Sequence[Rows]) -> list[float]:
+    def _losses_of(self, batches: Sequence[KeptRows]) -> list[float]:
         """The loss of each batch on this rank, where that of the step is none of them that a log may have.
 
         Computed again, without gradients and before the optimizer steps: a micro-batch may have had rows of
@@ -135,7 +135,7 @@ class TrainerStep(RowStep):
         losses = step.forward_only(self._loss_alone, name="a first look at the loss")
         with self.around(step):
             finder = TermsFinder(
-                lambda tried: losses(tried, lambda one: Held(one[0]), 1),
+                lambda tried: losses(tried, lambda one: OnHost(one[0]), 1),
                 self._collated,
                 rows,
                 step.ranks,
@@ -162,7 +162,7 @@ class TrainerStep(RowStep):
             )
         return terms
 
-    def _loss_alone(self, held: Held) -> list[float]:
+    def _loss_alone(self, held: OnHost) -> list[float]:
         """The loss of a batch, as in evaluation."""
         from accelerate.utils import send_to_device
 
@@ -176,7 +176,7 @@ class TrainerStep(RowStep):
         with torch.compiler.set_stance("force_eager"), trainer.compute_loss_context_manager():
             return [float(trainer.compute_loss(self._model, inputs, num_items_in_batch=items))]
 
-    def _groups(self, batches: Sequence[Rows]) -> Sequence[int] | None:
+    def _groups(self, batches: Sequence[KeptRows]) -> Sequence[int] | None:
         self._shared = [
             terms
             for batch in batches

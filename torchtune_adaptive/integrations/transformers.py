@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import refusals
 from torchtune_adaptive.integrations.mixin import AdaptiveMixin
-from torchtune_adaptive.integrations.rows import Keeping, Rows
+from torchtune_adaptive.integrations.rows import Keeping, KeptRows
 from torchtune_adaptive.integrations.trainer_step import TrainerStep
 from torchtune_adaptive.integrations.trl import AdaptiveRolloutMixin
 
@@ -71,7 +71,7 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
 
         def collated() -> Iterator[Any]:  # what the trainer counts tokens in
             for batch in epoch_iterator:
-                if not isinstance(batch, Rows):
+                if not isinstance(batch, KeptRows):
                     raise UsageError(
                         "get_train_dataloader: its batches are not made by self.data_collator, so the rows "
                         "of a step are not known. Pass collate_fn=self.data_collator."

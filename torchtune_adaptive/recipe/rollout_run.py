@@ -23,7 +23,7 @@ from torchtune_adaptive.recipe.search.rollout_sizes import decide_sizes
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.rollouts import Rollouts
-from torchtune_adaptive.recipe.training import Source
+from torchtune_adaptive.recipe.training import RowSource
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class RolloutRun(Run):
     def sizes(self, rows: RowsToTry, prober: Prober) -> DecidedBatch:
         return decide_sizes(prober, self._phases, rows.configured, self.progress.training)
 
-    def source(self, rows: RowsToTry, batch: DecidedBatch, model: Model) -> Source:
+    def source(self, rows: RowsToTry, batch: DecidedBatch, model: Model) -> RowSource:
         sizes, ranks = self._phases.sizes, self.ranks
         rollouts = Rollouts(
             dataset=rows.data.dataset,
@@ -103,7 +103,7 @@ class RolloutRun(Run):
                 f"Each epoch leaves out {counted(left, 'prompt')} per rank, too few for a rollout."
             )
         epochs = Epochs(rollouts.per_epoch * rollouts.trained_rows, sizes.step_rows * ranks.size)
-        return Source(rollouts, epochs, "row")
+        return RowSource(rollouts, epochs, "row")
 
     def _require_same_rollouts(self, sizes: RolloutSizes) -> None:
         """Raise where a resumed run would go on with rollouts or steps of another size: a place in an epoch

@@ -65,7 +65,7 @@ from torchtune_adaptive.recipe.train.learnable import require_something_to_learn
 from torchtune_adaptive.recipe.train.loop import TrainingLoop
 from torchtune_adaptive.recipe.train.metric_logger import start_metric_logger
 from torchtune_adaptive.recipe.train.stop import StopSignals
-from torchtune_adaptive.recipe.training import Save, Source, Training
+from torchtune_adaptive.recipe.training import RowSource, Save, Training
 
 log = logging.getLogger(__name__)
 
@@ -260,7 +260,7 @@ class Run:
         """The sizes of micro-batches, as configured or found."""
         return decide_batch(prober, rows, self.progress.training, self.planner)
 
-    def source(self, rows: RowsToTry, batch: DecidedBatch, model: Model) -> Source:
+    def source(self, rows: RowsToTry, batch: DecidedBatch, model: Model) -> RowSource:
         """What gives each step its rows."""
         data, order = rows.data, rows.order
         loader = Loader(
@@ -273,7 +273,7 @@ class Run:
             self.settings.workers,
         )
         epochs = Epochs.of(order.per_epoch, batch.start, self.progress.max_steps_per_epoch)
-        return Source(loader, epochs, data.rows.sample)
+        return RowSource(loader, epochs, data.rows.sample)
 
     def _order(self, dataset: Any, model: Model) -> SampleOrder:
         """The order of samples; a resumed run must have the same ones."""

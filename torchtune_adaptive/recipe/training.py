@@ -43,7 +43,7 @@ from torchtune_adaptive.schedule import IncreaseFunction, Schedule
 Save = Callable[[Model, Optimizers, Progress, str], None]
 
 
-class Source(NamedTuple):
+class RowSource(NamedTuple):
     """The rows of all steps."""
 
     loader: Loader | Rollouts
@@ -74,7 +74,7 @@ class Training:
         optimizers: Optimizers,
         step: TrainStep,
         batch: DecidedBatch,
-        source: Source,
+        source: RowSource,
         save: Save,
     ) -> TrainingLoop:
         """The loop that trains with the batch that was decided on; it validates nothing yet."""

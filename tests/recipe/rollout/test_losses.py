@@ -14,7 +14,7 @@ from torchtune.rlhf.loss import PPOLoss
 from tests.helpers.rollouts import MAX_NEW, PADDING, answered, policy
 from torchtune_adaptive.core import Summed
 from torchtune_adaptive.recipe.rollout.advantages import estimate
-from torchtune_adaptive.recipe.rollout.losses import GRPO, PPO
+from torchtune_adaptive.recipe.rollout.losses import GRPOObjective, PPOObjective
 from torchtune_adaptive.recipe.rollout.projection import LogProbs
 from torchtune_adaptive.recipe.rollout.rows import Row, collate
 
@@ -89,7 +89,7 @@ def test_grpo_is_torchtunes(formula: Callable[..., Any], per_row: bool) -> None:
     rows = answered(10)
     batch = collate(rows, PADDING)
     now = near(batch["old"], batch["response"])
-    objective = GRPO(LogProbs(policy()), EPSILON, KL_COEFF, per_row)
+    objective = GRPOObjective(LogProbs(policy()), EPSILON, KL_COEFF, per_row)
     weight = objective.weight(batch)
     assert weight == (10 if per_row else int(batch["response"].sum()))
     found = objective.summed_loss(lambda tokens: now, batch, weight)
@@ -111,7 +111,7 @@ def test_ppo_is_torchtunes() -> None:
     rows = estimated(10)
     batch = collate(rows, PADDING)
     now, values = (near(batch[name], batch[name] != 0) for name in ("old", "values"))
-    objective = PPO(LogProbs(policy()), EPSILON, value_clip_range=0.3, value_coeff=0.4)
+    objective = PPOObjective(LogProbs(policy()), EPSILON, value_clip_range=0.3, value_coeff=0.4)
     objective.begin(rows)
     weight = objective.weight(batch)
     found = objective.summed_loss(lambda tokens: (now, values[..., None]), batch, weight)
@@ -156,15 +156,15 @@ class PolicyAndValue(nn.Module):
         return self.policy(tokens), self.value(tokens)
 
 
-def grpo(per_row: bool) -> tuple[nn.Module, GRPO, list[Row]]:
+def grpo(per_row: bool) -> tuple[nn.Module, GRPOObjective, list[Row]]:
     model = policy()
-    return model, GRPO(LogProbs(model, 0.8), EPSILON, KL_COEFF, per_row), answered(8)
+    return model, GRPOObjective(LogProbs(model, 0.8), EPSILON, KL_COEFF, per_row), answered(8)
 
 
-def ppo() -> tuple[nn.Module, PPO, list[Row]]:
+def ppo() -> tuple[nn.Module, PPOObjective, list[Row]]:
     torch.manual_seed(0)
     model = PolicyAndValue()
-    return model, PPO(LogProbs(model.policy)), estimated(8)
+    return model, PPOObjective(LogProbs(model.policy)), estimated(8)
 
 
 @pytest.mark.parametrize("kind", ["tokens", "rows", "ppo"])
@@ -174,7 +174,7 @@ def test_every_split_of_a_mini_batch_is_the_same(kind: str) -> None:
     assert {1, 20} <= lengths
     found = []
     for size in (8, 4, 2, 1):
-        if isinstance(objective, PPO):
+        if isinstance(objective, PPOObjective):
             objective.begin(rows)
         model.zero_grad()
         batches = [collate(rows[at : at + size], PADDING) for at in range(0, 8, size)]
@@ -195,7 +195,7 @@ def test_every_split_of_a_mini_batch_is_the_same(kind: str) -> None:
 def test_values_of_all_ranks_are_counted() -> None:
     """Each rank divides by the tokens of both, and has other numbers of values for each token."""
     rows = estimated(8)
-    objective = PPO(LogProbs(policy()))
+    objective = PPOObjective(LogProbs(policy()))
     halves = [
         [[len(row.response), len(row.values)] for row in part] for part in (rows[:3], rows[3:])
     ]  # type: ignore[arg-type]
@@ -231,7 +231,7 @@ def test_a_rollout_with_one_step_needs_no_old_log_probs_and_no_reference() -> No
 
 def test_rows_of_equal_rewards_count_and_change_nothing() -> None:
     model = policy()
-    objective, rows = GRPO(LogProbs(model), EPSILON, kl_coeff=0.0), answered(2)
+    objective, rows = GRPOObjective(LogProbs(model), EPSILON, kl_coeff=0.0), answered(2)
     for row in rows:
         row.advantages = 0.0
     batch = collate(rows, PADDING)

@@ -20,7 +20,7 @@ from tests.helpers.samples import Sample
 from torchtune_adaptive.core import Phase
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.recipe.kinds.lora import without_adapters
-from torchtune_adaptive.recipe.rollout.losses import GRPO
+from torchtune_adaptive.recipe.rollout.losses import GRPOObjective
 from torchtune_adaptive.recipe.rollout.projection import LogProbs
 from torchtune_adaptive.recipe.rollout.rows import Row, collate
 from torchtune_adaptive.recipe.rollout.score import OfTokens, Scoring
@@ -34,7 +34,7 @@ class Run:
     def __init__(self, max_new: int = MAX_NEW, **settings: Any) -> None:
         self.ranks, self.memory = Ranks(timeout=20), FailingMemory()
         self.model = policy(sharded=True, **settings)
-        self.objective = GRPO(LogProbs(self.model))
+        self.objective = GRPOObjective(LogProbs(self.model))
         self.step = train_step(
             self.model,
             [adamw(self.model)],
@@ -100,7 +100,7 @@ def roll_out(settings: dict[str, Any]) -> None:
 
 def norm_of(model: nn.Module) -> float:
     """The gradient's norm of the same rows on one rank."""
-    objective, batch = GRPO(LogProbs(model)), collate(answered(4), PADDING)
+    objective, batch = GRPOObjective(LogProbs(model)), collate(answered(4), PADDING)
     weight = objective.weight(batch)
     (objective.summed_loss(model, batch, weight).loss / weight).backward()
     return float(

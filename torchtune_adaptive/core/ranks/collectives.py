@@ -34,6 +34,18 @@ A model that makes wide launches of its own may make others for each shape, and 
 So all ranks ask each other, once in each pass, whether one of them has a new shape; if so, it is one of the
 first kind. That is the price of such a model. It is the same where sizes follow data: such a sequence is
 never certain.
+
+Note [The largest is heard]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+What ranks say to each other (``_Said``) is one number, and they hear the largest, as ``Ranks.spread`` gives
+it in one exchange of a tensor that exists. So ``_Said`` is ordered and compared by ``>=``. Flags would be
+wrong: the maximum of two sets of flags is one of them, and not their union. Nothing is lost with the smaller:
+
+- a pass in which the wide launches are new is new;
+- one with launches that nobody has seen is not recorded, so it does not matter what is new in it;
+- one that failed is lost, and the next is recorded in its place. Who has noticed unseen launches says so
+  then;
+- a launch that is refused ends the run.
 """
 
 from __future__ import annotations
@@ -44,7 +56,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from enum import Enum, IntFlag
+from enum import Enum, IntEnum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -58,7 +70,7 @@ from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.counts import Counts, by_group, groups_of, other_groups
 from torchtune_adaptive.core.ranks.recording import (
     Launch,
-    Recorder,
+    LaunchRecorder,
     knows_one_sided_experts,
     launch_again,
     launch_of,
@@ -83,17 +95,18 @@ class AnotherRankFailed(Exception):
         self.everywhere = everywhere
 
 
-class _Said(IntFlag):
-    """What ranks tell each other while recording; of several, they hear the largest."""
+class _Said(IntEnum):
+    """What a rank tells the others while recording; see Note [The largest is heard]."""
 
+    SAME = 0
     NEW = 1
     """The launches of the pass are not those that are recorded, or may be others the next time."""
     WIDE = 2
     """The wide ones are not those that are recorded."""
-    UNSEEN = 4
+    UNSEEN = 3
     """A group has launched what only it has seen."""
-    FAILED = 8
-    REFUSED = 16
+    FAILED = 4
+    REFUSED = 5
     """There is a launch that no rank could complete."""
 
 
@@ -223,7 +236,8 @@ class Collectives:
         self._passes += 1
         self._phase, self._votes = "", 0
         self._pass, self._counts = {}, Counts()
-        self._unseen, self._refusal, self._asking = False, "", 0.0
+        self._unseen &= not self._sees_all  # it is said again if a failure was heard instead
+        self._refusal, self._asking = "", 0.0
 
     def _who_is_asked(self) -> _Asked:
         if not self._survive or self._ranks.size == 1 or not self._ranks.communicate:
@@ -242,7 +256,7 @@ class Collectives:
         self._begin_segment()
         self._mode = self.recording and self._sees_all
         self._mode_was_on |= self._mode
-        return Recorder(self._note_one, self._refuse) if self._mode else nullcontext()
+        return LaunchRecorder(self._note_one, self._refuse) if self._mode else nullcontext()
 
     def _begin_segment(self) -> None:
         segment = self._segment = _segment_of(self._phase, self._votes)
@@ -314,19 +328,20 @@ class Collectives:
         if self._asked is _Asked.EVERYONE:
             self._ask()
 
-    def _news(self, wide: Launches) -> int:
+    def _news(self, wide: Launches) -> _Said:
         """What is not as recorded on this rank: where it is on others, they still have to agree with it."""
         data = [each for some in self._pass.values() for each in some if each.follows_data]
         if data:
             self._say_what_it_costs(data[0])
-        new = bool(data) or self._pass != self._sequence.recorded
-        return _Said.NEW * new | _Said.WIDE * (wide != self._wide.recorded)
+        if wide != self._wide.recorded:
+            return _Said.WIDE
+        return _Said.NEW if data or self._pass != self._sequence.recorded else _Said.SAME
 
     def _learn(self, wide: Launches, of_holders: int, of_all: int) -> None:
         """Record a pass, after which ranks have heard of what is new among the holders, and among all."""
-        self._sequence.learn(self._pass, equal=not of_holders)
+        self._sequence.learn(self._pass, equal=of_holders < _Said.NEW)
         if self._asked is _Asked.EVERYONE:
-            self._wide.learn(wide, equal=not of_all & _Said.WIDE)
+            self._wide.learn(wide, equal=of_all < _Said.WIDE)
         elif wide != self._wide.recorded:
             raise UsageError(
                 "model: what it launches for all ranks is not the same for each shape of a micro-batch. "
@@ -375,7 +390,7 @@ class Collectives:
             return launch()
         self._unrecorded = True  # the votes, and what is launched
         try:
-            with Recorder(self._vote_on):
+            with LaunchRecorder(self._vote_on):
                 return launch()
         finally:
             self._unrecorded = False
@@ -437,7 +452,9 @@ class Collectives:
 
     # --- agreement and completion ---------------------------------------------------------------------
 
-    def _ask(self, news: int = 0, wide: bool = True, failed: bool = False) -> tuple[int, int]:
+    def _ask(
+        self, news: _Said = _Said.SAME, wide: bool = True, failed: bool = False
+    ) -> tuple[int, int]:
         """Tell the ranks that are asked how this one is; gives what holders say, and what all say.
 
         Raises:
@@ -445,11 +462,11 @@ class Collectives:
             UsageError: on each of them, if one has noticed a launch that cannot be completed.
         """
         started = time.perf_counter()
-        said = (
-            news
-            | _Said.UNSEEN * self._unseen
-            | _Said.FAILED * failed
-            | _Said.REFUSED * bool(self._refusal)
+        said = max(
+            news,
+            _Said.UNSEEN * self._unseen,
+            _Said.FAILED * failed,
+            _Said.REFUSED * bool(self._refusal),
         )
         asked = self._holders
         of_holders = heard = asked.spread(said)[1]
@@ -459,11 +476,11 @@ class Collectives:
         self._asking += time.perf_counter() - started
         if heard >= _Said.REFUSED:
             raise UsageError(next(filter(None, asked.gather(self._refusal))))
-        if heard & _Said.UNSEEN and asked is self._ranks:
-            self._sees_all = True  # from the next pass on
-        if heard & _Said.FAILED:
+        if heard >= _Said.FAILED:
             self._holders_know = True
             raise AnotherRankFailed(everywhere=asked is self._ranks)
+        if heard >= _Said.UNSEEN and asked is self._ranks:
+            self._sees_all = True  # from the next pass on
         return of_holders, heard
 
     def _vote(self, failed: bool = False) -> None:

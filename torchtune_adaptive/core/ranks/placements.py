@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 
-class Held(Enum):
+class Holding(Enum):
     """How the ranks along one dimension of a mesh hold a tensor."""
 
     SPLIT = "split"
@@ -20,13 +20,13 @@ class Held(Enum):
     """Each holds a term; the tensor is the sum."""
 
 
-SHARDED = (Held.SPLIT,)
+SHARDED = (Holding.SPLIT,)
 """As by ``fully_shard`` on a mesh of one dimension."""
-HYBRID = (Held.COPIED, Held.SPLIT)
+HYBRID = (Holding.COPIED, Holding.SPLIT)
 """As by ``fully_shard`` on a mesh of two (HSDP): the replicas, and the shards of each."""
 
 
-def held(tensor: torch.Tensor) -> tuple[Held, ...]:
+def held(tensor: torch.Tensor) -> tuple[Holding, ...]:
     """How the ranks hold a tensor, along each dimension of its mesh; a plain tensor has no mesh."""
     if not isinstance(tensor, DTensor):
         return ()
@@ -34,20 +34,20 @@ def held(tensor: torch.Tensor) -> tuple[Held, ...]:
 
 
 @cache  # asked for each gradient of each step
-def _held(kind: type[Placement]) -> Held:
+def _held(kind: type[Placement]) -> Holding:
     if issubclass(kind, Replicate):
-        return Held.COPIED
+        return Holding.COPIED
     if issubclass(kind, Partial):
-        return Held.SUMMED
+        return Holding.SUMMED
     # Not only ``Shard``: what FSDP splits where tensor parallelism has split before has another placement,
     # of a class that is private, and a subclass of ``Shard`` on some versions of torch only.
-    return Held.SPLIT
+    return Holding.SPLIT
 
 
 def parts(tensor: torch.Tensor) -> int:
     """The number of parts into which a tensor is split, over all dimensions of its mesh."""
     number = 1
     for dim, way in enumerate(held(tensor)):
-        if way is Held.SPLIT:
+        if way is Holding.SPLIT:
             number *= tensor.device_mesh.size(dim)  # type: ignore[attr-defined]
     return number

@@ -123,7 +123,7 @@ def launch_again(
                 launched()
 
 
-class Recorder(TorchDispatchMode):
+class LaunchRecorder(TorchDispatchMode):
     """Shows each launch to ``before``, before it is made; also those inside of custom operators.
 
     ``refuse`` gives the reason why these tensors must not be reduced in place, if there is one.

@@ -54,7 +54,7 @@ class Reduction:
         return True
 
 
-class Split(Reduction):
+class SplitLayers(Reduction):
     """Tensor parallelism alone: all ranks have the same rows, so there is nothing to average.
 
     But where activations are split, the gradient of a parameter that is not is left as each rank's term of a
@@ -124,5 +124,5 @@ def reduction_of(model: nn.Module, ranks: Ranks, holders: Ranks) -> Reduction:
     if wrapped := wrapped_in(model):
         return Replicas(wrapped, ranks)
     averaged_over = fsdp.divisor(model) or ranks.size // holders.size
-    kind = Split if is_split(model) and not fsdp.roots(model) else Reduction
+    kind = SplitLayers if is_split(model) and not fsdp.roots(model) else Reduction
     return kind(averaged_over)

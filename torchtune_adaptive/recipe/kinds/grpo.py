@@ -14,7 +14,7 @@ from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.rewards import Rewards
 from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import ByFunctions, Judge
-from torchtune_adaptive.recipe.rollout.losses import GRPO as Loss
+from torchtune_adaptive.recipe.rollout.losses import GRPOObjective
 from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.rollout.score import OfTokens, Scorers
 
@@ -56,7 +56,7 @@ class GRPO(Generating):
     def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
         loss = self.loss("torchtune.dev.grpo.loss", *_PER_ROW)
         per_row = _PER_ROW[type(loss).__name__]
-        return Loss(self.log_probs(model), loss.epsilon, loss.kl_coeff, per_row, frozen)
+        return GRPOObjective(self.log_probs(model), loss.epsilon, loss.kl_coeff, per_row, frozen)
 
     def scorers(
         self, model: nn.Module, frozen: Sequence[nn.Module], sizes: RolloutSizes

@@ -17,7 +17,7 @@ from torchtune_adaptive.recipe.kinds.full import Full
 from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import ByModel, Judge
-from torchtune_adaptive.recipe.rollout.losses import PPO as Loss
+from torchtune_adaptive.recipe.rollout.losses import PPOObjective
 from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.rollout.policy_and_value import (
     POLICY,
@@ -82,7 +82,9 @@ class PPO(Generating, Full):
     def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
         loss = self.loss("torchtune.rlhf.loss", "PPOLoss")
         clip, coefficient = loss.value_clip_range, loss.value_coeff
-        return Loss(self.log_probs(self.policy(model)), loss.epsilon, clip, coefficient, frozen)
+        return PPOObjective(
+            self.log_probs(self.policy(model)), loss.epsilon, clip, coefficient, frozen
+        )
 
     def scorers(
         self, model: nn.Module, frozen: Sequence[nn.Module], sizes: RolloutSizes

@@ -56,7 +56,7 @@ class _Clipped:
 
 
 @dataclass(eq=False)
-class GRPO(_Clipped):
+class GRPOObjective(_Clipped):
     """Group relative policy optimization.
 
     Without ``old`` in batches, the policy is the one that generated them, so their ratio is 1, in spite of
@@ -106,7 +106,7 @@ class GRPO(_Clipped):
 
 
 @dataclass(eq=False)
-class PPO(_Clipped):
+class PPOObjective(_Clipped):
     """Proximal policy optimization of a policy and a value model.
 
     What is trained gives the outputs of both: logits, and a value for each position.
