@@ -144,7 +144,7 @@ def number_of_rows(rows: Any) -> int:
     return len(rows)
 
 
-class AskedOfStep(NamedTuple):
+class StepRequest(NamedTuple):
     """What a step is asked for, which must be the same on every rank."""
 
     rows: int = 0
@@ -158,7 +158,7 @@ class AskedOfStep(NamedTuple):
         return int.from_bytes(hashlib.blake2b(said, digest_size=7).digest())
 
 
-def differing(asked: Sequence[AskedOfStep]) -> UsageError:
+def differing(asked: Sequence[StepRequest]) -> UsageError:
     """The error where ranks have asked for different steps."""
     rows = {each.rows for each in asked}
     if len(rows) > 1:

@@ -294,7 +294,7 @@ class AdaptiveStep:
         groups: Sequence[int] | None,
     ) -> tuple[int, Division]:
         """The size, and how rows are divided, once all ranks have told each other what they have."""
-        wrong, asked = None, checks.AskedOfStep()
+        wrong, asked = None, checks.StepRequest()
         try:
             arguments.function("collate", collate)
             size = arguments.whole("size", size)
@@ -302,7 +302,7 @@ class AdaptiveStep:
             if lengths is not None:
                 lengths = checks.row_lengths(lengths, count, size)
             groups = checks.row_groups(groups, count, lengths)
-            asked = checks.AskedOfStep(count, size, lengths is not None, tuple(groups))
+            asked = checks.StepRequest(count, size, lengths is not None, tuple(groups))
         except UsageError as error:
             wrong = error
         # One number in one exchange. What differs is asked for where something does.
