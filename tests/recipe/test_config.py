@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
 from tests.helpers.configs import config
+from tests.helpers.torchvision import use_torchvision
 from torchtune_adaptive.common.errors import ConfigError
 from torchtune_adaptive.recipe.components import check_components
 from torchtune_adaptive.recipe.registry import (
@@ -234,6 +235,8 @@ def test_everything_can_be_said_on_the_command_line() -> None:
 
 @pytest.mark.parametrize("name", our_configs())
 def test_our_configs_are_without_fault(name: str) -> None:
+    if "vision" in name:
+        use_torchvision()
     cfg = config(name)
     kind = kind_of(cfg)
     assert unused_keys(cfg, kind) == []
