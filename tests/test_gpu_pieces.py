@@ -49,9 +49,9 @@ class TestPieces:
         flag = tmp_path / "memory is there"
         failing = f"0 if __import__('os').path.exists('{flag}') else 3"
         return [
-            gpu.Piece("good", count(tmp_path / "good"), 20),
-            gpu.Piece("fails at first", count(tmp_path / "fails", failing), 20),
-            gpu.Piece("last", count(tmp_path / "last"), 20),
+            gpu.Piece("good", count(tmp_path / "good"), 200),
+            gpu.Piece("fails at first", count(tmp_path / "fails", failing), 200),
+            gpu.Piece("last", count(tmp_path / "last"), 200),
         ]
 
     def call(
@@ -96,7 +96,7 @@ class TestPieces:
         self, gpu: Any, pieces: list[Any], tmp_path: Path
     ) -> None:
         self.call(gpu, pieces[:1], tmp_path)
-        changed = gpu.Piece("good", pieces[0].command + " --more", 20)
+        changed = gpu.Piece("good", pieces[0].command + " --more", 200)
         assert self.call(gpu, [changed], tmp_path)
         assert len((tmp_path / "good").read_text()) == 2
 
@@ -109,9 +109,9 @@ class TestPieces:
         assert len((tmp_path / "good").read_text()) == 2
 
     def test_a_piece_has_its_time_and_no_more(self, gpu: Any) -> None:
-        code = "import time; print('begun', flush=True); time.sleep(60)"
-        result = gpu.run(gpu.Piece("slow", f'-c "{code}"', 1))
-        assert result.exit_code is None and result.seconds < 15
+        code = "import time; print('begun', flush=True); time.sleep(600)"
+        result = gpu.run(gpu.Piece("slow", f'-c "{code}"', 5))
+        assert result.exit_code is None and result.seconds < 300
         assert result.output == "begun\n" and "stopped after" in result.ended
 
     def test_a_piece_that_would_not_end_in_time_is_not_begun(

@@ -21,7 +21,7 @@ def train(staged: bool) -> tuple[list[list[float]], int]:
     else:
         dist.init_process_group("gloo")
     model = tiny_llama(layers=2)
-    step = train_step(model, [adamw(model)], ranks=Ranks(timeout=20), clip_grad_norm=0.1)
+    step = train_step(model, [adamw(model)], ranks=Ranks(timeout=200), clip_grad_norm=0.1)
     for seed in range(3):
         step.forward_backward(batch(seed=10 * seed + dist.get_rank()))
         assert not step.apply().lost

@@ -64,7 +64,7 @@ def imported(
 
 def loaded_by(program: str) -> set[str]:
     command = [sys.executable, "-c", f"{program}\nimport sys\nprint(*sys.modules)"]
-    done = subprocess.run(command, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, check=True, timeout=300, stdout=subprocess.PIPE, text=True)
     return {*done.stdout.split()}
 
 

@@ -114,5 +114,5 @@ for _ in range(2):
 
 def test_importing_changes_nothing_in_other_libraries_and_loading_a_config_does_it_once() -> None:
     command = [sys.executable, "-c", IMPORT_ALL]
-    run = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    run = subprocess.run(command, timeout=300, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

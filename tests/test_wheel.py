@@ -31,7 +31,7 @@ NEEDED = ("torch", "numpy", "psutil", "pyyaml")
 def build(project: Path, folder: Path, *options: str) -> Path:
     """The wheel of a project: by way of its source distribution, or, with ``--wheel``, without."""
     command = [sys.executable, "-m", "build", *options, "--no-isolation", "--outdir", folder]
-    subprocess.run([*command, project], check=True, timeout=120, stdout=subprocess.DEVNULL)
+    subprocess.run([*command, project], check=True, timeout=300, stdout=subprocess.DEVNULL)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -122,12 +122,12 @@ class Environment:
 
     def pip(self, *words: str | Path) -> None:
         command = [sys.executable, "-m", "pip", "--python", self.python, *words]
-        subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
 
     def install(self, wheel: Path) -> None:
         self.pip("install", "--no-deps", "--no-index", "--no-compile", wheel)
 
-    def run(self, *words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """A command of the environment, with nothing of the one that runs the tests."""
         return subprocess.run(
             [self.folder / "bin" / words[0], *words[1:]],
@@ -216,7 +216,7 @@ def test_it_runs_under_the_stock_command_line(site: Path, tmp_path: Path, exhaus
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(site)},
         check=True,
-        timeout=60,
+        timeout=300,
         capture_output=True,
         text=True,
     ).stdout
@@ -259,12 +259,12 @@ print("found", int(size), "loss", outcome.loss)
 @pytest.mark.exhaustive
 def test_the_library_beside_peft_and_trl(beside_trl: Path, tmp_path: Path) -> None:
     """As documented, in an environment of its own: what PEFT needs is not what torchtune needs."""
-    subprocess.run([beside_trl, "-m", "pip", "check"], check=True, timeout=60)
+    subprocess.run([beside_trl, "-m", "pip", "check"], check=True, timeout=300)
     done = subprocess.run(
         [beside_trl, "-c", BESIDE_PEFT],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0 and "found" in done.stdout, done.stderr[-3000:]

@@ -38,12 +38,12 @@ def test_quick_commands_do_not_import_torch() -> None:
         "    imported = {'torch', 'torchtune'} & sys.modules.keys()\n"
         "    assert not imported, (command, imported)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300, capture_output=True)
 
 
 def test_the_version_also_as_a_module() -> None:
     command = [sys.executable, "-m", "torchtune_adaptive", "--version"]
-    done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
     assert done.stdout == f"tune-adaptive {__version__}\n"
 
 

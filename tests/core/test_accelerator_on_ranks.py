@@ -19,7 +19,7 @@ LARGE, SMALL = 32, 4
 
 def train(small_cards: list[int]) -> tuple[list[bool], list[list[float]], int]:
     """Steps of ``SMALL`` rows, with one of ``LARGE`` in between where this rank's card is small."""
-    ranks = Ranks(timeout=20)
+    ranks = Ranks(timeout=200)
     patch = pytest.MonkeyPatch()
     card = Card(16 * GIB)
     card.install(patch)

@@ -25,7 +25,7 @@ from torchtune_adaptive.core.search.probe import Probe
 
 pytestmark = pytest.mark.ranks
 
-LIMIT = 2.0
+LIMIT = 5.0
 VICTIM = 1
 
 
@@ -89,14 +89,15 @@ def search_until(fate: str) -> None:
 def slow_but_alive() -> str:
     """Longer than the limit in a phase that may take long, and in one where all ranks are slow together."""
     ranks = Ranks(timeout=20 * LIMIT)
-    watchdog = Watchdog(ranks, limit=1.0)
+    watchdog = Watchdog(ranks, limit=LIMIT)
     with watchdog:
         watchdog.enter("loading the model", patience=None)
         if ranks.rank == 0:
-            ctypes.PyDLL(None).usleep(2_500_000)  # holds the interpreter's lock, as saving may
+            # Holds the interpreter's lock, as saving may.
+            ctypes.PyDLL(None).usleep(int(1.5e6 * LIMIT))
         ranks.any(False)
-        watchdog.enter("a long computation", patience=1.0)
-        time.sleep(2.5)
+        watchdog.enter("a long computation", patience=LIMIT)
+        time.sleep(1.5 * LIMIT)
     return "done"
 
 
@@ -153,9 +154,7 @@ def ended() -> Iterator[dict[str, Future[list[Ended]]]]:
     """How each of the runs ends. Most of their time they wait, so they do it together."""
     with ThreadPoolExecutor(len(RUNS)) as threads:
         yield {
-            name: threads.submit(
-                watch_ranks, function, 2, *arguments, until_exit_of=exits, timeout=8 * LIMIT
-            )
+            name: threads.submit(watch_ranks, function, 2, *arguments, until_exit_of=exits)
             for name, (function, arguments, exits) in RUNS.items()
         }
 

@@ -87,9 +87,7 @@ def test_memory_runs_out_at_operations_of_a_step(
     way: str, shape: Shape, known: str, who: str, sample: Sample
 ) -> None:
     sample = sample.every(exhaustive=29, quick=67)
-    _assert_survived(
-        run_ranks(fail_on_mesh, math.prod(shape), way, shape, known, who, sample, timeout=280)
-    )
+    _assert_survived(run_ranks(fail_on_mesh, math.prod(shape), way, shape, known, who, sample))
 
 
 @pytest.mark.exhaustive
@@ -211,7 +209,7 @@ def fail_and_take_other_rows() -> Counter[str]:
 @pytest.mark.rotating(1)
 def test_other_rows_follow_a_step_that_was_lost_in_an_embedding() -> None:
     """torch masks the tokens of other ranks, and keeps the mask while the embedding is not whole."""
-    for counts in run_ranks(fail_and_take_other_rows, 2, timeout=120):
+    for counts in run_ranks(fail_and_take_other_rows, 2):
         assert counts["lost"] == 39 and counts["different"] == 0
 
 
@@ -240,7 +238,7 @@ def steps_in_which_a_group_launches_more() -> Counter[str]:
 
 @pytest.mark.rotating(1)
 def test_ranks_that_hold_the_same_rows_may_change_what_they_launch() -> None:
-    pairs = run_ranks(steps_in_which_a_group_launches_more, 4, timeout=120)
+    pairs = run_ranks(steps_in_which_a_group_launches_more, 4)
     assert [each["lost"] for each in pairs] == [6] * 4
     assert [each["unequal"] for each in pairs] == [0] * 4
     assert pairs[0]["recording"] > pairs[2]["recording"]  # the others are not asked
@@ -319,6 +317,6 @@ def test_memory_runs_out_at_operations_of_a_validation(
 ) -> None:
     sample = sample.every(exhaustive=1, quick=17)
     arguments = (way, shape, known, sample)
-    for counts in run_ranks(fail_without_gradients, math.prod(shape), *arguments, timeout=280):
+    for counts in run_ranks(fail_without_gradients, math.prod(shape), *arguments):
         assert counts["lost"] == counts["tried"] > 0
         assert counts["wrong"] == counts["unequal"] == counts["unfinished"] == 0

@@ -75,7 +75,7 @@ def take(step: TrainStep, batches: list[Batch]) -> StepOutcome:
 
 def largest_errors(accumulation: int, survive: bool, kind: dict[str, Any]) -> dict[str, float]:
     """How far the sums of some steps are from brute force, relatively."""
-    ranks = Ranks(timeout=20)
+    ranks = Ranks(timeout=200)
     reference = tiny_decoder(**{**kind, "sharded": False, "checkpointing": False})
     model = tiny_decoder(**kind)
     still = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -148,7 +148,7 @@ def test_measuring_changes_no_bit(ranks: int) -> None:
 
 def lose_and_retake(accumulation: int) -> list[NoiseSums | None]:
     """The sums of a step that succeeds at once, and of the same step retried."""
-    ranks, memory = Ranks(timeout=20), FailingMemory()
+    ranks, memory = Ranks(timeout=200), FailingMemory()
     model = tiny_decoder(layers=2)
     still = torch.optim.SGD(model.parameters(), lr=0.0)
     step = train_step(model, [still], ranks=ranks, memory=memory, measure_noise=True)
@@ -239,7 +239,7 @@ def drawn(rank: int, steps: int) -> list[list[Batch]]:
 
 
 def measured_scales(steps: int) -> tuple[float | None, float | None]:
-    model, ranks = tiny_decoder(), Ranks(timeout=20)
+    model, ranks = tiny_decoder(), Ranks(timeout=200)
     still = torch.optim.SGD(model.parameters(), lr=0.0)
     step = train_step(model, [still], ranks=ranks, survive=False, measure_noise=True)
     noise = NoiseScale(window=10**9)
@@ -265,7 +265,7 @@ def test_over_many_steps_the_scale_is_the_true_one(exhaustive: bool) -> None:
     steps, tolerance = (500, 0.05) if exhaustive else (125, 0.1)  # halved by four times the steps
     truth = true_scale()
     tokens_per_row = tokens_of(population()) / ROWS
-    first, second = run_ranks(measured_scales, 2, steps, timeout=120)
+    first, second = run_ranks(measured_scales, 2, steps)
     assert first == second  # every rank decides on the same numbers
     assert first[0] == pytest.approx(truth, rel=tolerance)
     assert first[1] == pytest.approx(truth / tokens_per_row, rel=tolerance)

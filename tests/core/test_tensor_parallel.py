@@ -96,7 +96,7 @@ def test_what_splits_a_tensor_is_known() -> None:
 
 def step_beside_whole(data_ranks: int, tensor_ranks: int) -> tuple[float, float, float]:
     """A clipped step. Gives its norm, that of the whole gradient, and the largest difference in weights."""
-    mesh, ranks = mesh_of(data_ranks, tensor_ranks), Ranks(timeout=20)
+    mesh, ranks = mesh_of(data_ranks, tensor_ranks), Ranks(timeout=200)
     generator = torch.Generator().manual_seed(1)
     rows, targets = torch.randn(2, data_ranks, 3, WIDTH, generator=generator)
     expected = whole_model()
@@ -133,7 +133,7 @@ def step_beside_whole(data_ranks: int, tensor_ranks: int) -> tuple[float, float,
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(2, 2), (2, 4)], ids=str)
 def test_norm_and_clipped_weights_are_those_of_the_whole_model(shape: tuple[int, int]) -> None:
-    ranks = run_ranks(step_beside_whole, shape[0] * shape[1], *shape, timeout=200)
+    ranks = run_ranks(step_beside_whole, shape[0] * shape[1], *shape)
     for norm, whole, difference in ranks:
         assert whole > 2 * CLIP
         assert norm == pytest.approx(whole, rel=1e-6)

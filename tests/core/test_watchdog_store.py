@@ -20,14 +20,14 @@ from torchtune_adaptive.core.ranks.watchdog import Watchdog
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
-LIMIT = 2.0
+LIMIT = 5.0
 LIFETIMES = 20
 
 
 def attacked() -> None:
     """Rank 1 plays a stranger that knows the port and the names of the keys."""
     logging.getLogger("torchtune_adaptive").addHandler(logging.StreamHandler())
-    ranks = Ranks(timeout=20)
+    ranks = Ranks(timeout=200)
     watchdog = Watchdog(ranks, limit=LIMIT)
     with watchdog:
         assert watchdog._store is not None
@@ -50,14 +50,14 @@ def attacked() -> None:
 
 
 def test_a_stranger_cannot_end_the_run_and_is_reported_once() -> None:
-    ranks = watch_ranks(attacked, 2, until_exit_of=[0, 1], timeout=60)
+    ranks = watch_ranks(attacked, 2, until_exit_of=[0, 1])
     assert [rank.exit_code for rank in ranks] == [0, 0], ranks
     reports = [rank.said.count("no rank of this run has written") for rank in ranks]
     assert reports == [1, 1], ranks
 
 
 def reach(addresses: list[str]) -> list[bool]:
-    ranks = Ranks(timeout=20)
+    ranks = Ranks(timeout=200)
     reached = []
     with Watchdog(ranks, limit=LIMIT) as watchdog:
         assert watchdog._store is not None
@@ -114,7 +114,7 @@ def live_and_end() -> list[int]:
     """The threads of this process before a run of watched ranks and after it, again and again."""
     seen = [threads()]
     for _ in range(LIFETIMES):
-        ranks = Ranks(timeout=20)
+        ranks = Ranks(timeout=200)
         with Watchdog(ranks, limit=LIMIT) as watchdog:
             watchdog.enter("a phase", patience=None)
             ranks.any(False)
@@ -130,8 +130,8 @@ def test_no_thread_is_left_when_a_run_has_ended() -> None:
 
 
 def leave_late() -> float:
-    ranks = Ranks(timeout=20)
-    watchdog = Watchdog(ranks, limit=5.0)
+    ranks = Ranks(timeout=200)
+    watchdog = Watchdog(ranks, limit=2 * LIMIT)
     with watchdog:
         if ranks.rank == 1:
             last_sign = watchdog._publish
@@ -187,5 +187,5 @@ def test_a_rank_that_finished_exits_with_0() -> None:
         )
         for rank in range(2)
     ]
-    ended = [(rank.communicate(timeout=60)[1], rank.returncode) for rank in ranks]
+    ended = [(rank.communicate(timeout=300)[1], rank.returncode) for rank in ranks]
     assert [code for _, code in ended] == [0, 0], ended

@@ -48,7 +48,7 @@ def attend() -> list[tuple[torch.dtype, float]]:
 
 def _difference(dtype: torch.dtype, rotation: str, times: int) -> float:
     """The largest difference in rows that are so many times as long as the shortest."""
-    environment = Environment(torch.device(DEVICE), dtype, Ranks(timeout=60))
+    environment = Environment(torch.device(DEVICE), dtype, Ranks(timeout=200))
     cfg = OmegaConf.load(find_config("tiny/full"))
     assert OmegaConf.is_dict(cfg)
     cfg.context_parallel_dim, cfg.context_parallel_rotate_method = 2, rotation
@@ -79,6 +79,6 @@ def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def test_attention_over_parts_is_that_over_whole_rows() -> None:
-    for differences in run_ranks(attend, 2, timeout=60, join=False, forked=False):
+    for differences in run_ranks(attend, 2, join=False, forked=False):
         for dtype, difference in differences:
             assert difference < TOLERANCE[dtype], differences

@@ -31,7 +31,7 @@ def train(fails: list[int]) -> tuple[list[bool], list[list[float]]]:
     warnings.simplefilter("ignore")
     init_staging_group()
     device = torch.device(DEVICE)
-    ranks = Ranks(timeout=60)
+    ranks = Ranks(timeout=200)
     memory = device_memory(device)
     model = tiny_llama(layers=2)
     step = TrainStep(
@@ -63,14 +63,14 @@ def train(fails: list[int]) -> tuple[list[bool], list[list[float]]]:
 
 @pytest.fixture(scope="module")
 def healthy() -> list[tuple[list[bool], list[list[float]]]]:
-    return run_ranks(train, 2, [], timeout=60, join=False, forked=False)
+    return run_ranks(train, 2, [], join=False, forked=False)
 
 
 @pytest.mark.parametrize("fails", [[0], [1], [0, 1]], ids=["rank 0", "rank 1", "both"])
 def test_a_rank_without_memory_holds_nobody_up_and_leaves_no_trace(
     healthy: list[tuple[list[bool], list[list[float]]]], fails: list[int]
 ) -> None:
-    disturbed = run_ranks(train, 2, fails, timeout=60, join=False, forked=False)
+    disturbed = run_ranks(train, 2, fails, join=False, forked=False)
     for (lost, values), (_, expected) in zip(disturbed, healthy, strict=True):
         assert lost == [False, False, False, True, False]
         assert values == expected

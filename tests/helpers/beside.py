@@ -34,7 +34,7 @@ def make_environment(folder: Path, others: Sequence[str] = OTHERS, *, pinned: bo
         pinned: whether all packages have the versions of ``constraints.txt``; otherwise, only torch has.
     """
     python = folder / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=300)
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
     install = [*pip, "install", "--quiet", "--no-compile"]
     constraint = ["--constraint", ROOT / "constraints.txt"]
@@ -47,7 +47,7 @@ def make_environment(folder: Path, others: Sequence[str] = OTHERS, *, pinned: bo
 def link_environment(folder: Path, *names: str) -> Path:
     """Make an environment that has links to distributions of this one, and to what these need, and nothing
     else; gives its Python."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=300)
     site = Path(sysconfig.get_path("purelib", vars={"base": folder}))
     for name, found in _needed(names).items():
         assert found.files, name

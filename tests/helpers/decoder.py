@@ -223,7 +223,7 @@ def train_step(
         optimizers=optimizers,
         device=torch.device("cpu"),
         memory=memory or SimulatedMemory(None),
-        ranks=ranks or Ranks(timeout=20),
+        ranks=ranks or Ranks(timeout=200),
         options=StepOptions(**options),
     )
 

@@ -47,7 +47,7 @@ class Training:
     """A step as a run builds it from a config, taken again and again from the same start."""
 
     def __init__(self, cfg: DictConfig, memory: SimulatedMemory | None = None) -> None:
-        self.ranks = Ranks(timeout=20)
+        self.ranks = Ranks(timeout=200)
         dtype = training.get_dtype(cfg.dtype, torch.device("cpu"))
         environment = Environment(torch.device("cpu"), dtype, self.ranks)
         torch.manual_seed(0)

@@ -13,7 +13,7 @@ QUICK = ["max_steps_per_epoch=2", "epochs=1", "adaptive_batching.cache=False"]
 
 
 def launch(
-    *command: str, cwd: Path, expect: int = 0, timeout: float = 120, **environment: str
+    *command: str, cwd: Path, expect: int = 0, timeout: float = 300, **environment: str
 ) -> str:
     """Run a console script of this environment; everything that it said."""
     done = subprocess.run(

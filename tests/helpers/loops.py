@@ -79,7 +79,7 @@ class Training:
         switches: bool = False,
         **kind_of_model: Any,
     ) -> None:
-        self.ranks = Ranks(timeout=20)
+        self.ranks = Ranks(timeout=200)
         self.model = tiny_llama(**kind_of_model)
         self.optimizer = adamw(self.model)
         self.memory = FailingMemory()

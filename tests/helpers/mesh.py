@@ -175,7 +175,7 @@ class OnMesh:
         way: str,
         shape: tuple[int, int, int],
         chunks: int = 2,
-        timeout: float = 20,
+        timeout: float = 200,
         **options: Any,
     ) -> None:
         self.ranks, self.mesh = Ranks(timeout=timeout), mesh_of(*shape)

@@ -47,7 +47,7 @@ class Alone(Ranks):
 
 
 _SHOWN = 8000  # characters of a rank's output, enough for a stack and some lines before
-_START = 120.0  # seconds that a rank may take to start, or to say where it is
+_START = 300.0  # seconds that a rank may take to start, or to say where it is
 
 # A server imports what ranks need once, and forks them: imports take seconds, a fork a few milliseconds.
 _context = multiprocessing.get_context("forkserver")
@@ -58,7 +58,7 @@ def run_ranks(
     function: Callable[..., Any],
     ranks: int,
     *arguments: Any,
-    timeout: float = 60.0,
+    timeout: float = 300.0,
     join: bool = True,
     forked: bool = True,
 ) -> list[Any]:
@@ -120,7 +120,7 @@ def watch_ranks(
     ranks: int,
     *arguments: Any,
     until_exit_of: list[int],
-    timeout: float = 60.0,
+    timeout: float = 300.0,
     join: bool = True,
 ) -> list[Ended]:
     """Like ``run_ranks``, for ranks that may die: wait for some of them to exit, then kill the others.
@@ -202,7 +202,7 @@ def _collect(
             try:
                 kind, value = pipe.recv()  # type: ignore[union-attr]
             except EOFError:
-                processes[rank].join(timeout=5)
+                processes[rank].join(timeout=60)
                 kind, value = "error", f"the process died, exit code {processes[rank].exitcode}"
             results[rank] = value
             if kind == "error":

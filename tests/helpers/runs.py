@@ -48,7 +48,7 @@ def train(kind: str, folder: Path, ranks: int = 1, **changes: Any) -> Records:
 
 def run_with(run: Callable[..., Records], kind: str, cfg: DictConfig, ranks: int) -> Records:
     """Run a recipe, ours or torchtune's; what rank 0 logged."""
-    records, *_ = run_ranks(run, ranks, kind, cfg, join=False, timeout=120)
+    records, *_ = run_ranks(run, ranks, kind, cfg, join=False)
     return records  # type: ignore[no-any-return]
 
 

@@ -311,7 +311,7 @@ def beside_an_undisturbed_run(way: str, operations: list[int]) -> None:
 def test_no_rank_waits_in_what_forward_gathers(way: str, exhaustive: bool) -> None:
     """While the sequence of collectives is recorded, and afterward."""
     operations = list(range(1, 16)) if exhaustive else [3, 14]
-    run_ranks(beside_an_undisturbed_run, 2, way, operations, timeout=200)
+    run_ranks(beside_an_undisturbed_run, 2, way, operations)
 
 
 def test_on_one_rank_a_collective_is_a_call() -> None:
@@ -358,5 +358,5 @@ def frozen_while_it_fails(operations: list[int]) -> int:
 @pytest.mark.ranks
 def test_what_is_frozen_while_memory_runs_out_is_trained_afterward(exhaustive: bool) -> None:
     operations = list(range(1, 40)) if exhaustive else list(range(12, 24, 3))
-    for lost in run_ranks(frozen_while_it_fails, 2, operations, timeout=200):
+    for lost in run_ranks(frozen_while_it_fails, 2, operations):
         assert lost >= 4

@@ -112,7 +112,7 @@ def fail_at_operations(sample: Sample, way: str, gathers: bool) -> int:
 @pytest.mark.parametrize(("way", "gathers"), [("fsdp", False), ("ddp", True)])
 def test_memory_runs_out_at_operations_of_a_phase(way: str, gathers: bool, sample: Sample) -> None:
     sample = sample.every(exhaustive=1, quick=7)
-    failed = run_ranks(fail_at_operations, 2, sample, way, gathers, timeout=300)
+    failed = run_ranks(fail_at_operations, 2, sample, way, gathers)
     assert all(failed)
 
 

@@ -119,7 +119,7 @@ def test_compiled_by_inductor(way: str, sample: Sample) -> None:
     settings = {"compiled": "inductor"}
     ranks = 1 if way == "alone" else 2
     sample = sample.every(exhaustive=13, quick=13)
-    counts = run_ranks(fail_in_steps, ranks, way, False, sample, settings, timeout=280)
+    counts = run_ranks(fail_in_steps, ranks, way, False, sample, settings)
     for count in counts:
         assert count["retried"] == count["tried"] >= 1
         assert count["wrong"] == 0
@@ -273,7 +273,7 @@ def test_the_lines_of_a_search_are_logged_once() -> None:
     ],
 )
 def test_search_then_train(way: str, ranks: int, compiled: str | None) -> None:
-    found = run_ranks(search_and_train, ranks, way, compiled, timeout=120)
+    found = run_ranks(search_and_train, ranks, way, compiled)
     size, fits, retried = found[0]
     assert found == [found[0]] * ranks
     assert size >= 64 and any(fits) and not all(fits)
@@ -595,7 +595,7 @@ def after_mishaps(way: str, recording: bool) -> list[str]:
 def test_nothing_stays_of_a_step_that_the_users_own_exception_ends(
     recording: bool, way: str, ranks: int
 ) -> None:
-    assert run_ranks(after_mishaps, ranks, way, recording, timeout=100) == [[]] * ranks
+    assert run_ranks(after_mishaps, ranks, way, recording) == [[]] * ranks
 
 
 def _without_the_first_layer(run: Trained) -> Any:
@@ -606,7 +606,7 @@ def _without_the_first_layer(run: Trained) -> Any:
 
 
 def test_what_cannot_work_is_refused_on_every_rank() -> None:
-    said = run_ranks(refusals, 4, timeout=100)
+    said = run_ranks(refusals, 4)
     assert said == [said[0]] * 4
     expected = {
         "not spread": "nothing reduces its gradients",

@@ -78,7 +78,7 @@ def batch(rows: int) -> dict[str, torch.Tensor]:
 def planned(build: Any, ranks: int, **changes: Any) -> Plan:
     settings: dict[str, Any] = {"forward": forward, "batch": batch, "ceiling": 8, "rows": ROWS}
     settings |= {"accumulation": ACCUMULATION, "max_grad_norm": 1.0, "length": LENGTH, **changes}
-    return plan_batch_size(build, optimizer=adamw, gpu=GPU, ranks=ranks, timeout=100.0, **settings)
+    return plan_batch_size(build, optimizer=adamw, gpu=GPU, ranks=ranks, timeout=300.0, **settings)
 
 
 def built(shape: str) -> nn.Module:
@@ -118,7 +118,7 @@ def test_the_numbers_are_those_of_the_recipes_plan(ranks: int) -> None:
     with processes("torchtune_adaptive.recipe.plan.preload") as run:
         answer = run(predict, request.query(cache=False))
         found = planned(partial(build, ranks), ranks)
-        recipes = answer.result(timeout=100)
+        recipes = answer.result(timeout=300)
     assert found.speed == recipes.speed is not None
     assert found.peak == recipes.configured.reserved
 

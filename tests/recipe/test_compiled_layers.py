@@ -165,5 +165,5 @@ def passed(layer: nn.Module, x: Any, positions: Any, checkpointed: bool) -> torc
 @pytest.mark.rotating
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_what_a_compiled_layer_keeps_is_predicted_to_the_byte(case: Case) -> None:
-    [(really, predicted)] = run_ranks(kept, 1, case, timeout=300, join=False)
+    [(really, predicted)] = run_ranks(kept, 1, case, join=False)
     assert predicted == really > 0

@@ -134,5 +134,5 @@ def what_stays() -> list[bool]:
 
 
 def test_the_compiler_is_changed_only_while_a_region_is_compiled() -> None:
-    [same] = run_ranks(what_stays, 1, timeout=60, join=False)
+    [same] = run_ranks(what_stays, 1, join=False)
     assert same == [True, True, True]

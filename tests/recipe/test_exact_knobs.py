@@ -56,7 +56,7 @@ def test_no_bit_depends_on_an_exact_knob(
 ) -> None:
     sample = 1 if exhaustive else 5
     models = [(kind, dtype, dropout) for dtype in ("fp32", "bf16") for dropout in (0.0, 0.5)]
-    found = run_ranks(different_choices, ranks, models, {"device": device}, sample, timeout=240)
+    found = run_ranks(different_choices, ranks, models, {"device": device}, sample)
     assert all(tried >= 8 for tried, _ in found)
     assert [different for _, different in found] == [[]] * ranks
 
@@ -66,7 +66,7 @@ def test_no_bit_depends_on_an_exact_knob(
 def test_nor_where_the_last_projection_is_sharded_apart(kind: str, exhaustive: bool) -> None:
     apart = {SHARDED_LAYERS: ["tok_embeddings", "output"]}
     sample = 1 if exhaustive else 7
-    found = run_ranks(different_choices, 2, [(kind, "bf16", 0.0)], apart, sample, timeout=120)
+    found = run_ranks(different_choices, 2, [(kind, "bf16", 0.0)], apart, sample)
     assert [different for _, different in found] == [[]] * 2
 
 
@@ -87,7 +87,7 @@ def test_a_config_with_a_knob_trains_like_the_config_without() -> None:
         {CHECKPOINT: "every_3", RESHARD: False},
         {SHARDED_LAYERS: ["tok_embeddings", "output"]},
     ]
-    assert run_ranks(built_differently, 2, {}, others, timeout=120) == [[False] * len(others)] * 2
+    assert run_ranks(built_differently, 2, {}, others) == [[False] * len(others)] * 2
 
 
 class FailingAllocation(SimulatedMemory):

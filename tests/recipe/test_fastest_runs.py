@@ -46,7 +46,7 @@ def run_without_waiting_for_a_prediction(cfg: DictConfig) -> None:
 def run(cfg: DictConfig, *said: str) -> Path:
     """Run it; where it is, and whether it says all of this."""
     (rank,) = watch_ranks(
-        run_without_waiting_for_a_prediction, 1, cfg, until_exit_of=[0], join=False, timeout=120
+        run_without_waiting_for_a_prediction, 1, cfg, until_exit_of=[0], join=False
     )
     assert rank.exit_code == 0 and all(words in rank.said for words in said), rank.said
     return Path(cfg.output_dir)

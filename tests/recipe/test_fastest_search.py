@@ -140,7 +140,7 @@ def without_prediction(device: str, limit_share: float | None) -> tuple[FastestR
 def test_what_is_chosen_is_exact_was_tried_and_is_not_slower(
     device: str, ranks: int, limit_share: float | None
 ) -> None:
-    results = run_ranks(without_prediction, ranks, device, limit_share, timeout=300)
+    results = run_ranks(without_prediction, ranks, device, limit_share)
     report, _ = results[0]
     assert [each.chosen for each, _ in results] == [report.chosen] * ranks
     assert all(bits for _, bits in results), "training after the choice has the config's bits"
@@ -174,7 +174,7 @@ def in_too_little_memory(device: str, may_change: str) -> str:
     ("device", "may_change"), [("cpu", "exact"), ("cuda", "exact"), ("cpu", "rounding")]
 )
 def test_what_does_not_fit_says_what_would(device: str, may_change: str) -> None:
-    (said,) = run_ranks(in_too_little_memory, 1, device, may_change, timeout=120)
+    (said,) = run_ranks(in_too_little_memory, 1, device, may_change)
     if may_change == "exact":
         assert "batch_size" in said and "may_change=rounding" in said
     else:

@@ -54,7 +54,7 @@ def run_compiled(cfg: Any) -> Records:
 def test_compiled(tmp_path: Path) -> None:
     plain = train("full", tmp_path / "plain", 2, max_steps_per_epoch=1)
     cfg = tiny_config("full", tmp_path / "compiled", compile=True, max_steps_per_epoch=1)
-    compiled, *_ = run_ranks(run_compiled, 2, cfg, join=False, timeout=120)
+    compiled, *_ = run_ranks(run_compiled, 2, cfg, join=False)
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
 
 
@@ -66,7 +66,7 @@ def test_a_compiled_run_searches_and_says_that_trials_ran_eager(tmp_path: Path) 
         "max_steps_per_epoch": 1,
     }
     cfg = tiny_config("full", tmp_path, **changes)
-    (first,) = watch_ranks(run_compiled, 1, cfg, until_exit_of=[0], join=False, timeout=120)
+    (first,) = watch_ranks(run_compiled, 1, cfg, until_exit_of=[0], join=False)
     assert first.exit_code == 0, first.said
     assert "compiled regions run eager in trials" in first.said
     assert re.search(r"batch_size 4 -> \d", first.said)

@@ -205,7 +205,7 @@ def test_measuring_the_noise_changes_no_bit_and_act_grows_by_it(tmp_path: Path) 
 def test_noise_that_cannot_be_measured_is_said_and_not_logged(tmp_path: Path) -> None:
     changes = {"max_steps_per_epoch": 12, "adaptive_batching.gradient_noise": "observe"}
     cfg = tiny_config("full", tmp_path, **changes)
-    (alone,) = watch_ranks(run_ours, 1, "full", cfg, until_exit_of=[0], timeout=60, join=False)
+    (alone,) = watch_ranks(run_ours, 1, "full", cfg, until_exit_of=[0], join=False)
     assert alone.exit_code == 0 and "cannot be measured in this run" in alone.said
     changes["gradient_accumulation_steps"] = 2
     records = train("full", tmp_path, **changes)

@@ -102,7 +102,7 @@ def test_whole_floats_count_as_whole_numbers() -> None:
 
 
 def ask_ranks_that_disagree(fail_on: int | None) -> int | str:
-    ranks = Ranks(timeout=20)
+    ranks = Ranks(timeout=200)
 
     def function(epoch: int, size: int) -> int:
         if ranks.rank == fail_on:

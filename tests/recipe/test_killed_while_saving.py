@@ -111,7 +111,6 @@ def test_wherever_a_run_is_killed_it_resumes_exactly(
         run_and_copy,
         *(ranks, kind, cfg, tmp_path / "copies", every, shard % every),
         join=False,
-        timeout=300,
     )
     expected = copied[0][0]
     resumable: dict[str, Path] = {}
@@ -184,7 +183,7 @@ def content(folder: Path) -> dict[str, bytes | None]:
 def test_a_kill_leaves_what_a_copy_has(tmp_path: Path, stride: int, shard: int) -> None:
     cfg = tiny_config("full", tmp_path / "out", **SAVES)
     arguments = (cfg, tmp_path, stride, shard % stride)
-    (endings,) = run_ranks(save_and_be_killed, 1, *arguments, join=False, timeout=300)
+    (endings,) = run_ranks(save_and_be_killed, 1, *arguments, join=False)
     copied, *killed, ended = endings
     assert copied == ended == 0 and set(killed) == {-signal.SIGKILL} and killed
     for number in range(1 + shard % stride, len(killed) * stride, stride):
@@ -217,7 +216,7 @@ def test_a_run_that_is_killed_while_it_saves_in_the_background(
     killed = tmp_path / "killed"
     cfg = tiny_config("full", killed, **ASYNCHRONOUS)
     arguments = (2, "full", cfg, method, number)
-    ended, _ = watch_ranks(run_killed_at, *arguments, until_exit_of=[0], timeout=60, join=False)
+    ended, _ = watch_ranks(run_killed_at, *arguments, until_exit_of=[0], join=False)
     assert ended.exit_code == -signal.SIGKILL, ended.said
     assert not (killed / "epoch_2").exists()
     assert_same_end(train("full", killed, 2, **ASYNCHRONOUS, **RESUME), expected)
@@ -249,7 +248,7 @@ def test_a_run_that_is_killed_at_random_moments(seed: int, tmp_path: Path) -> No
     for _ in range(3):
         delay = moment.uniform(0.0, 0.4)
         cfg = tiny_config("full", killed, **changes, **RESUME)
-        watch_ranks(run_and_die, 1, cfg, delay, until_exit_of=[0], timeout=60, join=False)
+        watch_ranks(run_and_die, 1, cfg, delay, until_exit_of=[0], join=False)
         CheckpointFolder(killed).newest("full")  # completes what was sealed
         if (killed / "epoch_1").exists():
             break  # too late: it was done

@@ -307,7 +307,7 @@ def start(cwd: Path, *arguments: str, pythonpath: str = "") -> subprocess.Comple
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.runs
 def launch_forked(*command: str, cwd: Path, expect: int = 0) -> str:
     """The same without launcher flags, in a process that starts with everything imported."""
     (process,) = watch_ranks(
-        run_in_this_process, 1, str(cwd), *command, until_exit_of=[0], timeout=120, join=False
+        run_in_this_process, 1, str(cwd), *command, until_exit_of=[0], join=False
     )
     assert process.exit_code == expect, process.said
     return process.said

@@ -31,7 +31,7 @@ SEARCH = {
 
 def run(folder: Path, **changes: Any) -> None:
     cfg = tiny_config("full", folder, **SEARCH, **changes)
-    run_ranks(run_offline, 1, cfg, join=False, timeout=100)
+    run_ranks(run_offline, 1, cfg, join=False)
 
 
 def run_offline(cfg: Any) -> None:

@@ -55,7 +55,7 @@ class Everywhere:
         everywhere: bool = False,
         **kind_of_model: Any,
     ) -> None:
-        self.ranks = Ranks(timeout=20)
+        self.ranks = Ranks(timeout=200)
         self.model = tiny_llama(output_apart=output_apart, **kind_of_model)
         self.objective = second_model(second, self.model, kind_of_model) if second else None
         self.in_backward = in_backward
@@ -192,7 +192,7 @@ def fail_where_nothing_is_allocated(sample: Sample) -> list[tuple[bool, bool, bo
 def test_only_the_scaling_of_gradients_in_place_is_done_again(sample: Sample) -> None:
     """What needs no memory may fail too: a hook does in Python, or a kernel that must be loaded."""
     sample = sample.every(exhaustive=7, quick=101)
-    for seen in run_ranks(fail_where_nothing_is_allocated, 2, sample, timeout=120):
+    for seen in run_ranks(fail_where_nothing_is_allocated, 2, sample):
         assert len(seen) > 5
         for scaled, fits, same in seen:
             assert fits == scaled and same
@@ -221,7 +221,7 @@ def test_other_kinds_of_run_at_a_sample_of_operations(
     ranks: int, everyone: bool, settings: dict[str, Any], sample: Sample
 ) -> None:
     sample = sample.every(exhaustive=13, quick=61)
-    counts = run_ranks(fail_in_trials, ranks, sample, everyone, settings, timeout=300)
+    counts = run_ranks(fail_in_trials, ranks, sample, everyone, settings)
     assert_survived(counts, at_least=130 // sample.stride)
 
 
@@ -239,5 +239,5 @@ def test_other_kinds_of_run_at_a_sample_of_operations(
 )
 def test_while_the_sequence_is_being_recorded(settings: dict[str, Any], sample: Sample) -> None:
     sample = sample.every(exhaustive=11, quick=41)
-    counts = run_ranks(fail_while_recording, 2, sample, settings, timeout=300)
+    counts = run_ranks(fail_while_recording, 2, sample, settings)
     assert_survived(counts, at_least=110 // sample.stride)

@@ -62,7 +62,7 @@ def trained(step: TrainStep) -> tuple[int, int]:
 
 
 def one_rank_has_room_for_five(kind: str) -> list[Any]:
-    here = room_for_masks_of(5) if Ranks(timeout=20).rank == 1 else nullcontext()
+    here = room_for_masks_of(5) if Ranks(timeout=200).rank == 1 else nullcontext()
     first, second, unharmed = (new_step(kind) for _ in range(3))
     trained(unharmed)
     with here:

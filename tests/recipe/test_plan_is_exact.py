@@ -161,10 +161,10 @@ def test_packed_rows_are_predicted_with_their_mask() -> None:
 @pytest.mark.exhaustive
 def test_ranks_with_other_shares_have_other_peaks() -> None:
     config = a_config("full", False, 1, 515)
-    measurements = [peaks for [peaks] in run_ranks(measured, 3, [config], SIZES, timeout=100)]
+    measurements = [peaks for [peaks] in run_ranks(measured, 3, [config], SIZES)]
     assert measurements[0] != measurements[2]
     for rank in (0, 2):
-        [[prediction]] = run_ranks(predicted, 1, [config], SIZES, 3, rank, timeout=100, join=False)
+        [[prediction]] = run_ranks(predicted, 1, [config], SIZES, 3, rank, join=False)
         assert prediction == measurements[rank]
 
 
@@ -173,8 +173,8 @@ def test_ranks_with_other_shares_have_other_peaks() -> None:
 def test_copies_of_shards_are_predicted(kind: str) -> None:
     config = a_config(kind, False, 2, 512)
     OmegaConf.update(config, "data_parallel_replicate_dim", 2, force_add=True)
-    [measurement] = run_ranks(measured, 4, [config], SIZES, timeout=100)[0]
-    [[prediction]] = run_ranks(predicted, 1, [config], SIZES, 4, 0, timeout=100, join=False)
+    [measurement] = run_ranks(measured, 4, [config], SIZES)[0]
+    [[prediction]] = run_ranks(predicted, 1, [config], SIZES, 4, 0, join=False)
     assert prediction == measurement
 
 
@@ -195,9 +195,9 @@ def test_layers_that_are_split_over_ranks_are_predicted(ranks: int, exhaustive: 
     if exhaustive:
         whole = {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}
         configs.append(split_over(2, True, 1, 515 if ranks == 2 else 2000, **whole))
-    measurements = run_ranks(measured, ranks, configs, FEW_SIZES, timeout=200)
+    measurements = run_ranks(measured, ranks, configs, FEW_SIZES)
     rank = planned_rank(configs[0])
-    [found] = run_ranks(predicted, 1, configs, FEW_SIZES, ranks, rank, timeout=200, join=False)
+    [found] = run_ranks(predicted, 1, configs, FEW_SIZES, ranks, rank, join=False)
     assert found[0] == measurements[rank][0]
     for at, prediction in enumerate(found):
         for size in FEW_SIZES:
@@ -208,8 +208,8 @@ def test_layers_that_are_split_over_ranks_are_predicted(ranks: int, exhaustive: 
 @pytest.mark.exhaustive
 def test_copies_of_shards_of_split_layers_are_predicted() -> None:
     config = split_over(2, False, 1, 512, data_parallel_replicate_dim=2)
-    [measurement] = run_ranks(measured, 8, [config], FEW_SIZES, timeout=200)[0]
-    [[prediction]] = run_ranks(predicted, 1, [config], FEW_SIZES, 8, 0, timeout=100, join=False)
+    [measurement] = run_ranks(measured, 8, [config], FEW_SIZES)[0]
+    [[prediction]] = run_ranks(predicted, 1, [config], FEW_SIZES, 8, 0, join=False)
     assert prediction == measurement
 
 
@@ -225,7 +225,7 @@ def refusals(configs: list[DictConfig], ranks: int) -> list[str]:
 def test_what_cannot_be_split_is_refused_as_a_run_refuses_it() -> None:
     """By name, before weights are loaded: heads, and parts that are split once more by FSDP."""
     configs = [split_over(4, False, 1, 512), split_over(2, False, 1, 514)]
-    [(heads, parts)] = run_ranks(refusals, 1, configs, 4, timeout=100, join=False)
+    [(heads, parts)] = run_ranks(refusals, 1, configs, 4, join=False)
     assert "tensor_parallel_dim: 4" in heads and "KV heads (2)" in heads
     assert "tensor_parallel_dim: 2" in parts and "tok_embeddings.weight" in parts and "514" in parts
 
@@ -278,9 +278,9 @@ def launches_of_steps(cfg: DictConfig, ranks: int, rank: int | None = None) -> l
 def test_a_fake_rank_launches_what_a_real_one_does(ranks: int, exhaustive: bool) -> None:
     """Among the same ranks, with the same sizes: of tensor parallelism, of FSDP, of the update."""
     cfg = split_over(2, True, 2, 512)
-    real = run_ranks(launches_of_steps, ranks, cfg, ranks, timeout=200)
+    real = run_ranks(launches_of_steps, ranks, cfg, ranks)
     for rank in (0, ranks - 1) if exhaustive else (0,):
-        [fake] = run_ranks(launches_of_steps, 1, cfg, ranks, rank, timeout=200, join=False)
+        [fake] = run_ranks(launches_of_steps, 1, cfg, ranks, rank, join=False)
         assert fake == real[rank]
     assert len(fake) == 3 and all(map(len, fake))
 
@@ -296,7 +296,7 @@ def collectives_in_time(cfg: DictConfig, ranks: int) -> list[Operation]:
 def test_collectives_of_split_layers_block_the_computation() -> None:
     """They are on the stream that computes, among the ranks of their own group; FSDP's are not."""
     cfg = OmegaConf.merge(split_over(2, True, 1, 512), {"device": "cuda"})
-    [found] = run_ranks(collectives_in_time, 1, cfg, 4, timeout=100, join=False)
+    [found] = run_ranks(collectives_in_time, 1, cfg, 4, join=False)
     of_tensors = [one for one in found if one.shape == (2, 1)]
     of_fsdp = [one for one in found if one.shape == (2, 2)]
     assert {one.stream for one in of_tensors} == {0} and 0 not in {one.stream for one in of_fsdp}
@@ -325,8 +325,8 @@ def test_an_8_bit_optimizer_in_backward_is_traced() -> None:
     }
     eight_bit = OmegaConf.merge(cfg, changes)
     plain = OmegaConf.merge(eight_bit, {"optimizer": {"_component_": "torch.optim.AdamW"}})
-    [(first, *later, less)] = run_ranks(traced, 1, eight_bit, timeout=60, join=False)
-    [(_, *_, more)] = run_ranks(traced, 1, plain, timeout=60, join=False)
+    [(first, *later, less)] = run_ranks(traced, 1, eight_bit, join=False)
+    [(_, *_, more)] = run_ranks(traced, 1, plain, join=False)
     assert later[0] == later[1] < first  # which creates the state
     assert less < more
 
@@ -357,7 +357,7 @@ def test_a_compiled_step_takes_less_than_the_same_as_it_is_written(kind: str) ->
     eager = OmegaConf.merge(a_config(kind, False, 1, 512), {"device": "cuda"})
     compiled = OmegaConf.merge(eager, {"compile": True})
     [[(one, same, _), (other, as_written, why)]] = run_ranks(
-        second_steps, 1, [eager, compiled], "", timeout=60, join=False
+        second_steps, 1, [eager, compiled], "", join=False
     )
     assert one == same == as_written and why == ""
     most = [RecordedStep(events, {}).most_in_use() for events in (one, other)]
@@ -379,7 +379,7 @@ def test_where_the_compiler_cannot_be_followed_the_step_is_an_upper_bound(
     eager = OmegaConf.merge(a_config("full", False, 1, 512), {"device": "cuda"})
     compiled = OmegaConf.merge(eager, {"compile": True})
     [[(one, _, _), (other, _, why)]] = run_ranks(
-        second_steps, 1, [eager, compiled], fault, timeout=60, join=False
+        second_steps, 1, [eager, compiled], fault, join=False
     )
     assert one == other and reason in why
 
@@ -400,7 +400,7 @@ def test_on_one_gpu_adamw_takes_temporaries_of_the_size_of_all_parameters() -> N
     """torch updates all of them at once there, though fake tensors would have it update one by one."""
     cfg = OmegaConf.merge(a_config("full", True, 1, 512), {"device": "cuda"})
     others = [OmegaConf.merge(cfg, {"optimizer": {key: value}}) for key, value in ONE_BY_ONE]
-    [(parameters, found)] = run_ranks(bytes_of_roots, 1, [cfg, *others], timeout=60, join=False)
+    [(parameters, found)] = run_ranks(bytes_of_roots, 1, [cfg, *others], join=False)
     assert found == [parameters, 0, 0]
 
 
@@ -416,7 +416,7 @@ def test_offloading_that_is_switched_on_is_traced_as_if_it_were_configured() -> 
     """In fp32 the norm of a layer keeps the very tensor that was offloaded."""
     changes = {"device": "cuda", "dtype": "fp32", "enable_activation_checkpointing": True}
     cfg = OmegaConf.merge(a_config("full", True, 1, 512), changes)
-    [(one, other)] = run_ranks(steps_that_offload, 1, cfg, timeout=60, join=False)
+    [(one, other)] = run_ranks(steps_that_offload, 1, cfg, join=False)
     assert one == other and len(one) > 100
 
 
@@ -437,9 +437,7 @@ def test_repeated_events_of_dequantizing_are_those_of_each_weight(
     ranks: int, checkpoint: str
 ) -> None:
     cfg = OmegaConf.merge(a_config("qlora", True, 2, 512), {"device": "cuda", "dtype": "bf16"})
-    [(repeated, traced_each)] = run_ranks(
-        steps_of_qlora, 1, cfg, ranks, checkpoint, timeout=60, join=False
-    )
+    [(repeated, traced_each)] = run_ranks(steps_of_qlora, 1, cfg, ranks, checkpoint, join=False)
     assert repeated == traced_each and len(repeated.events) > 1000
 
 
@@ -452,6 +450,6 @@ def test_the_divergence_from_a_teacher_is_traced_with_its_backward_pass() -> Non
     """It asks whether there is any label: without one, it would be a constant."""
     cfg = OmegaConf.merge(a_config("kd", True, 1, 512), {"device": "cuda"})
     without = OmegaConf.merge(a_config("lora", True, 1, 512), {"device": "cuda"})
-    [more] = run_ranks(backward_passes_of_log_softmax, 1, cfg, timeout=60, join=False)
-    [fewer] = run_ranks(backward_passes_of_log_softmax, 1, without, timeout=60, join=False)
+    [more] = run_ranks(backward_passes_of_log_softmax, 1, cfg, join=False)
+    [fewer] = run_ranks(backward_passes_of_log_softmax, 1, without, join=False)
     assert more == 2 * fewer > 0

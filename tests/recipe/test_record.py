@@ -101,7 +101,7 @@ def opened(path: Path) -> str:
         [browser, *options, profile, "--dump-dom", path.as_uri()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     assert "CONSOLE" not in done.stderr, done.stderr  # where it complains of a page

@@ -70,7 +70,7 @@ def test_the_optimizer_in_backward_can_only_stop(ranks: int, tmp_path: Path) -> 
 def test_without_a_search_a_step_is_retried_and_the_end_says_what_to_set(tmp_path: Path) -> None:
     small = {"batch_size": 16, "adaptive_batching.memory_limit": "12MiB", "max_steps_per_epoch": 2}
     cfg = tiny_config("full", tmp_path / "retried", **small)
-    (rank,) = watch_ranks(run_ours, 1, "full", cfg, until_exit_of=[0], join=False, timeout=90)
+    (rank,) = watch_ranks(run_ours, 1, "full", cfg, until_exit_of=[0], join=False)
     assert rank.exit_code == 0, rank.said
     (parts,) = re.findall(r"Last global batch: 16 rows \((.*)\)", rank.said)
     (overrides,) = re.findall(r"^Memory ran out, .* Next time: (.*)$", rank.said, re.MULTILINE)
@@ -78,7 +78,7 @@ def test_without_a_search_a_step_is_retried_and_the_end_says_what_to_set(tmp_pat
     assert again.batch_size * again.gradient_accumulation_steps == 16
     split = f"{again.batch_size} x accumulation {again.gradient_accumulation_steps} x 1 rank"
     assert parts == f"micro-batch {split}" and "adaptive_batching.checkpoint=all" in overrides
-    steps, *_ = run_ranks(run_ours, 1, "full", again, join=False, timeout=90)
+    steps, *_ = run_ranks(run_ours, 1, "full", again, join=False)
     assert [step["retried_steps"] for step in steps] == [0, 0]
 
 
@@ -94,9 +94,7 @@ def train_what_cannot_be_reset(cfg: Any) -> list[dict[str, float]]:
 def test_a_model_that_recovery_does_not_support(asked: bool, tmp_path: Path) -> None:
     changes = {"adaptive_batching.on_out_of_memory": "shrink"} if asked else {}
     cfg = tiny_config("full", tmp_path, **changes)
-    (rank,) = watch_ranks(
-        train_what_cannot_be_reset, 1, cfg, until_exit_of=[0], join=False, timeout=60
-    )
+    (rank,) = watch_ranks(train_what_cannot_be_reset, 1, cfg, until_exit_of=[0], join=False)
     trained = "cannot be retried: model: it cannot be reset.\n" in rank.said
     refused = "UsageError: model: it cannot be reset." in rank.said
     assert (trained, refused) == (not asked, asked), rank.said
@@ -119,7 +117,7 @@ def die_in_the_second_epoch(rows: list[Any], **settings: Any) -> dict[str, Any]:
 def test_a_rank_that_dies_in_training_is_named_and_the_run_resumes(tmp_path: Path) -> None:
     changes = {
         "adaptive_batching.on_out_of_memory": "shrink",
-        "adaptive_batching.rank_timeout": 3,
+        "adaptive_batching.rank_timeout": 10,
         "epochs": 2,
     }
     lethal = {**changes, "collate_fn": f"{__name__}.{die_in_the_second_epoch.__name__}"}
@@ -129,7 +127,6 @@ def test_a_rank_that_dies_in_training_is_named_and_the_run_resumes(tmp_path: Pat
         "full",
         tiny_config("full", tmp_path, **lethal),
         until_exit_of=[0],
-        timeout=90,
         join=False,
     )
     assert survivor.exit_code in (EXIT_CODE, 1), survivor.said

@@ -60,7 +60,7 @@ def mapped_files() -> set[str]:
 def mapped_for_long() -> set[str]:
     """Those that are not let go of in a moment: a thread of gloo's may still drop the last tensor that it
     has sent."""
-    until = time.monotonic() + 2
+    until = time.monotonic() + 60
     while (found := mapped_files()) and time.monotonic() < until:
         time.sleep(0.01)
     return found
@@ -142,7 +142,7 @@ def test_reading_a_checkpoint_takes_no_memory_on_any_rank(width: int, tmp_path: 
     size = size_of(tmp_path / "out" / "epoch_0")
     assert size > 200 * width**2
     cfg = tiny_config("full", tmp_path / "out", **changes, epochs=2, **RESUME)
-    for grown, held, files, _ in run_ranks(resumed, 2, "full", cfg, join=False, timeout=150):
+    for grown, held, files, _ in run_ranks(resumed, 2, "full", cfg, join=False):
         assert grown < SHARE * size
         assert held < SHARE * size and not files
 

@@ -86,7 +86,7 @@ def test_each_phase_takes_what_is_predicted(
     prompt = int(report["row"].split()[0])
     sizes = {phase: list(peaks) for phase, peaks in measured.items()}
     cfg = tiny_config(kind, tmp_path, **changes)
-    [(found, peaks)] = run_ranks(predicted, 1, cfg, ranks, prompt, sizes, join=False, timeout=120)
+    [(found, peaks)] = run_ranks(predicted, 1, cfg, ranks, prompt, sizes, join=False)
     assert peaks == measured and all(map(len, peaks.values()))  # to the byte
     assert report["overrides"].startswith(f"{found.overrides} ")
 
@@ -105,7 +105,7 @@ def predicted_of_gpus(cfg: DictConfig) -> tuple[list[bool], list[list[int]]]:
 
 def test_sizes_follow_from_few_traces_and_each_token_counts_by_itself() -> None:
     cfg = tiny_config("grpo", "out", device="cuda", **ROWS)
-    [(direct, [gathered, sharded])] = run_ranks(predicted_of_gpus, 1, cfg, join=False, timeout=120)
+    [(direct, [gathered, sharded])] = run_ranks(predicted_of_gpus, 1, cfg, join=False)
     assert direct == [False, False, False]
     assert len(gathered) == 2 and gathered[0] > 0 == gathered[1]  # gathers once
     assert len(sharded) == 2 and sharded[0] == sharded[1] > 0
@@ -119,9 +119,7 @@ def predicted_generation(cfg: DictConfig, amounts: list[int]) -> list[tuple[bool
 
 def test_where_the_whole_policy_does_not_fit_generation_is_sharded() -> None:
     cfg = tiny_config("grpo", "out", **ROWS, **{"adaptive_batching.headroom": 0.0})
-    [found] = run_ranks(
-        predicted_generation, 1, cfg, [2_000_000, 3_050_000, 3_200_000], join=False, timeout=120
-    )
+    [found] = run_ranks(predicted_generation, 1, cfg, [2_000_000, 3_050_000, 3_200_000], join=False)
     (nothing, whole_policy_does_not_fit, fits) = found
     assert nothing == (True, 0)
     assert whole_policy_does_not_fit[0] and whole_policy_does_not_fit[1] >= 1

@@ -229,9 +229,7 @@ def test_memory_that_runs_out_on_one_rank_changes_no_response(
     made = []
     for name, which in (("plain", None), ("short", phase)):
         cfg = tiny_config(kind, tmp_path / name, **changes)
-        records, *_ = run_ranks(
-            run_short_of_memory, 2, kind, cfg, which, factor, join=False, timeout=120
-        )
+        records, *_ = run_ranks(run_short_of_memory, 2, kind, cfg, which, factor, join=False)
         made.append(records)
     plain, short = made
     for one, other in zip(plain, short, strict=True):
@@ -324,7 +322,7 @@ def test_adapters_train_as_with_a_second_model_as_the_reference(
 ) -> None:
     changes = {**SHORT, **changes, "ppo_epochs": 2, "loss.kl_coeff": 0.5}
     cfg = tiny_config("grpo_lora", tmp_path / "second", **changes)
-    expected = run_ranks(run_with_a_second_model, 2, "grpo_lora", cfg, join=False, timeout=120)[0]
+    expected = run_ranks(run_with_a_second_model, 2, "grpo_lora", cfg, join=False)[0]
     found = train("grpo_lora", tmp_path / "found", 2, **changes)
     assert found[0]["kl_loss"] == 0.0 < found[-1]["kl_loss"]
     for one, other in zip(found, expected, strict=True):
@@ -355,7 +353,7 @@ def test_a_compiled_run_is_that_of_its_layers(
         changes |= {"adaptive_batching.memory_limit": None}
     plain = train(kind, tmp_path / "plain", ranks, **changes)
     cfg = tiny_config(kind, tmp_path / "compiled", compile=True, **changes)
-    compiled, graphs = run_ranks(run_compiled, ranks, kind, cfg, join=False, timeout=200)[0]
+    compiled, graphs = run_ranks(run_compiled, ranks, kind, cfg, join=False)[0]
     assert graphs > 0
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4, abs=1e-6)
     lengths = [[step["response_lengths"] for step in run] for run in (plain, compiled)]

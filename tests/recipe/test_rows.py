@@ -45,7 +45,7 @@ class Together(Ranks):
 
 
 def in_threads(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
-    values, barrier = [None] * size, Barrier(size, timeout=20)
+    values, barrier = [None] * size, Barrier(size, timeout=300)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: work(Together(rank, values, barrier)), range(size)))
 

@@ -154,7 +154,7 @@ def test_a_predicted_size_is_confirmed_by_one_trial(tmp_path: Path) -> None:
     for way in ("predict", "bisect"):
         shutil.rmtree(tmp_path / "cache" / "batch_sizes", ignore_errors=True)
         cfg = tiny_config("full", tmp_path / way, **changes, **{"adaptive_batching.search": way})
-        run_ranks(run_ours, 2, "full", cfg, join=False, timeout=90)
+        run_ranks(run_ours, 2, "full", cfg, join=False)
         found[way] = written(tmp_path / way)
     assert found["predict"]["batch_size"] == found["bisect"]["batch_size"]
     assert len(found["predict"]["trials"]) == 1
@@ -271,9 +271,7 @@ def find_nothing(cfg: Any) -> str:
 
 def test_nothing_fits_is_an_error_that_helps(tmp_path: Path) -> None:
     changes = {**SEARCH, "adaptive_batching.memory_limit": "3MiB"}
-    messages = run_ranks(
-        find_nothing, 2, tiny_config("full", tmp_path, **changes), join=False, timeout=60
-    )
+    messages = run_ranks(find_nothing, 2, tiny_config("full", tmp_path, **changes), join=False)
     for message in messages:
         assert "Not even 1 row of 103 tokens" in message
         assert "out of memory in" in message and "could have 3,145,728" in message

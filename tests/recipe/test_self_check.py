@@ -39,15 +39,15 @@ def check(fault: str, cache: bool | str) -> str:
     ],
 )
 def test_a_torch_that_works_otherwise_is_refused(fault: str, reason: str) -> None:
-    [said] = run_ranks(check, 1, fault, False, timeout=60, join=False)
+    [said] = run_ranks(check, 1, fault, False, join=False)
     assert said.startswith("With torch ")
     assert reason in said
 
 
 def test_what_has_passed_is_remembered(tmp_path: Path) -> None:
-    assert run_ranks(check, 1, "", str(tmp_path), timeout=60, join=False) == [""]
+    assert run_ranks(check, 1, "", str(tmp_path), join=False) == [""]
     fault = "storages are resized elsewhere"  # would be noticed, if it were looked at again
-    assert run_ranks(check, 1, fault, str(tmp_path), timeout=60, join=False) == [""]
+    assert run_ranks(check, 1, fault, str(tmp_path), join=False) == [""]
 
 
 def traced_as_on_a_gpu() -> tuple[bool, set[str]]:
@@ -62,6 +62,6 @@ def traced_as_on_a_gpu() -> tuple[bool, set[str]]:
 
 
 def test_fsdp_and_a_fused_optimizer_run_on_the_fake_device() -> None:
-    [(bilinear, on_streams)] = run_ranks(traced_as_on_a_gpu, 1, timeout=60, join=False)
+    [(bilinear, on_streams)] = run_ranks(traced_as_on_a_gpu, 1, join=False)
     assert bilinear
     assert on_streams == {"gathered parameters", "gradients"}

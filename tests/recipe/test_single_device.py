@@ -49,14 +49,14 @@ def test_losses_are_torchtunes(tmp_path: Path, kind: str, settings: tuple[str, .
     changes: dict[str, Any] = {}
     for name in settings:
         changes |= SETTINGS[kind][name]
-    [(ours, theirs)] = run_ranks(both, 1, tmp_path, kind, changes, timeout=100, join=False)
+    [(ours, theirs)] = run_ranks(both, 1, tmp_path, kind, changes, join=False)
     assert ours == theirs and len(ours) == 3
 
 
 @pytest.mark.exhaustive
 def test_clipping_differs_in_rounding_only(tmp_path: Path) -> None:
     changes = {"clip_grad_norm": 0.5}
-    [(ours, theirs)] = run_ranks(both, 1, tmp_path, "full", changes, timeout=100, join=False)
+    [(ours, theirs)] = run_ranks(both, 1, tmp_path, "full", changes, join=False)
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
@@ -66,6 +66,6 @@ def test_with_the_optimizer_in_backward_gradients_are_means(tmp_path: Path) -> N
     Adam divides by the size of gradients, so the losses stay close; with another optimizer they would not.
     """
     changes = {"optimizer_in_bwd": True, "optimizer.eps": 1e-20}
-    [(ours, theirs)] = run_ranks(both, 1, tmp_path, "full", changes, timeout=100, join=False)
+    [(ours, theirs)] = run_ranks(both, 1, tmp_path, "full", changes, join=False)
     assert ours[0] == theirs[0]
     assert ours == pytest.approx(theirs, rel=1e-2)

@@ -91,16 +91,14 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_run_resumes_exactly(
 def test_a_signal_in_the_search_ends_all_ranks(tmp_path: Path) -> None:
     search = {"use_maximum_batch_size": True, "adaptive_batching.memory_limit": "40MiB"}
     cfg = tiny_config("full", tmp_path, **CHANGES, **search)
-    began = time.monotonic()
     ended = watch_ranks(
         run_to_its_end,
         *(2, "full", cfg, signal.SIGTERM, 3, 1),
         until_exit_of=[0, 1],
-        timeout=45,
         join=False,
     )
-    assert time.monotonic() - began < 40
     assert "stopped by SIGTERM while not training, so there is nothing to save" in ended[1].said
+    assert "sent no sign of life" not in ended[0].said, "nobody waited"
     assert "rank 1" in ended[0].said and ended[0].exit_code not in (0, None)
     assert not list(tmp_path.glob("epoch_*"))
 
@@ -116,7 +114,7 @@ def signalled(
     cwd: Path,
     when: str,
     send: Callable[[subprocess.Popen[str]], None],
-    timeout: float = 60,
+    timeout: float = 300,
 ) -> tuple[int, str]:
     """A command that is sent a signal once it has said something; its status, and all that it said."""
     log = cwd / "said"
@@ -182,7 +180,7 @@ def test_a_run_with_workers_ends(bad: bool, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=90,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == bad, ended.stdout

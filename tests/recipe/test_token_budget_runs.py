@@ -50,7 +50,7 @@ def run(
     """What a run logs. Its measurement, which is noisy here, finds ``speeds`` unless they are None."""
     cfg = tiny_config(kind, folder, **changes)
     path = f"recipes/adaptive_{kind}_finetune_distributed.py"
-    records, *_ = run_ranks(run_measuring, ranks, speeds, path, cfg, draws, join=False, timeout=100)
+    records, *_ = run_ranks(run_measuring, ranks, speeds, path, cfg, draws, join=False)
     return records
 
 
@@ -112,7 +112,7 @@ def test_all_ranks_measure_the_same(tmp_path: Path) -> None:
     """Or they would divide the first step differently, and wait for each other."""
     changes = {**BUDGET, "max_steps_per_epoch": 1}
     cfg = tiny_config("full", tmp_path, **changes)
-    speeds = run_ranks(measured_by_a_slow_rank, 2, cfg, join=False, timeout=100)
+    speeds = run_ranks(measured_by_a_slow_rank, 2, cfg, join=False)
     assert speeds[0] == speeds[1] and speeds[0][1] is not None
 
 
@@ -156,7 +156,7 @@ def test_a_budget_is_remembered(tmp_path: Path) -> None:
     assert {str(length): rows for length, rows in entry["value"]} == found and trials > 1
     cfg = tiny_config("full", tmp_path / "again", **{**BUDGET, "max_steps_per_epoch": 1})
     cfg.adaptive_batching.cache = str(tmp_path / "cache")
-    again, *_ = run_ranks(run_with_a_cache_on_rank_zero_only, 2, cfg, join=False, timeout=100)
+    again, *_ = run_ranks(run_with_a_cache_on_rank_zero_only, 2, cfg, join=False)
     assert searched(tmp_path / "again") == (found, 1)
     assert losses(again) == losses(first)
     too_large = [[length, rows * 8] for length, rows in entry["value"]]
@@ -277,9 +277,7 @@ def test_it_shrinks_when_a_neighbour_moves_in(tmp_path: Path) -> None:
     changes["enable_activation_checkpointing"] = True  # or the step would turn it on instead
     changes["adaptive_batching.memory_limit"] = "14MiB"
     cfg = tiny_config("full", tmp_path, **changes)
-    disturbed, *_ = run_ranks(
-        run_measuring, 2, FASTER, "demos/neighbour.py", cfg, join=False, timeout=100
-    )
+    disturbed, *_ = run_ranks(run_measuring, 2, FASTER, "demos/neighbour.py", cfg, join=False)
     del changes["adaptive_batching.memory_limit"], changes["adaptive_batching.token_budget"]
     plain = run(tmp_path / "plain", **changes)
     assert disturbed[-1]["retried_steps"] >= 1
@@ -334,9 +332,7 @@ def test_a_compiled_model_sees_few_lengths(tmp_path: Path, exhaustive: bool) -> 
     plain = run(tmp_path / "plain", ranks=1, **changes)
     cfg = tiny_config("full", tmp_path / "compiled", **changes, compile=True)
     backend = "inductor" if exhaustive else "aot_eager"  # inductor takes half a minute here
-    [(compiled, lengths, graphs)] = run_ranks(
-        run_compiled, 1, cfg, backend, join=False, timeout=240
-    )
+    [(compiled, lengths, graphs)] = run_ranks(run_compiled, 1, cfg, backend, join=False)
     for one, other in zip(plain, compiled, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)
     assert 2 < len(lengths) <= 8, "of micro-batches of many lengths"

@@ -38,7 +38,7 @@ class Run:
         survive: bool = True,
         **kind_of_model: Any,
     ) -> None:
-        self.ranks = Ranks(timeout=20)
+        self.ranks = Ranks(timeout=200)
         self.memory = memory or FailingMemory()
         self.model = tiny_llama(**kind_of_model)
         self.optimizer = adamw(self.model)
@@ -193,7 +193,7 @@ def test_one_rank_at_every_operation_of_validation(
     settings: dict[str, Any], recording: bool, sample: Sample
 ) -> None:
     sample = sample.every(exhaustive=3, quick=41)
-    for failed in run_ranks(fail_in_validation, 2, sample, recording, settings, timeout=300):
+    for failed in run_ranks(fail_in_validation, 2, sample, recording, settings):
         assert failed >= 70 // sample.stride
 
 

@@ -132,9 +132,7 @@ def test_the_fastest_configuration_on_cuda_does_not_offload() -> None:
 
 def losses(run: Any, kind: str, folder: Path, **changes: Any) -> list[float]:
     cfg = tiny_config(kind, folder, **changes)
-    [steps, *_] = run_ranks(
-        with_torchvision, 2, run, kind.split("_")[0], cfg, timeout=120, join=False
-    )
+    [steps, *_] = run_ranks(with_torchvision, 2, run, kind.split("_")[0], cfg, join=False)
     return runs.losses(steps)
 
 
@@ -181,8 +179,8 @@ def predicted(kind: str, ranks: int) -> dict[tuple[int, int], int]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "ranks"), [("full_vision", 2), ("lora_vision", 1)])
 def test_predicted_peaks_are_measured_peaks(kind: str, ranks: int) -> None:
-    measurement = run_ranks(with_torchvision, ranks, measured, kind, timeout=100)[0]
-    [prediction] = run_ranks(with_torchvision, 1, predicted, kind, ranks, timeout=100, join=False)
+    measurement = run_ranks(with_torchvision, ranks, measured, kind)[0]
+    [prediction] = run_ranks(with_torchvision, 1, predicted, kind, ranks, join=False)
     assert prediction == measurement
 
 

@@ -29,7 +29,7 @@ CLOSE = 1e-6
 
 
 def on_ranks(function: Callable[..., Any], count: int, folder: Path, *arguments: Any) -> list[Any]:
-    return run_ranks(function, count, str(folder), *arguments, timeout=300)
+    return run_ranks(function, count, str(folder), *arguments)
 
 
 def compare(folder: str, lost: list[Loss], settings: dict[str, Any]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def counted_experts(trainer: Any) -> None:
 
 @pytest.mark.parametrize("name", FACTS_OF_TORCHTITAN)
 def test_fact(name: str) -> None:
-    run_ranks(_with_a_trainer, 1, name, timeout=240)
+    run_ranks(_with_a_trainer, 1, name)
 
 
 def _with_a_trainer(name: str) -> None:

@@ -98,7 +98,7 @@ class Result:
 
 
 def on_ranks(
-    function: Callable[..., Any], count: int, *arguments: Any, timeout: float = 240
+    function: Callable[..., Any], count: int, *arguments: Any, timeout: float = 300
 ) -> Any:
     """Call a function on one process, or on ranks."""
     return helper.run_ranks(_alone_or_not, count, function, *arguments, timeout=timeout, join=False)

@@ -32,7 +32,7 @@ class Run:
     """A policy that is sharded, generates, scores and is trained."""
 
     def __init__(self, max_new: int = MAX_NEW, **settings: Any) -> None:
-        self.ranks, self.memory = Ranks(timeout=20), FailingMemory()
+        self.ranks, self.memory = Ranks(timeout=200), FailingMemory()
         self.model = policy(sharded=True, **settings)
         self.objective = GRPOObjective(LogProbs(self.model))
         self.step = train_step(
