@@ -14,7 +14,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.step.knobs import (
@@ -36,7 +35,7 @@ from torchtune_adaptive.core.step.knobs import (
 from torchtune_adaptive.recipe.plan import background
 from torchtune_adaptive.recipe.registry import load_config
 from torchtune_adaptive.recipe.search.timings import fastest
-from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 from torchtune_adaptive.recipe.tracing.self_check import _real_kind, _real_step
 
@@ -84,7 +83,7 @@ def measure(model: str) -> list[dict[str, Any]]:
     """Peak bytes and CPU seconds of a step with every configuration."""
     cfg, length = config_of(model), MODELS[model][1]
     memory = SimulatedMemory(1 << 50)
-    step = _real_step(_real_kind(cfg), memory)
+    step = _real_step(_real_kind(Asked.of(cfg)), memory)
     tokens = torch.randint(0, cfg.model.vocab_size, (ROWS, length))
 
     def take(choice: Choice) -> float:
@@ -95,7 +94,7 @@ def measure(model: str) -> list[dict[str, Any]]:
         return time.process_time() - started
 
     found: list[dict[str, Any]] = []
-    for choice in choices(cfg, 1, "rounding", switches_only=True):
+    for choice in choices(Asked.of(cfg), 1, "rounding", switches_only=True):
         step.switch(choice)
         if not found:
             take(choice)  # the optimizer creates its state
@@ -118,9 +117,9 @@ def predictions(
     cfg: DictConfig, length: int, device: str = "simulated device", capacity: int = 1 << 36
 ) -> dict[str, float]:
     """Predicted seconds by configuration, as a run asks for them."""
-    settings = replace(AdaptiveSettings.from_config(cfg), use_fastest_configuration=True)
+    asked = Asked.of(OmegaConf.merge(cfg, {"use_fastest_configuration": True}))  # type: ignore[arg-type]
     background.PATIENCE = 600  # the machine may have something to measure meanwhile
-    planner = background.BackgroundPlanner(cfg, settings, 1, device)
+    planner = background.BackgroundPlanner(asked, 1, device)
     try:
         found = planner.ranked(length, capacity)
     finally:
@@ -218,7 +217,7 @@ def main() -> None:
         found = json.loads(path.read_text())
         configs = ((model, table, config_of(model)) for model, table in found.items())
         report(
-            (model, table, configured_choice(cfg, 1), predictions(cfg, MODELS[model][1]))
+            (model, table, configured_choice(Asked.of(cfg), 1), predictions(cfg, MODELS[model][1]))
             for model, table, cfg in configs
         )
         return

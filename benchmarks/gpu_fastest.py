@@ -29,6 +29,7 @@ from torchtune_adaptive.core.device.select import device_memory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.step.knobs import MICRO_BATCH
 from torchtune_adaptive.core.step.train_step import TrainStep
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 
 ROWS = 4
@@ -57,7 +58,7 @@ def measure(cfg: DictConfig, length: int, capacity: int, seconds: float) -> list
     step = build_step(cfg, 1, memory)
     take(step, 1, length)  # the optimizer creates its state
     found = []
-    for choice in choices(cfg, 1, "rounding", switches_only=True):
+    for choice in choices(Asked.of(cfg), 1, "rounding", switches_only=True):
         step.switch(choice)
         try:
             peak = peak_of(step, memory, choice[MICRO_BATCH], length)
@@ -128,7 +129,7 @@ def main() -> None:
             peak = one["peak"] / GIB
             print(f"{seconds_of(one):.3f} s, {peak:.2f} GiB: {name_of(one['choice'])}", flush=True)
         label = f"{case.name}, {ROWS} rows of {case.length} tokens"
-        report([(label, table, configured_choice(cfg, 1), predicted.result())])
+        report([(label, table, configured_choice(Asked.of(cfg), 1), predicted.result())])
 
 
 if __name__ == "__main__":

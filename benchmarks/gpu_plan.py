@@ -183,7 +183,7 @@ class Measuring:
 
 def query_of(case: Case, plan: PlanRequest, device_name: str) -> Query:
     """The query. Ranks that do not exist send nothing, so communication takes no time."""
-    pace, _ = pace_for(plan.cfg, plan.settings, case.ranks, device_name)
+    pace, _ = pace_for(plan.asked, case.ranks, device_name)
     if pace is not None:
         pace = replace(pace, speeds=replace(pace.speeds, links=inf, network=inf), correction=None)
     return plan.query(pace=pace)

@@ -27,6 +27,7 @@ from torchtune_adaptive.planner.speed.operations import StepOperations, packed_u
 from torchtune_adaptive.planner.speed.speed import Pace, Speed
 from torchtune_adaptive.planner.workers import processes
 from torchtune_adaptive.recipe.registry import find_config
+from torchtune_adaptive.recipe.settings.asked import Asked
 
 WHOLE_LOSS = {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}
 CHUNKED = {"loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}}
@@ -182,7 +183,7 @@ def traced(cfg: dict[str, Any], ranks: int, rows: int, length: int) -> dict[str,
     """The operations of a step; in a process of its own."""
     from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
-    tracer = Tracer(OmegaConf.create(cfg), ranks)  # type: ignore[arg-type]
+    tracer = Tracer(Asked.of(OmegaConf.create(cfg)), ranks)  # type: ignore[arg-type]
     tracer.take_step(2, length // 2)
     operations = tracer.take_step(rows, length).operations
     assert operations is not None

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torchtune_adaptive import __version__
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.step.knobs import MICRO_BATCH, OFFLOADING
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import choices
 
 ROOT = Path(__file__).parents[1]
@@ -199,7 +200,9 @@ def test_every_choice_on_a_gpu_is_a_switch(monkeypatch: pytest.MonkeyPatch) -> N
     """Or configurations would be measured as others than they are."""
     fastest = benchmark("gpu_fastest", monkeypatch)
     case = fastest.FASTEST["1B"]
-    possible = choices(fastest.config_for(case, "cuda"), 1, "rounding", switches_only=True)
+    possible = choices(
+        Asked.of(fastest.config_for(case, "cuda")), 1, "rounding", switches_only=True
+    )
     varied = {key for key in possible[0] if len({str(choice[key]) for choice in possible}) > 1}
     assert OFFLOADING in varied
     step = fastest.build_step(fastest.config_for(case, "cpu"), 1, SimulatedMemory(None))

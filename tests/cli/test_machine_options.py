@@ -127,7 +127,7 @@ def test_gpus_that_are_compared_have_their_own_power_and_links() -> None:
 def test_a_measurement_is_of_the_machine_as_it_is(tmp_path: Path) -> None:
     cache = f"adaptive_batching.cache={tmp_path}"
     plan = planned(Machine(), cache)
-    kept = Calibrations(SpeedCalibration, str(tmp_path), plan.cfg, 16)
+    kept = Calibrations(SpeedCalibration, plan.asked, 16)
     kept.keep(SpeedCalibration("h100-80gb", 1.25, 1e9))
     measured, with_less_power = planned(Machine(), cache), planned(Machine(power=500.0), cache)
     assert measured.pace is not None and with_less_power.pace is not None

@@ -51,6 +51,7 @@ from torchtune_adaptive.recipe.plan.predict import OnDevice, Prediction
 from torchtune_adaptive.recipe.plan.ranking import Candidate
 from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import find_config, load_config, with_overrides
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import Change
 from torchtune_adaptive.recipe.versions import require_supported_versions
 
@@ -484,7 +485,7 @@ class TestWhatIsPrinted:
         )
         devices = [replace(self.plan.device, name=name) for name in GPUS]
         change = Change("loss._component_", "torchtune.long.Name", "torch.long.Other", "rounding")
-        fits = Candidate(self.plan.query().cfg, (change,) * 9, 1.0, 2e6, 1 << 30, True)
+        fits = Candidate(self.plan.query().asked, (change,) * 9, 1.0, 2e6, 1 << 30, True)
         candidates = [fits, replace(fits, changes=(), tokens_per_second_per_gpu=1e6)]
         report = a_report(
             replace(self.plan, name="a/long/path/to/the/config/of/a/run.yaml", ranks=4096),
@@ -574,7 +575,7 @@ class TestWhatIsAssumed:
             ("One", 3e9, cfg, 1),
             ("Compiled", 4e9, compiled, 8),
         ):
-            kept = Calibrations(Calibration, str(tmp_path), run, ranks)
+            kept = Calibrations(Calibration, Asked.of(run), ranks)
             kept.keep(Calibration(device, 20 << 30, 1.02, 1.01, when))
         plan = plan_request(cfg, 4, "here")
         assert (plan.device.name, plan.device.correction) == ("New", 1.02)
@@ -583,7 +584,7 @@ class TestWhatIsAssumed:
         assert plan_request(cfg, 1, "here").device.name == "One"
         assert plan_request(compiled, 2, "here").device.name == "Compiled"
         absurd = Calibration("Absurd", 20 << 30, reserved_ratio=3.0, allocated_ratio=1.0, when=5e9)
-        Calibrations(Calibration, str(tmp_path), cfg, 8).keep(absurd)
+        Calibrations(Calibration, Asked.of(cfg), 8).keep(absurd)
         assert plan_request(cfg, 4, "here").device.name == "New"
 
     @pytest.mark.parametrize(
@@ -629,7 +630,7 @@ class TestWhatIsAssumed:
         plan = plan_request(cfg, 8)
         assert (plan.length, plan.length_source) == expected
         assert any("packed rows" in line for line in plan.assumptions) is packed
-        Calibrations(Calibration, False, cfg, 8)
+        Calibrations(Calibration, Asked.of(cfg), 8)
 
     def test_what_cannot_be_predicted_is_refused(self) -> None:
         compiled = stock("llama3_1/8B_full", **SPLIT, compile=True)
@@ -649,7 +650,7 @@ class TestWhatIsAssumed:
         plan = plan_request(stock("llama3_2/1B_full_single_device"), 1)
         assert plan.cfg.optimizer._component_ == "torchao.optim.AdamW8bit"
         assert any("PagedAdamW8bit is planned as torchao" in line for line in plan.assumptions)
-        assert plan.query().cfg["optimizer_in_bwd"] is True
+        assert plan.query().asked["optimizer_in_bwd"] is True
 
     def test_lengths_that_a_run_remembered(self, tmp_path: Path) -> None:
         cfg = stock("llama3_1/8B_full", adaptive_batching={"cache": str(tmp_path)})
@@ -676,14 +677,15 @@ class TestWhatIsAssumed:
 def test_what_ifs_change_one_thing_each() -> None:
     plan = plan_request(stock("llama3_1/8B_full"), 8)
     changed = {one.name: one.query for one in what_ifs(plan)}
-    assert changed["no activation checkpointing"].cfg["enable_activation_checkpointing"] is False
-    assert changed["QLoRA (rank 8)"].cfg["model"]["_component_"].endswith("lora_llama3_1_8b")
-    assert changed["QLoRA (rank 8)"].cfg["model"]["quantize_base"] is True
-    assert changed["8-bit optimizer (torchao)"].cfg["optimizer"].keys() == {"_component_", "lr"}
+    configs = {name: query.asked.cfg for name, query in changed.items()}
+    assert configs["no activation checkpointing"]["enable_activation_checkpointing"] is False
+    assert configs["QLoRA (rank 8)"]["model"]["_component_"].endswith("lora_llama3_1_8b")
+    assert configs["QLoRA (rank 8)"]["model"]["quantize_base"] is True
+    assert configs["8-bit optimizer (torchao)"]["optimizer"].keys() == {"_component_", "lr"}
     assert changed["16 ranks"].ranks == 16
     assert changed["expandable segments"].device.expandable
     for query in changed.values():  # each is a config that a recipe would take
-        plan_request(OmegaConf.create(query.cfg), query.ranks)
+        plan_request(query.asked.cfg, query.ranks)
 
 
 @pytest.mark.parametrize(
@@ -701,11 +703,11 @@ def test_layers_are_split_over_numbers_of_ranks_that_divide_all(
 ) -> None:
     plan = plan_request(stock(name), ranks)
     queries = [one.query for one in splits(plan)]
-    assert [query.cfg["tensor_parallel_dim"] for query in queries] == expected
+    assert [query.asked["tensor_parallel_dim"] for query in queries] == expected
     assert all(query.pace is not None and query.pace.holders > 1 for query in queries)
     for one in splits(plan):  # each is a config that a recipe would take, as it is printed
         pasted = with_overrides(load_config(name), shlex.split(one.override))
-        assert plan_request(pasted, ranks).query().cfg == one.query.cfg
+        assert plan_request(pasted, ranks).query().asked == one.query.asked
 
 
 def test_what_cannot_be_combined_with_split_layers_is_no_what_if() -> None:
@@ -714,7 +716,7 @@ def test_what_cannot_be_combined_with_split_layers_is_no_what_if() -> None:
     assert {"no activation checkpointing", "LoRA (rank 8)", "4 ranks"} <= names
     assert not names & {"fused optimizer", "optimizer in backward", "1 rank"}
     assert not any("after forward" in name for name in names), "nothing is sharded"
-    lora = next(one.query.cfg for one in what_ifs(plan) if one.name == "LoRA (rank 8)")
+    lora = next(one.query.asked.cfg for one in what_ifs(plan) if one.name == "LoRA (rank 8)")
     assert lora["tensor_parallel_dim"] is None
 
 
@@ -725,8 +727,10 @@ def test_what_is_printed_to_paste_makes_the_what_if(name: str) -> None:
         words = shlex.split(one.override)
         if one.query.ranks == plan.ranks and "=" in one.override and "ALLOC_CONF" not in words[0]:
             pasted = plan_request(with_overrides(load_config(name), words), 2).query()
-            clean = {key: value for key, value in one.query.cfg.items() if value is not None}
-            assert clean == {key: value for key, value in pasted.cfg.items() if value is not None}
+            clean = {key: value for key, value in one.query.asked.cfg.items() if value is not None}
+            assert clean == {
+                key: value for key, value in pasted.asked.cfg.items() if value is not None
+            }
     names = {one.name for one in what_ifs(plan)}
     assert ("QLoRA" in names) == ("lora" in name)
 

@@ -22,11 +22,9 @@ from torchtune_adaptive.recipe.setup.model_switches import build_switches
 from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN
 
 SIZE = {"vocab_size": 16, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 8}
-
-
+SIZE |= {"intermediate_dim": 12, "max_seq_len": 32}
 ADAPTERS = {"lora_attn_modules": ["q_proj", "output_proj"], "apply_lora_to_mlp": True}
-
-
+ADAPTERS |= {"lora_rank": 2, "lora_alpha": 4}
 STEPS = 2
 
 

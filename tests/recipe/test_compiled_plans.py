@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.modules import TransformerDecoder
 
@@ -21,6 +21,7 @@ from torchtune_adaptive.recipe.plan.background import PeakQuestion, PredictedPea
 from torchtune_adaptive.recipe.plan.predict import Prediction, predict
 from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import load_config, with_overrides
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.tracing import self_check, tracer
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
@@ -96,16 +97,16 @@ def test_a_search_is_told_where_compiled_steps_are_not_followed(
     monkeypatch.setattr(self_check, "check_method", lambda _: None)
     monkeypatch.setattr(tracer, "Tracer", lambda *_: fake)
     fake = ElevenAndThirteen()
-    plain: Any = OmegaConf.to_container(on_a_gpu(True), resolve=True)
-    answer = background._Planner(plain, 1)(PeakQuestion(64, 8 << 30, rows=20))
+    asked = Asked.of(on_a_gpu(True)).resolved()
+    answer = background._Planner(asked, 1)(PeakQuestion(64, 8 << 30, rows=20))
     assert answer.as_written == "another torch"
     assert {11, 13} <= fake.traced and 20 not in fake.traced
 
 
 def predicted_for_a_search() -> tuple[PredictedPeak, list[str], int]:
     """A prediction for a compiled run that searches; and what reaches the process that trains."""
-    plain: Any = OmegaConf.to_container(on_a_gpu(True), resolve=True)
-    worker = Worker(background._Planner, plain, 1)
+    asked = Asked.of(on_a_gpu(True)).resolved()
+    worker = Worker(background._Planner, asked, 1)
     try:
         found = worker.ask(PeakQuestion(64, 8 << 30, rows=20), 550.0)
     finally:

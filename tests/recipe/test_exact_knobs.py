@@ -12,18 +12,16 @@ import torch
 from tests.helpers.accelerator import Card
 from tests.helpers.decoder import batch, local_values, same_bits
 from tests.helpers.faults import fail_at_each
-from tests.helpers.knobs import ADAPTERS, SIZE, STEPS, Training, config_of, differs
+from tests.helpers.knobs import STEPS, Training, config_of, differs
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import Sample
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.step.failures import StepHalfApplied
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, RECOMPUTE_LOSS, RESHARD, Choice
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import SHARDED_LAYERS, choices
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
-
-SIZE |= {"intermediate_dim": 12, "max_seq_len": 32}
-ADAPTERS |= {"lora_rank": 2, "lora_alpha": 4}
 
 
 def different_choices(
@@ -36,7 +34,7 @@ def different_choices(
     for kind, dtype, dropout in models:
         cfg = config_of(kind, dtype, dropout, **keys)
         trained = Training(cfg)
-        own, *others = choices(cfg, trained.ranks.size, "exact", switches_only=True)
+        own, *others = choices(Asked.of(cfg), trained.ranks.size, "exact", switches_only=True)
         expected = trained.train(own)
         assert not differs(expected, trained.train(own)), "training is not repeatable"
         assert len(set(expected[0])) == STEPS, "nothing was learnt"

@@ -31,6 +31,7 @@ from torchtune_adaptive.recipe.plan.ranking import (
 )
 from torchtune_adaptive.recipe.plan.request import PlanRequest, plan_request
 from torchtune_adaptive.recipe.registry import load_config, with_overrides
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import WHOLE, Change, choices
 
 LIMITS = 48
@@ -48,8 +49,8 @@ def tiny_plan(*overrides: str, name: str = "tiny/full", device: str = "cpu") -> 
 
 def choices_at_many_limits(query: Query) -> tuple[list[tuple[float, int]], list[Any]]:
     """Seconds and peak of every candidate, each traced; and what is chosen at each limit."""
-    cfg = OmegaConf.create(query.cfg)
-    candidates = choices(cfg, 1, MAY_CHANGE[cfg.device], switches_only=True)  # type: ignore[arg-type]
+    may_change = MAY_CHANGE[query.asked["device"]]
+    candidates = choices(query.asked, 1, may_change, switches_only=True)
     steps = steps_with(query, candidates, query.traces())
     ranked, estimated = steps.ranked(candidates)
     every = [steps.traced(one) for one in candidates]
@@ -80,7 +81,7 @@ def test_the_choice_equals_brute_force_at_every_limit(device: str) -> None:
 
 
 def estimates_and_traces(query: Query) -> list[tuple[Any, float, float]]:
-    candidates = choices(OmegaConf.create(query.cfg), 1, "rounding", switches_only=True)  # type: ignore[arg-type]
+    candidates = choices(query.asked, 1, "rounding", switches_only=True)
     some = {MICRO_BATCH: (4,), CHECKPOINT: ("none", "operations")}
     alike = [one for one in candidates if all(one[key] in some[key] for key in some)]
     steps = steps_with(query, alike, query.traces())
@@ -99,7 +100,8 @@ def test_estimates_are_close_to_what_traces_give() -> None:
 def candidate(seconds: float, reserved: int | None, changed: int = 0, **cfg: Any) -> Candidate:
     fits = None if reserved is None else reserved <= 100
     changes: Any = tuple(range(changed))
-    return Candidate(cfg, changes, seconds, 1 / seconds, reserved, fits)
+    asked = Asked.of(OmegaConf.create(cfg), "full")
+    return Candidate(asked, changes, seconds, 1 / seconds, reserved, fits)
 
 
 def test_of_what_is_as_fast_the_smallest_change_is_chosen() -> None:
@@ -113,11 +115,12 @@ def test_a_compiled_choice_says_that_it_keeps_dequantized_weights() -> None:
     names = ("llama3_2/1B_qlora_single_device", "llama3_2/1B_lora_single_device")
     for name, quantized in zip(names, (True, False), strict=True):
         plan = plan_request(load_config(name), 1)
-        [build] = [one for one in other_builds(plan.cfg, 1, ("compile",)) if one.compile]
-        cfg: Any = OmegaConf.to_container(build)
-        found = Candidate(cfg, (), 1.0, 1.0, 1 << 30, True)
-        own = Candidate(plan.query().cfg, (), 2.0, 0.5, 1 << 30, True)
-        everything = merged(plan.cfg, [[found, own]], SimpleNamespace(ranks=1, speed=None), 1 << 40)  # type: ignore[arg-type]
+        [build] = [one for one in other_builds(plan.asked, 1, ("compile",)) if one["compile"]]
+        found = Candidate(build, (), 1.0, 1.0, 1 << 30, True)
+        own = Candidate(plan.query().asked, (), 2.0, 0.5, 1 << 30, True)
+        everything = merged(
+            plan.asked, [[found, own]], SimpleNamespace(ranks=1, speed=None), 1 << 40
+        )  # type: ignore[arg-type]
         text = as_text(fastest_blocks(Fastest(plan, everything, ("compile",))))
         assert ("weights that it has dequantized" in " ".join(text.split())) == quantized
 
@@ -132,11 +135,14 @@ def test_compiling_is_considered_with_its_real_memory_where_it_is_named() -> Non
     changes = ("device=cuda", "use_maximum_batch_size=False", "adaptive_batching.memory_limit=null")
     cfg = with_overrides(load_config("tiny/full"), [*shape, *changes])
     plan = plan_request(cfg, 1, "a100-80gb")
-    builds = [plan, *(replace(plan, cfg=one) for one in other_builds(cfg, 1, ("compile",)))]
+    builds = [
+        plan,
+        *(replace(plan, asked=one) for one in other_builds(plan.asked, 1, ("compile",))),
+    ]
     queries = [build.query() for build in builds]
     with processes("torchtune_adaptive.recipe.plan.preload") as run:
         own, compiled = run(ranked_with, queries, ("compile",)).result(timeout=300)
-    assert not own.cfg.get("compile") and compiled.cfg["compile"]
+    assert not own.asked["compile"] and compiled.asked["compile"]
     assert compiled.reserved < own.reserved and compiled.seconds < own.seconds
 
 
@@ -162,7 +168,7 @@ def with_peaks(*peaks: float) -> Fastest:
     usable = plan.device.usable_bytes
     change = Change(CHECKPOINT, "all", "none", "exact")
     found = [
-        Candidate(plan.query().cfg, (change,), at, 1 / at, int(peak * usable), peak <= 1)
+        Candidate(plan.query().asked, (change,), at, 1 / at, int(peak * usable), peak <= 1)
         for at, peak in enumerate(peaks, 1)
     ]
     return Fastest(plan, [*found[:-1], replace(found[-1], changes=())], "exact")
@@ -230,12 +236,13 @@ def test_the_published_pair_is_too_close_to_call() -> None:
 
 
 def test_other_models_are_built_where_it_is_allowed() -> None:
-    cfg = load_config("llama3_1/8B_full")
-    sharded = list(other_builds(cfg, 8, "exact"))
-    assert [one.custom_sharded_layers for one in sharded] == [None]
-    assert not list(other_builds(cfg, 8, ("batch_size",)))
-    assert {"fused"} <= {key for one in other_builds(cfg, 8, "rounding") for key in one.optimizer}
-    assert not any(one.get("compile") for one in other_builds(cfg, 8, "rounding"))
+    asked = Asked.of(load_config("llama3_1/8B_full"))
+    sharded = list(other_builds(asked, 8, "exact"))
+    assert [one["custom_sharded_layers"] for one in sharded] == [None]
+    assert not list(other_builds(asked, 8, ("batch_size",)))
+    others = list(other_builds(asked, 8, "rounding"))
+    assert {"fused"} <= {key for one in others for key in one.cfg.optimizer}
+    assert not any(one["compile"] for one in others)
 
 
 def ranked(query: Query) -> Any:
@@ -247,7 +254,7 @@ def test_the_report_says_what_changes_and_what_to_paste() -> None:
     plan = tiny_plan("enable_activation_checkpointing=True")
     with processes("torchtune_adaptive.recipe.plan.preload") as run:
         prediction, found = run(ranked, plan.query()).result(timeout=300)
-    candidates = merged(plan.cfg, [found], prediction, plan.device.usable_bytes)
+    candidates = merged(plan.asked, [found], prediction, plan.device.usable_bytes)
     fastest = Fastest(plan, candidates, "exact")
     assert fastest.own.seconds == prediction.speed.seconds
     assert fastest.choice is not None and fastest.choice.seconds < fastest.own.seconds

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from omegaconf import OmegaConf
 
 from torchtune_adaptive.planner.memory.allocator import MIB
 from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp, largest, peak, timeline
@@ -20,6 +21,7 @@ from torchtune_adaptive.planner.memory.recorded_step import (
 )
 from torchtune_adaptive.recipe.plan.limits import largest_adapter_rank, length_limits
 from torchtune_adaptive.recipe.plan.predict import Prediction, Query, predict
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.tracing.traces import NotRemembered
 
 SIMULATED = DeviceLimits("simulated device", 1000, caching=False)
@@ -141,16 +143,17 @@ def query(
 ) -> Query:
     from torchtune_adaptive.recipe.tracing import tracer as tracer_module
 
-    monkeypatch.setattr(tracer_module, "Tracer", lambda cfg, ranks, rank: tracer)
+    monkeypatch.setattr(tracer_module, "Tracer", lambda asked, ranks, rank: tracer)
     loss = {"_component_": "torch.nn.CrossEntropyLoss"}
+    cfg = {
+        "batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "device": "cpu",
+        "loss": loss,
+        **config,
+    }
     return Query(
-        {
-            "batch_size": 4,
-            "gradient_accumulation_steps": 1,
-            "device": "cpu",
-            "loss": loss,
-            **config,
-        },
+        Asked.of(OmegaConf.create(cfg), "full"),
         1,
         SIMULATED,
         rows=4,
@@ -239,8 +242,8 @@ def test_the_highest_rank_of_adapters(
 ) -> None:
     from torchtune_adaptive.recipe.tracing import tracer as tracer_module
 
-    def tracer(cfg: Any, ranks: int, rank: int) -> FakeTracer:
-        return FakeTracer(lambda rows, n: (cfg.model.lora_rank * rows * 3, 10))
+    def tracer(asked: Asked, ranks: int, rank: int) -> FakeTracer:
+        return FakeTracer(lambda rows, n: (asked.cfg.model.lora_rank * rows * 3, 10))
 
     asked = query(FakeTracer(None), monkeypatch, model={"lora_rank": 8})
     monkeypatch.setattr(tracer_module, "Tracer", tracer)

@@ -24,20 +24,7 @@ RAW = {
     # It is the config that is saved with a run, and shows what was found.
     "recipe/record.py": {"batch_size", "gradient_accumulation_steps", "output_dir"},
     "recipe/train/growth.py": {"batch_increase_function"},  # a component of ours
-    # Plans compare configs that nobody has asked for.
-    "recipe/plan/calibration.py": {"compile", "dtype"},
-    "recipe/plan/pace.py": {"compile", "device", "dtype", "fsdp_cpu_offload"},
-    "recipe/plan/ranking.py": {"batch_size", "compile"},
-    "recipe/plan/request.py": {"compile", "device", "fsdp_cpu_offload", "max_generated_tokens"},
-    "recipe/plan/rollout.py": {
-        *("batch_size", "forward_batch_size", "grpo_samples", "max_generated_tokens"),
-        *("optimizer_in_bwd", "ppo_epochs"),
-    },
-    "recipe/tracing/traces.py": {"device"},
-    "cli/candidates_report.py": {"batch_size"},
-    "cli/command_line.py": {"output_dir"},
-    "cli/plan_report.py": {"enable_activation_checkpointing"},
-    "cli/what_if.py": {"device", "optimizer_in_bwd"},
+    "cli/command_line.py": {"output_dir"},  # before it is known whether there is a run to ask for
 }
 """The other keys that are read from a config outside of ``settings``, by module. Use ``Asked`` instead."""
 

@@ -19,6 +19,7 @@ from torchtune_adaptive.core.step.knobs import (
 )
 from torchtune_adaptive.recipe.search.fastest_search import to_begin_with
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of
 from torchtune_adaptive.recipe.settings.knob_table import (
@@ -44,12 +45,13 @@ CONFIGS = ["tiny/full", "tiny/lora", "llama3_1/8B_full", "llama3_2/1B_lora_singl
 def test_every_choice_becomes_the_config_that_it_is_read_from(
     name: str, device: str, may_change: Any
 ) -> None:
-    cfg = config(name, device=device)
-    found = choices(cfg, 2, may_change)
-    assert found[0] == configured_choice(cfg, 2)
+    asked = Asked.of(config(name, device=device))
+    cfg, found = asked.cfg, choices(asked, 2, may_change)
+    assert found[0] == configured_choice(asked, 2)
     for choice in [*found[:: len(found) // 8 + 1], found[-1]]:
-        changed = with_choice(cfg, 2, choice)
-        assert configured_choice(changed, 2) == choice
+        chosen = with_choice(asked, 2, choice)
+        assert configured_choice(chosen, 2) == choice
+        changed = chosen.cfg
         check(changed, kind_of(changed))  # no choice is one that a run would refuse
         assert changed.batch_size * changed[ACCUMULATION] == cfg.batch_size * cfg[ACCUMULATION]
         assert bool(overrides(cfg, changed)) == (choice != found[0])
@@ -57,7 +59,7 @@ def test_every_choice_becomes_the_config_that_it_is_read_from(
 
 
 def test_only_what_is_allowed_changes() -> None:
-    cfg = config("llama3_1/8B_full", custom_sharded_layers=None)
+    cfg = Asked.of(config("llama3_1/8B_full", custom_sharded_layers=None))
     own = configured_choice(cfg, 8)
     for may_change, effects in (("exact", {"exact"}), ("rounding", {"exact", "rounding"})):
         changed = [c for one in choices(cfg, 8, may_change) for c in changes(own, one)]
@@ -74,7 +76,7 @@ def test_only_what_is_allowed_changes() -> None:
 def test_activations_are_offloaded_from_cuda_where_there_are_no_images(
     device: str, images: bool
 ) -> None:
-    cfg = config("tiny/full_vision" if images else "tiny/full", device=device)
+    cfg = Asked.of(config("tiny/full_vision" if images else "tiny/full", device=device))
     offloads = [one.get(OFFLOADING) for one in choices(cfg, 1, "exact")]
     assert any(offloads) is (device == "cuda" and not images)
     if images:
@@ -100,13 +102,14 @@ def test_activations_are_offloaded_from_cuda_where_there_are_no_images(
     ],
 )
 def test_torchtunes_keys_for_checkpointing(keys: dict[str, Any], expected: str) -> None:
-    assert configured_checkpoint(config(**keys)) == expected
+    assert configured_checkpoint(Asked.of(config(**keys))) == expected
 
 
 def test_overrides_can_be_typed() -> None:
     cfg = config(batch_size=4, **{"loss.num_output_chunks": 4})
-    choice = configured_choice(cfg, 2) | {MICRO_BATCH: 2, LOSS: WHOLE}
-    changed = with_choice(cfg, 2, choice)
+    asked = Asked.of(cfg)
+    choice = configured_choice(asked, 2) | {MICRO_BATCH: 2, LOSS: WHOLE}
+    changed = with_choice(asked, 2, choice).cfg
     assert sorted(overrides(cfg, changed)) == [
         "batch_size=2",
         "gradient_accumulation_steps=2",
@@ -114,7 +117,7 @@ def test_overrides_can_be_typed() -> None:
         "~loss.num_output_chunks",
     ]
     assert changed.loss == {"_component_": WHOLE}
-    assert str(changes(configured_choice(cfg, 2), choice)[0]) == "batch_size: 4 -> 2 (rounding)"
+    assert str(changes(configured_choice(asked, 2), choice)[0]) == "batch_size: 4 -> 2 (rounding)"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from torchtune_adaptive.planner.speed.operations import COLLECTIVE, Operation
 from torchtune_adaptive.planner.trace import compiled_regions
 from torchtune_adaptive.recipe.data.packed import collate_packed
 from torchtune_adaptive.recipe.plan.predict import planned_rank
-from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, measured_peaks, traced_peaks
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
@@ -82,7 +82,7 @@ def a_teacher(vocabulary: int) -> dict[str, Any]:
 def measured(
     configs: list[DictConfig], sizes: list[tuple[int, int]]
 ) -> list[dict[tuple[int, int], int]]:
-    return [measured_peaks(cfg, sizes) for cfg in configs]
+    return [measured_peaks(Asked.of(cfg), sizes) for cfg in configs]
 
 
 def predicted(
@@ -91,7 +91,7 @@ def predicted(
     """By a trace of each size; one that is held out is also worked out of the others."""
     found = []
     for cfg in configs:
-        tracer = Tracer(cfg, ranks, rank)
+        tracer = Tracer(Asked.of(cfg), ranks, rank)
         found.append(traced_peaks(tracer, sizes))
         steps = {size: tracer.take_step(*size).renumbered() for size in (*CORNERS, HELD_OUT)}
         between = Bilinear({size: steps[size] for size in CORNERS})
@@ -143,11 +143,11 @@ def batch_of_packs(documents: int, rows: int, length: int) -> dict[str, Any]:
 
 def measured_of_packs(cfg: DictConfig) -> list[dict[tuple[int, int], int]]:
     makers = [partial(batch_of_packs, documents) for documents in (1, 4)]
-    return [measured_peaks(cfg, FEW_SIZES, maker) for maker in makers]
+    return [measured_peaks(Asked.of(cfg), FEW_SIZES, maker) for maker in makers]
 
 
 def predicted_of_packs(cfg: DictConfig) -> dict[tuple[int, int], int]:
-    return traced_peaks(Tracer(cfg, ranks=1), FEW_SIZES)
+    return traced_peaks(Tracer(Asked.of(cfg), ranks=1), FEW_SIZES)
 
 
 @pytest.mark.exhaustive
@@ -196,7 +196,7 @@ def test_layers_that_are_split_over_ranks_are_predicted(ranks: int, exhaustive: 
         whole = {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}
         configs.append(split_over(2, True, 1, 515 if ranks == 2 else 2000, **whole))
     measurements = run_ranks(measured, ranks, configs, FEW_SIZES)
-    rank = planned_rank(configs[0])
+    rank = planned_rank(Asked.of(configs[0]))
     [found] = run_ranks(predicted, 1, configs, FEW_SIZES, ranks, rank, join=False)
     assert found[0] == measurements[rank][0]
     for at, prediction in enumerate(found):
@@ -217,7 +217,7 @@ def refusals(configs: list[DictConfig], ranks: int) -> list[str]:
     found = []
     for cfg in configs:
         with pytest.raises(ConfigError) as refused:
-            Tracer(cfg, ranks)
+            Tracer(Asked.of(cfg), ranks)
         found.append(str(refused.value))
     return found
 
@@ -268,10 +268,10 @@ def launches_of_steps(cfg: DictConfig, ranks: int, rank: int | None = None) -> l
         mock.patch.object(TrainStep, "apply", seen(TrainStep.apply)),
     ):
         if rank is None:
-            measured_peaks(cfg, [(3, 24)])
+            measured_peaks(Asked.of(cfg), [(3, 24)])
         else:
-            traced_peaks(Tracer(cfg, ranks, rank), [(3, 24)])
-    return steps[-(configured_accumulation(cfg) + 1) :]
+            traced_peaks(Tracer(Asked.of(cfg), ranks, rank), [(3, 24)])
+    return steps[-(Asked.of(cfg).accumulation + 1) :]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
@@ -287,7 +287,7 @@ def test_a_fake_rank_launches_what_a_real_one_does(ranks: int, exhaustive: bool)
 
 def collectives_in_time(cfg: DictConfig, ranks: int) -> list[Operation]:
     """The collectives of a step as the time model has them."""
-    tracer = Tracer(cfg, ranks)
+    tracer = Tracer(Asked.of(cfg), ranks)
     operations = [tracer.take_step(2, 64) for _ in range(2)][1].operations
     assert operations is not None
     return [one for one in operations.all() if one.kind == COLLECTIVE]
@@ -310,7 +310,7 @@ def test_collectives_of_split_layers_block_the_computation() -> None:
 
 def traced(cfg: DictConfig) -> list[int]:
     """The allocations of three steps on the fake device, and what they leave behind."""
-    tracer = Tracer(cfg, ranks=1)
+    tracer = Tracer(Asked.of(cfg), ranks=1)
     steps = [tracer.take_step(2, 64) for _ in range(3)]
     return [len(step.events) for step in steps] + [tracer.recorder.in_use]
 
@@ -343,7 +343,7 @@ def second_steps(
         private._of_inductor = lambda _: iter([(torch, "a name that is gone", None)])
     found = []
     for cfg in configs:
-        tracer = Tracer(cfg, ranks=1)
+        tracer = Tracer(Asked.of(cfg), ranks=1)
         tracer.take_step(2, 64)
         taken, written = (take(2, 64) for take in (tracer.take_step, tracer.step_as_written))
         events = (taken.renumbered().events, written.renumbered().events)
@@ -388,7 +388,7 @@ def bytes_of_roots(configs: list[DictConfig]) -> tuple[int, list[int]]:
     """The bytes of all parameters, and those of roots that each optimizer takes of all tensors at once."""
     found = []
     for cfg in configs:
-        tracer = Tracer(cfg, ranks=1)
+        tracer = Tracer(Asked.of(cfg), ranks=1)
         step = [tracer.take_step(2, 64) for _ in range(2)][1]
         operations = {block: label.operation for block, label in step.labels.items()}
         at_once = (e for e in step.events if "_foreach_sqrt" in operations.get(e.block, ""))
@@ -407,7 +407,9 @@ def test_on_one_gpu_adamw_takes_temporaries_of_the_size_of_all_parameters() -> N
 def steps_that_offload(configured: DictConfig) -> list[list[tuple[int, int]]]:
     """Blocks and bytes of a step where the config asks for offloading, and of one where it is switched on."""
     choice = Choice({OFFLOADING: True})
-    tracers = [Tracer(cfg, 1) for cfg in (OmegaConf.merge(configured, dict(choice)), configured)]
+    tracers = [
+        Tracer(Asked.of(cfg), 1) for cfg in (OmegaConf.merge(configured, dict(choice)), configured)
+    ]
     steps = [[t.take_step(2, 64, choice) for _ in range(2)][1].renumbered() for t in tracers]
     return [[(event.block, event.nbytes) for event in step.events] for step in steps]
 
@@ -423,7 +425,7 @@ def test_offloading_that_is_switched_on_is_traced_as_if_it_were_configured() -> 
 def steps_of_qlora(cfg: DictConfig, ranks: int, checkpoint: str) -> list[RecordedStep]:
     """A step in which the events of dequantizing are repeated, and one in which each weight's are traced."""
     choice, found = Choice({CHECKPOINT: checkpoint}), []
-    tracer = Tracer(cfg, ranks)
+    tracer = Tracer(Asked.of(cfg), ranks)
     for call in (tracer._known_events.call, lambda dequantize, *_: dequantize()):
         tracer._known_events.call = call  # type: ignore[method-assign]
         found.append([tracer.take_step(2, 64, choice) for _ in range(2)][1].renumbered())
@@ -442,7 +444,7 @@ def test_repeated_events_of_dequantizing_are_those_of_each_weight(
 
 
 def backward_passes_of_log_softmax(cfg: DictConfig) -> int:
-    step = Tracer(cfg, ranks=1).take_step(2, 64)
+    step = Tracer(Asked.of(cfg), ranks=1).take_step(2, 64)
     return sum("_log_softmax_backward" in label.operation for label in step.labels.values())
 
 

@@ -27,7 +27,6 @@ from torchtune_adaptive.recipe.rollout_run import RolloutRun
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of, unused_keys
-from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 
 PPO = KINDS["ppo"]
 
@@ -70,7 +69,7 @@ def test_what_ppo_cannot_do_is_refused_by_its_key(override: str, said: str) -> N
 
 
 def test_a_step_has_the_rows_of_a_mini_batch() -> None:
-    split = configured_batch(config("tiny/ppo", "gradient_accumulation_steps=3"), 2)
+    split = Asked.of(config("tiny/ppo", "gradient_accumulation_steps=3")).batch(2)
     assert (split.rows, split.micro_batch, split.accumulation) == (16, 6, 3)
 
 

@@ -31,6 +31,7 @@ from torchtune_adaptive.recipe.search.budget_report import BudgetReport, Through
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport
 from torchtune_adaptive.recipe.search.in_tokens import LengthTrial
 from torchtune_adaptive.recipe.search.timings import Timing
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.keys import FOUND
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
@@ -227,17 +228,18 @@ def test_a_config_with_what_was_chosen_can_be_run_again(tmp_path: Path) -> None:
     fixed = {"use_maximum_batch_size": False, "output_dir": str(tmp_path), "batch_size": 4}
     one = record(tmp_path)
     one.cfg = config(**fixed, **asked)
-    own, *_, chosen = choices(one.cfg, 1, "rounding", switches_only=True)
+    fastest = Asked.of(one.cfg)
+    own, *_, chosen = choices(fastest, 1, "rounding", switches_only=True)
     (tried,) = report().result.trials[:1]
     found = FastestReport(
-        *(one.cfg, 1, own, chosen),
+        *(fastest, 1, own, chosen),
         *([Timing(chosen, 0.25, [0.5, 1.5, 1.0])], {chosen: tried}, 100, 103),
         *("the longest row", "H100", 0.05, 12.34),
         split=Split(chosen[MICRO_BATCH], 4 // chosen[MICRO_BATCH], 1),
     )
     one.decided(found.split, 0, found)
     logged = one.logger.config
-    assert configured_choice(logged, 1) == chosen != own
+    assert configured_choice(Asked.of(logged), 1) == chosen != own
     settings = check(logged, KINDS["full"]).settings
     assert not settings.use_fastest_configuration and not settings.search_only
     assert logged[FOUND].tokens_per_second_per_gpu == 100 and logged[FOUND].trials == 1

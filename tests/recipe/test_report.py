@@ -137,7 +137,8 @@ def test_the_fastest_that_looks_slower_is_explained() -> None:
     cfg = OmegaConf.load(find_config("tiny/full"))
     assert isinstance(cfg, DictConfig) and cfg.use_maximum_batch_size
     cfg.use_maximum_batch_size = False
-    own, *others = choices(cfg, 2, "exact", switches_only=True)
+    asked = Asked.of(cfg)
+    own, *others = choices(asked, 2, "exact", switches_only=True)
     timed = [
         Timing(own, 1.0, [2.0] * 8),
         Timing(others[0], 0.8, [1.0] * 4 + [4.0] * 4),
@@ -148,7 +149,7 @@ def test_the_fastest_that_looks_slower_is_explained() -> None:
         Timing(others[5], 0.7, [], failed=True),
     ]
     found = FastestReport(
-        *(cfg, 2, own, others[0], timed, {}, 100, 103),
+        *(asked, 2, own, others[0], timed, {}, 100, 103),
         *("the longest row", "H100", 0.05, 12.34),
         split=Split(2, 1, 2),
     )
@@ -173,4 +174,4 @@ def test_the_fastest_that_looks_slower_is_explained() -> None:
     cfg.use_maximum_batch_size = True
     again = with_overrides(cfg, found.overrides().split())
     assert not again.use_maximum_batch_size and not again.use_fastest_configuration
-    assert configured_choice(again, 2) == others[0]
+    assert configured_choice(Asked.of(again), 2) == others[0]

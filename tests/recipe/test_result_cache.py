@@ -26,10 +26,10 @@ from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.search.sizing import InRows
 from torchtune_adaptive.recipe.settings.adaptive import (
     BLOCK,
-    AdaptiveSettings,
     block_keys,
     top_level_keys,
 )
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.fingerprint import search_facts, step_facts
 from torchtune_adaptive.recipe.settings.kind_table import KNOWN_KEYS
 
@@ -435,7 +435,7 @@ def changed(changes: dict[str, Any]) -> DictConfig:
 
 def facts_of(changes: dict[str, Any], **run: Any) -> dict[str, Any]:
     cfg = changed(changes)
-    return search_facts(cfg, AdaptiveSettings.from_config(cfg), **{**RUN, **run})
+    return search_facts(Asked.of(cfg, "full"), **{**RUN, **run})
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: next(iter(changes)))

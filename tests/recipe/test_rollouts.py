@@ -20,9 +20,9 @@ from torchtune_adaptive.recipe.data.prompts import PromptDataset, gsm8k_dataset
 from torchtune_adaptive.recipe.registry import our_recipe_for
 from torchtune_adaptive.recipe.rewards import BadReward
 from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, kind_of, unused_keys
-from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.train.rollouts import RolloutRows
 
 GRPO = KINDS["grpo"]
@@ -70,9 +70,9 @@ def test_asynchronous_grpo_is_refused_by_name() -> None:
 
 
 def test_a_step_has_all_rows_of_a_rollout() -> None:
-    assert configured_batch(as_on_main(batch_size=3, grpo_samples=5), 2).rows == 15
+    assert Asked.of(as_on_main(batch_size=3, grpo_samples=5)).batch(2).rows == 15
     cfg = as_on_main(batch_size=3, grpo_samples=5, gradient_accumulation_steps=4)
-    split = configured_batch(cfg, 2)
+    split = Asked.of(cfg).batch(2)
     assert (split.micro_batch, split.accumulation, split.global_batch) == (4, 4, 30)
 
 

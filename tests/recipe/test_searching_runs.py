@@ -28,6 +28,7 @@ from torchtune_adaptive.common.errors import NothingFits
 from torchtune_adaptive.planner import workers
 from torchtune_adaptive.recipe.plan import background
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
+from torchtune_adaptive.recipe.settings.asked import Asked
 
 pytestmark = [pytest.mark.runs, pytest.mark.alternating]
 
@@ -158,9 +159,7 @@ def test_a_predicted_size_is_confirmed_by_one_trial(tmp_path: Path) -> None:
         found[way] = written(tmp_path / way)
     assert found["predict"]["batch_size"] == found["bisect"]["batch_size"]
     assert len(found["predict"]["trials"]) == 1
-    learned = Calibrations(Calibration, str(tmp_path / "cache"), cfg, ranks=2).of(
-        "simulated device"
-    )
+    learned = Calibrations(Calibration, Asked.of(cfg), ranks=2).of("simulated device")
     assert (
         learned is not None and learned.reserved_ratio == learned.allocated_ratio == 1.0
     )  # to the byte
@@ -177,7 +176,8 @@ def test_what_was_learned_corrects_the_next_prediction(tmp_path: Path) -> None:
         "adaptive_batching.cache": cache,
     }
     wrong = Calibration("simulated device", 1, reserved_ratio=1.5, allocated_ratio=1.0, when=0.0)
-    Calibrations(Calibration, cache, tiny_config("full", tmp_path), ranks=1).keep(wrong)
+    kept = Asked.of(tiny_config("full", tmp_path, **{"adaptive_batching.cache": cache}))
+    Calibrations(Calibration, kept, ranks=1).keep(wrong)
     tried = []
     for number in range(2):
         shutil.rmtree(tmp_path / "cache" / "batch_sizes", ignore_errors=True)

@@ -11,6 +11,7 @@ from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.common.errors import NoPrediction
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear
 from torchtune_adaptive.planner.trace import recorder
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, check_method
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
 
@@ -53,7 +54,7 @@ def test_what_has_passed_is_remembered(tmp_path: Path) -> None:
 def traced_as_on_a_gpu() -> tuple[bool, set[str]]:
     """Whether steps on the fake device are bilinear, and what FSDP has on its own streams."""
     changes = {"device": "cuda", "dtype": "bf16", "optimizer": {"fused": True}}
-    tracer = Tracer(OmegaConf.merge(SMALL_RUN, changes), ranks=2)
+    tracer = Tracer(Asked.of(OmegaConf.merge(SMALL_RUN, changes), "full"), ranks=2)
     tracer.take_step(2, 32)
     corners = [(2, 32), (3, 32), (2, 64), (3, 64)]
     between = Bilinear({size: tracer.take_step(*size) for size in corners})

@@ -33,7 +33,6 @@ from torchtune_adaptive.recipe.search.fastest_search import find_fastest, possib
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
 from torchtune_adaptive.recipe.settings.asked import Asked
-from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 from torchtune_adaptive.recipe.setup.model import parameters_by_name
 from torchtune_adaptive.recipe.tracing.self_check import measured_peaks, traced_peaks
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
@@ -119,7 +118,7 @@ def fastest_on_a_card() -> tuple[set[Any], int]:
     data = vision_data(cfg)
     order = SampleOrder(len(data.dataset), 1, shuffle=True)
     lengths = RowLengths(data.dataset, cfg, trained.ranks, False, data.rows.length)
-    rows = RowsToTry(data, order, configured_batch(cfg, 1), lengths)
+    rows = RowsToTry(data, order, Asked.of(cfg).batch(1), lengths)
     allowed = possible_choices(prober)
     report = find_fastest(prober, rows, known=dict(allowed[0]))
     return {one.get(OFFLOADING) for one in allowed}, len(report.tried)
@@ -169,11 +168,11 @@ def measured(kind: str) -> dict[tuple[int, int], int]:
         text[:, 0] = data.tokenizer.tokenizer.image_id
         return {**made, "tokens": text, "labels": torch.zeros_like(text)}
 
-    return measured_peaks(cfg, SIZES, batch)
+    return measured_peaks(Asked.of(cfg), SIZES, batch)
 
 
 def predicted(kind: str, ranks: int) -> dict[tuple[int, int], int]:
-    return traced_peaks(Tracer(tiny_config(kind, "unused"), ranks), SIZES)
+    return traced_peaks(Tracer(Asked.of(tiny_config(kind, "unused")), ranks), SIZES)
 
 
 @pytest.mark.exhaustive

@@ -56,7 +56,7 @@ class Fastest:
 
     def overrides(self, one: Candidate) -> list[str]:
         """The overrides that turn the config into a candidate."""
-        return overrides(self.plan.query().cfg, one.cfg)
+        return overrides(self.plan.query().asked.cfg, one.asked.cfg)
 
 
 def fastest_blocks(fastest: Fastest) -> list[Block]:
@@ -109,7 +109,7 @@ def _gain(fastest: Fastest, one: Candidate) -> str:
     own = fastest.own
     gain = one.tokens_per_second_per_gpu / own.tokens_per_second_per_gpu - 1
     than = f"{gain:+.0%} over the config as it is" + ("" if own.fits else ", which does not fit")
-    speed = f"{one.tokens_per_second_per_gpu:,.0f} tokens/s per GPU at batch_size {one.cfg['batch_size']}"
+    speed = f"{one.tokens_per_second_per_gpu:,.0f} tokens/s per GPU at batch_size {one.asked['batch_size']}"
     return f"{speed} ({than}), peak {_peak(fastest, one)}"
 
 
@@ -149,7 +149,7 @@ def _listed(fastest: Fastest) -> list[Candidate]:
 def _name(one: Candidate) -> str:
     """The changes in few words: the last part of each key, and the new value."""
     if not one.changes:
-        return f"the config as it is (batch_size {one.cfg['batch_size']})"
+        return f"the config as it is (batch_size {one.asked['batch_size']})"
     return ", ".join(f"{_short(change.key)}={_value(change.new)}" for change in one.changes)
 
 

@@ -31,7 +31,6 @@ from torchtune_adaptive.recipe import (
     confirm,
     is_config_name,
     is_recipe,
-    kind_of,
     largest_adapter_rank,
     load_config,
     merged,
@@ -57,7 +56,7 @@ def plan_config(
     plan = plan_request(cfg, ranks, gpu, memory, arguments.seq_len, name, machine)
     if arguments.hf:
         plan = replace(plan, assumptions=(_WHOSE_STEP, *plan.assumptions))
-    warn_of_unused_keys(cfg, kind_of(cfg))
+    warn_of_unused_keys(cfg, plan.asked.kind)
     report = _predict(plan, arguments)
     if arguments.json:
         print(json.dumps(as_dict(report), indent=1))
@@ -107,13 +106,13 @@ def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
     fastest = arguments.fastest or arguments.may_change is not None
     if fastest and plan.pace is None:
         raise NoPrediction(f"--fastest: {plan.assumptions[-1]}.")
-    rollouts = kind_of(plan.cfg).generates
+    rollouts = plan.asked.kind.generates
     if rollouts:
         _require_no_comparison(arguments)
     alternatives = [] if arguments.no_what_ifs or fastest or rollouts else list(what_ifs(plan))
     devices = on_devices(plan, arguments.compare) if arguments.compare else []
     asked_job = _job(plan, arguments, devices)
-    lora = kind_of(plan.cfg).adapters
+    lora = plan.asked.kind.adapters
     expected = 2 - (fastest or rollouts) + len(alternatives) + (lora and bool(alternatives))
     with TraceProgress(expected) as progress, Answers(plan.settings.cache) as answers:
 
@@ -206,12 +205,17 @@ def _ask_for_candidates(
         if key not in KNOBS_BY_KEY:
             remedy = f"Use exact, rounding, or some of {', '.join(KNOBS_BY_KEY)}"
             raise ConfigError("--may-change", key, "is not a knob that may be chosen", remedy)
-    builds = [plan, *(replace(plan, cfg=c) for c in other_builds(plan.cfg, plan.ranks, allowed))]
+    builds = [
+        plan,
+        *(replace(plan, asked=other) for other in other_builds(plan.asked, plan.ranks, allowed)),
+    ]
     asked = [ask(rank_candidates, one.query(), allowed, None, True) for one in builds]
 
     def ranked(prediction: Prediction) -> Fastest:
         found = [one.result() for one in asked]
-        return Fastest(plan, merged(plan.cfg, found, prediction, plan.device.usable_bytes), allowed)
+        return Fastest(
+            plan, merged(plan.asked, found, prediction, plan.device.usable_bytes), allowed
+        )
 
     return ranked
 

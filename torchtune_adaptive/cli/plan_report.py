@@ -23,7 +23,6 @@ from torchtune_adaptive.recipe import (
     OnDevice,
     PlanRequest,
     Prediction,
-    kind_of,
 )
 
 _WHERE = {"forward": "forward pass", "backward": "backward pass", "optimizer step": "optimizer"}
@@ -181,12 +180,12 @@ def _instead(report: PlanReport) -> str:
         fits = f"It fits with batch_size={report.found.largest}."
         return f"{fits} Run without --no-what-ifs to see what else fits."
     ways = [f"--seq-len {report.plan.length // 2}", f"--nproc {2 * report.plan.ranks}"]
-    cfg = report.plan.cfg
-    if not cfg.get("enable_activation_checkpointing", False):
+    asked = report.plan.asked
+    if not asked["enable_activation_checkpointing"]:
         ways.append("enable_activation_checkpointing=True")
-    if not kind_of(cfg).adapters:
+    if not asked.kind.adapters:
         ways.append("a LoRA or QLoRA config")
-    elif not (cfg.model.get("quantize_base") or ".qlora_" in cfg.model._component_):
+    elif not asked.quantized_weights:
         ways.append("a QLoRA config")
     *others, last = ways
     return f"Run without --no-what-ifs to see what fits, or try {', '.join(others)}, or {last}."

@@ -21,10 +21,9 @@ from torchtune_adaptive.recipe import (
     KNOBS,
     TENSORS,
     WHOLE,
+    Asked,
     PlanRequest,
     Query,
-    holders,
-    kind_of,
     overrides,
 )
 
@@ -45,9 +44,9 @@ class WhatIf:
 
 def what_ifs(plan: PlanRequest) -> Iterator[WhatIf]:
     """The alternatives that apply to this config."""
-    for name, changed in _changed_configs(plan.cfg, plan.ranks):
+    for name, changed in _changed_configs(plan.asked, plan.ranks):
         yield _what_if(plan, name, changed)
-    together = holders(plan.cfg)
+    together = plan.asked.holders
     for ranks in (plan.ranks // 2, plan.ranks * 2):
         if ranks and ranks % together == 0:
             yield WhatIf(
@@ -61,18 +60,19 @@ def what_ifs(plan: PlanRequest) -> Iterator[WhatIf]:
 
 def _what_if(plan: PlanRequest, name: str, changed: DictConfig) -> WhatIf:
     override = shlex.join(overrides(plan.cfg, changed))
-    return WhatIf(name, replace(plan, cfg=changed).query(), override)
+    return WhatIf(name, replace(plan, asked=Asked.of(changed)).query(), override)
 
 
 def splits(plan: PlanRequest) -> Iterator[WhatIf]:
     """The same run with its layers split over more or fewer ranks, where torchtune has a way to do so."""
-    cfg = plan.cfg
-    if TENSORS not in kind_of(cfg).keys or not (split := cfg.get(_PLAN) or _split_of_model(cfg)):
+    asked, cfg = plan.asked, plan.cfg
+    split = asked[_PLAN] or _split_of_model(cfg)
+    if TENSORS not in asked.kind.keys or not split:
         return
-    if cfg.get(knobs.COMPILE, False) or cfg.get("optimizer_in_bwd", False):
+    if asked[knobs.COMPILE] or asked["optimizer_in_bwd"]:
         return  # a run that searches or recovers has neither with split layers
     for number in _SPLITS:
-        if number == holders(cfg) or plan.ranks % number:
+        if number == asked.holders or plan.ranks % number:
             continue
         changes: dict[str, Any] = {TENSORS: number, _PLAN: split}
         if cfg.optimizer.get("fused"):
@@ -91,27 +91,28 @@ def _split_of_model(cfg: DictConfig) -> dict[str, str] | None:
     return None
 
 
-def _changed_configs(cfg: DictConfig, ranks: int) -> Iterator[tuple[str, DictConfig]]:
-    for name, changes in _changes(cfg, ranks):
+def _changed_configs(asked: Asked, ranks: int) -> Iterator[tuple[str, DictConfig]]:
+    cfg = asked.cfg
+    for name, changes in _changes(asked, ranks):
         changed = OmegaConf.merge(cfg, OmegaConf.create(changes))
         assert isinstance(changed, DictConfig)
         yield name, changed
-    for name, parts in _other_parts(cfg):
+    for name, parts in _other_parts(asked):
         changed = cfg.copy()
         changed.update(parts)
         yield name, changed
 
 
-def _changes(cfg: DictConfig, ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    kind = kind_of(cfg)
-    now = {knob.key: knob.configured(cfg) for knob in KNOBS}
+def _changes(asked: Asked, ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    kind = asked.kind
+    now = {knob.key: knob.configured(asked) for knob in KNOBS}
     checkpointing = "enable_activation_checkpointing"
-    if cfg.get(checkpointing, False):
+    if asked[checkpointing]:
         yield "no activation checkpointing", {checkpointing: False, knobs.OFFLOADING: False}
     else:
         selective = {} if kind.adapters else {"ac_mode": None}
         yield "activation checkpointing", {checkpointing: True, **selective}
-    if not now[knobs.OFFLOADING] and cfg.device != "cpu" and holders(cfg) == 1:
+    if not now[knobs.OFFLOADING] and asked["device"] != "cpu" and asked.holders == 1:
         yield "activations offloaded", {checkpointing: True, knobs.OFFLOADING: True}
     if kind.frozen or kind.sample == "pair":
         pass  # another loss would be another recipe, or would not go with the other model's
@@ -121,31 +122,32 @@ def _changes(cfg: DictConfig, ranks: int) -> Iterator[tuple[str, dict[str, Any]]
         yield "loss in chunks", {"loss": {"_component_": knobs.CHUNKED}}
     if kind.adapters:
         return
-    together = holders(cfg)
+    together = asked.holders
     if together == 1 or together < ranks:
         kept_or_freed = "kept" if now[knobs.RESHARD] else "freed"
         yield f"parameters {kept_or_freed} after forward", {knobs.RESHARD: not now[knobs.RESHARD]}
     if together > 1:
         return  # what follows cannot be combined with layers that are split
-    if not cfg.get("optimizer_in_bwd", False):
+    if not asked["optimizer_in_bwd"]:
         in_backward = {ACCUMULATION: 1, "clip_grad_norm": None}
         yield "optimizer in backward", {"optimizer_in_bwd": True, **in_backward}
-    if cfg.optimizer._component_ == "torch.optim.AdamW":
+    if asked.cfg.optimizer._component_ == "torch.optim.AdamW":
         name = "optimizer not fused" if now[FUSED] else "fused optimizer"
         yield name, {"optimizer": {"fused": not now[FUSED]}}
 
 
-def _other_parts(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+def _other_parts(asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
     """Replacements for whole blocks: an optimizer with a smaller state; adapters, or quantized weights under
     them, if torchtune has the model with them."""
+    cfg = asked.cfg
     module, _, name = cfg.model._component_.rpartition(".")
     given = {key: value for key, value in cfg.model.items() if key != "_component_"}
-    if kind_of(cfg).adapters:
-        quantized = cfg.model.get("quantize_base") or cfg.get("quantizer")
+    if asked.kind.adapters:
+        quantized = cfg.model.get("quantize_base") or asked["quantizer"]
         if name.startswith("lora_") and not quantized:
             yield "QLoRA", {"model": {**cfg.model, "quantize_base": True}}
         return
-    if "8bit" not in cfg.optimizer._component_ and not cfg.get("optimizer_in_bwd", False):
+    if "8bit" not in cfg.optimizer._component_ and not asked["optimizer_in_bwd"]:
         not_in_torchao = ("fused", "foreach")
         kept = {key: value for key, value in cfg.optimizer.items() if key not in not_in_torchao}
         yield "8-bit optimizer (torchao)", {"optimizer": {**kept, "_component_": _EIGHT_BIT}}
@@ -154,7 +156,7 @@ def _other_parts(cfg: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     if _exists(adapted := f"{module}.lora_{name}"):
         model = {"_component_": adapted, **given, **ADAPTERS}
         yield "LoRA (rank 8)", {"model": model, **not_for_adapters}
-        if not cfg.get("quantizer"):
+        if not asked["quantizer"]:
             yield "QLoRA (rank 8)", {"model": {**model, "quantize_base": True}, **not_for_adapters}
 
 

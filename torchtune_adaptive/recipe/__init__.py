@@ -45,15 +45,15 @@ if TYPE_CHECKING:
         with_overrides,
     )
     from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+    from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
     from torchtune_adaptive.recipe.settings.checks import (
         check,
         require_torchvision,
         warn_of_unused_keys,
     )
     from torchtune_adaptive.recipe.settings.keys import TENSORS
-    from torchtune_adaptive.recipe.settings.kind_table import holders, kind_of
+    from torchtune_adaptive.recipe.settings.kind_table import kind_of
     from torchtune_adaptive.recipe.settings.knob_table import (
-        ACCUMULATION,
         FUSED,
         KNOBS,
         KNOBS_BY_KEY,

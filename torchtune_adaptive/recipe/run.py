@@ -132,9 +132,7 @@ class Run:
         self.planner: BackgroundPlanner | None = None  # on rank 0, in parallel with the set-up
         asks = self.settings.predicts or self.settings.use_fastest_configuration
         if asks and self.ranks.is_zero:
-            self.planner = BackgroundPlanner.begin(
-                asked.cfg, self.settings, self.ranks.size, self.memory.name
-            )
+            self.planner = BackgroundPlanner.begin(asked, self.ranks.size, self.memory.name)
         until_exit.callback(self._close_planner)
         self.record: Record | None = None  # on rank 0
         self._rows: LoadedRows | None = None

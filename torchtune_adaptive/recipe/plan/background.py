@@ -11,8 +11,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, Usage
 from torchtune_adaptive.planner import TracedRun, Worker
@@ -27,13 +25,9 @@ from torchtune_adaptive.recipe.plan.request import (
     row_length,
 )
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
+from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
 from torchtune_adaptive.recipe.settings.checks import check
-from torchtune_adaptive.recipe.settings.kind_table import kind_of
-from torchtune_adaptive.recipe.settings.knob_table import (
-    ACCUMULATION,
-    configured_accumulation,
-    configured_choice,
-)
+from torchtune_adaptive.recipe.settings.knob_table import configured_choice
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
 log = logging.getLogger(__name__)
@@ -70,8 +64,7 @@ class BackgroundPlanner:
     run chooses its fastest configuration, the ranking of ``--fastest``.
 
     Args:
-        cfg: the config of the run.
-        settings: the adaptive settings of the run.
+        asked: what the run was asked for.
         ranks: the number of ranks.
         device: the device's name for itself.
 
@@ -79,35 +72,31 @@ class BackgroundPlanner:
         OSError: the process that predicts cannot be started.
     """
 
-    def __init__(
-        self, cfg: DictConfig, settings: AdaptiveSettings, ranks: int, device: str
-    ) -> None:
-        self._device = device
-        self._peaks = Calibrations(Calibration, settings.cache, cfg, ranks)
-        self._speeds = Calibrations(SpeedCalibration, settings.cache, cfg, ranks)
+    def __init__(self, asked: Asked, ranks: int, device: str) -> None:
+        self._device, settings = device, asked.settings
+        self._peaks = Calibrations(Calibration, asked, ranks)
+        self._speeds = Calibrations(SpeedCalibration, asked, ranks)
         self._about = PeakQuestion(0, 0)
         self._failed = False
         self._logged: int | None = None
         self._instead = _instead(settings)
         micro_batches = 2 if settings.keep_global_batch or settings.grow_past_memory else 1
-        self._accumulation = max(configured_accumulation(cfg), micro_batches)
-        plain: Any = OmegaConf.to_container(cfg, resolve=True)
+        self._accumulation = max(asked.accumulation, micro_batches)
+        asked = asked.resolved()
         if settings.use_fastest_configuration:
-            self._worker = Worker(_Ranker, plain, settings, ranks, device)
+            self._worker = Worker(_Ranker, asked, ranks, device)
         else:
             self._learned = self._peaks.of(device)
-            plain[ACCUMULATION] = self._accumulation
-            self._worker = Worker(_Planner, plain, ranks)
+            asked.cfg[ACCUMULATION] = self._accumulation
+            self._worker = Worker(_Planner, asked, ranks)
 
     @classmethod
-    def begin(
-        cls, cfg: DictConfig, settings: AdaptiveSettings, ranks: int, device: str
-    ) -> BackgroundPlanner | None:
+    def begin(cls, asked: Asked, ranks: int, device: str) -> BackgroundPlanner | None:
         """Start one; None, and the reason in the log, if that is not possible."""
         try:
-            return cls(cfg, settings, ranks, device)
+            return cls(asked, ranks, device)
         except OSError as error:
-            log.info(f"No prediction: {error}. {_instead(settings)}.")
+            log.info(f"No prediction: {error}. {_instead(asked.settings)}.")
             return None
 
     def largest(self, row_length: int, capacity: int) -> int | None:
@@ -178,21 +167,20 @@ def _instead(settings: AdaptiveSettings) -> str:
 class _Planner:
     """The other process's side: traces first, then says what rows take."""
 
-    def __init__(self, cfg: dict[str, Any], ranks: int) -> None:
+    def __init__(self, asked: Asked, ranks: int) -> None:
         from torchtune_adaptive.recipe.tracing.self_check import check_method
 
-        self._cfg, self._ranks = OmegaConf.create(cfg), ranks
-        self._settings = check(self._cfg, kind_of(self._cfg)).settings
-        require_traceable(self._cfg)
-        check_method(self._settings.cache)
-        self._traces = Traces(self._cfg, ranks, planned_rank(self._cfg), self._settings.cache)
-        length, _ = row_length(self._cfg, self._settings)
+        self._asked, self._ranks = check(asked.cfg, asked.kind), ranks
+        require_traceable(asked)
+        check_method(asked.settings.cache)
+        self._traces = Traces(asked, ranks, planned_rank(asked), asked.settings.cache)
+        length, _ = row_length(asked)
         self._run = TracedRun(self._traces, length, any_length=True)
         self._traces.remember()
 
     def __call__(self, question: PeakQuestion) -> PredictedPeak:
         length, rows = question.row_length, question.rows
-        device, _ = device_for(self._cfg, self._settings, self._ranks, memory=question.capacity)
+        device, _ = device_for(self._asked, self._ranks, memory=question.capacity)
         if rows is None:
             corrected = replace(device, correction=question.correction)
             rows = self._run.confirmed_largest(length, corrected)
@@ -204,21 +192,18 @@ class _Planner:
 class _Ranker:
     """The other process's side where choices of knobs are ranked, for a row length and a capacity."""
 
-    def __init__(
-        self, cfg: dict[str, Any], settings: AdaptiveSettings, ranks: int, device: str
-    ) -> None:
+    def __init__(self, asked: Asked, ranks: int, device: str) -> None:
         from torchtune_adaptive.recipe.tracing.self_check import check_method
 
-        self._cfg, self._settings = OmegaConf.create(cfg), settings
-        self._ranks, self._device = ranks, device
-        check_method(settings.cache)
+        self._asked, self._ranks, self._device = asked, ranks, device
+        check_method(asked.settings.cache)
 
     def __call__(self, question: tuple[int, int]) -> list[tuple[Choice, float]]:
-        cfg, settings, ranks = self._cfg, self._settings, self._ranks
+        asked, ranks = self._asked, self._ranks
         length, capacity = question
-        request = plan_request(cfg, ranks, memory=capacity, length=length)
-        pace, reasons = pace_for(cfg, settings, ranks, self._device)
+        request = plan_request(asked.cfg, ranks, memory=capacity, length=length)
+        pace, reasons = pace_for(asked, ranks, self._device)
         if pace is None:
             raise NoPrediction(*reasons)
-        found = rank_candidates(request.query(pace=pace), settings.may_change)
-        return [(configured_choice(OmegaConf.create(one.cfg), ranks), one.seconds) for one in found]
+        found = rank_candidates(request.query(pace=pace), asked.settings.may_change)
+        return [(configured_choice(one.asked, ranks), one.seconds) for one in found]

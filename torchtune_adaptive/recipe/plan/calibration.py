@@ -10,11 +10,9 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
-from omegaconf import DictConfig
-
 from torchtune_adaptive.common import Cache, cache_folder, libraries
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.fingerprint import allocator_facts
-from torchtune_adaptive.recipe.settings.kind_table import holders, is_packed, is_quantized
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Calibration:
         return 0.5 < self.reserved_ratio < 2
 
     @staticmethod
-    def facts(cfg: DictConfig) -> dict[str, Any]:
+    def facts(asked: Asked) -> dict[str, Any]:
         """Facts that make a difference to it, besides those that ``Calibrations`` knows."""
         return {"allocator": allocator_facts()}
 
@@ -74,9 +72,9 @@ class SpeedCalibration:
         return 0.05 < self.seconds_ratio < 20
 
     @staticmethod
-    def facts(cfg: DictConfig) -> dict[str, Any]:
+    def facts(asked: Asked) -> dict[str, Any]:
         """Facts that make a difference to it, besides those that ``Calibrations`` knows."""
-        return {"dtype": str(cfg.dtype), "quantised": is_quantized(cfg)}
+        return {"dtype": str(asked["dtype"]), "quantised": asked.quantized}
 
 
 Kept = TypeVar("Kept", Calibration, SpeedCalibration)
@@ -87,24 +85,23 @@ class Calibrations(Generic[Kept]):
 
     Args:
         made: the kind of calibration: ``Calibration`` for memory, ``SpeedCalibration`` for speed.
-        cache: the run's setting of the folder where they are kept.
-        cfg: the config of the run. The error of a prediction is different for compiled steps, packed rows and
-            layers that are split, so each kind has its own calibration.
+        asked: what the run was asked for, with the folder where they are kept. The error of a prediction is
+            different for compiled steps, packed rows and layers that are split, so each kind has its own.
         ranks: the number of ranks; only one or several makes a difference.
     """
 
-    def __init__(self, made: type[Kept], cache: bool | str, cfg: DictConfig, ranks: int) -> None:
+    def __init__(self, made: type[Kept], asked: Asked, ranks: int) -> None:
         self._made: type[Kept] = made
         self._kept: Cache[dict[str, Any]] = Cache(
-            cache_folder(cache, made.KEPT_IN), made.NAME, self._is_valid
+            cache_folder(asked.settings.cache, made.KEPT_IN), made.NAME, self._is_valid
         )
         self._kind = {
             "ranks": "many" if ranks > 1 else "one",
-            "compile": bool(cfg.get("compile", False)),
-            "packed": is_packed(cfg),
-            "holders": holders(cfg),
+            "compile": bool(asked["compile"]),
+            "packed": asked.packed(),
+            "holders": asked.holders,
             "libraries": libraries(),
-            **made.facts(cfg),
+            **made.facts(asked),
         }
 
     def of(self, device: str) -> Kept | None:

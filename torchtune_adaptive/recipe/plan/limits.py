@@ -63,17 +63,18 @@ _HIGHEST_POWER = 13
 
 def largest_adapter_rank(query: Query) -> int:
     """The highest power of two for ``lora_rank`` that fits at the configured batch size; each is traced."""
-    model = query.cfg["model"]
+    asked = query.asked
 
     def fits(power: int) -> bool:
         if power > _HIGHEST_POWER:
             return False
-        changed = {**query.cfg, "model": {**model, "lora_rank": 1 << power - 1}}
-        traces = replace(query, cfg=changed).traces()
+        changed = asked.cfg.copy()
+        changed.model.lora_rank = 1 << power - 1
+        traces = replace(query, asked=replace(asked, cfg=changed)).traces()
         start_up, step = traces.start_up(query.length), traces.step(query.rows, query.length)
         traces.remember()
         found = peak(start_up, step, query.rows, query.length, query.device)
         return found.reserved <= query.device.usable_bytes
 
-    power = largest(fits, model["lora_rank"].bit_length())
+    power = largest(fits, asked.cfg.model.lora_rank.bit_length())
     return 1 << power - 1 if power else 0

@@ -12,28 +12,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from torchtune_adaptive.core import Rounding, candidates
 from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Pace, Peak, Speed, TracedRun
 from torchtune_adaptive.recipe.plan.rollout import RolloutPlanner, RolloutPrediction, RolloutQuery
-from torchtune_adaptive.recipe.settings.kind_table import holders
-from torchtune_adaptive.recipe.settings.knob_table import configured_accumulation
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
 
-def planned_rank(cfg: DictConfig) -> int:
+def planned_rank(asked: Asked) -> int:
     """The rank that a plan stands for: the first of FSDP, whose share is the largest, and the last of those
     that split layers. Where their parts are uneven, it pads its part of the logits before they are gathered,
     which takes more than a smaller part saves."""
-    return holders(cfg) - 1
+    return asked.holders - 1
 
 
 @dataclass(frozen=True)
 class Query:
     """A question about one config."""
 
-    cfg: dict[str, Any]
+    asked: Asked
     ranks: int
     device: DeviceLimits
     rows: int
@@ -60,7 +57,7 @@ class Query:
     @property
     def accumulation(self) -> int:
         """Micro-batches in a step."""
-        return configured_accumulation(self.cfg)
+        return self.asked.accumulation
 
     @property
     def rows_per_step(self) -> int:
@@ -69,8 +66,7 @@ class Query:
 
     def traces(self) -> Traces:
         """The config's steps: those that are remembered, and others as they are traced."""
-        cfg = OmegaConf.create(self.cfg)
-        return Traces(cfg, self.ranks, self.rank, self.cache, self.may_trace)
+        return Traces(self.asked, self.ranks, self.rank, self.cache, self.may_trace)
 
 
 @dataclass(frozen=True)

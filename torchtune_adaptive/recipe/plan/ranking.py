@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.planner import Speed, StepsByChoice, TracedStep
 from torchtune_adaptive.recipe.plan.predict import Prediction, Query
-from torchtune_adaptive.recipe.settings.kind_table import has_quantized_weights, holders
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import (
     KNOBS,
     KNOBS_BY_KEY,
@@ -47,7 +45,7 @@ _HOPELESS = 1.12
 class Candidate:
     """A way to configure the same training."""
 
-    cfg: dict[str, Any]
+    asked: Asked
     """The whole config."""
     changes: tuple[Change, ...]
     """Differences from the user's config."""
@@ -85,9 +83,7 @@ def rank_candidates(
     if query.pace is None:
         unknown = "Nothing is known about the speed of this device. Name a GPU with --gpu."
         raise NoPrediction(unknown)
-    cfg = OmegaConf.create(query.cfg)
-    assert isinstance(cfg, DictConfig)
-    own, *others = choices(cfg, query.ranks, may_change, switches_only=True)
+    own, *others = choices(query.asked, query.ranks, may_change, switches_only=True)
     traces = traces or query.traces()
     steps = steps_with(query, [own, *others], traces)
     ranked, estimated = steps.ranked([own, *others])
@@ -96,7 +92,7 @@ def rank_candidates(
     if with_margin:
         traced |= traced_until_one_fits(steps, ranked, estimated, device.surely_usable_bytes)
     traces.remember()
-    return [_candidate(query, cfg, one, estimated, traced) for one in ranked]
+    return [_candidate(query, one, estimated, traced) for one in ranked]
 
 
 def steps_with(query: Query, all_choices: list[Choice], traces: Traces) -> StepsByChoice:
@@ -165,58 +161,55 @@ def _sizes_that_are_too_large(
 
 def _candidate(
     query: Query,
-    cfg: DictConfig,
     choice: Choice,
     estimated: dict[Choice, float],
     traced: dict[Choice, TracedStep],
 ) -> Candidate:
-    changed: Any = OmegaConf.to_container(with_choice(cfg, query.ranks, choice), resolve=True)
+    changed = with_choice(query.asked, query.ranks, choice)
     found = traced.get(choice)
     seconds = found.seconds if found else estimated[choice]
-    per_second = query.rows_per_step * query.length / seconds / holders(cfg)
+    per_second = query.rows_per_step * query.length / seconds / query.asked.holders
     reserved = found.reserved if found else None
     fits = reserved <= query.device.usable_bytes if reserved is not None else None
     return Candidate(changed, (), seconds, per_second, reserved, fits)
 
 
-def other_builds(
-    cfg: DictConfig, ranks: int, may_change: str | tuple[str, ...]
-) -> Iterator[DictConfig]:
-    """The config with other values of knobs that are no switches, one at a time."""
-    own = configured_choice(cfg, ranks)
+def other_builds(asked: Asked, ranks: int, may_change: str | tuple[str, ...]) -> Iterator[Asked]:
+    """The same with other values of knobs that are no switches, one at a time."""
+    own = configured_choice(asked, ranks)
     for knob in KNOBS:
         if knob.switch or knob.key not in own or not may_be_changed(knob, may_change):
             continue
-        for value in knob.values(cfg, ranks):
+        for value in knob.values(asked, ranks):
             if value != own[knob.key]:
-                yield with_choice(cfg, ranks, own | {knob.key: value})
+                yield with_choice(asked, ranks, own | {knob.key: value})
 
 
 def merged(
-    cfg: DictConfig, found: Iterable[list[Candidate]], prediction: Prediction, usable_bytes: int
+    asked: Asked, found: Iterable[list[Candidate]], prediction: Prediction, usable_bytes: int
 ) -> list[Candidate]:
     """The candidates of all builds from the fastest, with what differs from the user's config; ``prediction``
     is for that one."""
     everything = []
     for one in (one for candidates in found for one in candidates):
-        changed = _changes(cfg, OmegaConf.create(one.cfg), prediction.ranks)
+        changed = _changes(asked, one.asked, prediction.ranks)
         if not changed and (speed := prediction.speed) is not None:
             per_second, reserved = speed.tokens_per_second_per_gpu, prediction.configured.reserved
             fits = reserved <= usable_bytes
-            one = Candidate(one.cfg, (), speed.seconds, per_second, reserved, fits)
+            one = Candidate(one.asked, (), speed.seconds, per_second, reserved, fits)
         everything.append(replace(one, changes=changed, remark=_remark(one, changed)))
     return sorted(everything, key=lambda one: one.seconds)
 
 
 def _remark(one: Candidate, changed: Iterable[Change]) -> str:
     compiles = any(change.key == knobs.COMPILE and change.new for change in changed)
-    return KEEPS_WEIGHTS if compiles and has_quantized_weights(OmegaConf.create(one.cfg)) else ""
+    return KEEPS_WEIGHTS if compiles and one.asked.quantized_weights else ""
 
 
-def _changes(cfg: DictConfig, changed: Any, ranks: int) -> tuple[Change, ...]:
-    keys = configured_choice(cfg, ranks).keys() | configured_choice(changed, ranks).keys()
+def _changes(asked: Asked, changed: Asked, ranks: int) -> tuple[Change, ...]:
+    keys = configured_choice(asked, ranks).keys() | configured_choice(changed, ranks).keys()
     knobs_set = [knob for key, knob in KNOBS_BY_KEY.items() if key in keys]
-    pairs = ((knob, knob.configured(cfg), knob.configured(changed)) for knob in knobs_set)
+    pairs = ((knob, knob.configured(asked), knob.configured(changed)) for knob in knobs_set)
     return tuple(Change(knob.key, now, new, knob.effect) for knob, now, new in pairs if now != new)
 
 
@@ -244,7 +237,7 @@ def _best_of_each_size(candidates: Iterable[Candidate]) -> list[Candidate]:
     by_kernels: dict[tuple[Any, ...], list[Candidate]] = {}
     for one in candidates:
         if one.fits:
-            kernels = one.cfg.get("batch_size"), bool(one.cfg.get("compile"))
+            kernels = one.asked["batch_size"], bool(one.asked["compile"])
             by_kernels.setdefault(kernels, []).append(one)
     found = []
     for alike in by_kernels.values():

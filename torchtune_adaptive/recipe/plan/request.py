@@ -19,17 +19,10 @@ from torchtune_adaptive.recipe.plan.pace import pace_for
 from torchtune_adaptive.recipe.plan.predict import Query, planned_rank
 from torchtune_adaptive.recipe.plan.rollout import RolloutQuery
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
 from torchtune_adaptive.recipe.settings.keys import CONTEXT, TENSORS
-from torchtune_adaptive.recipe.settings.kind_table import (
-    contexts,
-    has_images,
-    holders,
-    is_packed,
-    is_quantized,
-    kind_of,
-)
-from torchtune_adaptive.recipe.settings.knob_table import compiles_for_gpu, configured_batch
+from torchtune_adaptive.recipe.settings.kind_table import kind_of
 
 ASSUMED_LENGTH = 2048
 ASSUMED_PROMPT = 512
@@ -41,12 +34,11 @@ class PlanRequest:
 
     name: str
     """Name of the config."""
-    cfg: DictConfig
+    asked: Asked
     ranks: int
     device: DeviceLimits
     length: int
     length_source: str
-    settings: AdaptiveSettings
     assumptions: tuple[str, ...] = field(default=())
     pace: Pace | None = None
     """Pace that its speed follows from; None if that is not known."""
@@ -55,23 +47,30 @@ class PlanRequest:
     gpu: str = ""
     """Name of its GPU, ours or torch's; of something else if only its memory is known."""
 
+    @property
+    def cfg(self) -> DictConfig:
+        return self.asked.cfg
+
+    @property
+    def settings(self) -> AdaptiveSettings:
+        return self.asked.settings
+
     def query(self, **changes: Any) -> Query:
-        plain: Any = OmegaConf.to_container(self.cfg, resolve=True)
-        micro_batch = configured_batch(self.cfg, self.ranks).micro_batch
-        generates = kind_of(self.cfg).generates
+        micro_batch = self.asked.batch(self.ranks).micro_batch
+        generates = self.asked.kind.generates
         divides = self.settings.keep_global_batch and not generates  # there it is kept in any case
         query = Query(
-            plain,
+            self.asked.resolved(),
             self.ranks,
             self.device,
             micro_batch,
             self.length,
-            rank=planned_rank(self.cfg),
+            rank=planned_rank(self.asked),
             cache=self.settings.cache,
             rounding="divisor" if divides else self.settings.rounding,
             ceiling=self.settings.ceiling,
             pace=self._pace(),
-            rollout=RolloutQuery.of(self.cfg, self.settings, self.ranks) if generates else None,
+            rollout=RolloutQuery.of(self.asked, self.ranks) if generates else None,
         )
         return replace(query, **changes)
 
@@ -79,14 +78,14 @@ class PlanRequest:
         """The pace of this config, which may be another than the one that was asked for."""
         if self.pace is None:
             return None
-        compiled, quantized = bool(self.cfg.get("compile", False)), is_quantized(self.cfg)
+        compiled, quantized = bool(self.asked["compile"]), self.asked.quantized
         measured = self.pace.correction if compiled == self.pace.compiled else None
         return replace(
             self.pace,
             compiled=compiled,
             quantized=quantized,
             correction=measured,
-            holders=holders(self.cfg),
+            holders=self.asked.holders,
         )
 
 
@@ -94,10 +93,10 @@ def on_devices(plan: PlanRequest, names: str) -> list[tuple[DeviceLimits, Pace |
     """The devices of ``--compare``, as a plan needs to know them."""
     found = []
     for name in names.split(","):
-        device, _ = device_for(plan.cfg, plan.settings, plan.ranks, name.strip())
+        device, _ = device_for(plan.asked, plan.ranks, name.strip())
         same = device.name == plan.device.name
         machine = plan.machine if same else plan.machine.for_other_gpus
-        pace, _ = pace_for(plan.cfg, plan.settings, plan.ranks, device.name, machine)
+        pace, _ = pace_for(plan.asked, plan.ranks, device.name, machine)
         found.append((device, pace))
     return found
 
@@ -127,39 +126,37 @@ def plan_request(
         NoPrediction: its memory cannot be predicted.
     """
     cfg, stand_in = _with_installed_optimizer(cfg)
-    settings = check(cfg, kind := kind_of(cfg)).settings
-    require_traceable(cfg)
+    asked = check(cfg, kind_of(cfg))
+    require_traceable(asked)
     _require_installed(cfg)
     require_torchvision(cfg)
     source = "--seq-len"
     if length is None:
-        length, source = row_length(cfg, settings)
-    if kind.generates:
+        length, source = row_length(asked)
+    if asked.kind.generates:
         source = f"prompts of {length}: {source}; responses of max_generated_tokens"
-        length += cfg.max_generated_tokens
-    device, assumed = device_for(cfg, settings, ranks, gpu_name, memory)
+        length += asked["max_generated_tokens"]
+    device, assumed = device_for(asked, ranks, gpu_name, memory)
     # Not the name of the device, which says how much memory it has, where that is limited.
     named = device.name if gpu_name in (None, gpus.HERE) else gpus.gpu(gpu_name).name
     machine = machine or Machine()
-    pace, about_speed = pace_for(cfg, settings, ranks, named, machine)
-    about = (*assumed, *stand_in, *_caveats(cfg), *about_speed)
-    return PlanRequest(
-        name, cfg, ranks, device, length, source, settings, about, pace, machine, named
-    )
+    pace, about_speed = pace_for(asked, ranks, named, machine)
+    about = (*assumed, *stand_in, *_caveats(asked), *about_speed)
+    return PlanRequest(name, asked, ranks, device, length, source, about, pace, machine, named)
 
 
-def require_traceable(cfg: DictConfig) -> None:
+def require_traceable(asked: Asked) -> None:
     """Check that one process can stand for one rank of a run.
 
     Raises:
         NoPrediction: it cannot.
     """
-    if holders(cfg) > 1 and cfg.get("compile", False):
+    if asked.holders > 1 and asked["compile"]:
         raise NoPrediction(
             f"compile: with {TENSORS}, compiled code launches collectives that cannot be traced. Set "
             "compile=False to get a prediction."
         )
-    if contexts(cfg) > 1:
+    if asked.contexts > 1:
         raise NoPrediction(
             f"{CONTEXT}: attention over parts of rows cannot be traced without the other ranks. Search on "
             f"the ranks themselves (use_maximum_batch_size=True), or set {CONTEXT}=1 to get a prediction."
@@ -201,9 +198,10 @@ def _require_installed(cfg: DictConfig) -> None:
         raise NoPrediction(f"{missing}. {remedy}.")
 
 
-def row_length(cfg: DictConfig, settings: AdaptiveSettings) -> tuple[int, str]:
+def row_length(asked: Asked) -> tuple[int, str]:
     """The length of the longest rows as far as the config gives it, and where it does. Where rows are
     generated, it is that of the longest prompts."""
+    cfg, settings = asked.cfg, asked.settings
     if settings.probe_length is not None:
         return settings.probe_length, f"{BLOCK}.probe_length"
     for block in ("dataset", "tokenizer"):
@@ -213,8 +211,8 @@ def row_length(cfg: DictConfig, settings: AdaptiveSettings) -> tuple[int, str]:
         return known, "the longest that an earlier run found in the data"
     longest = (cfg.get("model") or cfg.policy_model).get("max_seq_len") or ASSUMED_LENGTH
     assumed = min(ASSUMED_LENGTH, longest)
-    if kind_of(cfg).generates:
-        assumed = min(ASSUMED_PROMPT, max(2, longest - cfg.max_generated_tokens))
+    if asked.kind.generates:
+        assumed = min(ASSUMED_PROMPT, max(2, longest - asked["max_generated_tokens"]))
     return assumed, "assumed: give --seq-len or tokenizer.max_seq_len"
 
 
@@ -227,16 +225,16 @@ def _max_seq_len(block: Any) -> int | None:
 
 
 def device_for(
-    cfg: DictConfig,
-    settings: AdaptiveSettings,
+    asked: Asked,
     ranks: int,
     gpu_name: str | None = None,
     memory: int | None = None,
 ) -> tuple[DeviceLimits, tuple[str, ...]]:
     """The device that a run is planned for, and the assumptions about it; ``gpu_name`` is a known GPU or
     ``here``, ``memory`` the capacity of one process, if known."""
+    settings = asked.settings
     memory = memory or settings.memory_limit
-    if cfg.device == "cpu":
+    if asked["device"] == "cpu":
         if gpu_name is not None:
             reason = f"is a simulated device, and the plan is asked for {gpu_name!r}"
             raise ConfigError("device", "cpu", reason, "Set device=cuda, or name no GPU")
@@ -244,7 +242,7 @@ def device_for(
     kind = gpus.gpu(gpus.DEFAULT if gpu_name in (None, gpus.HERE) else gpu_name)
     if gpu_name != gpus.HERE:
         return planned_gpu(kind, ranks, settings.headroom, memory)
-    measured = _measured_here(cfg, settings, ranks)
+    measured = _measured_here(asked, ranks)
     capacity = min(memory or measured.capacity, measured.capacity)
     ratio = measured.reserved_ratio
     about, headroom = measured.text(), settings.headroom
@@ -260,8 +258,8 @@ def _simulated_device(settings: AdaptiveSettings, memory: int | None) -> DeviceL
     return DeviceLimits.simulated(memory, settings.headroom)
 
 
-def _measured_here(cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> Calibration:
-    newest = Calibrations(Calibration, settings.cache, cfg, ranks).newest()
+def _measured_here(asked: Asked, ranks: int) -> Calibration:
+    newest = Calibrations(Calibration, asked, ranks).newest()
     if newest is None:
         reason = (
             "is this machine's GPU as measured by an earlier search, and there was none for a config like "
@@ -272,39 +270,39 @@ def _measured_here(cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> C
     return newest
 
 
-def _caveats(cfg: DictConfig) -> Iterator[str]:
+def _caveats(asked: Asked) -> Iterator[str]:
     """The differences of the prediction from the run, and the direction of the error."""
-    if cfg.get("compile", False):
-        if compiles_for_gpu(cfg):
+    if asked["compile"]:
+        if asked.compiled_for_gpu:
             yield "compile: compiling itself may take more for a moment (underestimates)"
         else:
             yield "compile: the simulated device runs everything as it is written"
-    if (together := holders(cfg)) > 1:
+    if (together := asked.holders) > 1:
         yield (
             f"{TENSORS}: {together} ranks have the same rows, so batch_size is that of all {together}, and a "
             "step trains on so many fewer rows"
         )
-    if cfg.get("fsdp_cpu_offload", False):
+    if asked["fsdp_cpu_offload"]:
         yield "CPU offload: host memory is not predicted"
-    if OmegaConf.select(cfg, f"{BLOCK}.token_budget"):
+    if asked.settings.budgets:
         yield "token budget: micro-batches are of the longest rows; a budget has more of shorter ones"
-    if has_images(cfg):
+    if asked.images:
         yield (
             "images: one for each row, of as many tiles as the model takes (underestimates if rows have more "
             "images, overestimates if they are small)"
         )
-    if is_packed(cfg):
+    if asked.packed():
         counted = "as flash attention (overestimates)"
-        if compiles_for_gpu(cfg):
+        if asked.compiled_for_gpu:
             counted = "as it is compiled"
         yield (
             f"packed rows: flex attention is counted {counted}, but not what making its mask takes for a "
             "moment, 2 bytes x rows x length^2 (underestimates for very long rows)"
         )
-    if kind_of(cfg).generates:
+    if asked.kind.generates:
         yield (
             "rollouts: every response has max_generated_tokens; rewards, and what else the host does between "
             "phases, take no time"
         )
-    if cfg.device != "cpu":
+    if asked["device"] != "cpu":
         yield "attention: flash; if torch selects cuDNN, its workspace is not included (underestimates)"

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from omegaconf import DictConfig
-
 from torchtune_adaptive.core import Rounding, candidates
 from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Speed, TracedRun, peak
-from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
-from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION, configured_batch
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
 from torchtune_adaptive.recipe.settings.phase_names import (
     GATHERING,
     GENERATION,
@@ -51,11 +49,11 @@ class RolloutQuery:
     phases: Mapping[str, PhaseOfRollout]
 
     @classmethod
-    def of(cls, cfg: DictConfig, settings: AdaptiveSettings, ranks: int) -> RolloutQuery:
+    def of(cls, asked: Asked, ranks: int) -> RolloutQuery:
         """The phases of a checked config."""
-        samples = cfg.get("grpo_samples", 1)
-        rows, step = cfg.batch_size * samples, configured_batch(cfg, ranks)
-        forward = (cfg.get("forward_batch_size") or cfg.batch_size) * samples
+        settings, samples = asked.settings, asked["grpo_samples"]
+        rows, step = asked["batch_size"] * samples, asked.batch(ranks)
+        forward = (asked["forward_batch_size"] or asked["batch_size"]) * samples
         given = {GENERATION: settings.generation_batch_size, SCORING: settings.scoring_batch_size}
         phases = {
             name: PhaseOfRollout(min(size or forward, rows), rows, rows, rows, size is not None)
@@ -65,10 +63,10 @@ class RolloutQuery:
             step.micro_batch,
             min(settings.ceiling or step.rows, step.rows),
             step.rows,
-            rows * (cfg.get("ppo_epochs") or 1),
-            bool(cfg.get("optimizer_in_bwd", False)),
+            rows * asked["ppo_epochs"],
+            bool(asked["optimizer_in_bwd"]),
         )
-        return cls(rows, cfg.max_generated_tokens, ranks > 1, phases)
+        return cls(rows, asked["max_generated_tokens"], ranks > 1, phases)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +13,7 @@ from torchtune_adaptive.core import Choice, SizeTrial
 from torchtune_adaptive.recipe.search.report import Report, numbers_of
 from torchtune_adaptive.recipe.search.timings import Timing
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import changes, overrides, with_choice
 
 
@@ -28,7 +29,7 @@ class FastestReport(Report):
 
     name: ClassVar[str] = "fastest_configuration"
     use_of_overrides: ClassVar[str] = "To use this configuration again"
-    cfg: DictConfig
+    asked: Asked
     ranks: int
     own: Choice
     chosen: Choice
@@ -44,13 +45,13 @@ class FastestReport(Report):
     seconds: float
 
     def overrides(self) -> str:
-        changed = with_choice(self.cfg, self.ranks, self.chosen)
+        changed = with_choice(self.asked, self.ranks, self.chosen)
         # Of whatever config they are put to: a search for the batch would find another.
         off = ("use_maximum_batch_size=False", "use_fastest_configuration=False")
-        return " ".join([*overrides(self.cfg, changed), *off])
+        return " ".join([*overrides(self.asked.cfg, changed.cfg), *off])
 
     def applied_to(self, cfg: DictConfig) -> DictConfig:
-        found = with_choice(cfg, self.ranks, self.chosen)
+        found = with_choice(replace(self.asked, cfg=cfg), self.ranks, self.chosen).cfg
         # So that it trains the same when it is run again: timing might choose another.
         found.use_maximum_batch_size = found.use_fastest_configuration = False
         if OmegaConf.select(found, f"{BLOCK}.search_only"):

@@ -64,7 +64,7 @@ def find_fastest(
             timed, chosen = _choose(trials, own, others, predicted)
     prober.step.switch(chosen)
     return FastestReport(
-        cfg=prober.asked.cfg,
+        asked=prober.asked,
         ranks=prober.ranks.size,
         own=own,
         chosen=chosen,
@@ -98,7 +98,7 @@ def possible_choices(prober: Prober) -> list[Choice]:
     """What may be chosen without building another model, the config's own values first; nothing twice."""
     switches = prober.step.options.switches
     may_change = prober.settings.may_change
-    own, *others = choices(prober.asked.cfg, prober.ranks.size, may_change, switches_only=True)
+    own, *others = choices(prober.asked, prober.ranks.size, may_change, switches_only=True)
 
     def meaning(choice: Choice) -> Choice:
         # With few layers, some values of the knob are the same.

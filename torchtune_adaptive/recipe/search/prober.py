@@ -123,8 +123,7 @@ class Prober:
     def facts(self, **trials: Any) -> dict[str, Any]:
         """Everything that the result of a search depends on, with what its ``trials`` are made of."""
         return search_facts(
-            self.asked.cfg,
-            self.settings,
+            self.asked,
             **trials,
             ranks=self.ranks.size,
             device=self.step.memory.name,

@@ -6,23 +6,17 @@ So defaults, and what keys of another kind mean, are decided in one place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.core import Split
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings, no_retry
 from torchtune_adaptive.recipe.settings.keys import CONTEXT, KEYS, TENSORS
-from torchtune_adaptive.recipe.settings.kind_table import (
-    KINDS,
-    Kind,
-    has_images,
-    is_packed,
-    is_quantized,
-    kind_of,
-)
-from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION, configured_batch
+from torchtune_adaptive.recipe.settings.kind_table import KINDS, Kind, has_images, kind_of
+
+ACCUMULATION = "gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
@@ -54,9 +48,19 @@ class Asked:
         value = self.cfg[key]
         return row.default if value is None else value
 
+    def resolved(self) -> Asked:
+        """The same, of a config without references, as another process can have it."""
+        cfg: Any = OmegaConf.create(OmegaConf.to_container(self.cfg, resolve=True))
+        return replace(self, cfg=cfg)
+
     def batch(self, ranks: int) -> Split:
         """The batch of the config on a number of ranks; of a rollout, the rows of a step."""
-        return configured_batch(self.cfg, ranks)
+        if self.kind.generates:
+            samples = "grpo_samples" in self.kind.keys
+            rows = self["batch_size"] * self["grpo_samples"] if samples else self["ppo_batch_size"]
+            micro_batch = -(-rows // self.accumulation)
+            return Split(micro_batch, -(-rows // micro_batch), ranks, rows)
+        return Split(self["batch_size"], self.accumulation, ranks)
 
     @property
     def accumulation(self) -> int:
@@ -80,7 +84,10 @@ class Asked:
 
     def packed(self, block: str = "dataset") -> bool:
         """Whether samples are packed; a list of datasets is if all of them are (torchtune has no mixture)."""
-        return is_packed(self.cfg, block)
+        datasets = self.cfg.get(block) or {}
+        if not isinstance(datasets, ListConfig):
+            return bool(datasets.get("packed", False))
+        return bool(datasets) and all(one.get("packed", False) for one in datasets)
 
     @property
     def images(self) -> bool:
@@ -90,7 +97,19 @@ class Asked:
     @property
     def quantized(self) -> bool:
         """Whether weights or the optimizer's state are kept in fewer bits than they are used in."""
-        return is_quantized(self.cfg)
+        optimizer = str(OmegaConf.select(self.cfg, "optimizer._component_"))
+        return self.quantized_weights or "bit" in optimizer.lower()
+
+    @property
+    def quantized_weights(self) -> bool:
+        """Whether frozen weights are kept in fewer bits than they are used in."""
+        model = str(OmegaConf.select(self.cfg, "model._component_"))
+        return "qlora" in model or bool((self.cfg.get("model") or {}).get("quantize_base"))
+
+    @property
+    def compiled_for_gpu(self) -> bool:
+        """Whether steps are compiled; on the simulated device, which sees operations, nothing is."""
+        return bool(self["compile"]) and self["device"] != "cpu"
 
     @property
     def no_retry(self) -> str | None:

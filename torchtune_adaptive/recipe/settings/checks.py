@@ -23,7 +23,6 @@ from torchtune_adaptive.recipe.settings.kind_table import (
     Kind,
     about_unused,
     has_images,
-    is_packed,
     require_own,
     unused_keys,
 )
@@ -48,17 +47,17 @@ def check(cfg: DictConfig, kind: Kind) -> Asked:
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         assert isinstance(values, dict)
         unused_keys(cfg, kind)  # raises where one is misspelled
-        settings = AdaptiveSettings.from_config(cfg)
+        asked = Asked(cfg, kind, AdaptiveSettings.from_config(cfg))
         by_key = {str(key): value for key, value in values.items()}
         check_values(by_key, kind)
-        for there_is, key, reason, remedy in conflicts(cfg, kind, settings):
+        for there_is, key, reason, remedy in conflicts(asked):
             if there_is:
-                raise ConfigError(key, _value(cfg, settings, key), reason, remedy)
+                raise ConfigError(key, _value(asked, key), reason, remedy)
         _require_rows_by_number(cfg)
-        _require_knobs(settings)
-        if settings.budgets and has_images(cfg):
-            raise token_budget_with_images(settings)
-        _check_pairs(cfg, kind, settings)
+        _require_knobs(asked.settings)
+        if asked.settings.budgets and asked.images:
+            raise token_budget_with_images(asked.settings)
+        _check_pairs(asked)
     except OmegaConfBaseException as error:  # a reference to a key that does not exist, for one
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         key, value = _unreadable(cfg, error)
@@ -67,7 +66,7 @@ def check(cfg: DictConfig, kind: Kind) -> Asked:
         raise ConfigError(
             key, value, f"cannot be read: {reason}", "Correct it in the config"
         ) from error
-    return Asked(cfg, kind, settings)
+    return asked
 
 
 def warn_of_unused_keys(cfg: DictConfig, kind: Kind) -> None:
@@ -90,12 +89,13 @@ def _unreadable(cfg: DictConfig, error: OmegaConfBaseException) -> tuple[str, ob
     return error.full_key or "config", value if error.full_key else None
 
 
-def _value(cfg: DictConfig, settings: AdaptiveSettings, key: str) -> object:
+def _value(asked: Asked, key: str) -> object:
     """What a key of ours, or of torchtune, is set to."""
     if key in KNOBS_BY_KEY:
-        return KNOBS_BY_KEY[key].configured(cfg)
+        return KNOBS_BY_KEY[key].configured(asked)
     name = key.removeprefix(f"{BLOCK}.")
-    return getattr(settings, name) if hasattr(settings, name) else OmegaConf.select(cfg, key)
+    settings = asked.settings
+    return getattr(settings, name) if hasattr(settings, name) else OmegaConf.select(asked.cfg, key)
 
 
 def _require_rows_by_number(cfg: DictConfig) -> None:
@@ -124,19 +124,19 @@ def _require_knobs(settings: AdaptiveSettings) -> None:
         raise ConfigError(f"{BLOCK}.may_change", key, reason, remedy)
 
 
-def _check_pairs(cfg: DictConfig, kind: Kind, settings: AdaptiveSettings) -> None:
+def _check_pairs(asked: Asked) -> None:
     """What a sample of two rows cannot be combined with."""
-    if kind.sample != "pair":
+    if asked.kind.sample != "pair":
         return
-    if settings.budgets:
+    if asked.settings.budgets:
         raise ConfigError(
             f"{BLOCK}.token_budget",
-            settings.token_budget,
+            asked.settings.token_budget,
             "counts tokens of single rows, but a sample of this recipe is a pair, and its loss is a mean "
             "over pairs",
             "Set it to False, and use_maximum_batch_size=True to have the number of pairs found",
         )
-    if is_packed(cfg):
+    if asked.packed():
         raise ConfigError(
             "dataset.packed", True, "packs single rows, but a sample is a pair", "Set it to False"
         )

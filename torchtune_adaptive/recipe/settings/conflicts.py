@@ -9,29 +9,27 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
+from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
 from torchtune_adaptive.recipe.settings.keys import CONTEXT, COPIES, TENSORS
-from torchtune_adaptive.recipe.settings.kind_table import Kind, has_images, is_packed
-from torchtune_adaptive.recipe.settings.knob_table import (
-    ACCUMULATION,
-    configured_accumulation,
-    configured_checkpoint,
-)
+from torchtune_adaptive.recipe.settings.kind_table import Kind
+from torchtune_adaptive.recipe.settings.knob_table import configured_checkpoint
 
 Conflict = tuple[object, str, str, str]
 """Whether there is one, the key that it is reported for, the reason and the remedy."""
 
 
-def conflicts(cfg: DictConfig, kind: Kind, settings: AdaptiveSettings) -> Iterator[Conflict]:
+def conflicts(asked: Asked) -> Iterator[Conflict]:
     """Everything that is looked at; the first conflict that there is counts."""
-    yield from _conflicts_of_memory(cfg)
-    yield from _conflicts_of_recipe(cfg, kind)
-    yield from _conflicts_of_meshes(cfg, kind)
+    cfg, kind, settings = asked.cfg, asked.kind, asked.settings
+    yield from _conflicts_of_memory(asked)
+    yield from _conflicts_of_recipe(asked)
+    yield from _conflicts_of_meshes(asked)
     if cfg.get("optimizer_in_bwd", False):
         yield from _conflicts_with_optimizer_in_backward(settings)
     yield from _conflicts_of_decisions(kind, settings)
     yield from _conflicts_with_config(cfg, settings)
     if kind.generates:
-        yield from _conflicts_of_rollouts(cfg, settings)
+        yield from _conflicts_of_rollouts(asked)
     if kind.name == "ppo":
         yield from _conflicts_of_ppo(cfg)
 
@@ -39,15 +37,16 @@ def conflicts(cfg: DictConfig, kind: Kind, settings: AdaptiveSettings) -> Iterat
 # --- torchtune's own keys -------------------------------------------------------------------------
 
 
-def _conflicts_of_memory(cfg: DictConfig) -> Iterator[Conflict]:
+def _conflicts_of_memory(asked: Asked) -> Iterator[Conflict]:
     """What is kept of activations, in which precision, and where."""
+    cfg = asked.cfg
     yield (
         cfg.get("dtype") not in ("bf16", "fp32", "fp64"),
         "dtype",
         "is not supported (fp16 needs loss scaling, which these recipes do not have)",
         "Use bf16 or fp32",
     )
-    checkpoint, loss = configured_checkpoint(cfg), OmegaConf.select(cfg, knobs.LOSS)
+    checkpoint, loss = configured_checkpoint(asked), OmegaConf.select(cfg, knobs.LOSS)
     offloads = cfg.get(knobs.OFFLOADING, False)
     yield (
         offloads and cfg.device != "cuda",
@@ -56,7 +55,7 @@ def _conflicts_of_memory(cfg: DictConfig) -> Iterator[Conflict]:
         "Set enable_activation_offloading=False",
     )
     yield (
-        offloads and has_images(cfg),
+        offloads and asked.images,
         knobs.OFFLOADING,
         "does not work with images in torchtune",
         "Set enable_activation_offloading=False",
@@ -87,8 +86,9 @@ def _conflicts_of_memory(cfg: DictConfig) -> Iterator[Conflict]:
     )
 
 
-def _conflicts_of_recipe(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
+def _conflicts_of_recipe(asked: Asked) -> Iterator[Conflict]:
     """What this kind of recipe cannot do."""
+    cfg, kind = asked.cfg, asked.kind
     yield (
         "left_pad_sequence" in (cfg.get("collate_fn") or ""),
         "collate_fn",
@@ -115,14 +115,15 @@ def _conflicts_of_recipe(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
         "Set clip_grad_norm=None, or optimizer_in_bwd=False",
     )
     yield (
-        in_backward and configured_accumulation(cfg) > 1,
+        in_backward and asked.accumulation > 1,
         ACCUMULATION,
         "cannot accumulate: with optimizer_in_bwd every backward pass is an optimizer step",
         "Set gradient_accumulation_steps=1, or optimizer_in_bwd=False",
     )
 
 
-def _conflicts_of_meshes(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
+def _conflicts_of_meshes(asked: Asked) -> Iterator[Conflict]:
+    cfg, kind = asked.cfg, asked.kind
     dim, known = cfg.get(TENSORS, 1), TENSORS in kind.keys
     yield (
         not known and not kind.adapters and (dim or 1) > 1,
@@ -145,7 +146,7 @@ def _conflicts_of_meshes(cfg: DictConfig, kind: Kind) -> Iterator[Conflict]:
     )
     unsplit = "goes into attention as a mask, and context parallelism splits rows without one"
     for block in ("dataset", "dataset_val"):
-        packed = is_packed(cfg, block)
+        packed = asked.packed(block)
         yield (
             parts > 1 and packed,
             f"{block}.packed",
@@ -293,8 +294,9 @@ def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
     )
 
 
-def _conflicts_of_rollouts(cfg: DictConfig, settings: AdaptiveSettings) -> Iterator[Conflict]:
+def _conflicts_of_rollouts(asked: Asked) -> Iterator[Conflict]:
     """What is not there yet where rows are generated."""
+    settings = asked.settings
     batch = "changes the batch, and that of a rollout is what the config says, always"
     rows = "is about rows of a dataset, and these are generated"
     tokens = settings.scoring_token_budget
@@ -319,7 +321,7 @@ def _conflicts_of_rollouts(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
             "needs predictions, and a run makes none of rollouts",
             "extrapolate",
         ),
-        "dataset.packed": (is_packed(cfg), rows, False),
+        "dataset.packed": (asked.packed(), rows, False),
     }
     for key, (is_set, reason, instead) in unsupported.items():
         value = "null" if instead is None else instead

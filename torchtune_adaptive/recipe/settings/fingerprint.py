@@ -19,12 +19,11 @@ from torchtune_adaptive.common import libraries
 from torchtune_adaptive.core import knobs
 from torchtune_adaptive.recipe.settings.adaptive import (
     BLOCK,
-    AdaptiveSettings,
     keys_with,
     top_level_keys,
 )
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.keys import KEYS, KEYS_OF_BLOCKS
-from torchtune_adaptive.recipe.settings.knob_table import configured_batch
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -50,18 +49,17 @@ def step_facts(cfg: DictConfig) -> dict[str, Any]:
     return facts | {key: value for key, value in ours.items() if value is not None}
 
 
-def search_facts(
-    cfg: DictConfig, settings: AdaptiveSettings, *, ranks: int, capacity: int, **trials: Any
-) -> dict[str, Any]:
+def search_facts(asked: Asked, *, ranks: int, capacity: int, **trials: Any) -> dict[str, Any]:
     """Everything that could change the result of a search, with what its ``trials`` are made of.
 
     The capacity counts with two digits: it differs by a few pages from run to run, and a result is
     confirmed by a trial before it is used.
     """
+    settings = asked.settings
     chosen = {k: v for k, v in asdict(settings).items() if k in keys_with("memory")}
     chosen["on_out_of_memory"] = "shrink" if settings.shrinks else "raise"  # given, or by default
     return {
-        "config": {**step_facts(cfg), "batch_size": configured_batch(cfg, ranks).micro_batch},
+        "config": {**step_facts(asked.cfg), "batch_size": asked.batch(ranks).micro_batch},
         "settings": chosen,
         **trials,
         "ranks": ranks,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.recipe.settings.adaptive import (
@@ -20,7 +20,7 @@ from torchtune_adaptive.recipe.settings.adaptive import (
     plain_value,
     top_level_keys,
 )
-from torchtune_adaptive.recipe.settings.keys import CONTEXT, KEYS, TENSORS
+from torchtune_adaptive.recipe.settings.keys import KEYS
 
 
 @dataclass(frozen=True)
@@ -249,48 +249,9 @@ def _for_another(cfg: DictConfig, key: str, theirs: str, recipe: str) -> ConfigE
     )
 
 
-def is_packed(cfg: DictConfig, block: str = "dataset") -> bool:
-    """Whether samples are packed; a list of datasets is if all of them are (torchtune has no mixture)."""
-    datasets = cfg.get(block) or {}
-    if not isinstance(datasets, ListConfig):
-        return bool(datasets.get("packed", False))
-    return bool(datasets) and all(one.get("packed", False) for one in datasets)
-
-
-def holders(cfg: DictConfig) -> int:
-    """The number of ranks that hold the same rows, as those do that split layers by tensor parallelism."""
-    return _of_mesh(cfg, TENSORS)
-
-
-def contexts(cfg: DictConfig) -> int:
-    """The number of ranks that have parts of the same rows (context parallelism)."""
-    return _of_mesh(cfg, CONTEXT)
-
-
-def sharers(cfg: DictConfig) -> int:
-    """The number of ranks with the same rows, or parts of them."""
-    return holders(cfg) * contexts(cfg)
-
-
-def _of_mesh(cfg: DictConfig, key: str) -> int:
-    return int(cfg.get(key) or 1) if key in kind_of(cfg).keys else 1
-
-
 def has_images(cfg: DictConfig) -> bool:
     """Whether samples have images, by the function that makes batches of them."""
     return "tiled_images" in str(cfg.get("collate_fn") or "")
-
-
-def is_quantized(cfg: DictConfig) -> bool:
-    """Whether weights or the optimizer's state are kept in fewer bits than they are used in."""
-    optimizer = str(OmegaConf.select(cfg, "optimizer._component_"))
-    return has_quantized_weights(cfg) or "bit" in optimizer.lower()
-
-
-def has_quantized_weights(cfg: DictConfig) -> bool:
-    """Whether frozen weights are kept in fewer bits than they are used in."""
-    model = str(OmegaConf.select(cfg, "model._component_"))
-    return "qlora" in model or bool((cfg.get("model") or {}).get("quantize_base"))
 
 
 def unused_keys(cfg: DictConfig, kind: Kind) -> list[str]:

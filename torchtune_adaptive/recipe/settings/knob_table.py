@@ -14,31 +14,15 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.core import Choice, Split, knobs
-from torchtune_adaptive.recipe.settings.kind_table import has_images, holders, kind_of, sharers
+from torchtune_adaptive.core import Choice, knobs
+from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
 
 Effect = Literal["exact", "rounding", "named"]
 Config = DictConfig | Mapping[str, Any]
 WHOLE = "torch.nn.CrossEntropyLoss"
 
 SHARDED_LAYERS = "custom_sharded_layers"
-ACCUMULATION = "gradient_accumulation_steps"
 FUSED = "optimizer.fused"
-
-
-def configured_accumulation(cfg: Config) -> int:
-    """The micro-batches in a step of a config; one where rows are generated and it does not say."""
-    return int(cfg.get(ACCUMULATION) or 1)
-
-
-def configured_batch(cfg: DictConfig, ranks: int) -> Split:
-    """The batch that a checked config asks for, on a number of ranks; of a rollout, the rows of a step."""
-    if (kind := kind_of(cfg)).generates:
-        samples = "grpo_samples" in kind.keys
-        rows = cfg[knobs.MICRO_BATCH] * cfg.grpo_samples if samples else cfg.ppo_batch_size
-        micro_batch = -(-rows // configured_accumulation(cfg))
-        return Split(micro_batch, -(-rows // micro_batch), ranks, rows)
-    return Split(cfg[knobs.MICRO_BATCH], configured_accumulation(cfg), ranks)
 
 
 @dataclass(frozen=True)
@@ -48,29 +32,28 @@ class Knob:
     Args:
         key: the path of the setting in a config.
         effect: the effect of a change on the training.
-        values: the values that it can have for a config on a number of ranks, from the most memory to the
-            least; none where it has no meaning.
+        values: the values that it can have where this is asked for on a number of ranks, from the most
+            memory to the least; none where it has no meaning.
         configured: the value that it has in a config.
         switch: True if it can be changed on a model that is already built.
     """
 
     key: str
     effect: Effect
-    values: Callable[[DictConfig, int], tuple[Any, ...]]
-    configured: Callable[[DictConfig], Any]
+    values: Callable[[Asked, int], tuple[Any, ...]]
+    configured: Callable[[Asked], Any]
     switch: bool = True
 
 
-def configured_checkpoint(cfg: DictConfig) -> str:
+def configured_checkpoint(asked: Asked) -> str:
     """Which activations a config computes again in backward, by our setting or by torchtune's."""
-    if ours := OmegaConf.select(cfg, knobs.CHECKPOINT):
-        return str(ours)
-    every_layer = cfg.get("enable_activation_checkpointing", False)
-    mode = cfg.get("ac_mode") if "ac_mode" in kind_of(cfg).keys else None
+    if asked.settings.checkpoint:
+        return asked.settings.checkpoint
+    every_layer, mode = asked["enable_activation_checkpointing"], asked["ac_mode"]
     if every_layer or mode is None:
         # torchtune's recipe does neither where both are set.
         return "all" if every_layer and mode is None else "none"
-    option = cfg.get("ac_option")
+    option = asked["ac_option"]
     if mode != "selective":
         return "all" if mode == "full" else "none"
     if option == "op":
@@ -78,98 +61,99 @@ def configured_checkpoint(cfg: DictConfig) -> str:
     return f"every_{option}" if option and option > 1 else "all"
 
 
-def _checkpoint_values(cfg: DictConfig, ranks: int) -> tuple[str, ...]:
+def _checkpoint_values(asked: Asked, ranks: int) -> tuple[str, ...]:
     values = ["none", "every_4", "every_3", "every_2", "operations", "all"]
-    if cfg.get(knobs.COMPILE, False):
+    if asked[knobs.COMPILE]:
         values.remove("operations")  # compiled regions are no single operations any more
-    mine = configured_checkpoint(cfg)
+    mine = configured_checkpoint(asked)
     return tuple(values if mine in values else [*values, mine])
 
 
-def _reshard_values(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
-    return (False, True) if holders(cfg) < ranks else ()
+def _reshard_values(asked: Asked, ranks: int) -> tuple[bool, ...]:
+    return (False, True) if asked.holders < ranks else ()
 
 
-def _sharded_layers_values(cfg: DictConfig, ranks: int) -> tuple[Any, ...]:
-    if not _reshard_values(cfg, ranks):
+def _sharded_layers_values(asked: Asked, ranks: int) -> tuple[Any, ...]:
+    if not _reshard_values(asked, ranks):
         return ()
     choices = [None, ("tok_embeddings", "output")]
-    mine = _sharded_layers(cfg)
+    mine = _sharded_layers(asked)
     return tuple(choices if mine in choices else [*choices, mine])
 
 
-def _sharded_layers(cfg: DictConfig) -> tuple[str, ...] | None:
-    return tuple(cfg.get(SHARDED_LAYERS) or ()) or None
+def _sharded_layers(asked: Asked) -> tuple[str, ...] | None:
+    return tuple(asked[SHARDED_LAYERS] or ()) or None
 
 
-def _offloading_values(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
+def _offloading_values(asked: Asked, ranks: int) -> tuple[bool, ...]:
     # torchtune refuses to offload for a model of images; with layers or rows that are split nobody has tried.
-    possible = cfg.device == "cuda" and not has_images(cfg)
-    return (False, True) if possible and sharers(cfg) == 1 else ()
+    possible = asked["device"] == "cuda" and not asked.images
+    return (False, True) if possible and asked.sharers == 1 else ()
 
 
-def _micro_batches(cfg: DictConfig, ranks: int) -> tuple[int, ...]:
+def _micro_batches(asked: Asked, ranks: int) -> tuple[int, ...]:
     """All that make up the configured rows of a step."""
-    if cfg.get("optimizer_in_bwd", False):
+    if asked["optimizer_in_bwd"]:
         return ()  # a step is one micro-batch
-    rows = configured_batch(cfg, ranks).rows
+    rows = asked.batch(ranks).rows
     return tuple(size for size in range(rows, 0, -1) if rows % size == 0)
 
 
-def _if_chunked(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
-    return (False, True) if _losses(cfg, ranks) and holders(cfg) == 1 else ()
+def _if_chunked(asked: Asked, ranks: int) -> tuple[bool, ...]:
+    return (False, True) if _losses(asked, ranks) and asked.holders == 1 else ()
 
 
-def _losses(cfg: DictConfig, ranks: int) -> tuple[str, ...]:
-    mine = OmegaConf.select(cfg, knobs.LOSS)
+def _losses(asked: Asked, ranks: int) -> tuple[str, ...]:
+    mine = OmegaConf.select(asked.cfg, knobs.LOSS)
     # Where another model's loss is part of it, it is not known how to change both.
-    if mine not in (WHOLE, knobs.CHUNKED) or kind_of(cfg).frozen:
+    if mine not in (WHOLE, knobs.CHUNKED) or asked.kind.frozen:
         return ()
-    batches_are_made_for_it = "output" in (_sharded_layers(cfg) or ())  # see ``recipe.data.rows``
+    batches_are_made_for_it = "output" in (_sharded_layers(asked) or ())  # see ``recipe.data.rows``
     return (mine,) if batches_are_made_for_it else (WHOLE, knobs.CHUNKED)
 
 
-def _fused(cfg: DictConfig, ranks: int) -> tuple[bool, ...]:
-    component = OmegaConf.select(cfg, "optimizer._component_")
-    if holders(cfg) > 1:
+def _fused(asked: Asked, ranks: int) -> tuple[bool, ...]:
+    component = OmegaConf.select(asked.cfg, "optimizer._component_")
+    if asked.holders > 1:
         return ()  # its kernel does not take layers that are split
     return (False, True) if component in ("torch.optim.AdamW", "torch.optim.Adam") else ()
 
 
 KNOBS: tuple[Knob, ...] = (
     Knob(knobs.CHECKPOINT, "exact", _checkpoint_values, configured_checkpoint),
-    Knob(knobs.RESHARD, "exact", _reshard_values, lambda cfg: cfg.get(knobs.RESHARD, True)),
+    Knob(knobs.RESHARD, "exact", _reshard_values, lambda asked: asked[knobs.RESHARD]),
     Knob(
         knobs.OFFLOADING,
         "exact",
         _offloading_values,
-        lambda cfg: cfg.get(knobs.OFFLOADING, False),
+        lambda asked: asked[knobs.OFFLOADING],
     ),
     Knob(
         knobs.RECOMPUTE_LOSS,
         "exact",
         _if_chunked,
-        lambda cfg: bool(OmegaConf.select(cfg, knobs.RECOMPUTE_LOSS)),
+        lambda asked: asked.settings.recompute_loss,
     ),
     Knob(SHARDED_LAYERS, "exact", _sharded_layers_values, _sharded_layers, switch=False),
-    Knob(knobs.MICRO_BATCH, "rounding", _micro_batches, lambda cfg: cfg[knobs.MICRO_BATCH]),
-    Knob(knobs.LOSS, "rounding", _losses, lambda cfg: cfg.loss._component_),
-    Knob(FUSED, "rounding", _fused, lambda cfg: cfg.optimizer.get("fused", False), switch=False),
+    Knob(knobs.MICRO_BATCH, "rounding", _micro_batches, lambda asked: asked[knobs.MICRO_BATCH]),
+    Knob(knobs.LOSS, "rounding", _losses, lambda asked: asked.cfg.loss._component_),
+    Knob(
+        FUSED,
+        "rounding",
+        _fused,
+        lambda asked: asked.cfg.optimizer.get("fused", False),
+        switch=False,
+    ),
     Knob(
         knobs.COMPILE,
         "named",
-        lambda cfg, ranks: () if cfg.get("quantizer") or sharers(cfg) > 1 else (False, True),
-        lambda cfg: cfg.get(knobs.COMPILE, False),
+        lambda asked, ranks: () if asked["quantizer"] or asked.sharers > 1 else (False, True),
+        lambda asked: asked[knobs.COMPILE],
         switch=False,
     ),
 )
 
 KNOBS_BY_KEY = {knob.key: knob for knob in KNOBS}
-
-
-def compiles_for_gpu(cfg: Config) -> bool:
-    """Whether a config's steps are compiled; on the simulated device, which sees operations, nothing is."""
-    return bool(cfg.get(knobs.COMPILE, False)) and cfg.get("device") != "cpu"
 
 
 def may_be_changed(knob: Knob, may_change: str | Iterable[str]) -> bool:
@@ -181,26 +165,26 @@ def may_be_changed(knob: Knob, may_change: str | Iterable[str]) -> bool:
     return knob.key in may_change
 
 
-def configured_choice(cfg: DictConfig, ranks: int) -> Choice:
-    """The value of each knob that has a meaning for a config, as the config sets it."""
-    return Choice({knob.key: knob.configured(cfg) for knob in KNOBS if knob.values(cfg, ranks)})
+def configured_choice(asked: Asked, ranks: int) -> Choice:
+    """The value of each knob that has a meaning here, as the config sets it."""
+    return Choice({knob.key: knob.configured(asked) for knob in KNOBS if knob.values(asked, ranks)})
 
 
 def choices(
-    cfg: DictConfig, ranks: int, may_change: str | Iterable[str], *, switches_only: bool = False
+    asked: Asked, ranks: int, may_change: str | Iterable[str], *, switches_only: bool = False
 ) -> list[Choice]:
     """Everything that may be chosen, the config's own values first.
 
     Args:
-        cfg: the config.
+        asked: what is asked for.
         ranks: the number of ranks.
         may_change: the setting of that name.
         switches_only: True to leave out what needs another model to be built.
     """
-    own = configured_choice(cfg, ranks)
+    own = configured_choice(asked, ranks)
     allowed = may_change if isinstance(may_change, str) else tuple(may_change)
     possible = [
-        KNOBS_BY_KEY[key].values(cfg, ranks)
+        KNOBS_BY_KEY[key].values(asked, ranks)
         if may_be_changed(KNOBS_BY_KEY[key], allowed)
         and (KNOBS_BY_KEY[key].switch or not switches_only)
         else (value,)
@@ -232,19 +216,19 @@ def changes(old: Choice, new: Choice) -> list[Change]:
     ]
 
 
-def with_choice(cfg: DictConfig, ranks: int, choice: Choice) -> DictConfig:
-    """The config with the chosen values."""
-    changed = cfg.copy()
-    for change in changes(configured_choice(cfg, ranks), choice):
+def with_choice(asked: Asked, ranks: int, choice: Choice) -> Asked:
+    """The same with the chosen values."""
+    cfg, changed = asked.cfg, asked.cfg.copy()
+    for change in changes(configured_choice(asked, ranks), choice):
         value = list(change.new) if isinstance(change.new, tuple) else change.new
         OmegaConf.update(changed, change.key, value, force_add=True)
         if change.key == knobs.MICRO_BATCH:
-            changed[ACCUMULATION] = configured_batch(cfg, ranks).rows // change.new
+            changed[ACCUMULATION] = asked.batch(ranks).rows // change.new
         if change.key == knobs.LOSS and value == WHOLE and "num_output_chunks" in cfg.loss:
             changed.loss.pop("num_output_chunks")
         if change.key == FUSED and value and cfg.optimizer.get("foreach"):
             changed.optimizer.pop("foreach")
-    return changed
+    return Asked.of(changed, asked.kind.name)
 
 
 def overrides(before: Config, after: Config) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import nn
@@ -58,7 +57,7 @@ def build_switches(
         setters[knobs.OFFLOADING] = lambda value: setattr(offloading, "enabled", value)
     if type(objective) is NextTokenPrediction:
         setters |= _of_the_loss(asked, environment, model, objective)
-    configured = {key: KNOBS_BY_KEY[key].configured(asked.cfg) for key in setters}
+    configured = {key: KNOBS_BY_KEY[key].configured(asked) for key in setters}
     switches = Switches(setters, configured, len(layers))
     checkpoint(switches.choice[knobs.CHECKPOINT])
     if switches.choice.get(knobs.RECOMPUTE_LOSS):
@@ -71,8 +70,8 @@ def _of_the_loss(
 ) -> dict[str, Any]:
     def loss(component: str) -> None:
         ranks = environment.ranks.size
-        choice = configured_choice(asked.cfg, ranks) | {knobs.LOSS: component}
-        changed = replace(asked, cfg=with_choice(asked.cfg, ranks, choice))
+        choice = configured_choice(asked, ranks) | {knobs.LOSS: component}
+        changed = with_choice(asked, ranks, choice)
         model.set_num_output_chunks(0)  # type: ignore[operator]
         objective.loss_fn = build_loss(changed, environment, model)
 

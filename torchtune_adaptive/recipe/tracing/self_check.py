@@ -69,13 +69,13 @@ def check_method(cache: bool | str) -> None:
     if passed.is_known():
         return
     fake_device.device()  # first: autograd counts the devices at its first backward pass
-    cfg = OmegaConf.create(SMALL_RUN)
+    asked = Asked.of(OmegaConf.create(SMALL_RUN), "full")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        measured = measured_peaks(cfg, _SIZES)
+        measured = measured_peaks(asked, _SIZES)
     finally:
         dist.destroy_process_group()
-    traced = traced_peaks(Tracer(cfg, ranks=1), _SIZES)
+    traced = traced_peaks(Tracer(asked, ranks=1), _SIZES)
     if traced != measured:
         raise no_prediction(
             f"steps of {_SIZES} rows and tokens took {list(measured.values())} bytes instead of "
@@ -86,19 +86,19 @@ def check_method(cache: bool | str) -> None:
 
 
 def measured_peaks(
-    cfg: DictConfig,
+    asked: Asked,
     sizes: Iterable[tuple[int, int]],
     make_batch: Callable[[int, int], dict[str, Any]] | None = None,
 ) -> dict[tuple[int, int], int]:
     """Peak bytes by (rows, length), of training with random weights on the simulated device. The process
     group must exist. Batches are of text, unless ``make_batch`` makes others."""
     memory = SimulatedMemory(1 << 40)
-    kind = _real_kind(cfg)
+    kind = _real_kind(asked)
     step = _real_step(kind, memory)
 
     def text(rows: int, length: int) -> dict[str, Any]:
         batch = kind.rows().imagined(rows, length, simulated=True)
-        tokens = torch.randint(0, cfg.model.vocab_size, batch["tokens"].shape)
+        tokens = torch.randint(0, asked.cfg.model.vocab_size, batch["tokens"].shape)
         return {**batch, "tokens": tokens, "labels": tokens.clone()}
 
     def take(rows: int, length: int) -> None:
@@ -117,8 +117,8 @@ def measured_peaks(
     return peaks
 
 
-def _real_kind(cfg: DictConfig) -> RecipeKind:
-    asked, device = Asked.of(cfg), torch.device("cpu")
+def _real_kind(asked: Asked) -> RecipeKind:
+    device = torch.device("cpu")
     dtype = training.get_dtype(asked["dtype"], device)
     environment = Environment(device, dtype, Ranks(timeout=20))
     return recipe_kind(asked, environment)

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
 from torchtune.modules import TransformerSelfAttentionLayer
@@ -19,9 +18,6 @@ from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.rollout.policy_and_value import PolicyAndValue
 from torchtune_adaptive.recipe.settings.asked import Asked
-from torchtune_adaptive.recipe.settings.knob_table import (
-    compiles_for_gpu,
-)
 from torchtune_adaptive.recipe.settings.phase_names import SCORING
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model import (
@@ -61,13 +57,12 @@ class Tracer(StepTracer):
     """One rank of a run of a recipe, which can take steps of any size.
 
     Args:
-        cfg: the config, for any of the recipes.
+        asked: what is asked of any of the recipes.
         ranks: the number of ranks.
         rank: the number of this one.
     """
 
-    def __init__(self, cfg: DictConfig, ranks: int, rank: int = 0) -> None:
-        asked = Asked.of(cfg)
+    def __init__(self, asked: Asked, ranks: int, rank: int = 0) -> None:
         super().__init__(asked["device"] == "cpu", rank, ranks, asked.holders)
         dtype = training.get_dtype(asked["dtype"], torch.device("cpu"))
         environment = Environment(self.device, dtype, self.ranks)
@@ -77,7 +72,7 @@ class Tracer(StepTracer):
         self._each_is_seen = False
         """Whether another mode has to see each operation, as that of checkpointing by operations."""
 
-        if compiles_for_gpu(cfg):
+        if asked.compiled_for_gpu:
             self.follow_compiler(compile_backend())
 
         self._packed = asked.packed()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from torchtune_adaptive.common import (
     Cache,
@@ -20,15 +20,10 @@ from torchtune_adaptive.common import (
 )
 from torchtune_adaptive.core import Choice
 from torchtune_adaptive.planner import RecordedStep, StartUp, TracedRun
+from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
 from torchtune_adaptive.recipe.settings.fingerprint import step_facts
 from torchtune_adaptive.recipe.settings.keys import KEYS
-from torchtune_adaptive.recipe.settings.kind_table import is_packed
-from torchtune_adaptive.recipe.settings.knob_table import (
-    ACCUMULATION,
-    compiles_for_gpu,
-    configured_accumulation,
-    configured_choice,
-)
+from torchtune_adaptive.recipe.settings.knob_table import configured_choice
 from torchtune_adaptive.recipe.settings.phase_names import SCORING
 from torchtune_adaptive.recipe.settings.rules import COMPONENT
 
@@ -66,7 +61,7 @@ class Traces:
     """The steps of one config on one rank, each traced once.
 
     Args:
-        cfg: the config, for any of the recipes.
+        asked: what is asked of any of the recipes.
         ranks: the number of ranks.
         rank: the number of the one that is traced.
         cache: the run's setting of the folder where traces are kept.
@@ -74,29 +69,29 @@ class Traces:
     """
 
     def __init__(
-        self, cfg: DictConfig, ranks: int, rank: int, cache: bool | str, may_trace: bool = True
+        self, asked: Asked, ranks: int, rank: int, cache: bool | str, may_trace: bool = True
     ) -> None:
-        self._run = (cfg, ranks, rank)
+        self._run = (asked, ranks, rank)
         self._may_trace = may_trace
-        self._own = configured_choice(cfg, ranks)
-        components = (OmegaConf.select(cfg, f"{part}._component_") for part in _PARTS)
+        self._own = configured_choice(asked, ranks)
+        components = (OmegaConf.select(asked.cfg, f"{part}._component_") for part in _PARTS)
         if not all(str(name or "torch.").startswith(_VERSIONED) for name in components):
             cache = False  # no version says when the user's own code changes
         self._kept: Cache[dict[str, Any]] = Cache(
             cache_folder(cache, "traces"), "traces", _are_traces, most=_MOST_KEPT
         )
-        facts = step_facts(cfg)
-        self._micro_batches = facts[ACCUMULATION] = min(configured_accumulation(cfg), 2)
+        facts = step_facts(asked.cfg)
+        self._micro_batches = facts[ACCUMULATION] = min(asked.accumulation, 2)
         self._facts = {
             "config": facts,
-            "packed": is_packed(cfg),
-            "device": cfg.device,
+            "packed": asked.packed(),
+            "device": asked["device"],
             "rank": [rank, ranks],
             "libraries": libraries(),
             "code": package_fingerprint(),
         }
         self._tracer: Any = None
-        self.compiled = compiles_for_gpu(cfg)
+        self.compiled = asked.compiled_for_gpu
         kept = self._kept.get(self._facts) or {}
         self.uneven: bool | None = kept.get("uneven")
         self.as_written: str = kept.get("as_written", "")
