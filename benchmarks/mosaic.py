@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchtune_adaptive.library.planning import StepQuestion, StepsOfModel
 from torchtune_adaptive.planner.memory.peak import DeviceLimits
+from torchtune_adaptive.planner.question import Question
 from torchtune_adaptive.planner.speed.devices import SPEEDS, Speeds
 from torchtune_adaptive.planner.speed.operations import (
     StepOperations,
@@ -180,14 +181,9 @@ def traced(name: str, length: int, checkpointed: bool, accumulation: int) -> lis
         forward=forward,
         batch=partial(batch, length),
         ranks=RANKS,
-        accumulation=accumulation,
         max_grad_norm=1.0,
-        device=DeviceLimits("any", 1 << 40),
-        rows=None,
-        ceiling=1,
+        asked=Question(DeviceLimits("any", 1 << 40), None, 1, accumulation),
         assumptions=(),
-        pace=None,
-        length=length,
     )
     steps = StepsOfModel(question)
     found = [steps.step(rows, 1).operations for rows in (FEW, MANY)]

@@ -41,13 +41,14 @@ from torchtune_adaptive.cli.speed_report import compare_table
 from torchtune_adaptive.cli.what_if import splits, what_ifs
 from torchtune_adaptive.common.document import as_markdown, as_text
 from torchtune_adaptive.common.errors import ConfigError, NoPrediction
+from torchtune_adaptive.planner import Answer
 from torchtune_adaptive.planner.memory.gpus import GPUS, gpu
 from torchtune_adaptive.planner.memory.peak import Peak
 from torchtune_adaptive.planner.speed.speed import Speed
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.recipe.plan.limits import LengthLimits
-from torchtune_adaptive.recipe.plan.predict import OnDevice, Prediction
+from torchtune_adaptive.recipe.plan.predict import Prediction
 from torchtune_adaptive.recipe.plan.ranking import Candidate
 from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import find_config, load_config, with_overrides
@@ -422,7 +423,7 @@ class TestWhatIsPrinted:
         speed = Speed(10.0, 1234.0, 0.33, {"gemm": 1.0}, 0.0, (-0.3, 0.05))
         peak = a_prediction().configured
         devices = [
-            OnDevice(replace(self.plan.device, name=name), peak, largest, speed, verdict)
+            Answer(replace(self.plan.device, name=name), peak, largest, speed, verdict)
             for name, largest, verdict in (
                 ("small", 0, "DOES NOT FIT"),
                 ("near", 2, "UNCERTAIN"),
@@ -504,7 +505,7 @@ class TestWhatIsPrinted:
             job=job("123.4M", "1234.5"),
             fastest=Fastest(self.plan, candidates, "rounding"),
             compared=[
-                OnDevice(one, found.configured, 10**6, speed, "DOES NOT FIT") for one in devices
+                Answer(one, found.configured, 10**6, speed, "DOES NOT FIT") for one in devices
             ],
         )
         blocks = [*headline(report.plan, found, report.job), *details(report)]

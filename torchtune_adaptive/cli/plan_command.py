@@ -20,10 +20,9 @@ from torchtune_adaptive.cli.plan_progress import TraceProgress
 from torchtune_adaptive.cli.plan_report import PlanReport, WhatIfResult, as_dict, details, headline
 from torchtune_adaptive.cli.what_if import WhatIf, splits, what_ifs
 from torchtune_adaptive.common import AdaptiveBatchingError, ConfigError, NoPrediction
-from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Machine, Pace, gpus
+from torchtune_adaptive.planner import DOES_NOT_FIT, Answer, DeviceLimits, Machine, Pace, gpus
 from torchtune_adaptive.recipe import (
     KNOBS_BY_KEY,
-    OnDevice,
     PlanRequest,
     Prediction,
     Query,
@@ -148,7 +147,7 @@ def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
             progress.expect_more(1)
             other = 0 if found.rank == plan.ranks - 1 else plan.ranks - 1
             last = ask(predict, plan.query(rank=other))
-        compared: Future[list[OnDevice]] | None = None
+        compared: Future[list[Answer]] | None = None
         if devices:
             progress.expect_more(1)
             compared = ask(compare, plan.query(), devices)

@@ -16,11 +16,10 @@ from torchtune_adaptive.cli.speed_report import (
     speed_blocks,
 )
 from torchtune_adaptive.common import Block, Listing, Paragraph, Table, bytes_of, human_bytes
-from torchtune_adaptive.planner import DOES_NOT_FIT, Peak
+from torchtune_adaptive.planner import DOES_NOT_FIT, Answer, Peak
 from torchtune_adaptive.recipe import (
     TOKENS,
     LengthLimits,
-    OnDevice,
     PlanRequest,
     Prediction,
 )
@@ -68,7 +67,7 @@ class PlanReport:
     adapter_rank: int | None = None
     """Highest power of two for the adapters' rank that fits at the configured batch size, if asked."""
     job: Job = _NO_JOB
-    compared: Sequence[OnDevice] = ()
+    compared: Sequence[Answer] = ()
     """Predictions for the same config on other devices."""
     fastest: Fastest | None = None
     """Candidates for the fastest configuration, if asked."""

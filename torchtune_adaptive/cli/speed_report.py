@@ -9,8 +9,8 @@ from typing import Any
 
 from torchtune_adaptive.cli.job import TOKENS_IN, Job
 from torchtune_adaptive.common import Block, Paragraph, Table, counted, human_bytes
-from torchtune_adaptive.planner import Speed
-from torchtune_adaptive.recipe import OnDevice, PlanRequest
+from torchtune_adaptive.planner import Answer, Speed
+from torchtune_adaptive.recipe import PlanRequest
 
 _SMALL = 0.005
 """Share of a step's time below which a part is not listed."""
@@ -62,7 +62,7 @@ def cost_lines(speed: Speed, ranks: int, job: Job) -> list[str]:
     ]
 
 
-def compare_table(devices: Sequence[OnDevice], ranks: int, job: Job) -> Table:
+def compare_table(devices: Sequence[Answer], ranks: int, job: Job) -> Table:
     """The config on several devices; speed, hours and cost only where it fits."""
     (rows,) = {one.peak.rows for one in devices}
     header = ["device", "verdict", "peak", "largest", f"tokens/s at {counted(rows, 'row')}", "MFU"]

@@ -37,6 +37,7 @@ from torchtune_adaptive.planner import (
     DeviceLimits,
     Machine,
     Pace,
+    Question,
     RecordedStep,
     Speed,
     StartUp,
@@ -86,14 +87,9 @@ class StepQuestion:
     forward: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
     batch: Callable[[int], Any]
     ranks: int
-    accumulation: int
     max_grad_norm: float | None
-    device: DeviceLimits
-    rows: int | None
-    ceiling: int
+    asked: Question
     assumptions: tuple[str, ...]
-    pace: Pace | None
-    length: int
 
 
 def plan_batch_size(
@@ -177,14 +173,18 @@ def plan_batch_size(
         forward=forward,
         batch=batch,
         ranks=ranks,
-        accumulation=accumulation,
         max_grad_norm=max_grad_norm,
-        device=device,
-        rows=rows,
-        ceiling=ceiling,
+        asked=Question(
+            device=device,
+            rows=rows,
+            length=_ANY_LENGTH,
+            micro_batches=accumulation,
+            pace=Pace(speeds, ranks, compiled=False, quantized=False, dtype="") if speeds else None,
+            ceiling=ceiling,
+            confirmed=True,
+            tokens=length,
+        ),
         assumptions=assumptions,
-        pace=Pace(speeds, ranks, compiled=False, quantized=False, dtype="") if speeds else None,
-        length=length,
     )
     log.info(f"Tracing a step in a process of its own, for at most {timeout:g} s.")
     return call_alone(_answer, question, timeout=timeout)
@@ -208,33 +208,22 @@ def _require_importable(name: str, function: object) -> None:
 
 def _answer(question: StepQuestion) -> Plan:
     """Trace and predict, in a process that does nothing else."""
-    if question.device.caching:
+    asked = question.asked
+    if asked.device.caching:
         check_sums()
-    steps, device = StepsOfModel(question), question.device
-    run = TracedRun(steps, _ANY_LENGTH)
-    largest = run.confirmed_largest(_ANY_LENGTH, device, question.ceiling)
-    rows = question.rows or largest or 1
-    found = run.peak(rows, _ANY_LENGTH, device)
-    assumptions = (*question.assumptions, *((_AS_WRITTEN,) if steps.as_written else ()))
+    steps = StepsOfModel(question)
+    if asked.pace is not None:
+        asked = replace(asked, pace=replace(asked.pace, compiled=steps.as_written))
+    found = TracedRun(steps, _ANY_LENGTH).answer(asked)
     return Plan(
-        largest,
-        rows,
-        found.reserved,
-        found.parts,
-        device.usable_bytes,
-        assumptions,
-        _speed(question, run, rows, steps.as_written),
+        found.largest,
+        found.peak.rows,
+        found.peak.reserved,
+        found.peak.parts,
+        asked.device.usable_bytes,
+        (*question.assumptions, *((_AS_WRITTEN,) if steps.as_written else ())),
+        found.speed,
     )
-
-
-def _speed(question: StepQuestion, run: TracedRun, rows: int, compiled: bool) -> Speed | None:
-    if question.pace is None:
-        return None
-    step = run.operations(rows, _ANY_LENGTH)
-    pace = replace(question.pace, compiled=compiled, dtype=step.dtype)
-    if pace.speeds.peak(pace.dtype) is None:
-        return None
-    return pace.speed(step, rows, question.length, question.accumulation)
 
 
 class StepsOfModel:
@@ -268,13 +257,13 @@ class _ModelTracer(StepTracer):
     """One rank of a run with a model that the user builds."""
 
     def __init__(self, question: StepQuestion) -> None:
-        super().__init__(not question.device.caching, 0, question.ranks)
+        super().__init__(not question.asked.device.caching, 0, question.ranks)
         self.compiles = False
         only_wrap()
         if not self.recorder.simulated:
             _refuse_autocast()
         self._batch = CheckedBatch(question.batch)
-        self._accumulation = min(question.accumulation, 2)  # later ones are like the second
+        self._accumulation = min(question.asked.micro_batches, 2)  # later ones are like the second
         model = self._built(question.build)
         with self.tracing():
             fill(model, self.device)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.planner.memory.planned import gpu_limits, planned_gpu
     from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
+    from torchtune_adaptive.planner.question import Answer, Question
     from torchtune_adaptive.planner.speed.machine import Machine
     from torchtune_adaptive.planner.speed.speed import Pace, Speed
     from torchtune_adaptive.planner.steps_by_choice import StepsByChoice, TracedStep

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from typing import ClassVar, Protocol
 
 from torchtune_adaptive.planner.memory.peak import (
@@ -17,7 +18,9 @@ from torchtune_adaptive.planner.memory.peak import (
     timeline,
 )
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, NotRegular, RecordedStep
+from torchtune_adaptive.planner.question import Answer, Question
 from torchtune_adaptive.planner.speed.operations import DifferentOperations, StepOperations, at_rows
+from torchtune_adaptive.planner.speed.speed import Speed
 
 _CLOSE = 0.002
 """Share of its peak by which a compiled step may differ from what is computed of others."""
@@ -75,6 +78,25 @@ class TracedRun:
     def any_length(self) -> bool:
         """Whether steps of every length follow from the traces."""
         return self._every is not None and not self.direct
+
+    def answer(self, question: Question) -> Answer:
+        """The largest micro-batch that fits; the peak, the speed and the verdict at what is asked for."""
+        length, device = question.length, question.device
+        find = self.confirmed_largest if question.confirmed else self.largest
+        largest = find(length, device, question.ceiling)
+        rows = question.rows or largest or 1
+        peak = self.peak(rows, length, device)
+        speed = self._speed(question, rows)
+        return Answer(device, peak, largest, speed, peak.verdict(device))
+
+    def _speed(self, question: Question, rows: int) -> Speed | None:
+        if question.pace is None:
+            return None
+        step = self.operations(rows, question.length)
+        pace = replace(question.pace, dtype=question.pace.dtype or step.dtype)
+        if pace.speeds.peak(pace.dtype) is None:
+            return None
+        return pace.speed(step, rows, question.tokens or question.length, question.micro_batches)
 
     def largest(self, length: int, device: DeviceLimits, ceiling: int | None = None) -> int:
         """The largest micro-batch that fits, and is no larger than a ceiling."""

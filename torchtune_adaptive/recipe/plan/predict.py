@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtune_adaptive.core import Rounding, candidates
-from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Pace, Peak, Speed, TracedRun
+from torchtune_adaptive.planner import (
+    Answer,
+    DeviceLimits,
+    Pace,
+    Peak,
+    Question,
+    Speed,
+    TracedRun,
+)
 from torchtune_adaptive.recipe.plan.rollout import RolloutPlanner, RolloutPrediction, RolloutQuery
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.tracing.traces import Traces
@@ -58,6 +66,14 @@ class Query:
     def accumulation(self) -> int:
         """Micro-batches in a step."""
         return self.asked.accumulation
+
+    @property
+    def question(self) -> Question:
+        """What is asked of the config's steps."""
+        pace = self.pace and replace(self.pace, ranks=self.ranks)
+        return Question(
+            self.device, self.rows, self.length, self.accumulation, pace, confirmed=self.confirmed
+        )
 
     @property
     def rows_per_step(self) -> int:
@@ -131,16 +147,17 @@ def predict(query: Query, traces: Traces | None = None) -> Prediction:
 def _of_steps(query: Query, traces: Traces) -> dict[str, Any]:
     length, device = query.length, query.device
     run = TracedRun(traces, length)
-    most = (run.confirmed_largest if query.confirmed else run.largest)(length, device)
+    found = run.answer(query.question)
+    most = found.largest
     picked = _picked(query, most)
     return {
         "largest": most,
-        "configured": run.peak(query.rows, length, device),
+        "configured": found.peak,
         "at_largest": run.peak(most, length, device) if most else None,
         "picked": run.peak(picked, length, device) if picked else None,
         "curve": _curve(run, query, most) if query.in_detail else [],
         "timeline": run.timeline(query.rows, length, device) if query.in_detail else [],
-        "speed": speed_of(run, query),
+        "speed": found.speed,
         "traced_directly": run.direct,
     }
 
@@ -163,15 +180,6 @@ def _of_rollouts(query: Query, traces: Traces) -> dict[str, Any]:
     }
 
 
-def speed_of(run: TracedRun, query: Query) -> Speed | None:
-    """The speed at the configured batch size, if anything is known about it."""
-    if query.pace is None:
-        return None
-    step = run.operations(query.rows, query.length)
-    pace = replace(query.pace, ranks=query.ranks)
-    return pace.speed(step, query.rows, query.length, query.accumulation)
-
-
 def _picked(query: Query, most: int) -> int | None:
     """The size that a search returns if ``most`` is the largest that fits."""
     ceiling = min(most, query.ceiling or most)
@@ -186,34 +194,12 @@ def _curve(run: TracedRun, query: Query, most: int) -> list[tuple[int, int, int]
     return [(rows, peak.allocated, peak.reserved) for rows, peak in peaks]
 
 
-@dataclass(frozen=True)
-class OnDevice:
-    """The prediction for one of several devices."""
-
-    device: DeviceLimits
-    peak: Peak
-    """Peak at the configured batch size."""
-    largest: int
-    """Largest micro-batch that fits; 0 if none does."""
-    speed: Speed | None
-    """Speed at the configured batch size, whether it fits or not."""
-    verdict: str
-
-    @property
-    def fits(self) -> bool:
-        """Whether it may fit, as far as is known."""
-        return self.verdict != DOES_NOT_FIT
-
-
-def compare(query: Query, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> list[OnDevice]:
+def compare(query: Query, devices: Sequence[tuple[DeviceLimits, Pace | None]]) -> list[Answer]:
     """Predict a config for several devices. Call it in a process that does nothing else: see ``workers``."""
     traces = query.traces()
     run = TracedRun(traces, query.length)
-    found = []
-    for device, pace in devices:
-        peak = run.peak(query.rows, query.length, device)
-        largest = run.largest(query.length, device)
-        speed = speed_of(run, replace(query, pace=pace))
-        found.append(OnDevice(device, peak, largest, speed, peak.verdict(device)))
+    found = [
+        run.answer(replace(query, device=device, pace=pace).question) for device, pace in devices
+    ]
     traces.remember()
     return found
