@@ -1,4 +1,23 @@
-"""Everything this package raises on purpose. Every message gives the value, the reason and the remedy."""
+"""Everything this package raises on purpose. Every message gives the value, the reason and the remedy.
+
+    AdaptiveBatchingError
+        ConfigError
+        UsageError
+        UnsupportedVersion
+        NothingFits
+        EmptyTrial
+        NothingToLearn
+        BatchIncreaseError
+        TrainingOutOfMemory
+        OutOfMemoryElsewhere
+        CheckpointError
+        NoPrediction
+            NotRemembered
+        RankLost
+    Stopped
+
+``Stopped`` is a ``KeyboardInterrupt`` and no error. What only this package catches is none of these.
+"""
 
 from __future__ import annotations
 
