@@ -18,7 +18,7 @@ from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.plan.rollout import RolloutPlanner, RolloutPrediction
 from torchtune_adaptive.recipe.settings.phase_names import SHARDED_GENERATION
-from torchtune_adaptive.recipe.tracing.traces import PhaseTraces
+from torchtune_adaptive.recipe.tracing.traces import PartTraces
 
 ROWS = {"batch_size": 4, "grpo_samples": 4, "max_generated_tokens": 8}
 Peaks = dict[str, dict[int, int]]
@@ -94,7 +94,7 @@ def test_each_phase_takes_what_is_predicted(
 def predicted_of_gpus(cfg: DictConfig) -> tuple[list[bool], list[list[int]]]:
     """Whether each phase's sizes were traced one by one; the collectives of each part, of two ways."""
     planner = planner_of(cfg, 2, None, 40)
-    run = TracedRun(PhaseTraces(planner.traces, SHARDED_GENERATION), planner.length)
+    run = TracedRun(PartTraces(planner.traces, SHARDED_GENERATION), planner.length)
     phases = [phase.run(4) for phase in planner.phases()]
     collectives = [
         [sum(one.kind == COLLECTIVE for one in part) for part in each.micro_batches]

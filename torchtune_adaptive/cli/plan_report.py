@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, fastest_blocks
 from torchtune_adaptive.cli.job import Job
-from torchtune_adaptive.cli.rollout_report import caution, rollout_blocks
+from torchtune_adaptive.cli.rollout_report import caution, memory_rows, rollout_blocks
 from torchtune_adaptive.cli.speed_report import (
     compare_table,
     machine_as_dict,
@@ -131,16 +131,7 @@ def _memory_table(found: Prediction) -> Table:
     """The parts of the peak at the configured batch size and at those of interest."""
     of_interest = (found.configured, found.picked, found.at_largest)
     peaks = list({peak.rows: peak for peak in of_interest if peak}.values())
-    parts = sorted({part for peak in peaks for part in peak.parts})
-    parts.sort(key=lambda part: -peaks[0].parts.get(part, 0))
-    rows = [
-        (part, *(human_bytes(peak.parts.get(part, 0)) for peak in peaks))
-        for part in parts
-        if any(peak.parts.get(part, 0) >= 1 << 20 for peak in peaks)
-    ]
-    rows.append(("in tensors", *(human_bytes(peak.allocated) for peak in peaks)))
-    if any(peak.reserved != peak.allocated for peak in peaks):
-        rows.append(("held by the allocator", *(human_bytes(peak.reserved) for peak in peaks)))
+    rows = memory_rows(peaks, peaks[0])
     rows.append(("reached in", *(_WHERE.get(peak.phase, peak.phase) for peak in peaks)))
     header = ("peak memory", *(f"batch_size {peak.rows}" for peak in peaks))
     return Table("", header, rows, right=range(1, len(header)))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torchtune_adaptive.cli.job import Job
 from torchtune_adaptive.cli.speed_report import band_text, cost_lines, human_seconds
 from torchtune_adaptive.common import Block, Paragraph, Table, bytes_of, counted, human_bytes
-from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Speed
+from torchtune_adaptive.planner import DOES_NOT_FIT, DeviceLimits, Peak, Speed
 from torchtune_adaptive.recipe import PlanRequest, Prediction, RolloutPrediction
 
 _SMALL = 0.01
@@ -95,20 +95,27 @@ def _memory(rollout: RolloutPrediction) -> Table:
     """The parts of each phase's peak, at the configured sizes."""
     phases = rollout.phases
     limiting = rollout.limiting.configured
-    parts = sorted({part for phase in phases for part in phase.configured.parts})
-    parts.sort(key=lambda part: -limiting.parts.get(part, 0))
-    least = _SMALL * limiting.live
-    rows = [
-        (part, *(human_bytes(phase.configured.parts.get(part, 0)) for phase in phases))
-        for part in parts
-        if any(phase.configured.parts.get(part, 0) >= least for phase in phases)
-    ]
-    rows.append(("in tensors", *(human_bytes(phase.configured.allocated) for phase in phases)))
-    if any(phase.configured.reserved != phase.configured.allocated for phase in phases):
-        held = (human_bytes(phase.configured.reserved) for phase in phases)
-        rows.append(("held by the allocator", *held))
+    peaks = [phase.configured for phase in phases]
+    rows = memory_rows(peaks, limiting, _SMALL * limiting.live)
     header = ("peak memory", *(f"{p.name}, {counted(p.configured.rows, 'row')}" for p in phases))
     return Table("", header, rows, right=range(1, len(header)))
+
+
+def memory_rows(
+    peaks: Sequence[Peak], first: Peak, least: float = 1 << 20
+) -> list[tuple[str, ...]]:
+    """The parts of some peaks that are not too small, the largest of the ``first`` first, and their sums."""
+    parts = sorted({part for peak in peaks for part in peak.parts})
+    parts.sort(key=lambda part: -first.parts.get(part, 0))
+    rows = [
+        (part, *(human_bytes(peak.parts.get(part, 0)) for peak in peaks))
+        for part in parts
+        if any(peak.parts.get(part, 0) >= least for peak in peaks)
+    ]
+    rows.append(("in tensors", *(human_bytes(peak.allocated) for peak in peaks)))
+    if any(peak.reserved != peak.allocated for peak in peaks):
+        rows.append(("held by the allocator", *(human_bytes(peak.reserved) for peak in peaks)))
+    return rows
 
 
 def _times(

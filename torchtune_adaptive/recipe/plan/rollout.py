@@ -17,7 +17,7 @@ from torchtune_adaptive.recipe.settings.phase_names import (
     SHARDED_GENERATION,
     TRAINING,
 )
-from torchtune_adaptive.recipe.tracing.traces import PhaseTraces, Traces, TrainingTraces
+from torchtune_adaptive.recipe.tracing.traces import PartTraces, Traces
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,9 @@ class RolloutPlanner:
         # With the optimizer in backward, a step is one micro-batch.
         steps = (1,) if self.asked.phases[TRAINING].is_fixed else (1, 2)
         return (
-            _Phase(self, GENERATION, [PhaseTraces(self.traces, generation)], sharded),
-            _Phase(self, SCORING, [PhaseTraces(self.traces, SCORING)]),
-            _Phase(self, TRAINING, [TrainingTraces(self.traces, n) for n in steps]),
+            _Phase(self, GENERATION, [PartTraces(self.traces, generation)], sharded),
+            _Phase(self, SCORING, [PartTraces(self.traces, SCORING)]),
+            _Phase(self, TRAINING, [PartTraces(self.traces, micro_batches=n) for n in steps]),
         )
 
     def _gathered_policy_fits(self) -> bool:
@@ -190,7 +190,7 @@ class _Phase:
         self,
         planner: RolloutPlanner,
         name: str,
-        traces: Sequence[PhaseTraces | TrainingTraces],
+        traces: Sequence[PartTraces],
         sharded: bool = False,
     ) -> None:
         self.name, self._planner, self._traces, self._sharded = name, planner, traces, sharded

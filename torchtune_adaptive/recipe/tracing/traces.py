@@ -183,45 +183,31 @@ class Traces:
 
 
 @dataclass(frozen=True)
-class PhaseTraces:
-    """Traces of one phase of a rollout, as those of a run's steps."""
+class PartTraces:
+    """Traces of a part of a rollout, as those of a run's steps: of a phase without gradients, or of training
+    steps with another number of micro-batches than the config's."""
 
     traces: Traces
-    phase: str
-
-    @property
-    def compiled(self) -> bool:
-        return self.traces.compiled and self.phase == SCORING
-
-    def start_up(self, length: int) -> StartUp:
-        return self.traces.start_up(length)
-
-    def step(self, rows: int, length: int) -> RecordedStep:
-        return self.traces.of_phase(self.phase, rows, length)
-
-    def noted(self, rows: int, length: int) -> RecordedStep:
-        return self.traces.of_phase(self.phase, rows, length, as_written=self.compiled)
-
-
-@dataclass(frozen=True)
-class TrainingTraces:
-    """Traces of steps with another number of micro-batches than the config's."""
-
-    traces: Traces
-    micro_batches: int
+    phase: str = ""
+    """Name of the phase; empty for training steps."""
+    micro_batches: int | None = None
     """Their number, 1 or 2: a step with more takes no more memory than one with two."""
 
     @property
     def compiled(self) -> bool:
-        return self.traces.compiled
+        return self.traces.compiled and self.phase in ("", SCORING)
 
     def start_up(self, length: int) -> StartUp:
         return self.traces.start_up(length)
 
     def step(self, rows: int, length: int) -> RecordedStep:
+        if self.phase:
+            return self.traces.of_phase(self.phase, rows, length)
         return self.traces.step(rows, length, None, self.micro_batches)
 
     def noted(self, rows: int, length: int) -> RecordedStep:
+        if self.phase:
+            return self.traces.of_phase(self.phase, rows, length, as_written=self.compiled)
         return self.traces.noted(rows, length, None, self.micro_batches)
 
 
