@@ -81,7 +81,7 @@ def measure(
         for take in loops.values():
             for _ in range(5):  # the first ones allocate, and are recorded
                 take()
-        assert not runs[1].step._collectives.recording
+        assert not runs[1].step.collectives.recording
         seconds: Seconds = {name: [] for name in loops}
         for number in range(rounds):
             turn = number % len(LOOPS)

@@ -222,7 +222,7 @@ class TestStep:
         def no_scratch(phase: str) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
 
-        monkeypatch.setattr(step._collectives, "finish", no_scratch)
+        monkeypatch.setattr(step.collectives, "finish", no_scratch)
         with step.memory.capped(step.memory.in_use()):
             with pytest.raises(TrainingOutOfMemory, match=r"again in the buffers .* 1\.00 GiB"):
                 self.take(step, self.LARGE)

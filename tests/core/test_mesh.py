@@ -232,7 +232,7 @@ def steps_in_which_a_group_launches_more() -> Counter[str]:
         with run.memory.fail_at(100 if fails else None):
             counts["lost"] += run.take(1).lost
         counts["unequal"] += not run.launched()
-        counts["recording"] += run.step._collectives.recording
+        counts["recording"] += run.step.collectives.recording
     return counts
 
 
@@ -281,8 +281,7 @@ def fail_without_gradients(way: str, shape: Shape, known: str, sample: Sample) -
             phase.attempt(run.rows)
         for _, _, failure in fail_at_each(sample.of(fault.seen), run.memory, run.ranks):
             if known == "nothing":
-                run.step._collectives._sequences.clear()
-                run.step._collectives._wide_sequences.clear()
+                run.step.collectives.record_anew()
             with failure:
                 outcome = phase.attempt(run.rows)
             counts["tried"] += 1

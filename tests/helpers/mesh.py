@@ -262,11 +262,8 @@ def fail_on_mesh(
         counts: Counter[str] = Counter()
         operations = [every[number - 1] for number in sample.of(len(every))]
         for operation, victim, _ in fail_at_each(operations, run.memory, run.ranks):
-            collectives = run.step._collectives
             if known != "everything":
-                collectives._sequences.clear()
-            if known == "nothing":
-                collectives._wide_sequences.clear()
+                run.step.collectives.record_anew(of_any_shape=known == "nothing")
             here = WHO[who](run.ranks.rank, victim)
             # A second one fails a little later.
             later = 7 if who == "two of a group" and run.ranks.rank != victim else 0

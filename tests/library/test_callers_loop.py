@@ -295,7 +295,7 @@ def gathering(way: str, fails: dict[int, tuple[int, int]]) -> list[float]:
             outcome, _ = run.take(rows_of(ROWS, 10 * number + rank), ROWS)  # type: ignore[attr-defined]
         assert outcome.retried == (number in fails)
         losses.append(outcome.loss)
-    assert not run.step.train_step._collectives.recording
+    assert not run.step.train_step.collectives.recording
     return losses
 
 

@@ -45,8 +45,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
 def forget_the_sequence(step: AdaptiveStep) -> None:
     """As at the beginning, when ranks agree before each collective."""
-    step.train_step._collectives._sequences.clear()
-    step.train_step._collectives._wide_sequences.clear()
+    step.train_step.collectives.record_anew()
 
 
 def fail_in_steps(
@@ -195,7 +194,7 @@ def evaluate_between_steps(way: str) -> list[Any]:
             outcome = run.step(rows_of(4), collate, 4)
         assert bool(outcome.retried) == (number >= 4)
         run.step._begin(4)
-        assert run.step.train_step._collectives._sequence.certain == (number > 0)
+        assert run.step.train_step.collectives._sequence.certain == (number > 0)
         seen.append(outcome.loss)
     return seen
 
@@ -505,8 +504,8 @@ def log_of_sizes_from_data(kind: type[SizedByData]) -> tuple[list[str], bool]:
     run = kind("fsdp")
     for seed in range(5):
         run.step(rows_of(4, seed + dist.get_rank()), collate, 2)
-    run.step.train_step._collectives.begin_pass("training", lambda: 0)
-    return said, run.step.train_step._collectives.recording
+    run.step.train_step.collectives.begin_pass("training", lambda: 0)
+    return said, run.step.train_step.collectives.recording
 
 
 @pytest.mark.parametrize("kind", [SizedByData, SentToOne])

@@ -212,6 +212,13 @@ class Collectives:
         """Whether the sequence is not certain yet: a failure must be announced before the next collective."""
         return self._asked is not _Asked.NOBODY
 
+    def record_anew(self, *, of_any_shape: bool = True) -> None:
+        """Forget the launches that are recorded for each shape of micro-batches and, unless told otherwise,
+        for any. All ranks do it together."""
+        self._sequences.clear()
+        if of_any_shape:
+            self._wide_sequences.clear()
+
     # --- passes and phases ----------------------------------------------------------------------------
 
     def end_step(self) -> None:

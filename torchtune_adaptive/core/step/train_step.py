@@ -137,7 +137,7 @@ class TrainStep:
         self._scaling = gradients.Scaling(
             self._reduction.averaged_over, options.clip_grad_norm, self._loss_scale
         )
-        self._collectives = Collectives(
+        self.collectives = Collectives(
             self._models,
             ranks,
             sharers,
@@ -148,7 +148,7 @@ class TrainStep:
             compiled=options.compiled,
         )
         self._follow_switches()
-        self._failures = Failures(self._collectives, memory, options.survive, self.forget)
+        self._failures = Failures(self.collectives, memory, options.survive, self.forget)
         self._exchange = Exchange(
             ranks=ranks,
             counts_rows=self.counts_rows,
@@ -186,7 +186,7 @@ class TrainStep:
         self._failures.begin()
         self._noise.begin()
         self._exchange.begin()
-        self._collectives.end_step()
+        self.collectives.end_step()
 
     @property
     def counts_rows(self) -> bool:
@@ -201,7 +201,7 @@ class TrainStep:
     @property
     def was_recorded(self) -> bool:
         """Whether a dispatch mode has seen the collectives of the last step, which takes more memory."""
-        return self._collectives.mode_was_on
+        return self.collectives.mode_was_on
 
     def switch(self, choice: Choice) -> None:
         """Use these values of the memory knobs from the next step on; on all ranks alike."""
@@ -211,7 +211,7 @@ class TrainStep:
 
     def _follow_switches(self) -> None:
         switches = self.options.switches
-        self._collectives.variant, self._collectives.choice = switches.variant, switches.choice
+        self.collectives.variant, self.collectives.choice = switches.variant, switches.choice
 
     def abandon(self) -> None:
         """Give up an unfinished step, after an exception that was raised in it or between micro-batches.
@@ -238,23 +238,23 @@ class TrainStep:
         self.memory.release()  # last: it can give back only what nothing refers to anymore
 
     def _reset_models(self) -> None:
-        self._collectives.disturbed = False
+        self.collectives.disturbed = False
         with self.memory.running():
             for model in self._models:
                 fsdp.reset(model)
 
     def together(self, launch: Callable[[], T]) -> T:
         """Launch collectives of the objective's own in a forward pass, as every rank does in each."""
-        return self._collectives.together(launch)
+        return self.collectives.together(launch)
 
     # --- forward and backward -------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch) -> None:
         """Add one micro-batch to the step."""
-        if self._collectives.disturbed and self._exchange.loss is None:
+        if self.collectives.disturbed and self._exchange.loss is None:
             # FSDP would take a forward pass that had no backward for a part of this step, and gather more.
             self._reset_models()
-        self._collectives.begin_pass("training", partial(_shape_of, batch))
+        self.collectives.begin_pass("training", partial(_shape_of, batch))
         self._failures.do("forward", self._forward, batch)
         if self.options.optimizer_in_backward:
             # Backward is the optimizer step: gradients are scaled in it, and there is no way back.
@@ -327,7 +327,7 @@ class TrainStep:
                     fsdp.reset(model)
 
         try:
-            self._collectives.begin_pass(kind, shape)
+            self.collectives.begin_pass(kind, shape)
             with _evaluating(self._models):
                 self._failures.do(kind, attempt)
             self._failures.end_pass()
@@ -443,7 +443,7 @@ class TrainStep:
         if self._noise.of_rank:
             failures.attempt("gradient noise", self._noise.before_reduction, self._gradients())
         if self._reduction.places:
-            self._collectives.begin_pass("reduction")
+            self.collectives.begin_pass("reduction")
             failures.do("reduction", self._reduction.place, self._parameters)
             failures.end_pass()
         if not self._reduction.finish(self._parameters, failed=not failures.none):
