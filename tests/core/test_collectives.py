@@ -92,7 +92,7 @@ class Passes:
         if not goes_on:
             self.collectives.end_step()
         self.collectives.begin_pass("training", lambda: length)
-        self.collectives.begin_phase("forward")
+        self.collectives.begin_stage("forward")
         groups = [self.wide, *[self.local] * length, self.wide]
         for number, group in enumerate(groups):
             if number == launched:
@@ -101,10 +101,10 @@ class Passes:
         for _ in range(own):
             self.launch(self.wide, of_fsdp=False, name="reduce")
         self.wide.launched += unseen  # type: ignore[operator]
-        self.collectives.end_phase()
+        self.collectives.end_stage()
         self.wide.launched += between  # type: ignore[operator]
-        self.collectives.begin_phase("backward")
-        self.collectives.end_phase()
+        self.collectives.begin_stage("backward")
+        self.collectives.end_stage()
         self.collectives.end_pass()
 
     def fail(
@@ -308,7 +308,7 @@ def test_where_holders_wait_for_each_other_in_wide_launches_they_agree_on_these(
     monkeypatch.setattr(passes.collectives, "_tell", note_and_tell)
     passes.collectives.end_step()
     passes.collectives.begin_pass("training", lambda: 3)
-    passes.collectives.begin_phase("forward")
+    passes.collectives.begin_stage("forward")
     key = ("gather", passes.wide.members)
     passes.collectives._note([Launch(print, ((), {}), passes.wide, key)])  # type: ignore[arg-type]
     passes.collectives.finish("forward")
@@ -357,9 +357,9 @@ def test_launches_of_a_group_that_no_parameter_has_are_noticed() -> None:
     assert not passes.collectives._sees_all
     passes.collectives.end_step()
     passes.collectives.begin_pass()
-    passes.collectives.begin_phase("forward")
+    passes.collectives.begin_stage("forward")
     ring.launched = 2
-    passes.collectives.end_phase()
+    passes.collectives.end_stage()
     passes.collectives.end_pass()
     assert passes.collectives._sees_all
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -73,7 +73,7 @@ def search_until(fate: str) -> None:
         accumulation=lambda size: 1,
         headroom=0.0,
         ranks=ranks,
-        entering=lambda phase: watchdog.enter(phase, LIMIT),
+        entering=lambda activity: watchdog.enter(activity, LIMIT),
     )
     with watchdog, probe:
         probe.prime(rows_of)
@@ -87,7 +87,7 @@ def search_until(fate: str) -> None:
 
 
 def slow_but_alive() -> str:
-    """Longer than the limit in a phase that may take long, and in one where all ranks are slow together."""
+    """Longer than the limit in an activity that may take long, and in one where all ranks are slow."""
     ranks = Ranks(timeout=20 * LIMIT)
     watchdog = Watchdog(ranks, limit=LIMIT)
     with watchdog:
@@ -160,7 +160,7 @@ def ended() -> Iterator[dict[str, Future[list[Ended]]]]:
 
 
 @pytest.mark.parametrize("fate", ["killed", "stopped", "hangs"])
-def test_the_others_stop_and_name_the_rank_and_the_phase(
+def test_the_others_stop_and_name_the_rank_and_the_activity(
     fate: str, ended: dict[str, Future[list[Ended]]]
 ) -> None:
     survivor, *_ = ended[fate].result()
@@ -177,7 +177,7 @@ def test_a_rank_that_is_silent_just_after_it_saved_is_not_given_the_time_to_save
     survivor, _ = ended["stopped after saving"].result()
     assert survivor.exit_code == EXIT_CODE, survivor.said
     assert f"rank {VICTIM} has sent no sign of life" in survivor.said
-    assert "its last sign came from the phase 'step 4'" in survivor.said
+    assert "its last sign came from 'step 4'" in survivor.said
 
 
 def test_who_is_asked_to_stop_does_not_wait_for_a_silent_rank(
@@ -200,7 +200,7 @@ def test_where_nobody_watches_the_others_refer_to_the_rank_that_ended(
 ) -> None:
     survivor, _ = ended["unwatched"].result()
     assert survivor.exit_code == 1
-    assert "RankLost: another rank ended while this rank was in the phase 'step 3'" in survivor.said
+    assert "RankLost: another rank ended while this rank was in 'step 3'" in survivor.said
 
 
 def test_patience_where_patience_is_due(ended: dict[str, Future[list[Ended]]]) -> None:

@@ -23,11 +23,11 @@ def test_all_is_well() -> None:
     assert lost_rank(OWN, {}, 0.0, 45) is None
 
 
-def test_a_silent_rank_is_named_with_its_last_phase() -> None:
-    message = verdict(heard=50.0, phase="trial of 4 rows")
+def test_a_silent_rank_is_named_with_its_last_activity() -> None:
+    message = verdict(heard=50.0, activity="trial of 4 rows")
     assert message == (
-        "rank 3 has sent no sign of life for 50 s, and this rank waits for it in the phase "
-        "'trial of 8 rows'; its last sign came from the phase 'trial of 4 rows'"
+        "rank 3 has sent no sign of life for 50 s, and this rank waits for it in "
+        "'trial of 8 rows'; its last sign came from 'trial of 4 rows'"
     )
     assert verdict(heard=56.0) is None
 
@@ -35,8 +35,7 @@ def test_a_silent_rank_is_named_with_its_last_phase() -> None:
 def test_a_rank_that_stands_still_while_this_one_waits_for_it_hangs() -> None:
     message = verdict(moved=50.0, progress=49)
     assert (
-        message is not None
-        and "rank 3 has been hanging for 50 s in the phase 'trial of 8 rows'" in message
+        message is not None and "rank 3 has been hanging for 50 s in 'trial of 8 rows'" in message
     )
 
 
@@ -45,16 +44,16 @@ def test_a_rank_that_is_as_far_as_this_one_is_not_waited_for() -> None:
     assert verdict(moved=1.0, progress=51) is None
 
 
-def test_no_rank_hangs_in_a_phase_without_patience() -> None:
+def test_no_rank_hangs_in_an_activity_without_patience() -> None:
     assert verdict(moved=1.0, progress=49, patience=None) is None
     assert verdict(own=replace(OWN, patience=None), moved=1.0, progress=49) is None
 
 
-@pytest.mark.parametrize("without_patience", ["its phase", "this rank's phase"])
-def test_silence_in_a_phase_without_patience_is_bounded_but_long(without_patience: str) -> None:
-    """A rank that saves may hold the interpreter's lock, and its last sign may be from the phase before."""
-    own = replace(OWN, patience=None) if without_patience == "this rank's phase" else OWN
-    patience = None if without_patience == "its phase" else 45.0
+@pytest.mark.parametrize("without_patience", ["its activity", "this rank's activity"])
+def test_silence_in_an_activity_without_patience_is_bounded_but_long(without_patience: str) -> None:
+    """A rank that saves may hold the interpreter's lock, and its last sign may be of the activity before."""
+    own = replace(OWN, patience=None) if without_patience == "this rank's activity" else OWN
+    patience = None if without_patience == "its activity" else 45.0
     now = 10_000.0
 
     def at(heard: float) -> str | None:
@@ -69,7 +68,7 @@ def test_silence_in_a_phase_without_patience_is_bounded_but_long(without_patienc
 def test_a_rank_that_ended_says_why() -> None:
     assert verdict(stopped="done", heard=1.0) is None
     message = verdict(stopped="ValueError: no", heard=1.0)
-    assert message == "rank 3 stopped in the phase 'trial of 8 rows': ValueError: no"
+    assert message == "rank 3 stopped in 'trial of 8 rows': ValueError: no"
 
 
 def test_a_sign_arrives_as_it_was_sent() -> None:

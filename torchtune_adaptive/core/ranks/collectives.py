@@ -81,7 +81,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Launches = dict[str, list[Launch]]
-"""The launches of a pass, by segment: a phase, or what lies between two votes of it."""
+"""The launches of a pass, by segment: a stage, or what lies between two votes of it."""
 
 
 class AnotherRankFailed(Exception):
@@ -140,7 +140,7 @@ class _Sequence:
 class Collectives:
     """The collectives of a pass, e.g. one forward and backward: recorded, then completed where a rank fails.
 
-    A pass is a sequence of named *phases*; between them the ranks may do something else together. Passes of
+    A pass is a sequence of named *stages*; between them the ranks may do something else together. Passes of
     different kinds, and of each ``variant`` of the models, have different sequences, each recorded by itself.
 
     Args:
@@ -187,8 +187,8 @@ class Collectives:
         self._in_step = False
         self._passes = 0
         self._kind: Hashable = None
-        self._phase = self._segment = ""
-        self._votes = 0  # in this phase
+        self._stage = self._segment = ""
+        self._votes = 0  # in this stage
         self._pass: Launches = {}
         self._counts = Counts()
         self._unseen, self._refusal = False, ""
@@ -219,7 +219,7 @@ class Collectives:
         if of_any_shape:
             self._wide_sequences.clear()
 
-    # --- passes and phases ----------------------------------------------------------------------------
+    # --- passes and stages ----------------------------------------------------------------------------
 
     def end_step(self) -> None:
         """End a step: what is launched from now on, as when the caller evaluates the model, is in no pass."""
@@ -241,7 +241,7 @@ class Collectives:
         self._sequence = self._sequences.setdefault(key, _Sequence())
         self._asked = self._who_is_asked()
         self._passes += 1
-        self._phase, self._votes = "", 0
+        self._stage, self._votes = "", 0
         self._pass, self._counts = {}, Counts()
         self._unseen &= not self._sees_all  # it is said again if a failure was heard instead
         self._refusal, self._asking = "", 0.0
@@ -257,24 +257,24 @@ class Collectives:
             return _Asked.EVERYONE
         return _Asked.NOBODY if self._sequence.certain else _Asked.HOLDERS
 
-    def begin_phase(self, phase: str) -> AbstractContextManager[object]:
-        """Begin a phase; gives the context in which it runs."""
-        self._phase, self._votes = phase, 0
+    def begin_stage(self, stage: str) -> AbstractContextManager[object]:
+        """Begin a stage; gives the context in which it runs."""
+        self._stage, self._votes = stage, 0
         self._begin_segment()
         self._mode = self.recording and self._sees_all
         self._mode_was_on |= self._mode
         return LaunchRecorder(self._note_one, self._refuse) if self._mode else nullcontext()
 
     def _begin_segment(self) -> None:
-        segment = self._segment = _segment_of(self._phase, self._votes)
+        segment = self._segment = _segment_of(self._stage, self._votes)
         self._pass[segment] = []
         groups: Iterable[dist.ProcessGroup] = self._sequence.of_groups.get(segment, ())
         if self.recording:
             groups = self._groups if self._sees_all else self._groups | self._others
         self._counts.begin(segment, groups)
 
-    def end_phase(self) -> None:
-        """End a phase without failure on this rank."""
+    def end_stage(self) -> None:
+        """End a stage without failure on this rank."""
         launched = self._counts.launched_in(self._segment)
         if self.recording:
             self._compare(launched, by_group(self._pass[self._segment]))
@@ -309,7 +309,7 @@ class Collectives:
             "Compile nothing that communicates" if self._compiled else "Use torch's own operators"
         )
         return (
-            f"model: in {self._phase}, a process group of {group.size()} ranks has launched "
+            f"model: in {self._stage}, a process group of {group.size()} ranks has launched "
             f"{counted(launched, 'collective')}, of which {seen} could be seen: {where} launches the others. "
             f"A rank that runs out of memory cannot complete them. {remedy}; or, in a recipe, choose "
             "batch_size yourself and set adaptive_batching.on_out_of_memory=raise."
@@ -331,7 +331,7 @@ class Collectives:
                 self._learn(wide, *heard)
 
     def look_elsewhere(self) -> None:
-        """Learn, between phases, of a failure that all ranks will know of; raises as ``end_pass`` does."""
+        """Learn, between stages, of a failure that all ranks will know of; raises as ``end_pass`` does."""
         if self._asked is _Asked.EVERYONE:
             self._ask()
 
@@ -406,7 +406,7 @@ class Collectives:
         """Begin a segment with a launch of the caller's own, if no rank has failed."""
         if launch.refused:
             raise UsageError(launch.refused)
-        self.end_phase()
+        self.end_stage()
         self._vote()
         self._votes += 1
         self._begin_segment()
@@ -433,7 +433,7 @@ class Collectives:
                 self._ask(wide=wide)
             except RankLost as lost:
                 here = (
-                    f"Rank {self._ranks.rank} stood before {launches[0].key[0]} in {self._phase}."
+                    f"Rank {self._ranks.rank} stood before {launches[0].key[0]} in {self._stage}."
                 )
                 raise RankLost(f"{lost} {here}") from lost
         for launch in launches:
@@ -500,14 +500,14 @@ class Collectives:
         if self._ranks.any(failed):
             raise AnotherRankFailed(everywhere=True)
 
-    def finish(self, phase: str) -> bool:
+    def finish(self, stage: str) -> bool:
         """Launch what the others wait for, after a failure on this rank; whether all know of it then.
 
         The data is worthless, and every rank discards it. By now the memory of the failed step has been
         freed, which is more than the scratch buffer takes. See Note [Who is asked].
         """
-        votes = self._votes if phase == self._phase else 0
-        segment = _segment_of(phase, votes)
+        votes = self._votes if stage == self._stage else 0
+        segment = _segment_of(stage, votes)
         agreed = self._pass.get(segment, [])
         if self._asked is _Asked.EVERYONE:
             self._complete(segment, agreed)
@@ -521,7 +521,7 @@ class Collectives:
         sequence = self._wide if self._holders_know else self._sequence
         rest = [each for each in sequence.recorded.get(segment, []) if not each.any_size]
         self._complete(segment, own + rest)
-        if _segment_of(phase, votes + 1) not in self._wide.recorded:
+        if _segment_of(stage, votes + 1) not in self._wide.recorded:
             return False
         with suppress(AnotherRankFailed):
             self._vote(failed=True)
@@ -543,5 +543,5 @@ class Collectives:
         launch_again(rest, self._device, self._launched)
 
 
-def _segment_of(phase: str, votes: int) -> str:
-    return f"{phase} after vote {votes}" if votes else phase
+def _segment_of(stage: str, votes: int) -> str:
+    return f"{stage} after vote {votes}" if votes else stage

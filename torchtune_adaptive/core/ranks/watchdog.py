@@ -1,9 +1,9 @@
-"""Detects a rank that died or hangs, reports it and its phase, and stops long before the process group would.
+"""Detects a rank that died or hangs, and stops long before the process group would, saying what it did.
 
 Each rank has a thread that publishes what its main thread is doing, and reads what the others publish. Two
 things make a rank lost: it sends no sign of life for ``limit`` seconds (killed, stopped, its machine
 gone), or it stays where it is while the others are past that point and wait for it (a hang), for longer
-than the phase allows. Then every other rank reports it and exits, whatever its main thread is waiting in;
+than the activity allows. Then every other rank reports it and exits, whatever its main thread is waiting in;
 the launcher sees the exit and ends the run.
 
 Nothing here touches the device or delays a step: the main thread writes a few attributes, no more.
@@ -70,7 +70,7 @@ class Watchdog:
         self._on_duty = on_duty and ranks.size > 1
         self._limit = limit
         self._stop_requested = stop_requested
-        self._phase = "starting"
+        self._activity = "starting"
         self._progress = 0
         self._patience: float | None = limit
         self._stopped = ""
@@ -89,16 +89,16 @@ class Watchdog:
         """Count one more operation that every rank performs."""
         self._progress += 1
 
-    def enter(self, phase: str, patience: float | None) -> None:
-        """The main thread is in ``phase`` from now on; every rank must enter the same phases.
+    def enter(self, activity: str, patience: float | None) -> None:
+        """The main thread is in ``activity`` from now on; every rank must enter the same activities.
 
         A rank that stands still in it for more than ``patience`` seconds, while others wait for it, hangs.
         With ``patience=None`` it may take any time, and keep the thread from publishing meanwhile.
         """
-        before, self._phase, self._patience = self._patience, phase, patience
+        before, self._activity, self._patience = self._patience, activity, patience
         self._progress += 1
         if None in (before, patience) and self._store is not None:
-            # Now: there may be no other chance, and who is silent after such a phase is not in it any more.
+            # Now: there may be no other chance, and who is silent after such an activity is done with it.
             self._publish()
 
     # --- life -----------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class Watchdog:
         if self._thread is None:
             if self._ranks.size > 1 and is_lost_peer(error):
                 raise RankLost(
-                    f"another rank ended while this rank was in the phase '{self._phase}'. What that rank "
+                    f"another rank ended while this rank was in '{self._activity}'. What that rank "
                     "says is the reason"
                 ) from error
             return
@@ -211,12 +211,12 @@ class Watchdog:
             )
 
     def _own(self) -> Sign:
-        return Sign(self._phase, self._progress, self._patience, self._stopped, self._beats)
+        return Sign(self._activity, self._progress, self._patience, self._stopped, self._beats)
 
     def _who_is_missing(self) -> str:
         """The ranks that have missed a few beats, as a sentence; called when a collective broke."""
         print(
-            f"rank {self._ranks.rank}: lost contact in the phase '{self._phase}'; "
+            f"rank {self._ranks.rank}: lost contact in '{self._activity}'; "
             "identifying the missing rank",
             file=sys.stderr,
             flush=True,
@@ -225,13 +225,13 @@ class Watchdog:
         self._closing.wait(silence + self._beat)  # the thread keeps listening meanwhile
         now = time.monotonic()
         missing = [
-            f"rank {rank} ({sign.stopped or 'silent'}; its last sign came from the phase '{sign.phase}')"
+            f"rank {rank} ({sign.stopped or 'silent'}; its last sign came from '{sign.activity}')"
             for rank, sign in sorted(self._others.items())
             if sign.stopped or now - sign.heard > silence
         ]
         return (
             f"lost {', '.join(missing) or 'contact with another rank'} "
-            f"while this rank was in the phase '{self._phase}'"
+            f"while this rank was in '{self._activity}'"
         )
 
     def _stop(self, why: str) -> None:

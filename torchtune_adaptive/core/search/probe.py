@@ -26,7 +26,7 @@ from torchtune_adaptive.core.step.train_step import TrainStep
 BatchMaker = Callable[[int], Any]
 """Makes the worst-case batch of a number of rows."""
 Attempt = Callable[[Sequence[dict[str, Any]]], str | None]
-"""Computes micro-batches; gives the phase in which this rank ran out of memory, if it did."""
+"""Computes micro-batches; gives the stage in which this rank ran out of memory, if it did."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -40,7 +40,7 @@ class Probe:
     """The share of the capacity that must stay free."""
     ranks: Ranks
     entering: Callable[[str], None]
-    """Function called with the name of each phase."""
+    """Function called with the name of each activity."""
     compiled: bool = False
     """Whether the model is compiled, and forgets what it compiled between sizes."""
     observe: Callable[[int, StepDone], None] = lambda size, outcome: None
@@ -151,14 +151,14 @@ class Probe:
         return SizeTrial(size, time.perf_counter() - started, reports)
 
     def _take_step(self, micro_batches: Sequence[dict[str, Any]]) -> str | None:
-        """The phase in which this rank ran out of memory, if it did."""
+        """The stage in which this rank ran out of memory, if it did."""
         try:
             for batch in micro_batches:
                 self.step.forward_backward(batch)
             outcome = self.step.apply(trial=True)
         except StepHalfApplied as half_applied:
             self.step.forget()
-            return half_applied.phase if half_applied.here else None
+            return half_applied.stage if half_applied.here else None
         if outcome.lost:
             return outcome.failures[self.ranks.rank]
         if outcome.weight == 0:

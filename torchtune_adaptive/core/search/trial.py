@@ -14,7 +14,7 @@ class RankReport:
     """The outcome of a trial on one rank."""
 
     failed_in: str | None
-    """The phase in which this rank ran out of memory."""
+    """The stage in which this rank ran out of memory."""
     peak_bytes: int
     peak_allocated_bytes: int
     retries: int

@@ -28,16 +28,16 @@ class StepLost:
     lost: ClassVar[Literal[True]] = True
 
     failures: tuple[str | None, ...]
-    """The phase in which each rank ran out of memory, or None for those that did not."""
+    """The stage in which each rank ran out of memory, or None for those that did not."""
 
     @property
     def trouble(self) -> str:
         """Where memory ran out, and on which ranks."""
         ranks: dict[str, list[str]] = {}
-        for rank, phase in enumerate(self.failures):
-            if phase:
-                ranks.setdefault(phase, []).append(str(rank))
-        where = (f"in {phase} on {listed('rank', these)}" for phase, these in ranks.items())
+        for rank, stage in enumerate(self.failures):
+            if stage:
+                ranks.setdefault(stage, []).append(str(rank))
+        where = (f"in {stage} on {listed('rank', these)}" for stage, these in ranks.items())
         return f"out of memory {', '.join(where)}"
 
 

@@ -7,7 +7,7 @@ the exchange, and makes up for the collectives that it has missed. They are, in 
 
 1. In each forward and backward, those of FSDP, of tensor parallelism, and of the model itself. A failure may
    come anywhere, even between a collective's launch and its end. The rank drops what the step has made, which
-   makes room, and launches the rest of the phase on scratch buffers (``Collectives.finish``). While the
+   makes room, and launches the rest of the stage on scratch buffers (``Collectives.finish``). While the
    sequence is being recorded, nobody knows the rest. So the ranks agree on the host before each collective;
    the others raise ``AnotherRankFailed`` instead of entering it, and all of those that agree know. Gradients
    that tensor parallelism left as terms of a sum are summed in a pass of its own after the last backward.
@@ -47,14 +47,14 @@ def _within(context: AbstractContextManager[object], work: Callable[..., Any], *
 class StepHalfApplied(Exception):
     """Memory ran out where parameters may have changed already.
 
-    ``phase`` says where, ``here`` whether it was on this rank, and ``everywhere`` whether all ranks know.
+    ``stage`` says where, ``here`` whether it was on this rank, and ``everywhere`` whether all ranks know.
     """
 
-    def __init__(self, phase: str, here: bool = True, everywhere: bool = False) -> None:
-        self.phase = phase
+    def __init__(self, stage: str, here: bool = True, everywhere: bool = False) -> None:
+        self.stage = stage
         self.here = here
         self.everywhere = everywhere
-        super().__init__(f"out of memory in the {phase}{'' if here else ' of another rank'}")
+        super().__init__(f"out of memory in the {stage}{'' if here else ' of another rank'}")
 
 
 @dataclass
@@ -68,10 +68,10 @@ class Failures:
     forget: Callable[[], None]
     """Function that drops everything that the step has made on this rank."""
 
-    phase: str = field(init=False, default="forward")
-    """The phase that the step is in."""
+    stage: str = field(init=False, default="forward")
+    """The stage that the step is in."""
     here: str | None = field(init=False, default=None)
-    """The phase in which this rank ran out of memory, if it did."""
+    """The stage in which this rank ran out of memory, if it did."""
     beside: bool = field(init=False, default=False)
     """Whether another rank that holds the same rows did, and only those know."""
     known: bool = field(init=False, default=False)
@@ -86,24 +86,24 @@ class Failures:
         """Whether this rank knows of no failure."""
         return self.here is None and not self.beside and not self.known
 
-    def do(self, phase: str, work: Callable[..., None], *arguments: Any) -> None:
-        """Do one phase of a pass or, on a rank that ran out of memory, launch its collectives only."""
+    def do(self, stage: str, work: Callable[..., None], *arguments: Any) -> None:
+        """Do one stage of a pass or, on a rank that ran out of memory, launch its collectives only."""
         if self.known:
             return
         if self.none:
-            seeing = self.collectives.begin_phase(phase)
-            self.attempt(phase, _within, seeing, work, *arguments)
+            seeing = self.collectives.begin_stage(stage)
+            self.attempt(stage, _within, seeing, work, *arguments)
         if self.none:
-            self.collectives.end_phase()
+            self.collectives.end_stage()
         if not self.none and not self.known:
-            self.known = self._finish(phase)
+            self.known = self._finish(stage)
 
     def end_pass(self) -> None:
         """End a pass."""
         self._listen(self.collectives.end_pass)
 
     def look_elsewhere(self) -> None:
-        """Learn, between phases, of a failure that all will know of."""
+        """Learn, between stages, of a failure that all will know of."""
         self._listen(self.collectives.look_elsewhere)
 
     def _listen(self, ask: Callable[[], None]) -> None:
@@ -118,11 +118,11 @@ class Failures:
     def _heard(self, other: AnotherRankFailed) -> None:
         self.known, self.beside = other.everywhere, not other.everywhere
 
-    def attempt(self, phase: str, work: Callable[..., Any], *arguments: Any) -> Any:
+    def attempt(self, stage: str, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do something that can still be discarded; None if it failed, or something before it did."""
         if not self.none:
             return None
-        self.phase = phase
+        self.stage = stage
         try:
             with self.memory.running():
                 return work(*arguments)
@@ -133,7 +133,7 @@ class Failures:
             if not self.is_survived(error):
                 raise
             settle(error)
-            self.here = phase
+            self.here = stage
         # Only now is the exception gone, and with it the frames that held the step's tensors.
         self.forget()
         return None
@@ -155,10 +155,10 @@ class Failures:
     def is_survived(self, error: Exception) -> bool:
         return self.survive and is_out_of_memory(error)
 
-    def _finish(self, phase: str) -> bool:
+    def _finish(self, stage: str) -> bool:
         """Launch what the other ranks wait for; whether they know of the failure then."""
         try:
-            return self.collectives.finish(phase)
+            return self.collectives.finish(stage)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -130,7 +130,7 @@ class StepRunner:
             return self.step.apply()
         except StepHalfApplied as half_applied:
             raise TrainingOutOfMemory(
-                f"Out of memory in the {half_applied.phase} of step {number}: some parameters may have "
+                f"Out of memory in the {half_applied.stage} of step {number}: some parameters may have "
                 f"changed and others not, so the step cannot be retried. {self.advice()}",
                 half_applied.everywhere,
             ) from None
@@ -145,8 +145,8 @@ class StepRunner:
 
     def _without_recovery(self, error: BaseException, number: int) -> TrainingOutOfMemory:
         """The error that ends the run on this rank; the others do not know of it, and wait."""
-        ranks, phase = self.step.ranks, self.step.phase
-        where = StepLost(tuple(phase if r == ranks.rank else None for r in range(ranks.size)))
+        ranks, stage = self.step.ranks, self.step.stage
+        where = StepLost(tuple(stage if r == ranks.rank else None for r in range(ranks.size)))
         said = " ".join(str(error).split())
         return TrainingOutOfMemory(
             f"{self._attempted(number)}: {where.trouble}. {self.advice()} ({said})",

@@ -194,9 +194,9 @@ class TrainStep:
         return self._holders.is_zero
 
     @property
-    def phase(self) -> str:
-        """The phase that the step is in, or was in last."""
-        return self._failures.phase
+    def stage(self) -> str:
+        """The stage that the step is in, or was in last."""
+        return self._failures.stage
 
     @property
     def was_recorded(self) -> bool:
@@ -427,14 +427,14 @@ class TrainStep:
                 self._scale_gradients(factor)
                 if not self.options.optimizer_steps and not trial:
                     return outcome
-                self._failures.phase = "optimizer step"
+                self._failures.stage = "optimizer step"
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
         except Exception as error:
             if not self._failures.is_survived(error):
                 raise
-            raise StepHalfApplied(self.phase) from None
+            raise StepHalfApplied(self.stage) from None
         return outcome
 
     def _reduced(self) -> torch.Tensor | None:
@@ -476,7 +476,7 @@ class TrainStep:
         return gradients.squared_norm(self._gradients(), self.ranks.size, self.device)
 
     def _scale_gradients(self, factor: float) -> None:
-        self._failures.phase = "gradient scaling"
+        self._failures.stage = "gradient scaling"
         gradients.scale(self._gradients(), factor, self._failures.insist)
 
 

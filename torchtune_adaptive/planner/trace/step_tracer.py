@@ -190,7 +190,7 @@ class StepTracer:
         parameters = [p for model in models for p in model.parameters()]
         self.uneven = any(_is_uneven(p) for p in parameters if isinstance(p, DTensor))
         """Whether ranks hold different shares of the parameters."""
-        self.recorder.phase = lambda: self.step.phase
+        self.recorder.phase = lambda: self.step.stage
         self.set_up = self.recorder.take_events()
 
     def _update_at_once(self, optimizer: torch.optim.Optimizer) -> None:

@@ -111,9 +111,9 @@ class Prober:
         """Whether the model is compiled."""
         return bool(self.asked["compile"])
 
-    def enter(self, phase: str) -> None:
-        """Tell the watchdog of a phase that may take any time."""
-        self.watchdog.enter(phase, patience=None)
+    def enter(self, activity: str) -> None:
+        """Tell the watchdog of an activity that may take any time."""
+        self.watchdog.enter(activity, patience=None)
 
     def capacity(self) -> int:
         """The bytes that any rank can get. After the first steps of a probe, they no longer include what
@@ -147,7 +147,7 @@ class Prober:
             accumulation=accumulation,
             headroom=self.settings.headroom,
             ranks=self.ranks,
-            entering=lambda phase: self.watchdog.enter(phase, patience=patience),
+            entering=lambda activity: self.watchdog.enter(activity, patience=patience),
             compiled=self.compiled,
         )
 

@@ -213,8 +213,8 @@ class TrainingLoop:
     def _micro_batches(self, size: int) -> Iterator[Batch]:
         """The micro-batches of the next step, on this rank."""
         size_in_words = counted(size, self.runner.unit)
-        phase = f"step {self.global_step + 1} in micro-batches of {size_in_words}"
-        self.watchdog.enter(phase, self.step_timeout)
+        activity = f"step {self.global_step + 1} in micro-batches of {size_in_words}"
+        self.watchdog.enter(activity, self.step_timeout)
         return self._rows.step(self.adaptation.split.global_batch, size)
 
     def _adjusted(self, adjustment: Adjustment) -> None:
