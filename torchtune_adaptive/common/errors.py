@@ -3,6 +3,7 @@
     AdaptiveBatchingError
         ConfigError
         UsageError
+            BadReward
         UnsupportedVersion
         NothingFits
         EmptyTrial
