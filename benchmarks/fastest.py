@@ -119,7 +119,7 @@ def predictions(
     """Predicted seconds by configuration, as a run asks for them."""
     asked = Asked.of(OmegaConf.merge(cfg, {"use_fastest_configuration": True}))  # type: ignore[arg-type]
     background.PATIENCE = 600  # the machine may have something to measure meanwhile
-    planner = background.BackgroundPlanner(asked, 1, device)
+    planner = background.RankPlanner(asked, 1, device)
     try:
         found = planner.ranked(length, capacity)
     finally:

@@ -12,12 +12,12 @@ from torchtune._recipe_registry import get_all_recipes
 from torchtune.modules import TransformerDecoder
 
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive.planner import Worker, fake_device, private
+from torchtune_adaptive.planner import Answer, Question, Worker, fake_device, planned_gpu, private
+from torchtune_adaptive.planner.memory import gpus
 from torchtune_adaptive.planner.memory.recorded_step import Label, MemoryEvent, RecordedStep
 from torchtune_adaptive.planner.trace.compiled_regions import check_compiler
 from torchtune_adaptive.planner.workers import processes
-from torchtune_adaptive.recipe.plan import background
-from torchtune_adaptive.recipe.plan.background import PeakQuestion, PredictedPeak
+from torchtune_adaptive.recipe.plan.background import _Peaks
 from torchtune_adaptive.recipe.plan.predict import Prediction, predict
 from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import load_config, with_overrides
@@ -30,6 +30,8 @@ LARGEST = 8.5
 """Billions of parameters."""
 LENGTH = 256
 NOT_OURS = "ppo|early_exit"
+DEVICE, _ = planned_gpu(gpus.gpu(gpus.DEFAULT), 1, 0.05, 8 << 30)
+TWENTY_ROWS = Question(DEVICE, 20, 64)
 
 
 def names_of_configs() -> list[str]:
@@ -98,17 +100,17 @@ def test_a_search_is_told_where_compiled_steps_are_not_followed(
     monkeypatch.setattr(tracer, "Tracer", lambda *_: fake)
     fake = ElevenAndThirteen()
     asked = Asked.of(on_a_gpu(True)).resolved()
-    answer = background._Planner(asked, 1)(PeakQuestion(64, 8 << 30, rows=20))
+    answer = _Peaks(asked, 1)(TWENTY_ROWS)
     assert answer.as_written == "another torch"
     assert {11, 13} <= fake.traced and 20 not in fake.traced
 
 
-def predicted_for_a_search() -> tuple[PredictedPeak, list[str], int]:
+def predicted_for_a_search() -> tuple[Answer, list[str], int]:
     """A prediction for a compiled run that searches; and what reaches the process that trains."""
     asked = Asked.of(on_a_gpu(True)).resolved()
-    worker = Worker(background._Planner, asked, 1)
+    worker = Worker(_Peaks, asked, 1)
     try:
-        found = worker.ask(PeakQuestion(64, 8 << 30, rows=20), 550.0)
+        found = worker.ask(TWENTY_ROWS, 550.0)
     finally:
         worker.close()
     inductor = [name for name in sys.modules if name.startswith("torch._inductor.codegen")]
@@ -118,7 +120,7 @@ def predicted_for_a_search() -> tuple[PredictedPeak, list[str], int]:
 @pytest.mark.exhaustive
 def test_a_search_of_a_compiled_run_is_predicted_by_the_compiler_in_another_process() -> None:
     [(found, inductor, changed)] = run_ranks(predicted_for_a_search, 1, timeout=590, join=False)
-    assert found.allocated > 0 and not found.as_written
+    assert found.peak.allocated > 0 and not found.as_written
     assert inductor == [] and changed == 0
 
 

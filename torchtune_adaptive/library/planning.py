@@ -213,7 +213,7 @@ def _answer(question: StepQuestion) -> Plan:
         check_sums()
     steps = StepsOfModel(question)
     if asked.pace is not None:
-        asked = replace(asked, pace=replace(asked.pace, compiled=steps.as_written))
+        asked = replace(asked, pace=replace(asked.pace, compiled=bool(steps.as_written)))
     found = TracedRun(steps, _ANY_LENGTH).answer(asked)
     return Plan(
         found.largest,
@@ -221,7 +221,7 @@ def _answer(question: StepQuestion) -> Plan:
         found.peak.reserved,
         found.peak.parts,
         asked.device.usable_bytes,
-        (*question.assumptions, *((_AS_WRITTEN,) if steps.as_written else ())),
+        (*question.assumptions, *filter(None, [found.as_written])),
         found.speed,
     )
 
@@ -248,9 +248,8 @@ class StepsOfModel:
     noted = step
 
     @property
-    def as_written(self) -> bool:
-        """Whether something is compiled, and was traced as it is written."""
-        return self._tracer.compiles
+    def as_written(self) -> str:
+        return _AS_WRITTEN if self._tracer.compiles else ""
 
 
 class _ModelTracer(StepTracer):

@@ -36,6 +36,11 @@ class StepsOfAnySize(Protocol):
         """Whether steps are as a compiler makes them. Then they are nearly bilinear, and no more."""
         ...
 
+    @property
+    def as_written(self) -> str:
+        """The reason why something that is compiled was traced as it is written; empty if nothing was."""
+        ...
+
     def step(self, rows: int, length: int) -> RecordedStep: ...
 
     def noted(self, rows: int, length: int) -> RecordedStep:
@@ -86,10 +91,11 @@ class TracedRun:
         largest = find(length, device, question.ceiling)
         rows = question.rows or largest or 1
         peak = self.peak(rows, length, device)
-        speed = self._speed(question, rows)
-        return Answer(device, peak, largest, speed, peak.verdict(device))
+        speed, verdict = self.speed(question, rows), peak.verdict(device)
+        return Answer(device, peak, largest, speed, verdict, self._traces.as_written)
 
-    def _speed(self, question: Question, rows: int) -> Speed | None:
+    def speed(self, question: Question, rows: int) -> Speed | None:
+        """The speed with micro-batches of so many rows, if the question has a pace."""
         if question.pace is None:
             return None
         step = self.operations(rows, question.length)

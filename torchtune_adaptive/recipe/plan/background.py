@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, Usage
-from torchtune_adaptive.planner import TracedRun, Worker
+from torchtune_adaptive.planner import Answer, Question, TracedRun, Worker
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations, SpeedCalibration
 from torchtune_adaptive.recipe.plan.pace import pace_for
 from torchtune_adaptive.recipe.plan.predict import planned_rank
@@ -24,9 +24,7 @@ from torchtune_adaptive.recipe.plan.request import (
     require_traceable,
     row_length,
 )
-from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
-from torchtune_adaptive.recipe.settings.checks import check
 from torchtune_adaptive.recipe.settings.knob_table import configured_choice
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
@@ -36,116 +34,45 @@ PATIENCE = 120.0
 """Seconds that an answer may take."""
 
 
-@dataclass(frozen=True)
-class PeakQuestion:
-    """A question: how much memory do so many rows take?"""
-
-    row_length: int
-    capacity: int
-    """Bytes that one rank can get."""
-    correction: float = 1.0
-    rows: int | None = None
-    """Number of rows; None asks for the largest that fits."""
-
-
-@dataclass(frozen=True)
-class PredictedPeak:
-    """The answer: the memory that a number of rows should take."""
-
-    rows: int
-    reserved: int
-    allocated: int
-    as_written: str = ""
-    """The reason why something that is compiled was predicted as it is written; empty if nothing was."""
-
-
 class BackgroundPlanner:
-    """The predictions of ``tune-adaptive plan`` for a run: the largest micro-batch that fits; or, where the
-    run chooses its fastest configuration, the ranking of ``--fastest``.
+    """Another process that predicts for a run: only until it fails or is late for the first time.
 
     Args:
+        answers: the class that answers there, made with what is asked, the ranks and ``about``.
         asked: what the run was asked for.
         ranks: the number of ranks.
-        device: the device's name for itself.
 
     Raises:
-        OSError: the process that predicts cannot be started.
+        OSError: the process cannot be started.
     """
 
-    def __init__(self, asked: Asked, ranks: int, device: str) -> None:
-        self._device, settings = device, asked.settings
-        self._peaks = Calibrations(Calibration, asked, ranks)
-        self._speeds = Calibrations(SpeedCalibration, asked, ranks)
-        self._about = PeakQuestion(0, 0)
-        self._failed = False
-        self._logged: int | None = None
-        self._instead = _instead(settings)
-        micro_batches = 2 if settings.keep_global_batch or settings.grow_past_memory else 1
-        self._accumulation = max(asked.accumulation, micro_batches)
-        asked = asked.resolved()
-        if settings.use_fastest_configuration:
-            self._worker = Worker(_Ranker, asked, ranks, device)
-        else:
-            self._learned = self._peaks.of(device)
-            asked.cfg[ACCUMULATION] = self._accumulation
-            self._worker = Worker(_Planner, asked, ranks)
+    INSTEAD: ClassVar[str]
+    """What a run does without a prediction."""
+
+    def __init__(self, answers: type, asked: Asked, ranks: int, *about: Any) -> None:
+        self._worker, self._failed = Worker(answers, asked, ranks, *about), False
 
     @classmethod
     def begin(cls, asked: Asked, ranks: int, device: str) -> BackgroundPlanner | None:
-        """Start one; None, and the reason in the log, if that is not possible."""
+        """Start the one that the run needs; None, and the reason in the log, if that is not possible.
+
+        Args:
+            asked: what the run was asked for.
+            ranks: the number of ranks.
+            device: the device's name for itself.
+        """
+        planner = RankPlanner if asked.settings.use_fastest_configuration else PeakPlanner
         try:
-            return cls(asked, ranks, device)
+            return planner(asked, ranks, device)
         except OSError as error:
-            log.info(f"No prediction: {error}. {_instead(asked.settings)}.")
+            log.info(f"No prediction: {error}. {planner.INSTEAD}.")
             return None
-
-    def largest(self, row_length: int, capacity: int) -> int | None:
-        """The largest micro-batch that should fit, with rows as long as in trials and so many bytes for one
-        rank; None if there is no answer."""
-        self._about = PeakQuestion(row_length, capacity)
-        correction = self._learned.reserved_ratio if self._learned else 1.0
-        found = self._answer(replace(self._about, correction=correction))
-        if found is None:
-            return None
-        if found.rows != self._logged:
-            log.info(f"Predicted largest micro-batch: {found.rows}.")
-            if found.as_written:
-                log.info(f"It is predicted as if nothing were compiled: {found.as_written}.")
-        self._logged = found.rows
-        return int(found.rows)
-
-    def learn_from(self, rows: int, measured: Usage, accumulation: int) -> None:
-        """Correct later predictions, also those of later runs, by the largest peaks of all ranks that were
-        measured at a size that fits, in a step with so many micro-batches (``accumulation``)."""
-        if (accumulation > 1) != (self._accumulation > 1):
-            return  # the predicted step is a different one, with gradients of an earlier micro-batch
-        predicted = self._answer(replace(self._about, rows=rows))
-        if predicted is None:
-            return
-        self._learned = Calibration(
-            device=self._device,
-            capacity=self._about.capacity,
-            reserved_ratio=measured.peak_bytes / predicted.reserved,
-            allocated_ratio=measured.peak_allocated_bytes / predicted.allocated,
-            when=time.time(),
-        )
-        log.info(f"Micro-batch {rows}: {self._learned.comparison()}.")
-        self._peaks.keep(self._learned)
-
-    def ranked(self, row_length: int, capacity: int) -> list[tuple[Choice, float]] | None:
-        """All choices and the seconds of a step with each, the fastest first; None if there is no answer."""
-        found: list[tuple[Choice, float]] | None = self._answer((row_length, capacity))
-        return found
-
-    def learn_seconds(self, measured: float, predicted: float) -> None:
-        """Correct later predictions, also those of plans, by the seconds that a step took."""
-        self._speeds.keep(SpeedCalibration(self._device, measured / predicted, time.time()))
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
         self._worker.close()
 
-    def _answer(self, question: PeakQuestion | tuple[int, int]) -> Any:
+    def _answer(self, question: object) -> Any:
         """The answer; None, and the reason in the log, if there is none, and none to later questions either:
         a late answer would be to an earlier one."""
         if self._failed:
@@ -154,23 +81,102 @@ class BackgroundPlanner:
             return self._worker.ask(question, PATIENCE)
         except NoPrediction as reason:
             self._failed = True
-            log.info(f"No prediction: {str(reason).rstrip('.')}. {self._instead}.")
+            log.info(f"No prediction: {str(reason).rstrip('.')}. {self.INSTEAD}.")
             return None
 
 
-def _instead(settings: AdaptiveSettings) -> str:
-    """The words for what a run does without a prediction."""
-    fastest = settings.use_fastest_configuration
-    return "Ranking by rules of thumb" if fastest else "Searching without it"
+class PeakPlanner(BackgroundPlanner):
+    """Predicts the largest micro-batch that fits, and learns from trials how wrong it is.
+
+    Note [What a prediction may learn from]. The ratio of a measured peak to the predicted one corrects later
+    predictions on this machine, so both must be of the same step:
+
+    * At a size that fits. Where memory ran out, the peak is that of an unfinished step.
+    * With one micro-batch in both, or several in both. Later micro-batches find the gradients of the first in
+      memory, so the ratio would be of those gradients.
+    * Predicted without the correction that is known already. From a corrected prediction the ratio would be
+      nearly 1; it takes the place of the one before, so every second run would begin with no correction.
+    """
+
+    INSTEAD = "Searching without it"
+
+    def __init__(self, asked: Asked, ranks: int, device: str) -> None:
+        settings = asked.settings
+        micro_batches = 2 if settings.keep_global_batch or settings.grow_past_memory else 1
+        self._asked, self._ranks, self._name = asked, ranks, device
+        self._accumulation = max(asked.accumulation, micro_batches)
+        self._calibrations = Calibrations(Calibration, asked, ranks)
+        self._learned = self._calibrations.of(device)
+        self._about: Question | None = None
+        self._logged: int | None = None
+        asked = asked.resolved()
+        asked.cfg[ACCUMULATION] = self._accumulation
+        super().__init__(_Peaks, asked, ranks)
+
+    def largest(self, row_length: int, capacity: int) -> int | None:
+        """The largest micro-batch that should fit, with rows as long as in trials and so many bytes for one
+        rank; None if there is no answer."""
+        device, _ = device_for(self._asked, self._ranks, memory=capacity)
+        self._capacity = capacity
+        self._about = Question(device, None, row_length, confirmed=True)
+        if self._learned is not None:
+            device = replace(device, correction=self._learned.reserved_ratio)
+        found: Answer | None = self._answer(replace(self._about, device=device))
+        if found is None:
+            return None
+        if found.largest != self._logged:
+            log.info(f"Predicted largest micro-batch: {found.largest}.")
+            if found.as_written:
+                log.info(f"It is predicted as if nothing were compiled: {found.as_written}.")
+        self._logged = found.largest
+        return found.largest
+
+    def learn_from(self, rows: int, measured: Usage, accumulation: int) -> None:
+        """Correct later predictions, also those of later runs, by the largest peaks of all ranks that were
+        measured at a size that fits, in a step with so many micro-batches (``accumulation``)."""
+        if self._about is None or (accumulation > 1) != (self._accumulation > 1):
+            return
+        # The ceiling saves the search for the largest.
+        question = replace(self._about, rows=rows, ceiling=rows, confirmed=False)
+        found: Answer | None = self._answer(question)
+        if found is None:
+            return
+        self._learned = Calibration(
+            device=self._name,
+            capacity=self._capacity,
+            reserved_ratio=measured.peak_bytes / found.peak.reserved,
+            allocated_ratio=measured.peak_allocated_bytes / found.peak.allocated,
+            when=time.time(),
+        )
+        log.info(f"Micro-batch {rows}: {self._learned.comparison()}.")
+        self._calibrations.keep(self._learned)
 
 
-class _Planner:
+class RankPlanner(BackgroundPlanner):
+    """Ranks choices of knobs as ``tune-adaptive plan --fastest`` does, and learns how long steps take."""
+
+    INSTEAD = "Ranking by rules of thumb"
+
+    def __init__(self, asked: Asked, ranks: int, device: str) -> None:
+        self._device, self._calibrations = device, Calibrations(SpeedCalibration, asked, ranks)
+        super().__init__(_Ranks, asked.resolved(), ranks, device)
+
+    def ranked(self, row_length: int, capacity: int) -> list[tuple[Choice, float]] | None:
+        """All choices and the seconds of a step with each, the fastest first; None if there is no answer."""
+        found: list[tuple[Choice, float]] | None = self._answer((row_length, capacity))
+        return found
+
+    def learn_from(self, measured: float, predicted: float) -> None:
+        """Correct later predictions, also those of plans, by the seconds that a step took."""
+        self._calibrations.keep(SpeedCalibration(self._device, measured / predicted, time.time()))
+
+
+class _Peaks:
     """The other process's side: traces first, then says what rows take."""
 
     def __init__(self, asked: Asked, ranks: int) -> None:
         from torchtune_adaptive.recipe.tracing.self_check import check_method
 
-        self._asked, self._ranks = check(asked.cfg, asked.kind), ranks
         require_traceable(asked)
         check_method(asked.settings.cache)
         self._traces = Traces(asked, ranks, planned_rank(asked), asked.settings.cache)
@@ -178,18 +184,13 @@ class _Planner:
         self._run = TracedRun(self._traces, length, any_length=True)
         self._traces.remember()
 
-    def __call__(self, question: PeakQuestion) -> PredictedPeak:
-        length, rows = question.row_length, question.rows
-        device, _ = device_for(self._asked, self._ranks, memory=question.capacity)
-        if rows is None:
-            corrected = replace(device, correction=question.correction)
-            rows = self._run.confirmed_largest(length, corrected)
-        peak = self._run.peak(max(rows, 1), length, device)
+    def __call__(self, question: Question) -> Answer:
+        answer = self._run.answer(question)
         self._traces.remember()
-        return PredictedPeak(rows, peak.reserved, peak.allocated, self._traces.as_written)
+        return answer
 
 
-class _Ranker:
+class _Ranks:
     """The other process's side where choices of knobs are ranked, for a row length and a capacity."""
 
     def __init__(self, asked: Asked, ranks: int, device: str) -> None:

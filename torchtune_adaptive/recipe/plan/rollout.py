@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchtune_adaptive.core import Rounding, candidates
-from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Speed, TracedRun, peak
+from torchtune_adaptive.planner import (
+    DeviceLimits,
+    Pace,
+    Peak,
+    Question,
+    Speed,
+    TracedRun,
+    peak,
+)
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
 from torchtune_adaptive.recipe.settings.phase_names import (
@@ -245,19 +253,19 @@ class _Phase:
         return max(sizes, default=0)
 
     def _speed(self, size: int) -> Speed | None:
-        """The speed with micro-batches of a size."""
+        """The speed of whole rollouts with micro-batches of a size."""
         planner, about = self._planner, self._about
-        if planner.pace is None:
-            return None
         parts, rounds = 1, self._micro_batches(size)
         pace = planner.pace
         if self.name == GENERATION:
             parts = planner.asked.max_new
-            pace = replace(pace, compiled=False)
+            pace = pace and replace(pace, compiled=False)
         elif self.name == TRAINING:
             parts, rounds = rounds, about.total // about.together
-        step = self.run(size).operations(size, planner.length)
-        one = pace.speed(step, size, planner.length, parts)
+        question = Question(planner.device, size, planner.length, parts, pace)
+        one = self.run(size).speed(question, size)
+        if one is None:
+            return None
         seconds = one.seconds * rounds
         rows = planner.asked.rows
         return replace(

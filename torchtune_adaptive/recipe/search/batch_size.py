@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from torchtune_adaptive.common import ConfigError, counted
 from torchtune_adaptive.core import Rounding, SizeTrial, Split, candidates
-from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
+from torchtune_adaptive.recipe.plan.background import PeakPlanner
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.size_report import FEW_STEPS, SearchReport
 from torchtune_adaptive.recipe.search.sizing import FoundRows, InRows
@@ -23,7 +23,7 @@ def find_micro_batch(
     prober: Prober,
     rows: RowsToTry,
     known: int | None = None,
-    planner: BackgroundPlanner | None = None,
+    planner: PeakPlanner | None = None,
 ) -> SearchReport:
     """Search on the run itself, which is afterwards as it was before.
 
@@ -74,7 +74,7 @@ def _search(
     worst: WorstCase,
     limit: Limit,
     known: int | None,
-    planner: BackgroundPlanner | None,
+    planner: PeakPlanner | None,
 ) -> tuple[FoundRows, SizeTrial | None]:
     """The size of training, and the trial of validation."""
     settings, configured = prober.settings, rows.configured
@@ -197,7 +197,7 @@ class _Predictions:
     """What the planner predicts for a search, the same on all ranks; nothing where there is no planner."""
 
     prober: Prober
-    planner: BackgroundPlanner | None
+    planner: PeakPlanner | None
     row_length: int
     capacity: int
     accumulation: Callable[[int], int]

@@ -10,7 +10,7 @@ from torchtune_adaptive.common import ConfigError, not_essential
 from torchtune_adaptive.core import ByRows, MicroBatches, Ranks, Split
 from torchtune_adaptive.recipe.checkpoints.training_state import GrowthState, TrainingState
 from torchtune_adaptive.recipe.data.images import images_of
-from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
+from torchtune_adaptive.recipe.plan.background import BackgroundPlanner, PeakPlanner, RankPlanner
 from torchtune_adaptive.recipe.search.batch_size import find_micro_batch
 from torchtune_adaptive.recipe.search.fastest_search import find_fastest
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
@@ -51,7 +51,7 @@ def decide_batch(
     Args:
         prober: the maker of trials of the run's step with its ``rows``.
         saved: the training state of the checkpoint that is resumed.
-        planner: the planner on rank 0, which predicts the size that should be found.
+        planner: the planner on rank 0, which predicts what should be found.
     """
     settings, configured = prober.settings, rows.configured
     # A resumed run is bound by what it decided before; one that decided nothing is not.
@@ -60,9 +60,11 @@ def decide_batch(
     if settings.budgets:
         batch = _in_tokens(prober, rows, saved)
     elif settings.use_fastest_configuration:
-        batch = _fastest(prober, rows, saved, planner)
+        batch = _fastest(prober, rows, saved, planner if isinstance(planner, RankPlanner) else None)
     elif settings.searches:
-        batch = _in_rows(prober, rows, growth, planner)
+        batch = _in_rows(
+            prober, rows, growth, planner if isinstance(planner, PeakPlanner) else None
+        )
     else:
         batch = DecidedBatch(configured, _by_rows(prober))
     if growth is None or growth.largest is None:
@@ -81,7 +83,7 @@ def _in_rows(
     prober: Prober,
     rows: RowsToTry,
     growth: GrowthState | None,
-    planner: BackgroundPlanner | None,
+    planner: PeakPlanner | None,
 ) -> DecidedBatch:
     """The largest micro-batch; of a resumed run, the one that its ``growth`` has known."""
     configured = rows.configured
@@ -101,13 +103,13 @@ def _in_rows(
 
 
 def _fastest(
-    prober: Prober, rows: RowsToTry, saved: TrainingState | None, planner: BackgroundPlanner | None
+    prober: Prober, rows: RowsToTry, saved: TrainingState | None, planner: RankPlanner | None
 ) -> DecidedBatch:
     known, rank = saved.knobs if saved else None, planner.ranked if planner else None
     report = find_fastest(prober, rows, known, rank)
     compared = [each for each in report.timed if each.predicted and each.measured]
     if planner is not None and compared and not prober.compiled:
-        planner.learn_seconds(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
+        planner.learn_from(compared[0].measured, compared[0].predicted)  # type: ignore[arg-type]
     announce(prober.asked, prober.ranks, report)
     return DecidedBatch(report.split, ByRows("divisor"), report=report)
 

@@ -197,6 +197,10 @@ class PartTraces:
     def compiled(self) -> bool:
         return self.traces.compiled and self.phase in ("", SCORING)
 
+    @property
+    def as_written(self) -> str:
+        return self.traces.as_written
+
     def start_up(self, length: int) -> StartUp:
         return self.traces.start_up(length)
 
