@@ -17,7 +17,7 @@ from torchtune_adaptive.planner.memory import gpus
 from torchtune_adaptive.planner.memory.recorded_step import Label, MemoryEvent, RecordedStep
 from torchtune_adaptive.planner.trace.compiled_regions import check_compiler
 from torchtune_adaptive.planner.workers import processes
-from torchtune_adaptive.recipe.plan.background import _Peaks
+from torchtune_adaptive.recipe.plan.background import PeakAnswers
 from torchtune_adaptive.recipe.plan.predict import Prediction, predict
 from torchtune_adaptive.recipe.plan.request import plan_request
 from torchtune_adaptive.recipe.registry import load_config, with_overrides
@@ -100,7 +100,7 @@ def test_a_search_is_told_where_compiled_steps_are_not_followed(
     monkeypatch.setattr(tracer, "Tracer", lambda *_: fake)
     fake = ElevenAndThirteen()
     asked = Asked.of(on_a_gpu(True)).resolved()
-    answer = _Peaks(asked, 1)(TWENTY_ROWS)
+    answer = PeakAnswers(asked, 1)(TWENTY_ROWS)
     assert answer.as_written == "another torch"
     assert {11, 13} <= fake.traced and 20 not in fake.traced
 
@@ -108,7 +108,7 @@ def test_a_search_is_told_where_compiled_steps_are_not_followed(
 def predicted_for_a_search() -> tuple[Answer, list[str], int]:
     """A prediction for a compiled run that searches; and what reaches the process that trains."""
     asked = Asked.of(on_a_gpu(True)).resolved()
-    worker = Worker(_Peaks, asked, 1)
+    worker = Worker(PeakAnswers, asked, 1)
     try:
         found = worker.ask(TWENTY_ROWS, 550.0)
     finally:

@@ -214,7 +214,7 @@ def planner_of_another_torch(cfg: Any, ranks: int) -> Any:
     from torchtune_adaptive.planner.trace import recorder
 
     recorder.Recorder.knows = lambda *_: False
-    return background._Planner(cfg, ranks)
+    return background.PeakAnswers(cfg, ranks)
 
 
 def run_ours_with_a_predictor_that(fault: str, cfg: Any) -> str:
@@ -223,9 +223,9 @@ def run_ours_with_a_predictor_that(fault: str, cfg: Any) -> str:
     elif fault == "cannot be started":
         workers.sys.executable = "/no/python"
     elif fault == "ends at once":
-        background._Planner = planner_that_ends
+        background.PeakAnswers = planner_that_ends
     elif fault == "cannot trace this":
-        background._Planner = planner_of_another_torch
+        background.PeakAnswers = planner_of_another_torch
     heard = io.StringIO()
     logging.getLogger("torchtune_adaptive").addHandler(logging.StreamHandler(heard))
     run_ours("full", cfg)

@@ -41,7 +41,7 @@ class Answer:
     speed: Speed | None
     """Speed at the micro-batch that was asked for, whether it fits or not."""
     verdict: str
-    as_written: str
+    as_written: str = ""
     """The reason why something that is compiled was predicted as it is written; empty if nothing was."""
 
     @property

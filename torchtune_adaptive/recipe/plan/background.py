@@ -111,7 +111,7 @@ class PeakPlanner(BackgroundPlanner):
         self._logged: int | None = None
         asked = asked.resolved()
         asked.cfg[ACCUMULATION] = self._accumulation
-        super().__init__(_Peaks, asked, ranks)
+        super().__init__(PeakAnswers, asked, ranks)
 
     def largest(self, row_length: int, capacity: int) -> int | None:
         """The largest micro-batch that should fit, with rows as long as in trials and so many bytes for one
@@ -159,7 +159,7 @@ class RankPlanner(BackgroundPlanner):
 
     def __init__(self, asked: Asked, ranks: int, device: str) -> None:
         self._device, self._calibrations = device, Calibrations(SpeedCalibration, asked, ranks)
-        super().__init__(_Ranks, asked.resolved(), ranks, device)
+        super().__init__(RankAnswers, asked.resolved(), ranks, device)
 
     def ranked(self, row_length: int, capacity: int) -> list[tuple[Choice, float]] | None:
         """All choices and the seconds of a step with each, the fastest first; None if there is no answer."""
@@ -171,7 +171,7 @@ class RankPlanner(BackgroundPlanner):
         self._calibrations.keep(SpeedCalibration(self._device, measured / predicted, time.time()))
 
 
-class _Peaks:
+class PeakAnswers:
     """The other process's side: traces first, then says what rows take."""
 
     def __init__(self, asked: Asked, ranks: int) -> None:
@@ -190,7 +190,7 @@ class _Peaks:
         return answer
 
 
-class _Ranks:
+class RankAnswers:
     """The other process's side where choices of knobs are ranked, for a row length and a capacity."""
 
     def __init__(self, asked: Asked, ranks: int, device: str) -> None:
