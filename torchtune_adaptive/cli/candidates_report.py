@@ -9,13 +9,7 @@ from typing import Any
 from torchtune_adaptive.cli.rollout_report import caution
 from torchtune_adaptive.common import Block, Listing, Paragraph, Table, bytes_of, human_bytes, plots
 from torchtune_adaptive.planner import Speed
-from torchtune_adaptive.recipe import (
-    Candidate,
-    PlanRequest,
-    chosen,
-    overrides,
-    too_close_to_call,
-)
+from torchtune_adaptive.recipe import Candidate, PlanRequest, chosen, overrides, too_close_to_call
 
 _MOST_LISTED, _MOST_CLOSE = 12, 3
 

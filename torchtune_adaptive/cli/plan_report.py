@@ -17,12 +17,7 @@ from torchtune_adaptive.cli.speed_report import (
 )
 from torchtune_adaptive.common import Block, Listing, Paragraph, Table, bytes_of, human_bytes
 from torchtune_adaptive.planner import DOES_NOT_FIT, Answer, Peak
-from torchtune_adaptive.recipe import (
-    TOKENS,
-    LengthLimits,
-    PlanRequest,
-    Prediction,
-)
+from torchtune_adaptive.recipe import TOKENS, LengthLimits, PlanRequest, Prediction
 
 _WHERE = {"forward": "forward pass", "backward": "backward pass", "optimizer step": "optimizer"}
 _NOT_SCALED = (

@@ -23,7 +23,7 @@ def speed_blocks(speed: Speed, rows: int, ranks: int, job: Job, fits: bool = Tru
     condition = "" if fits else ", if it fitted"
     lines = [
         f"Speed at batch_size {rows}{condition}: {each:,.0f} tokens/s per GPU ({band_text(speed)}){in_all}, "
-        f"MFU {speed.mfu:.0%}; a step takes {human_seconds(speed.seconds)}.",
+        f"MFU {speed.mfu:.0%}; a step takes {human_seconds(speed.seconds)}."
     ]
     if fits:
         lines += cost_lines(speed, ranks, job)

@@ -200,13 +200,7 @@ class RolloutStep(TrainerStep):
         return torch.stack(made).to(tokens.device)
 
     def _do(
-        self,
-        name: str,
-        work: Callable[[Sequence[int]], Any],
-        *,
-        rows: int,
-        size: int,
-        alone: bool,
+        self, name: str, work: Callable[[Sequence[int]], Any], *, rows: int, size: int, alone: bool
     ) -> list[Any]:
         """Do a phase for all rows of this process.
 

@@ -88,11 +88,7 @@ class RowStep(ABC):
         """What was found and learned, for a checkpoint."""
         if self._step is None:
             return None
-        return {
-            "size": self._size,
-            "for": self.circumstances(),
-            "step": self._step.state_dict(),
-        }
+        return {"size": self._size, "for": self.circumstances(), "step": self._step.state_dict()}
 
     def circumstances(self) -> str:
         """What the size was found for; with anything else, a resumed run searches again."""

@@ -25,11 +25,7 @@ from torchtune_adaptive.common import (
 )
 from torchtune_adaptive.core import StepOptions, TrainStep
 from torchtune_adaptive.library import checks
-from torchtune_adaptive.library.private import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    tree_map_only,
-)
+from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
 from torchtune_adaptive.library.replicas import buckets, only_wrap
 from torchtune_adaptive.library.search import CheckedBatch
 from torchtune_adaptive.library.step import SummedLoss

@@ -66,11 +66,7 @@ def check_components(cfg: DictConfig, kind: Kind) -> None:
                 _find(name, block)
     if (collate := values.get("collate_fn")) is not None:
         _find("collate_fn", collate)
-    for key in (
-        "checkpointer",
-        VALUE_CHECKPOINTER,
-        *(each.checkpointer for each in kind.frozen),
-    ):
+    for key in ("checkpointer", VALUE_CHECKPOINTER, *(each.checkpointer for each in kind.frozen)):
         if key in kind.keys:
             _check_model_type(key, values[key])
 

@@ -18,13 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
 
-from torchtune_adaptive.common import (
-    AdaptiveBatchingError,
-    ConfigError,
-    Stopped,
-    ending,
-    launcher,
-)
+from torchtune_adaptive.common import AdaptiveBatchingError, ConfigError, Stopped, ending, launcher
 from torchtune_adaptive.core import Ranks
 from torchtune_adaptive.recipe.registry import find_config, load_config, with_overrides
 from torchtune_adaptive.recipe.train.stop import exit_status

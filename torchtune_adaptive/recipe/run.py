@@ -26,10 +26,7 @@ from torchtune_adaptive.core import (
     device_memory,
 )
 from torchtune_adaptive.recipe.checkpoints.config_changes import batch_keys, change, training_config
-from torchtune_adaptive.recipe.checkpoints.folder import (
-    lock_output_folders,
-    require_output_folder,
-)
+from torchtune_adaptive.recipe.checkpoints.folder import lock_output_folders, require_output_folder
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.components import check_components
 from torchtune_adaptive.recipe.data.dataset import (
@@ -52,10 +49,7 @@ from torchtune_adaptive.recipe.settings.checks import check, warn_of_unused_keys
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.setup.context_parallel import attention_over_parts
 from torchtune_adaptive.recipe.setup.environment import Environment, start_environment
-from torchtune_adaptive.recipe.setup.flex_attention import (
-    compile_for_every_size,
-    compiles,
-)
+from torchtune_adaptive.recipe.setup.flex_attention import compile_for_every_size, compiles
 from torchtune_adaptive.recipe.setup.model import Model
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
 from torchtune_adaptive.recipe.setup.optimizer import Optimizers

@@ -148,11 +148,7 @@ class Training:
         return Recovery(*sizes, self.asked.settings.grow_back_after, reliefs)
 
     def _adaptation(
-        self,
-        batch: DecidedBatch,
-        optimizers: Optimizers,
-        epochs: Epochs,
-        noise: NoiseScale | None,
+        self, batch: DecidedBatch, optimizers: Optimizers, epochs: Epochs, noise: NoiseScale | None
     ) -> Adaptation:
         """How the batch and the learning rate change from here on; restored if the run is resumed."""
         settings, progress, saved = self.asked.settings, self.progress, self.progress.training

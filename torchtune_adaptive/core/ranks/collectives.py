@@ -282,9 +282,7 @@ class Collectives:
             self._look_for_others(launched, self._sequence.of_groups.get(self._segment, {}))
 
     def _look_for_others(
-        self,
-        launched: dict[dist.ProcessGroup, int],
-        recorded: Mapping[dist.ProcessGroup, int],
+        self, launched: dict[dist.ProcessGroup, int], recorded: Mapping[dist.ProcessGroup, int]
     ) -> None:
         """Record again, in agreement, what is not a constant sequence after all."""
         for group in launched.keys() | recorded.keys():

@@ -40,14 +40,7 @@ class SizeTrial:
     """The outcome of trying one size, on all ranks."""
 
     COLUMNS: ClassVar = tuple(
-        [
-            "micro-batch",
-            "verdict",
-            "peak",
-            "usable",
-            "tightest rank",
-            "seconds",
-        ]
+        ["micro-batch", "verdict", "peak", "usable", "tightest rank", "seconds"]
     )
     """The headings of ``cells``."""
 
@@ -119,8 +112,4 @@ class SizeTrial:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "fits": self.fits,
-            "deciding_rank": self.deciding_rank,
-        }
+        return {**asdict(self), "fits": self.fits, "deciding_rank": self.deciding_rank}

@@ -59,10 +59,7 @@ class Phase(Generic[P, R]):
     _recovery: Recovery = field(init=False)
 
     def begin(
-        self,
-        size: int,
-        grow_back_after: int | None = None,
-        smaller: Iterable[int] | None = None,
+        self, size: int, grow_back_after: int | None = None, smaller: Iterable[int] | None = None
     ) -> None:
         """Use micro-batches of this size from now on, and smaller ones when memory runs out.
 

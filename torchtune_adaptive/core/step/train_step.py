@@ -37,12 +37,7 @@ from torchtune_adaptive.core.ranks.supported import (
     sharers_of,
 )
 from torchtune_adaptive.core.step import gradients
-from torchtune_adaptive.core.step.exchange import (
-    Exchange,
-    ForwardDone,
-    StepLost,
-    StepOutcome,
-)
+from torchtune_adaptive.core.step.exchange import Exchange, ForwardDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import Failures, StepHalfApplied
 from torchtune_adaptive.core.step.knobs import Choice
 from torchtune_adaptive.core.step.loss_scale import LossScale

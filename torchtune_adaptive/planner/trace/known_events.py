@@ -48,10 +48,7 @@ class KnownEvents:
         self._known: dict[Hashable, _Known | None] = {}
 
     def call(
-        self,
-        function: Callable[[], torch.Tensor],
-        kind: Hashable,
-        given: Sequence[torch.Tensor],
+        self, function: Callable[[], torch.Tensor], kind: Hashable, given: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """The result of a function that reads these tensors, and nothing else of the device.
 

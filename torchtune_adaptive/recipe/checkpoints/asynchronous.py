@@ -46,9 +46,7 @@ class AsynchronousCheckpoints:
         self._all = all_or_none
         # A save runs collectives in a thread; they must not meet those of training.
         self._group: dist.ProcessGroup | None = dist.new_group(
-            backend="gloo",
-            timeout=timedelta(seconds=LONGEST_SAVE),
-            group_desc=launcher.OWN_GROUP,
+            backend="gloo", timeout=timedelta(seconds=LONGEST_SAVE), group_desc=launcher.OWN_GROUP
         )
         self._running: Future[None] | None = None
 

@@ -14,10 +14,7 @@ _USUAL = Machine()
 
 
 def pace_for(
-    asked: Asked,
-    ranks: int,
-    device: str,
-    machine: Machine = _USUAL,
+    asked: Asked, ranks: int, device: str, machine: Machine = _USUAL
 ) -> tuple[Pace | None, tuple[str, ...]]:
     """The pace of a run on a device, which has our name or torch's, and the assumptions; without a pace, the
     reason.

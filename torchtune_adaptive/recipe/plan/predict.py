@@ -13,15 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtune_adaptive.core import Rounding, candidates
-from torchtune_adaptive.planner import (
-    Answer,
-    DeviceLimits,
-    Pace,
-    Peak,
-    Question,
-    Speed,
-    TracedRun,
-)
+from torchtune_adaptive.planner import Answer, DeviceLimits, Pace, Peak, Question, Speed, TracedRun
 from torchtune_adaptive.recipe.plan.rollout import RolloutPlanner, RolloutPrediction, RolloutQuery
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.tracing.traces import Traces

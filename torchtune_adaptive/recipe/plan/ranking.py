@@ -160,10 +160,7 @@ def _sizes_that_are_too_large(
 
 
 def _candidate(
-    query: Query,
-    choice: Choice,
-    estimated: dict[Choice, float],
-    traced: dict[Choice, TracedStep],
+    query: Query, choice: Choice, estimated: dict[Choice, float], traced: dict[Choice, TracedStep]
 ) -> Candidate:
     changed = with_choice(query.asked, query.ranks, choice)
     found = traced.get(choice)

@@ -225,10 +225,7 @@ def _max_seq_len(block: Any) -> int | None:
 
 
 def device_for(
-    asked: Asked,
-    ranks: int,
-    gpu_name: str | None = None,
-    memory: int | None = None,
+    asked: Asked, ranks: int, gpu_name: str | None = None, memory: int | None = None
 ) -> tuple[DeviceLimits, tuple[str, ...]]:
     """The device that a run is planned for, and the assumptions about it; ``gpu_name`` is a known GPU or
     ``here``, ``memory`` the capacity of one process, if known."""

@@ -6,15 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchtune_adaptive.core import Rounding, candidates
-from torchtune_adaptive.planner import (
-    DeviceLimits,
-    Pace,
-    Peak,
-    Question,
-    Speed,
-    TracedRun,
-    peak,
-)
+from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Question, Speed, TracedRun, peak
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
 from torchtune_adaptive.recipe.settings.phase_names import (

@@ -72,14 +72,7 @@ class GRPOObjective(_Clipped):
     """The reference."""
 
     metrics: Sequence[str] = field(
-        init=False,
-        default=(
-            "policy_loss",
-            "kl_loss",
-            "ratios",
-            "clipfrac",
-            "approx_policy_kl",
-        ),
+        init=False, default=("policy_loss", "kl_loss", "ratios", "clipfrac", "approx_policy_kl")
     )
 
     def __post_init__(self) -> None:
@@ -120,14 +113,7 @@ class PPOObjective(_Clipped):
     """The reference and the reward model."""
 
     metrics: Sequence[str] = field(
-        init=False,
-        default=(
-            "policy_loss",
-            "value_loss",
-            "ratios",
-            "clipfrac",
-            "approx_policy_kl",
-        ),
+        init=False, default=("policy_loss", "value_loss", "ratios", "clipfrac", "approx_policy_kl")
     )
 
     def __post_init__(self) -> None:

@@ -20,10 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def find_micro_batch(
-    prober: Prober,
-    rows: RowsToTry,
-    known: int | None = None,
-    planner: PeakPlanner | None = None,
+    prober: Prober, rows: RowsToTry, known: int | None = None, planner: PeakPlanner | None = None
 ) -> SearchReport:
     """Search on the run itself, which is afterwards as it was before.
 

@@ -80,10 +80,7 @@ def _by_rows(prober: Prober, instead_of_budget: bool = False) -> ByRows:
 
 
 def _in_rows(
-    prober: Prober,
-    rows: RowsToTry,
-    growth: GrowthState | None,
-    planner: PeakPlanner | None,
+    prober: Prober, rows: RowsToTry, growth: GrowthState | None, planner: PeakPlanner | None
 ) -> DecidedBatch:
     """The largest micro-batch; of a resumed run, the one that its ``growth`` has known."""
     configured = rows.configured

@@ -23,10 +23,7 @@ from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION
 from torchtune_adaptive.recipe.settings.phase_names import GENERATION, PHASES, SCORING, TRAINING
 
-IN_ROWS = {
-    GENERATION: f"{BLOCK}.generation_batch_size",
-    SCORING: f"{BLOCK}.scoring_batch_size",
-}
+IN_ROWS = {GENERATION: f"{BLOCK}.generation_batch_size", SCORING: f"{BLOCK}.scoring_batch_size"}
 """The keys of sizes in rows; training has ``gradient_accumulation_steps``."""
 Sizes = dict[str, int | Budget]
 """By phase, the rows in a micro-batch, or its token budget."""

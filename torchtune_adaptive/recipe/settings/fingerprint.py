@@ -17,11 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.common import libraries
 from torchtune_adaptive.core import knobs
-from torchtune_adaptive.recipe.settings.adaptive import (
-    BLOCK,
-    keys_with,
-    top_level_keys,
-)
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK, keys_with, top_level_keys
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.keys import KEYS, KEYS_OF_BLOCKS
 

@@ -122,18 +122,8 @@ def _fused(asked: Asked, ranks: int) -> tuple[bool, ...]:
 KNOBS: tuple[Knob, ...] = (
     Knob(knobs.CHECKPOINT, "exact", _checkpoint_values, configured_checkpoint),
     Knob(knobs.RESHARD, "exact", _reshard_values, lambda asked: asked[knobs.RESHARD]),
-    Knob(
-        knobs.OFFLOADING,
-        "exact",
-        _offloading_values,
-        lambda asked: asked[knobs.OFFLOADING],
-    ),
-    Knob(
-        knobs.RECOMPUTE_LOSS,
-        "exact",
-        _if_chunked,
-        lambda asked: asked.settings.recompute_loss,
-    ),
+    Knob(knobs.OFFLOADING, "exact", _offloading_values, lambda asked: asked[knobs.OFFLOADING]),
+    Knob(knobs.RECOMPUTE_LOSS, "exact", _if_chunked, lambda asked: asked.settings.recompute_loss),
     Knob(SHARDED_LAYERS, "exact", _sharded_layers_values, _sharded_layers, switch=False),
     Knob(knobs.MICRO_BATCH, "rounding", _micro_batches, lambda asked: asked[knobs.MICRO_BATCH]),
     Knob(knobs.LOSS, "rounding", _losses, lambda asked: asked.cfg.loss._component_),

@@ -21,10 +21,7 @@ from torchtune_adaptive.recipe.settings.kind_table import Kind
 from torchtune_adaptive.recipe.settings.rules import COMPONENT, FOLDER
 
 # Of torchtune's main branch: they change what is trained or how, and these recipes do not know them.
-_UNKNOWN_UNLESS: dict[str, Any] = {
-    "enable_fp8_training": False,
-    "resize_token_embeddings": False,
-}
+_UNKNOWN_UNLESS: dict[str, Any] = {"enable_fp8_training": False, "resize_token_embeddings": False}
 
 
 def check_values(cfg: Mapping[str, Any], kind: Kind) -> None:

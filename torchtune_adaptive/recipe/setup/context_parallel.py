@@ -26,11 +26,7 @@ from torchtune_adaptive.recipe.settings.keys import CONTEXT, ROTATION
 from torchtune_adaptive.recipe.setup.environment import Context, Environment
 from torchtune_adaptive.recipe.setup.meshes import context_mesh
 
-_KERNELS = [
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-]
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 """Those that torch's context parallelism knows."""
 
 
@@ -50,10 +46,7 @@ def attention_over_parts(asked: Asked, environment: Environment) -> Iterator[Con
     rotate_context_by(asked[ROTATION])
     # torch splits what it is given, in the same way as attention takes it: this tells which pieces are here.
     pieces = torch.arange(2 * ranks, device=device)
-    with (
-        sdpa_kernel(_KERNELS),
-        context_parallel(mesh, buffers=[pieces], buffer_seq_dims=[0]),
-    ):
+    with sdpa_kernel(_KERNELS), context_parallel(mesh, buffers=[pieces], buffer_seq_dims=[0]):
         mine = tuple(pieces.tolist())
         _try(device, environment.dtype)
         multiple = len(mine) * ranks * asked.holders * shortest_piece(device, environment.dtype)

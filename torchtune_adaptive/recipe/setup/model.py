@@ -140,10 +140,7 @@ def _require_even_parts(model: nn.Module, asked: Asked) -> None:
 
 
 def lora_model(
-    asked: Asked,
-    environment: Environment,
-    prepare: Prepare,
-    sharding: AbstractContextManager[Any],
+    asked: Asked, environment: Environment, prepare: Prepare, sharding: AbstractContextManager[Any]
 ) -> nn.Module:
     """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
     model = _on_meta(asked, "model", environment, prepare)
@@ -296,11 +293,7 @@ def _load(
         return _load_quantized(model, environment, weights)
     _require_fitting(model, weights, keys, strict)
     return training.load_from_full_model_state_dict(
-        model,
-        weights,
-        environment.device,
-        strict=strict,
-        cpu_offload=asked["fsdp_cpu_offload"],
+        model, weights, environment.device, strict=strict, cpu_offload=asked["fsdp_cpu_offload"]
     )
 
 
