@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import (
 from tests.helpers.ranks import run_ranks
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.core.ranks.placements import HYBRID, Holding, held, parts
 from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.library.step import SummedLoss
@@ -84,14 +83,14 @@ def test_what_splits_a_tensor_is_known() -> None:
     init_fake_ranks(0, 4)
     mesh = mesh_of(2, 2)
     ways = {
-        (Shard(0), Shard(1)): ((Holding.SPLIT, Holding.SPLIT), 4),
-        (Replicate(), Shard(0)): (HYBRID, 2),
-        (Partial(), Replicate()): ((Holding.SUMMED, Holding.COPIED), 1),
+        (Shard(0), Shard(1)): 4,
+        (Replicate(), Shard(0)): 2,
+        (Partial(), Replicate()): 1,
     }
-    for placements, (expected, number) in ways.items():
+    for placements, number in ways.items():
         tensor = DTensor.from_local(torch.ones(2, 2), mesh, placements)
-        assert (held(tensor), parts(tensor)) == (expected, number)
-    assert (held(torch.ones(1)), parts(torch.ones(1))) == ((), 1)
+        assert gradients.parts(tensor) == number
+    assert gradients.parts(torch.ones(1)) == 1
 
 
 def step_beside_whole(data_ranks: int, tensor_ranks: int) -> tuple[float, float, float]:

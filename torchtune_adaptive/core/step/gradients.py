@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from torchtune_adaptive.core.private import foreach_mul_, foreach_norm
-from torchtune_adaptive.core.ranks.placements import parts
 from torchtune_adaptive.core.step.loss_scale import LossScale
 
 
@@ -25,9 +25,21 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def share(gradient: torch.Tensor, ranks: int) -> float:
-    """The weight of a rank's piece in a sum over all ranks: less than 1 where several hold the same."""
-    return parts(gradient) / ranks
+def parts(tensor: torch.Tensor) -> int:
+    """The number of parts into which ranks split a tensor, over all dimensions of its mesh."""
+    number = 1
+    if isinstance(tensor, DTensor):
+        for dim, kind in enumerate(map(type, tensor.placements)):
+            if _splits(kind):
+                number *= tensor.device_mesh.size(dim)
+    return number
+
+
+@cache  # asked for each gradient of each step
+def _splits(placement: type[Placement]) -> bool:
+    # By what it is not: what FSDP splits where tensor parallelism has split before has its own placement,
+    # whose class is private, and a subclass of ``Shard`` on some versions of torch only.
+    return not issubclass(placement, (Replicate, Partial))
 
 
 @torch.no_grad()
@@ -37,10 +49,11 @@ def squared_norm(
     """This rank's part of the squared norm of all gradients; the parts of all ranks are to be summed."""
     by_share: dict[float, list[torch.Tensor]] = {}
     for gradient in gradients:
-        by_share.setdefault(share(gradient, ranks), []).append(local(gradient))
+        # Where several ranks hold the same piece, each of them counts for less than 1.
+        by_share.setdefault(parts(gradient) / ranks, []).append(local(gradient))
     norms = [
-        torch.stack(foreach_norm(group, 2.0, dtype=torch.float32)).double().square().sum() * part
-        for part, group in by_share.items()
+        torch.stack(foreach_norm(group, 2.0, dtype=torch.float32)).double().square().sum() * share
+        for share, group in by_share.items()
     ]
     return torch.stack(norms).sum() if norms else torch.zeros((), device=device)
 
