@@ -20,7 +20,7 @@ import torchtune_adaptive
 from tests.helpers.library import Trained, collate, failing, rows_of, tiny_model
 from torchtune_adaptive import AdaptiveStep, NoPrediction, UsageError, find_batch_size, steps_of
 from torchtune_adaptive.core.step import retry
-from torchtune_adaptive.core.step.loss_scale import LossScale
+from torchtune_adaptive.core.step.gradients import LossScale
 from torchtune_adaptive.library import planning
 
 SIGNATURES = {

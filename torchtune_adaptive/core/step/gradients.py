@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from torchtune_adaptive.core.private import foreach_mul_, foreach_norm
-from torchtune_adaptive.core.step.loss_scale import LossScale
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,6 +74,39 @@ def scale(gradients: Iterable[torch.Tensor], factor: float, run: Callable[..., A
 def divide(number: float, tokens: float) -> float:
     """``number / tokens`` as torchtune's recipes round it: in float32, through the reciprocal."""
     return float(torch.tensor(max(tokens, 1), dtype=torch.float32).reciprocal() * number)
+
+
+class LossScale:
+    """Loss scaling for float16: the scale of a ``GradScaler``, and its way of adapting it.
+
+    The scaler would look for overflow in this rank's gradients. A sharded gradient may overflow on one rank
+    alone, so here the norm of the whole gradient decides, which is infinite on all ranks or on none.
+
+    Args:
+        scaler: the scaler whose scale is used and kept up to date, so that its ``state_dict`` is the run's.
+    """
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+        self.factor = float(scaler.get_scale())
+
+    @classmethod
+    def of(cls, scaler: GradScaler | None) -> LossScale | None:
+        """The scale of a scaler; None if there is none, or it is not enabled."""
+        return None if scaler is None or not scaler.is_enabled() else cls(scaler)
+
+    def update(self, overflow: bool) -> None:
+        """Adapt the scale after a step: lower it at once, raise it after a while without overflow."""
+        state = self._scaler.state_dict()
+        steps = 0 if overflow else state["_growth_tracker"] + 1
+        if overflow:
+            state["scale"] *= state["backoff_factor"]
+        elif steps == state["growth_interval"]:
+            state["scale"] *= state["growth_factor"]
+            steps = 0
+        state["_growth_tracker"] = steps
+        self._scaler.load_state_dict(state)
+        self.factor = float(state["scale"])
 
 
 @dataclass(frozen=True)

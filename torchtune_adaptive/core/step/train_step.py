@@ -40,7 +40,6 @@ from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import Exchange, ForwardDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import Failures, StepHalfApplied
 from torchtune_adaptive.core.step.knobs import Choice
-from torchtune_adaptive.core.step.loss_scale import LossScale
 from torchtune_adaptive.core.step.objective import Batch, Objective, Summed
 from torchtune_adaptive.core.step.small_batches import SmallBatches
 from torchtune_adaptive.core.step.switches import Switches
@@ -128,7 +127,7 @@ class TrainStep:
         self._reduction = reduction_of(model, ranks, self._holders)
         measures_noise = options.measure_noise and not options.optimizer_in_backward
         self._noise = SmallBatches(device, self._reduction, measures_noise)
-        self._loss_scale = LossScale.of(options.scaler)
+        self._loss_scale = gradients.LossScale.of(options.scaler)
         self._scaling = gradients.Scaling(
             self._reduction.averaged_over, options.clip_grad_norm, self._loss_scale
         )
