@@ -23,10 +23,10 @@ from torchtune_adaptive.core.rows.loader import EpochRows, Loader, SampleOrder
 from torchtune_adaptive.core.rows.micro_batches import ByRows
 from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.sizes.split import Epochs, Split
+from torchtune_adaptive.core.step.knobs import Switches
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.core.step.retry import StepRunner
 from torchtune_adaptive.core.step.snapshot import Snapshot
-from torchtune_adaptive.core.step.switches import Switches
 from torchtune_adaptive.recipe.checkpoints.folder import last_saved
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.setup.environment import Environment

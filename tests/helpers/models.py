@@ -18,9 +18,8 @@ from torchtune.training.quantization import Int8DynActInt4WeightQATQuantizer
 from tests.helpers import decoder
 from tests.helpers.decoder import VOCABULARY
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.core.step.knobs import CHUNKED
+from torchtune_adaptive.core.step.knobs import CHUNKED, Switches
 from torchtune_adaptive.core.step.objective import NextTokenPrediction, Objective
-from torchtune_adaptive.core.step.switches import Switches
 from torchtune_adaptive.core.step.train_step import TrainStep
 from torchtune_adaptive.recipe.kinds.kd import Distillation
 from torchtune_adaptive.recipe.kinds.quantization import quantized as fake_quantised

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.sizes.split import Epochs, Split
     from torchtune_adaptive.core.step import knobs, recompute
     from torchtune_adaptive.core.step.exchange import StepDone
-    from torchtune_adaptive.core.step.knobs import Choice
+    from torchtune_adaptive.core.step.knobs import Choice, Switches
     from torchtune_adaptive.core.step.objective import (
         Batch,
         Forward,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.step.phase import Phase
     from torchtune_adaptive.core.step.retry import Adjustment, StepRunner
     from torchtune_adaptive.core.step.snapshot import Generators
-    from torchtune_adaptive.core.step.switches import Switches
     from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 else:
     __getattr__, __dir__, __all__ = interface(__name__)

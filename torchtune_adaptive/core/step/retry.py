@@ -12,10 +12,9 @@ from torchtune_adaptive.core.device.memory import is_out_of_memory
 from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.step.exchange import StepDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import StepHalfApplied
-from torchtune_adaptive.core.step.knobs import CHECKPOINT, Choice
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, Choice, Switches
 from torchtune_adaptive.core.step.objective import Batch
 from torchtune_adaptive.core.step.snapshot import Generators
-from torchtune_adaptive.core.step.switches import Switches
 from torchtune_adaptive.core.step.train_step import TrainStep
 
 

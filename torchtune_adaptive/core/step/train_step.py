@@ -39,10 +39,9 @@ from torchtune_adaptive.core.ranks.supported import (
 from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import Exchange, ForwardDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import Failures, StepHalfApplied
-from torchtune_adaptive.core.step.knobs import Choice
+from torchtune_adaptive.core.step.knobs import Choice, Switches
 from torchtune_adaptive.core.step.objective import Batch, Objective, Summed
 from torchtune_adaptive.core.step.small_batches import SmallBatches
-from torchtune_adaptive.core.step.switches import Switches
 from torchtune_adaptive.core.step.trees import mapped, shape_of, tensors_in
 
 T = TypeVar("T")
