@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.search.strategies import STRATEGIES, find_largest
 from torchtune_adaptive.core.search.trial import SizeTrial
-from torchtune_adaptive.core.sizes.candidates import candidates
+from torchtune_adaptive.core.sizes.split import candidates
 from torchtune_adaptive.recipe.data.dataset import data_of, load_rows
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.registry import find_config

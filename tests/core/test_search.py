@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from torchtune_adaptive.core.search.strategies import STRATEGIES, SearchResult, Status, find_largest
-from torchtune_adaptive.core.sizes.candidates import candidates
+from torchtune_adaptive.core.sizes.split import candidates
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import pytest
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.core.search.strategies import Status
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
-from torchtune_adaptive.core.sizes.candidates import candidates
-from torchtune_adaptive.core.sizes.split import Split
+from torchtune_adaptive.core.sizes.split import Split, candidates
 from torchtune_adaptive.recipe.search.batch_size import limit_of, possible_sizes
 from torchtune_adaptive.recipe.search.sizing import InRows
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings

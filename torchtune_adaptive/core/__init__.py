@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     from torchtune_adaptive.core.search import strategies
     from torchtune_adaptive.core.search.probe import Probe
     from torchtune_adaptive.core.search.trial import SizeTrial
-    from torchtune_adaptive.core.sizes.candidates import Rounding, candidates
     from torchtune_adaptive.core.sizes.noise import NoiseScale, NoiseSums
     from torchtune_adaptive.core.sizes.packing import Budget
     from torchtune_adaptive.core.sizes.recovery import Recovery
     from torchtune_adaptive.core.sizes.scaling import LrScaling, lr_factor
-    from torchtune_adaptive.core.sizes.split import Epochs, Split
+    from torchtune_adaptive.core.sizes.split import Epochs, Rounding, Split, candidates
     from torchtune_adaptive.core.step import knobs, recompute
     from torchtune_adaptive.core.step.exchange import StepDone
     from torchtune_adaptive.core.step.knobs import Choice, Switches

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from torchtune_adaptive.core.sizes.candidates import Rounding, candidates
 from torchtune_adaptive.core.sizes.packing import Budget, pack
-from torchtune_adaptive.core.sizes.split import Split
+from torchtune_adaptive.core.sizes.split import Rounding, Split, candidates
 
 
 @dataclass(frozen=True)
