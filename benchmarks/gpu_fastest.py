@@ -24,8 +24,8 @@ from gpu_cases import FASTEST, Case
 from gpu_plan import GIB, SHORTER, build_step, config_of, random_batch
 from omegaconf import DictConfig
 
+from torchtune_adaptive.core.device.accelerator import device_memory
 from torchtune_adaptive.core.device.memory import DeviceMemory, is_out_of_memory
-from torchtune_adaptive.core.device.select import device_memory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.step.knobs import MICRO_BATCH
 from torchtune_adaptive.core.step.train_step import TrainStep

@@ -27,8 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune import training
 
 from torchtune_adaptive.common.amounts import amount_of_memory
+from torchtune_adaptive.core.device.accelerator import device_memory
 from torchtune_adaptive.core.device.memory import DeviceMemory, Usage, is_out_of_memory
-from torchtune_adaptive.core.device.select import device_memory
 from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.planner.trace.step_tracer import FakeRanks
 from torchtune_adaptive.planner.trace.weights import fill

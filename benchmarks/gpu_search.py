@@ -24,7 +24,7 @@ from torchtune.models import llama2, llama3_1, llama3_2
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from torchtune_adaptive.core.device.select import device_memory
+from torchtune_adaptive.core.device.accelerator import device_memory
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.search.strategies import STRATEGIES, find_largest

@@ -48,7 +48,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from torchtune_adaptive.common.amounts import amount_of_memory
-from torchtune_adaptive.core.device.select import device_memory
+from torchtune_adaptive.core.device.accelerator import device_memory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.rows.micro_batches import ByTokens

@@ -15,8 +15,7 @@ from tests.helpers.accelerator import OUT_OF_MEMORY, SOMETHING_ELSE, Card
 from tests.helpers.decoder import adamw, batch, local_values, same_bits, tiny_decoder, train_step
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.common.errors import TrainingOutOfMemory
-from torchtune_adaptive.core.device.accelerator import AcceleratorMemory
-from torchtune_adaptive.core.device.select import device_memory
+from torchtune_adaptive.core.device.accelerator import AcceleratorMemory, device_memory
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.step.exchange import StepOutcome

@@ -14,8 +14,8 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.helpers.counting import fail_in_backward
 from tests.helpers.decoder import local_values, same_bits
+from torchtune_adaptive.core.device.accelerator import device_memory
 from torchtune_adaptive.core.device.memory import is_out_of_memory
-from torchtune_adaptive.core.device.select import device_memory
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.search.strategies import STRATEGIES, find_largest

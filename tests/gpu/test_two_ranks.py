@@ -13,7 +13,7 @@ from tests.helpers.decoder import adamw, batch, local_values
 from tests.helpers.models import tiny_llama
 from tests.helpers.ranks import run_ranks
 from tests.helpers.staging import init_staging_group
-from torchtune_adaptive.core.device.select import device_memory
+from torchtune_adaptive.core.device.accelerator import device_memory
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep

@@ -1,4 +1,4 @@
-"""Memory that an allocator caches."""
+"""Memory that an allocator caches, and the choice between it and a simulated one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from torchtune_adaptive.core import private
 from torchtune_adaptive.core.device.memory import DeviceMemory, Usage
+from torchtune_adaptive.core.device.simulated import SimulatedMemory
 
 
 class AcceleratorMemory(DeviceMemory):
@@ -88,3 +89,10 @@ class AcceleratorMemory(DeviceMemory):
     def record_history(self, enabled: bool) -> None:
         if self._device.type == "cuda":
             private.record_memory_history(self._device, enabled)
+
+
+def device_memory(device: torch.device, limit: int | None = None) -> DeviceMemory:
+    """The memory of ``device``, capped at ``limit`` bytes if one is given."""
+    if device.type == "cpu":
+        return SimulatedMemory(limit)
+    return AcceleratorMemory(device, limit)
