@@ -106,7 +106,6 @@ def measure(name: str, asked: argparse.Namespace) -> None:
             step=step,
             accumulation=lambda size: 1,
             headroom=asked.headroom,
-            ranks=ranks,
             entering=lambda phase: None,
         )
         with probe:

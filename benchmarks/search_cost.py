@@ -96,7 +96,6 @@ def compare(cfg: DictConfig, rounding: str) -> None:
             step=step,
             accumulation=lambda size: 1,
             headroom=settings.headroom,
-            ranks=ranks,
             entering=lambda phase: None,
         )
         started = time.perf_counter()

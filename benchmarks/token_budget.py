@@ -122,7 +122,6 @@ class Bench:
             step=self.step,
             accumulation=lambda size: 2,
             headroom=0.05,
-            ranks=self.ranks,
             entering=lambda phase: None,
         )
 

@@ -32,7 +32,6 @@ def probe_of(step: TrainStep) -> Probe:
         step=step,
         accumulation=lambda size: 1,
         headroom=0.0,
-        ranks=Alone(),
         entering=lambda phase: None,
     )
 

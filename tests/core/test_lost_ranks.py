@@ -72,7 +72,6 @@ def search_until(fate: str) -> None:
         step=step,
         accumulation=lambda size: 1,
         headroom=0.0,
-        ranks=ranks,
         entering=lambda activity: watchdog.enter(activity, LIMIT),
     )
     with watchdog, probe:

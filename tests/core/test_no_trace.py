@@ -76,7 +76,6 @@ def find(
         step=step,
         accumulation=lambda size: accumulation,
         headroom=0.05,
-        ranks=step.ranks,
         entering=lambda phase: None,
     )
     with probe:
@@ -183,7 +182,6 @@ def find_twice() -> list[Any]:
             step=step,
             accumulation=lambda size: 1,
             headroom=0.0,
-            ranks=step.ranks,
             entering=lambda phase: None,
         )
         with probe:
@@ -208,7 +206,6 @@ def find_with_ranks_of_different_size() -> Any:
         step=step,
         accumulation=lambda size: 1,
         headroom=0.05,
-        ranks=ranks,
         entering=lambda phase: None,
     )
     with probe:

@@ -233,7 +233,6 @@ def try_a_size(gathers: bool) -> list[list[str | None]]:
         step=run.step,
         accumulation=lambda size: 1,
         headroom=0.0,
-        ranks=run.ranks,
         entering=lambda phase: None,
     )
     before = [value.clone() for value in local_values(run.model)]

@@ -67,7 +67,6 @@ def probe_of(step: TrainStep) -> Probe:
         step=step,
         accumulation=lambda size: 2,
         headroom=0.05,
-        ranks=step.ranks,
         entering=lambda phase: None,
     )
 

@@ -90,7 +90,6 @@ class Everywhere:
             step=self.step,
             accumulation=lambda size: self.accumulation,
             headroom=0.0,
-            ranks=self.ranks,
             entering=lambda phase: None,
         )
 

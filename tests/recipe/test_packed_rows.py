@@ -55,7 +55,6 @@ def probe_of(step: TrainStep) -> Probe:
         step=step,
         accumulation=lambda size: 1,
         headroom=0.0,
-        ranks=step.ranks,
         entering=lambda phase: None,
     )
 

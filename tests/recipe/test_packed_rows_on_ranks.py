@@ -40,7 +40,6 @@ def searched(step: TrainStep) -> list[Any]:
         step=step,
         accumulation=lambda size: 1,
         headroom=0.0,
-        ranks=step.ranks,
         entering=lambda phase: None,
     )
     with probe:

@@ -91,9 +91,7 @@ def find_batch_size(
         step=train_step,
         accumulation=lambda size: accumulation,
         headroom=headroom,
-        ranks=step.ranks,
         entering=log.debug,
-        compiled=step.compiled,
         observe=_NotAMean(objective),
     )
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from torchtune_adaptive.common import EmptyTrial, counted
-from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.step.exchange import StepDone
 from torchtune_adaptive.core.step.failures import StepHalfApplied
@@ -38,11 +37,8 @@ class Probe:
     """The micro-batches in a step, for a given size."""
     headroom: float
     """The share of the capacity that must stay free."""
-    ranks: Ranks
     entering: Callable[[str], None]
     """Function called with the name of each activity."""
-    compiled: bool = False
-    """Whether the model is compiled, and forgets what it compiled between sizes."""
     observe: Callable[[int, StepDone], None] = lambda size, outcome: None
     """Function called with the size and the outcome of each trial's step that was not lost."""
 
@@ -53,7 +49,7 @@ class Probe:
     def __exit__(self, *_: object) -> None:
         self._snapshot.close()
         self.step.abandon()
-        if self.compiled:
+        if self.step.options.compiled:
             torch.compiler.reset()
 
     def prime(self, batch: BatchMaker) -> SizeTrial:
@@ -77,7 +73,7 @@ class Probe:
 
         def attempt(micro_batches: Sequence[Any]) -> str | None:
             outcome = phase.attempt(*micro_batches)
-            return outcome.failures[self.ranks.rank] if outcome.lost else None
+            return outcome.failures[self.step.ranks.rank] if outcome.lost else None
 
         self.entering(f"trial of {counted(size, 'row')} in {phase.name}")
         return self._trial(size, [rows], attempt)
@@ -95,15 +91,15 @@ class Probe:
         seconds: list[float] = []
         with self.step.memory.capped(self._usable()):
             failed_in = self._take_step(micro_batches)
-            for _ in range(2):
-                if self.ranks.any(self.step.was_recorded):  # ranks may have rows of other lengths
+            for _ in range(2):  # on any rank: they may have rows of other lengths
+                if self.step.ranks.any(self.step.was_recorded):
                     failed_in = self._take_step(micro_batches) or failed_in
             for _ in range(steps):
                 started = self.step.memory.clock()
                 failed_in = self._take_step(micro_batches) or failed_in
                 seconds.append(self.step.memory.clock() - started)
         self._snapshot.restore()  # only now: how long a step takes does not depend on values
-        seen = self.ranks.gather((failed_in, seconds))
+        seen = self.step.ranks.gather((failed_in, seconds))
         if any(failed for failed, _ in seen):
             return None
         return [max(each) for each in zip(*(seconds for _, seconds in seen), strict=True)]
@@ -118,7 +114,7 @@ class Probe:
     def _trial(
         self, size: int, micro_batches: Sequence[dict[str, Any]], attempt: Attempt
     ) -> SizeTrial:
-        if self.compiled:
+        if self.step.options.compiled:
             # Compile for this size alone, as training will: dynamo would switch to dynamic shapes.
             torch.compiler.reset()
         self.step.memory.release()
@@ -147,7 +143,7 @@ class Probe:
             retries=usage.retries,
             usable_bytes=usable,
         )
-        reports = tuple(self.ranks.gather(report))
+        reports = tuple(self.step.ranks.gather(report))
         return SizeTrial(size, time.perf_counter() - started, reports)
 
     def _take_step(self, micro_batches: Sequence[dict[str, Any]]) -> str | None:
@@ -160,7 +156,7 @@ class Probe:
             self.step.forget()
             return half_applied.stage if half_applied.here else None
         if outcome.lost:
-            return outcome.failures[self.ranks.rank]
+            return outcome.failures[self.step.ranks.rank]
         if outcome.weight == 0:
             rows = counted(self.step.objective.rows(micro_batches[0]), "row")
             raise EmptyTrial(

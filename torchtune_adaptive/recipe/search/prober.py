@@ -146,9 +146,7 @@ class Prober:
             step=self.step,
             accumulation=accumulation,
             headroom=self.settings.headroom,
-            ranks=self.ranks,
             entering=lambda activity: self.watchdog.enter(activity, patience=patience),
-            compiled=self.compiled,
         )
 
     @contextmanager
