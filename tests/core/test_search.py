@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 
 from torchtune_adaptive.core.search.strategies import STRATEGIES, SearchResult, Status, find_largest
+from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.sizes.split import candidates
-
-
-@dataclass(frozen=True)
-class FakeTrial:
-    size: int
-    fits: bool
-    free_bytes: int = 0
 
 
 def run(
     strategy: str, sizes: tuple[int, ...], memory: Callable[[int], int], capacity: int
-) -> SearchResult[FakeTrial]:
+) -> SearchResult:
     """Search on a device that needs ``memory(size)`` bytes and has ``capacity``."""
 
-    def trial(size: int) -> FakeTrial:
-        free = capacity - memory(size)
-        return FakeTrial(size, free >= 0, max(free, 0))
+    def trial(size: int) -> SizeTrial:
+        peak = memory(size)
+        failed_in = None if peak <= capacity else "forward"
+        return SizeTrial(size, 0.0, (RankReport(failed_in, peak, peak, 0, capacity),))
 
     return find_largest(strategy, sizes, trial)
 
 
-def tried(result: SearchResult[FakeTrial]) -> list[int]:
+def tried(result: SearchResult) -> list[int]:
     return [trial.size for trial in result.trials]
 
 

@@ -289,7 +289,7 @@ def test_two_jobs_at_once_leave_one_whole_result(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def found_by(strategy: Strategy | Literal["predict"], folder: Path) -> SearchResult[SizeTrial]:
+def found_by(strategy: Strategy | Literal["predict"], folder: Path) -> SearchResult:
     """A search among 1, 2, 4 and 8, of which all fit and 4 is predicted."""
     return InRows(
         trial=a_trial,

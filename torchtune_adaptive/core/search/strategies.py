@@ -14,7 +14,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # settings name strategies, and do without torch
+    from torchtune_adaptive.core.search.trial import SizeTrial
 
 Strategy = Literal["extrapolate", "bisect", "halve"]
 
@@ -27,22 +30,6 @@ WRONG_ESTIMATES_BEFORE_BISECTING = 2
 
 STEP_BELOW_A_FAILED_ESTIMATE = 1 / 16
 """Estimates are off by a few percent; the next try goes this fraction of the bracket below a failed one."""
-
-
-class Trial(Protocol):
-    """The outcome of trying one size."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def fits(self) -> bool: ...
-    @property
-    def free_bytes(self) -> int:
-        """Bytes left at the peak on the tightest rank; only read where the size fits."""
-        ...
-
-
-T = TypeVar("T", bound=Trial)
 
 
 class Status(Enum):
@@ -61,19 +48,19 @@ class Status(Enum):
 
 
 @dataclass(frozen=True)
-class SearchResult(Generic[T]):
+class SearchResult:
     """The size found (``None`` if nothing fits), why the search ended there, and all trials."""
 
     size: int | None
     status: Status
-    trials: tuple[T, ...]
+    trials: tuple[SizeTrial, ...]
 
 
 def find_largest(
-    strategy: Strategy, candidates: Sequence[int], trial: Callable[[int], T]
-) -> SearchResult[T]:
+    strategy: Strategy, candidates: Sequence[int], trial: Callable[[int], SizeTrial]
+) -> SearchResult:
     """Find the largest candidate that fits; candidates are in ascending order."""
-    bracket = _Bracket[T](candidates)
+    bracket = _Bracket(candidates)
     next_index = STRATEGIES[strategy](bracket)
     while not bracket.closed:
         index = next(next_index)
@@ -81,14 +68,14 @@ def find_largest(
     return bracket.result()
 
 
-class _Bracket(Generic[T]):
+class _Bracket:
     """The state of a search: indices into the candidates; ``low`` fits and ``high`` does not."""
 
     def __init__(self, candidates: Sequence[int]) -> None:
         self.candidates = candidates
         self.low = -1
         self.high = len(candidates)
-        self.trials: list[T] = []
+        self.trials: list[SizeTrial] = []
 
     @property
     def closed(self) -> bool:
@@ -98,7 +85,7 @@ class _Bracket(Generic[T]):
     def failed_once(self) -> bool:
         return self.high < len(self.candidates)
 
-    def narrow(self, index: int, trial: T) -> None:
+    def narrow(self, index: int, trial: SizeTrial) -> None:
         self.trials.append(trial)
         if trial.fits:
             self.low = index
@@ -115,14 +102,14 @@ class _Bracket(Generic[T]):
     def at_most(self, size: float) -> int:
         return self.inside(bisect_right(self.candidates, size) - 1)
 
-    def result(self) -> SearchResult[T]:
+    def result(self) -> SearchResult:
         if self.low < 0:
             return SearchResult(None, Status.NOTHING_FITS, tuple(self.trials))
         status = Status.NEXT_DOES_NOT_FIT if self.failed_once else Status.CEILING
         return SearchResult(self.candidates[self.low], status, tuple(self.trials))
 
 
-def _halve(bracket: _Bracket[T]) -> Iterator[int]:
+def _halve(bracket: _Bracket) -> Iterator[int]:
     """Halve from the ceiling until a size fits; then search the sizes that were skipped."""
     size: float = bracket.candidates[-1]
     while bracket.low < 0:
@@ -131,7 +118,7 @@ def _halve(bracket: _Bracket[T]) -> Iterator[int]:
     yield from _bisect(bracket)
 
 
-def _bisect(bracket: _Bracket[T]) -> Iterator[int]:
+def _bisect(bracket: _Bracket) -> Iterator[int]:
     """Double until a size does not fit, then bisect."""
     while True:
         if bracket.failed_once:
@@ -142,7 +129,7 @@ def _bisect(bracket: _Bracket[T]) -> Iterator[int]:
             yield bracket.at_least(2 * bracket.candidates[bracket.low])
 
 
-def _extrapolate(bracket: _Bracket[T]) -> Iterator[int]:
+def _extrapolate(bracket: _Bracket) -> Iterator[int]:
     """Follow a line through the two largest sizes that fit, and try just below where memory runs out.
 
     Memory is only piecewise linear, so the estimate is confirmed: step up until a size fails, or down until
@@ -163,7 +150,7 @@ def _extrapolate(bracket: _Bracket[T]) -> Iterator[int]:
     yield from _bisect(bracket)
 
 
-def _end_of_the_line(fitting: Sequence[Trial]) -> float:
+def _end_of_the_line(fitting: Sequence[SizeTrial]) -> float:
     """The size at which a line through the two largest sizes that fit runs out of memory."""
     smaller, larger = sorted(fitting, key=lambda trial: trial.size)[-2:]
     bytes_per_row = (smaller.free_bytes - larger.free_bytes) / (larger.size - smaller.size)

@@ -20,7 +20,7 @@ from torchtune_adaptive.core import Ranks, SizeTrial, strategies
 log = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
-FoundRows = strategies.SearchResult[SizeTrial]
+FoundRows = strategies.SearchResult
 
 
 @dataclass(frozen=True, kw_only=True)
