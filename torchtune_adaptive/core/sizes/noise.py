@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any
 
 
@@ -42,11 +42,8 @@ class NoiseSums:
 
     def decayed(self, decay: float, new: NoiseSums) -> NoiseSums:
         """These sums with less weight, and new ones added."""
-        pairs = zip(self.values(), new.values(), strict=True)
+        pairs = zip(astuple(self), astuple(new), strict=True)
         return NoiseSums(*(decay * old + added for old, added in pairs))
-
-    def values(self) -> tuple[float, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
 
     def squared_gradient(self) -> float:
         """The unbiased estimate of ``|G|²``, which may be negative; NaN where there is none."""
@@ -87,7 +84,7 @@ class NoiseScale:
 
     def update(self, sums: NoiseSums | None) -> None:
         """Add a step. One that could not measure anything, or overflowed, is ignored."""
-        if sums is None or not all(map(math.isfinite, sums.values())):
+        if sums is None or not all(map(math.isfinite, astuple(sums))):
             return
         self._sums = self._sums.decayed(self._decay, sums)
         self.steps += 1
