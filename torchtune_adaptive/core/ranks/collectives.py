@@ -321,7 +321,7 @@ class Collectives:
         """
         if self.recording:
             wide = {
-                segment: [each for each in some if not self._is_local(each)]
+                segment: [each for each in some if not self._is_within(each.group)]
                 for segment, some in self._pass.items()
             }
             heard = self._ask(self._news(wide))
@@ -425,7 +425,7 @@ class Collectives:
         self._refusal = self._refusal or next(
             (each.refused for each in launches if each.refused), ""
         )
-        wide = not all(map(self._is_local, launches))
+        wide = not all(self._is_within(each.group) for each in launches)
         if self._refusal or self._asked is _Asked.EVERYONE or any(map(self._joins, launches)):
             try:
                 self._ask(wide=wide)
@@ -443,11 +443,8 @@ class Collectives:
             elif wide and launch.group not in self._of_fsdp:
                 self._follow_shape.add(self._kind)
 
-    def _is_local(self, launch: Launch) -> bool:
-        return self._is_within(launch.group)
-
     def _is_within(self, group: dist.ProcessGroup) -> bool:
-        """Whether all of its ranks are holders."""
+        """Whether all of its ranks are holders, so that its launches are local."""
         return self._holders.members.issuperset(dist.get_process_group_ranks(group))
 
     def _joins(self, launch: Launch) -> bool:

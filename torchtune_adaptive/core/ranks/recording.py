@@ -90,9 +90,8 @@ class Launch:
         for leaf in tree_leaves(self.operator(*positional, **named)):
             if isinstance(leaf, torch.ScriptObject):
                 dist.Work.unbox(leaf).wait()
-            elif isinstance(
-                leaf, torch.Tensor
-            ):  # of a functional collective; of another, nothing waits
+            elif isinstance(leaf, torch.Tensor):
+                # Of a functional collective; of another, there is nothing to wait for.
                 torch.ops._c10d_functional.wait_tensor(leaf)
 
 
