@@ -162,21 +162,17 @@ class Exchange:
         return None if summed[Total.FAILED] > 0 else self._unpacked(summed)
 
     def _pack(self, totals: torch.Tensor, squared_norm: torch.Tensor | None) -> None:
-        loss = self._sum_of_losses()
+        if self.loss is None:
+            raise RuntimeError("a step needs at least one micro-batch before it can be applied")
         if self.counts_rows:
             totals[Total.WEIGHT].fill_(float(self._weight))
-            totals[Total.LOSS].copy_(loss)
+            totals[Total.LOSS].copy_(self.loss)
             if self._metrics is not None:
                 totals[Total.METRICS :].copy_(self._metrics)
         if squared_norm is not None:
             totals[Total.SQUARED_GRADIENT_NORM].copy_(squared_norm)
         for at, value in enumerate(self.noise.sums(), Total.NOISE):
             totals[at].fill_(value)
-
-    def _sum_of_losses(self) -> torch.Tensor:
-        if self.loss is None:
-            raise RuntimeError("a step needs at least one micro-batch before it can be applied")
-        return self.loss
 
     def _unpacked(self, summed: list[float]) -> StepDone:
         weight, squared = summed[Total.WEIGHT], summed[Total.SQUARED_GRADIENT_NORM]

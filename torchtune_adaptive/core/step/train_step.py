@@ -45,10 +45,8 @@ from torchtune_adaptive.core.step.small_batches import SmallBatches
 from torchtune_adaptive.core.step.trees import mapped, shape_of, tensors_in
 
 T = TypeVar("T")
-_STOP, _FAILED = (
-    1,
-    2,
-)  # what ranks tell each other after a pass without gradients: the largest counts
+# What ranks tell each other after a pass without gradients; the largest counts.
+_STOP, _FAILED = 1, 2
 
 
 @dataclass(frozen=True)
