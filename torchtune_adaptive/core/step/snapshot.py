@@ -114,11 +114,12 @@ class Generators:
     """The state of every random number generator that a step or a dataset may use."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = None if device.type == "cpu" else device
+        self._device = device
         self._python = random.getstate()
         self._numpy: dict[str, Any] = np.random.get_state(legacy=False)
         self._torch = torch.get_rng_state()
-        if self._device is not None:
+        self._accelerator: torch.Tensor | None = None
+        if device.type != "cpu":
             self._accelerator = torch.get_device_module(device).get_rng_state(device)
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class Generators:
             "python": [version, list(words), gauss],
             "numpy": numpy,
             "torch": self._torch,
-            "accelerator": None if self._device is None else self._accelerator,
+            "accelerator": self._accelerator,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -141,16 +142,13 @@ class Generators:
         pos = state["numpy"]["state"]["pos"]
         self._numpy = {**state["numpy"], "state": {"key": key, "pos": pos}}
         self._torch = state["torch"]
-        if self._device is not None and state["accelerator"] is not None:
+        if self._accelerator is not None and state["accelerator"] is not None:
             self._accelerator = state["accelerator"]
         self.restore()
 
     def have_moved(self) -> bool:
         """Whether a random number has been drawn since."""
-        before, now = (
-            self.state_dict(),
-            Generators(self._device or torch.device("cpu")).state_dict(),
-        )
+        before, now = self.state_dict(), Generators(self._device).state_dict()
         return any(before[name] != now[name] for name in ("python", "numpy")) or not all(
             before[name] is None or torch.equal(before[name], now[name])
             for name in ("torch", "accelerator")
@@ -160,5 +158,5 @@ class Generators:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
-        if self._device is not None:
+        if self._accelerator is not None:
             torch.get_device_module(self._device).set_rng_state(self._accelerator, self._device)
