@@ -12,7 +12,7 @@ from torchtune_adaptive.core.device.memory import is_out_of_memory
 from torchtune_adaptive.core.sizes.recovery import Recovery
 from torchtune_adaptive.core.step.exchange import StepDone, StepLost, StepOutcome
 from torchtune_adaptive.core.step.failures import StepHalfApplied
-from torchtune_adaptive.core.step.knobs import CHECKPOINT, Choice, Switches
+from torchtune_adaptive.core.step.knobs import CHECKPOINT, Choice
 from torchtune_adaptive.core.step.objective import Batch
 from torchtune_adaptive.core.step.snapshot import Generators
 from torchtune_adaptive.core.step.train_step import TrainStep
@@ -51,7 +51,7 @@ class StepRunner:
 
     recovery: Recovery | None = field(init=False, default=None)
     reliefs: list[Choice] = field(init=False)
-    """The memory knobs as they are at the beginning, and then with less and less memory."""
+    """The memory knobs as they are at the beginning, and then with all layers computed again in backward."""
     retried_steps: int = field(init=False, default=0)
     allocation_retries: int = field(init=False, default=0)
     _size: int = field(init=False, default=0)
@@ -59,7 +59,11 @@ class StepRunner:
     """Seconds of waiting for memory in this step."""
 
     def __post_init__(self) -> None:
-        self.reliefs = reliefs(self.step.options.switches)
+        switches = self.step.options.switches
+        own, more = switches.choice, switches.choice | {CHECKPOINT: "all"}  # which changes no bit
+        # Not the loss too: where memory runs out while it is computed again, torch 2.13 may keep the rest.
+        relieves = CHECKPOINT in switches and more != own and more.is_possible()
+        self.reliefs = [own, more] if relieves else [own]
 
     def begin(self, size: int, recovery: Recovery | None) -> None:
         """Use micro-batches of this size from the next step on.
@@ -219,12 +223,3 @@ class StepRunner:
 
 def _changes(before: Choice, after: Choice) -> dict[str, tuple[Any, Any]]:
     return {key: (before[key], value) for key, value in after.items() if value != before[key]}
-
-
-def reliefs(switches: Switches) -> list[Choice]:
-    """The knobs as they are, and then with all layers computed again in backward, which changes no bit."""
-    own = switches.choice
-    more = own | {CHECKPOINT: "all"}
-    # Not the loss as well: where memory runs out while it is computed again, torch 2.13 may keep the rest.
-    relieves = CHECKPOINT in switches and more != own and more.is_possible()
-    return [own, more] if relieves else [own]

@@ -124,9 +124,9 @@ class TrainStep:
         self._reduction = reduction_of(model, ranks, self._holders)
         measures_noise = options.measure_noise and not options.optimizer_in_backward
         self._noise = SmallBatches(device, self._reduction, measures_noise)
-        self._loss_scale = gradients.LossScale.of(options.scaler)
+        loss_scale = gradients.LossScale.of(options.scaler)
         self._scaling = gradients.Scaling(
-            self._reduction.averaged_over, options.clip_grad_norm, self._loss_scale
+            self._reduction.averaged_over, options.clip_grad_norm, loss_scale
         )
         self.collectives = Collectives(
             self._models,
@@ -282,8 +282,8 @@ class TrainStep:
         assert loss is not None
         if self._agreed is not None and not self._agreed.lost:
             loss = loss * self._scaling.to_mean(self._agreed.weight)
-        if self._loss_scale is not None:
-            loss = loss * self._loss_scale.factor
+        if self._scaling.loss_scale is not None:
+            loss = loss * self._scaling.loss_scale.factor
         with self._reduction.apart():
             loss.backward()
 
@@ -406,7 +406,7 @@ class TrainStep:
         outcome = self._agree(self._reduced())
         if outcome.lost:
             return outcome
-        scale = self._loss_scale
+        scale = self._scaling.loss_scale
         factor = self._scaling.factor(outcome.weight, outcome.gradient_norm)  # before it changes
         if scale is not None and not trial:
             scale.update(outcome.overflow)
