@@ -148,13 +148,9 @@ class Ranks:
 
 
 class SomeRanks(Ranks):
-    """Some of the ranks of a run, which agree by themselves; by default this one alone.
+    """Some of the ranks of a run, by their numbers in it, which agree in a group of their own.
 
-    Args:
-        members: their numbers in the run.
-        rank: that of this one.
-        group: the group in which they agree.
-        patience: the time that its ranks wait for each other.
+    By default it is this rank alone.
     """
 
     def __init__(

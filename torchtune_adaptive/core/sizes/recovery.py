@@ -37,11 +37,7 @@ class Recovery:
         """Steps without trouble before what failed was last tried again."""
 
     def relieve(self) -> bool:
-        """Take less memory at the same size; the step keeps its bits.
-
-        Returns:
-            False if every relief is in use.
-        """
+        """Take less memory at the same size, with the same bits; False if every relief is in use."""
         if self.relief == self._reliefs:
             return False
         self._give_up()
@@ -49,11 +45,8 @@ class Recovery:
         return True
 
     def shrink(self) -> bool:
-        """Shrink to at most half the size. Since each failure halves, there are few in a row.
-
-        Returns:
-            False if there is no smaller size.
-        """
+        """Shrink to at most half the size, so that few failures can follow each other; False if there is no
+        smaller size."""
         smaller = [size for size in self._candidates if 2 * size <= self.size]
         if not smaller:
             return False

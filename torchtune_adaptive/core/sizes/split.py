@@ -11,7 +11,7 @@ Rounding = Literal["power_of_two", "divisor", "none"]
 
 
 def candidates(rounding: Rounding, ceiling: int, rows_per_step: int) -> tuple[int, ...]:
-    """The sizes that may be returned, ascending; 1 is always among them.
+    """The sizes that a micro-batch may have, ascending; 1 is always among them.
 
     Args:
         rounding: ``power_of_two``, ``divisor`` (of ``rows_per_step``), or ``none``.

@@ -139,15 +139,8 @@ class Exchange:
         self.loss = loss if self.loss is None else self.loss + loss
 
     def run(self, failed: bool, squared_norm: torch.Tensor | None) -> StepDone | None:
-        """Tell the others, in the one moment of a step when the host waits for the device.
-
-        Args:
-            failed: whether this rank has failed.
-            squared_norm: this rank's part of the squared norm of the gradient, where that is wanted.
-
-        Returns:
-            What the step did; None if a rank has failed.
-        """
+        """Tell the others, in the one moment of a step when the host waits for the device; None if a rank has
+        failed. ``squared_norm`` is this rank's part of that of the gradient, where it is wanted."""
         totals = self._totals.zero_()
         if failed:
             totals[Total.FAILED].fill_(1.0)

@@ -80,10 +80,8 @@ class LossScale:
     """Loss scaling for float16: the scale of a ``GradScaler``, and its way of adapting it.
 
     The scaler would look for overflow in this rank's gradients. A sharded gradient may overflow on one rank
-    alone, so here the norm of the whole gradient decides, which is infinite on all ranks or on none.
-
-    Args:
-        scaler: the scaler whose scale is used and kept up to date, so that its ``state_dict`` is the run's.
+    alone, so here the norm of the whole gradient decides, which is infinite on all ranks or on none. The
+    scaler is kept up to date: its ``state_dict`` is the run's.
     """
 
     def __init__(self, scaler: GradScaler) -> None:

@@ -19,10 +19,7 @@ class SmallBatches:
     then. With nothing to reduce over, a step has one small batch: the first micro-batch, whose gradient
     stands alone until the second one's is added.
 
-    Args:
-        device: the device of the gradients.
-        reduction: the way in which they are reduced.
-        on: whether noise is measured; if not, nothing is looked at.
+    Unless it is ``on``, nothing is looked at.
     """
 
     def __init__(self, device: torch.device, reduction: Reduction, on: bool) -> None:

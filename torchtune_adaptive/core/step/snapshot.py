@@ -19,13 +19,7 @@ from torchtune_adaptive.core.device.memory import plain_tensors
 
 
 class Snapshot:
-    """A copy of a model, its optimizers, and the random number generators, to restore them from.
-
-    Args:
-        model: the model whose trained parameters and buffers are copied.
-        optimizers: the optimizers whose state is copied; ``close`` drops new state of one without any.
-        device: the device whose random number generator is used.
-    """
+    """A copy of a model, its optimizers, and the random number generators, to restore them from."""
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device
