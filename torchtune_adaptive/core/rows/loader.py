@@ -91,7 +91,8 @@ class Loader:
         batches = self.batches(self.dataset, samples, self.collate, self.workers)
         for portion, batch in zip(brought, batches, strict=True):
             self.micro_batches.finish(portion, batch)
-            yield MicroBatch.of(portion, batch), batch
+            ids = () if portion.weightless else tuple(portion.sample_ids)
+            yield MicroBatch(ids, batch["tokens"].numel()), batch
 
     @staticmethod
     def batches(

@@ -31,11 +31,6 @@ class MicroBatch:
     tokens: int
     """Tokens, padding included."""
 
-    @classmethod
-    def of(cls, portion: Portion, batch: dict[str, Any]) -> MicroBatch:
-        samples = () if portion.weightless else tuple(portion.sample_ids)
-        return cls(samples, batch["tokens"].numel())
-
     @property
     def rows(self) -> int:
         return len(self.sample_ids)
@@ -85,23 +80,20 @@ class MicroBatches(ABC):
         return None
 
 
+@dataclass(eq=False, repr=False)
 class ByRows(MicroBatches):
-    """Micro-batches of a number of rows; the last of a step may have fewer.
+    """Micro-batches of a number of rows; the last of a step may have fewer."""
 
-    Args:
-        rounding: the sizes that are allowed; see ``candidates``.
-        instead_of_budget: whether a token budget was found, and given up for this.
-    """
-
-    def __init__(self, rounding: Rounding, instead_of_budget: bool = False) -> None:
-        self._rounding = rounding
-        self._instead_of_budget = instead_of_budget
+    rounding: Rounding
+    """The sizes that are allowed; see ``candidates``."""
+    instead_of_budget: bool = False
+    """Whether a token budget was found, and given up for this."""
 
     def full_size(self, split: Split) -> int:
         return split.micro_batch
 
     def smaller_sizes(self, split: Split) -> Sequence[int]:
-        return candidates(self._rounding, split.micro_batch, split.rows)
+        return candidates(self.rounding, split.micro_batch, split.rows)
 
     def portions(self, step: list[int], size: int, rank: int, ranks: int) -> list[Portion]:
         mine = step[rank::ranks]
@@ -120,37 +112,29 @@ class ByRows(MicroBatches):
         }
 
     def state(self) -> list[list[int]] | None:
-        return [] if self._instead_of_budget else None
+        return [] if self.instead_of_budget else None
 
 
+@dataclass(eq=False, repr=False)
 class ByTokens(MicroBatches):
-    """Micro-batches of as many rows as a token budget allows at their length.
-
-    Args:
-        budget: the budget of a micro-batch.
-        row_lengths: the length of every sample; not used where each rank has rows of its own.
-        padding_id: the token that rows are padded with.
-        ignored: the label that is not trained on.
-        buckets: lengths that batches are padded to, ascending, so that a compiled model sees few shapes;
-            without any, batches are as long as their longest row.
-    """
+    """Micro-batches of as many rows as a token budget allows at their length."""
 
     unit = "token"
 
-    def __init__(
-        self,
-        budget: Budget,
-        row_lengths: Sequence[int],
-        padding_id: int,
-        ignored: int,
-        buckets: Sequence[int] = (),
-    ) -> None:
-        self.budget = budget
-        self.row_lengths = row_lengths
-        self._lengths = [_rounded_up(buckets, length) for length in row_lengths]
-        self._padding_id = padding_id
-        self._ignored = ignored
-        self._buckets = buckets
+    budget: Budget
+    """The budget of a micro-batch."""
+    row_lengths: Sequence[int]
+    """The length of every sample; not used where each rank has rows of its own."""
+    padding_id: int
+    """The token that rows are padded with."""
+    ignored: int
+    """The label that is not trained on."""
+    buckets: Sequence[int] = ()
+    """Lengths that batches are padded to, ascending, so that a compiled model sees few shapes; without any,
+    batches are as long as their longest row."""
+
+    def __post_init__(self) -> None:
+        self._lengths = [_rounded_up(self.buckets, length) for length in self.row_lengths]
 
     def full_size(self, split: Split) -> int:
         return self.budget.tokens
@@ -177,12 +161,12 @@ class ByTokens(MicroBatches):
 
     def finish(self, portion: Portion, batch: dict[str, Any]) -> None:
         if portion.weightless:
-            batch["labels"] = torch.full_like(batch["labels"], self._ignored)
+            batch["labels"] = torch.full_like(batch["labels"], self.ignored)
         length = batch["tokens"].shape[-1]
-        missing = _rounded_up(self._buckets, length) - length
+        missing = _rounded_up(self.buckets, length) - length
         if missing > 0:
-            batch["tokens"] = F.pad(batch["tokens"], (0, missing), value=self._padding_id)
-            batch["labels"] = F.pad(batch["labels"], (0, missing), value=self._ignored)
+            batch["tokens"] = F.pad(batch["tokens"], (0, missing), value=self.padding_id)
+            batch["labels"] = F.pad(batch["labels"], (0, missing), value=self.ignored)
 
     def metrics(self, step: Sequence[MicroBatch]) -> dict[str, float]:
         samples = [each.sample_ids for each in step if each.rows]
