@@ -142,7 +142,7 @@ class _Gathers(NextTokenPrediction):
 
     def summed_loss(self, forward: Any, batch: Any, weight: int) -> torch.Tensor:
         for sizes in ((weight, 1), (3,)):
-            self.step.together(partial(_sum_zeros, sizes))
+            self.step.collectives.together(partial(_sum_zeros, sizes))
         return super().summed_loss(forward, batch, weight)
 
 

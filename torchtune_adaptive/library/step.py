@@ -253,7 +253,7 @@ class AdaptiveStep:
         In a step the ranks agree before each of them that none has failed, so that no rank waits in it for
         another. All ranks call the same for every micro-batch, and it launches as many each time.
         """
-        return self.train_step.together(lambda: launch(*arguments, **named))
+        return self.train_step.collectives.together(lambda: launch(*arguments, **named))
 
     def forward_only(
         self,

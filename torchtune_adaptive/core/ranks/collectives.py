@@ -199,8 +199,8 @@ class Collectives:
         """What decides which collectives FSDP launches from the next pass on, where that can change."""
         self.choice: Hashable = None
         """What decides it for layers' own: those that are computed again launch them again."""
-        self.mode_was_on = False
-        """Whether a dispatch mode was on in the last step; it makes backward copy gradients."""
+        self.was_recorded = False
+        """Whether a dispatch mode was on in the last step: it takes memory, as backward copies gradients."""
         self.disturbed = False
         """Whether the models have run between steps since the last reset; see ``step.train_step``."""
         if survive or reducing is not None:
@@ -223,7 +223,7 @@ class Collectives:
 
     def end_step(self) -> None:
         """End a step: what is launched from now on, as when the caller evaluates the model, is in no pass."""
-        self.mode_was_on, self._mode_was_on = self._mode_was_on, False
+        self.was_recorded, self._mode_was_on = self._mode_was_on, False
         self._in_step = self._holders_know = False
         self._passes = 0
 

@@ -92,7 +92,7 @@ class Probe:
         with self.step.memory.capped(self._usable()):
             failed_in = self._take_step(micro_batches)
             for _ in range(2):  # on any rank: they may have rows of other lengths
-                if self.step.ranks.any(self.step.was_recorded):
+                if self.step.ranks.any(self.step.collectives.was_recorded):
                     failed_in = self._take_step(micro_batches) or failed_in
             for _ in range(steps):
                 started = self.step.memory.clock()
@@ -122,7 +122,7 @@ class Probe:
         with self.step.memory.capped(usable):
             trial = self._try(size, usable, micro_batches, attempt)
             for _ in range(2):  # where collectives follow the shape, they are recorded in two steps
-                if trial.fits and self.step.was_recorded:
+                if trial.fits and self.step.collectives.was_recorded:
                     trial = self._try(size, usable, micro_batches, attempt)
             # The first step may have had to clear up what the allocator had cut for other sizes.
             return self._try(size, usable, micro_batches, attempt) if trial.only_retried else trial

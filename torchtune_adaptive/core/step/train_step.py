@@ -189,11 +189,6 @@ class TrainStep:
         """The stage that the step is in, or was in last."""
         return self._failures.stage
 
-    @property
-    def was_recorded(self) -> bool:
-        """Whether a dispatch mode has seen the collectives of the last step, which takes more memory."""
-        return self.collectives.mode_was_on
-
     def switch(self, choice: Choice) -> None:
         """Use these values of the memory knobs from the next step on; on all ranks alike."""
         self.options.switches.set(choice)
@@ -233,10 +228,6 @@ class TrainStep:
         with self.memory.running():
             for model in self._models:
                 fsdp.reset(model)
-
-    def together(self, launch: Callable[[], T]) -> T:
-        """Launch collectives of the objective's own in a forward pass, as every rank does in each."""
-        return self.collectives.together(launch)
 
     # --- forward and backward -------------------------------------------------------------------
 
