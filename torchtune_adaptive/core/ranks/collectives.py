@@ -175,6 +175,7 @@ class Collectives:
         self._groups = groups_of(models) if survive else set()
         self._others = other_groups(self._groups) if survive else set()
         self._of_fsdp = set[dist.ProcessGroup]().union(*map(fsdp.replicas, models))
+        # One for all that are equal: each layer makes the same, and each shape's sequence is kept.
         self._same: dict[Launch, Launch] = {}
         self._wide_sequences: dict[Hashable, _Sequence] = {}
         self._sequences: dict[Hashable, _Sequence] = {}

@@ -165,9 +165,8 @@ class EpochRows:
             self._micro_batches = self._loader.bring(self._steps(self.used, samples, size))
         self._running = (self.used + samples, samples, size)
         self.loaded = []
-        for micro_batch, batch in islice(
-            self._micro_batches, len(self._portions(self.used, samples, size))
-        ):
+        portions = len(self._portions(self.used, samples, size))
+        for micro_batch, batch in islice(self._micro_batches, portions):
             self.loaded.append(micro_batch)
             yield batch
 
