@@ -368,7 +368,7 @@ def _relieving(relief: Any) -> Switches:
         )
     on, off = relief
     setter = lambda value: on() if value == "all" else off()  # noqa: E731
-    return _Relief({knobs.CHECKPOINT: setter}, {knobs.CHECKPOINT: "none"})
+    return _Relief({knobs.CHECKPOINT: setter}, knobs.Choice({knobs.CHECKPOINT: "none"}))
 
 
 class _Relief(Switches):

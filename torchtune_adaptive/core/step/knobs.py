@@ -6,6 +6,7 @@ A knob is known by its key in a config; a step without a config uses the same na
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 CHECKPOINT = "adaptive_batching.checkpoint"
@@ -73,27 +74,19 @@ class Choice(Mapping[str, Any]):
         return [one for one in choices if not any(other.leaner_than(one) for other in choices)]
 
 
+@dataclass(eq=False, repr=False)
 class Switches:
-    """The knobs that can be changed on a model that is built, between two steps.
+    """The knobs that can be changed on a model that is built, between two steps."""
 
-    Args:
-        setters: the functions that change each knob, by its key.
-        choice: the values that the knobs have.
-        layers: the number of layers that can be checkpointed.
-    """
-
-    def __init__(
-        self,
-        setters: Mapping[str, Callable[[Any], None]] | None = None,
-        choice: Mapping[str, Any] | None = None,
-        layers: int = 0,
-    ) -> None:
-        self._setters = setters or {}
-        self.choice = Choice(choice or {})
-        self.layers = layers
+    setters: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
+    """The functions that change each knob, by its key."""
+    choice: Choice = field(default_factory=lambda: Choice({}))
+    """The values that the knobs have."""
+    layers: int = 0
+    """The number of layers that can be checkpointed."""
 
     def __contains__(self, key: str) -> bool:
-        return key in self._setters
+        return key in self.setters
 
     @property
     def variant(self) -> tuple[Any, ...]:
@@ -107,8 +100,8 @@ class Switches:
     def set(self, choice: Choice) -> None:
         """Use these values."""
         for key, value in choice.items():
-            if key in self._setters and value != self.choice.get(key):
-                self._setters[key](value)
+            if key in self.setters and value != self.choice.get(key):
+                self.setters[key](value)
         self.choice |= choice
 
 

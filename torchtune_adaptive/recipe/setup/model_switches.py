@@ -57,7 +57,7 @@ def build_switches(
         setters[knobs.OFFLOADING] = lambda value: setattr(offloading, "enabled", value)
     if type(objective) is NextTokenPrediction:
         setters |= _of_the_loss(asked, environment, model, objective)
-    configured = {key: KNOBS_BY_KEY[key].configured(asked) for key in setters}
+    configured = knobs.Choice({key: KNOBS_BY_KEY[key].configured(asked) for key in setters})
     switches = Switches(setters, configured, len(layers))
     checkpoint(switches.choice[knobs.CHECKPOINT])
     if switches.choice.get(knobs.RECOMPUTE_LOSS):
