@@ -326,7 +326,7 @@ def test_once_the_sequence_is_certain_nobody_asks_and_each_group_is_read_twice()
     passes = Passes(Holders(iter(()), 0, 1))
     for _ in range(2):
         passes.run()
-    passes.others.spread = passes.collectives._holders.spread = None  # type: ignore[assignment,method-assign]
+    passes.others.spread = passes.collectives.holders.spread = None  # type: ignore[assignment,method-assign]
     passes.collectives._note = None  # type: ignore[assignment,method-assign]
     passes.run()
 

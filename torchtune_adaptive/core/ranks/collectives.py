@@ -137,44 +137,35 @@ class _Sequence:
         self.of_groups = {segment: by_group(each) for segment, each in launches.items()}
 
 
+@dataclass(eq=False, repr=False)
 class Collectives:
     """The collectives of a pass, e.g. one forward and backward: recorded, then completed where a rank fails.
 
     A pass is a sequence of named *stages*; between them the ranks may do something else together. Passes of
     different kinds, and of each ``variant`` of the models, have different sequences, each recorded by itself.
-
-    Args:
-        models: the models that run in a pass.
-        ranks: the ranks of the run.
-        holders: those of them that hold the same rows as this one, or parts of them.
-        device: the device of the models.
-        launched: function called for each launch of FSDP: there is no finer sign of progress.
-        reducing: function called with gradients that FSDP reduces, but not with the buffers of ``finish``.
-        survive: whether a pass may fail; if not, nothing is recorded, and ``launched`` is not called.
-        compiled: whether models run compiled code, which a dispatch mode would turn off.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        ranks: Ranks,
-        holders: Ranks,
-        device: torch.device,
-        launched: Callable[[], None] = lambda: None,
-        reducing: fsdp.Reducing | None = None,
-        survive: bool = True,
-        compiled: bool = False,
-    ) -> None:
-        self._refuse = partial(reason_not_to_reduce, models)
-        self._ranks, self._holders = ranks, holders
-        self._device = device
-        self._launched = launched
-        self._survive = survive
-        self._compiled = compiled
-        self._sees_all = holders.size > 1 or knows_one_sided_experts()
-        self._groups = groups_of(models) if survive else set()
-        self._others = other_groups(self._groups) if survive else set()
-        self._of_fsdp = set[dist.ProcessGroup]().union(*map(fsdp.replicas, models))
+    models: Sequence[nn.Module]
+    """The models that run in a pass."""
+    ranks: Ranks
+    holders: Ranks
+    """Those of the ranks that hold the same rows as this one, or parts of them."""
+    device: torch.device
+    launched: Callable[[], None] = lambda: None
+    """Function called for each launch of FSDP: there is no finer sign of progress."""
+    reducing: fsdp.Reducing | None = None
+    """Function called with gradients that FSDP reduces, but not with the buffers of ``finish``."""
+    survive: bool = True
+    """Whether a pass may fail; if not, nothing is recorded, and ``launched`` is not called."""
+    compiled: bool = False
+    """Whether models run compiled code, which a dispatch mode would turn off."""
+
+    def __post_init__(self) -> None:
+        self._refuse = partial(reason_not_to_reduce, self.models)
+        self._sees_all = self.holders.size > 1 or knows_one_sided_experts()
+        self._groups = groups_of(self.models) if self.survive else set()
+        self._others = other_groups(self._groups) if self.survive else set()
+        self._of_fsdp = set[dist.ProcessGroup]().union(*map(fsdp.replicas, self.models))
         # One for all that are equal: each layer makes the same, and each shape's sequence is kept.
         self._same: dict[Launch, Launch] = {}
         self._wide_sequences: dict[Hashable, _Sequence] = {}
@@ -204,9 +195,9 @@ class Collectives:
         """Whether a dispatch mode was on in the last step: it takes memory, as backward copies gradients."""
         self.disturbed = False
         """Whether the models have run between steps since the last reset; see ``step.train_step``."""
-        if survive or reducing is not None:
-            for model in models:
-                fsdp.watch_collectives(model, self._watch, reducing)
+        if self.survive or self.reducing is not None:
+            for model in self.models:
+                fsdp.watch_collectives(model, self._watch, self.reducing)
 
     @property
     def recording(self) -> bool:
@@ -236,7 +227,7 @@ class Collectives:
         key: Hashable = (self.variant, kind)
         self._kind = key
         self._wide = self._wide_sequences.setdefault(key, _Sequence())
-        if self._holders.size > 1 or key in self._follow_shape:
+        if self.holders.size > 1 or key in self._follow_shape:
             # Gradients that exist are placed; others are added to them in other ways than to none.
             key = (key, self.choice, shape(), self._passes > 0)
         self._sequence = self._sequences.setdefault(key, _Sequence())
@@ -248,10 +239,10 @@ class Collectives:
         self._refusal, self._asking = "", 0.0
 
     def _who_is_asked(self) -> _Asked:
-        if not self._survive or self._ranks.size == 1 or not self._ranks.communicate:
+        if not self.survive or self.ranks.size == 1 or not self.ranks.communicate:
             return _Asked.NOBODY
         if self._kind in self._follow_shape:
-            new = self._ranks.any(not self._sequence.certain)
+            new = self.ranks.any(not self._sequence.certain)
         else:
             new = not self._wide.certain
         if new:
@@ -299,13 +290,13 @@ class Collectives:
         for group, number in launched.items():
             if number != seen[group]:
                 self._unseen = True
-                if self._mode or self._compiled:
+                if self._mode or self.compiled:
                     self._refusal = self._unseen_in(group, number, seen[group])
 
     def _unseen_in(self, group: dist.ProcessGroup, launched: int, seen: int) -> str:
-        where = "compiled code" if self._compiled else "an operator of its own"
+        where = "compiled code" if self.compiled else "an operator of its own"
         remedy = (
-            "Compile nothing that communicates" if self._compiled else "Use torch's own operators"
+            "Compile nothing that communicates" if self.compiled else "Use torch's own operators"
         )
         return (
             f"model: in {self._stage}, a process group of {group.size()} ranks has launched "
@@ -359,7 +350,7 @@ class Collectives:
             return
         self._told_cost = True
         log.log(
-            logging.WARNING if self._ranks.is_zero else logging.DEBUG,
+            logging.WARNING if self.ranks.is_zero else logging.DEBUG,
             "%s is told the sizes of its parts, which may follow data. So the ranks agree before each "
             "collective, in every pass: %.1f ms of this one.",
             launch.key[0],
@@ -370,11 +361,11 @@ class Collectives:
 
     def _watch(self, launch: partial[Any], *then: partial[Any]) -> Any:
         """Launch what FSDP launches, which will go on with ``then``."""
-        if not self._survive or not self._in_step:
-            self.disturbed = self._survive
+        if not self.survive or not self._in_step:
+            self.disturbed = self.survive
             return launch()
         if not self.recording:
-            self._launched()
+            self.launched()
         elif not self._mode:
             first, *others = map(launch_of, (launch, *then))
             self._note([replace(first, of_fsdp=True), *others])
@@ -392,7 +383,7 @@ class Collectives:
         Raises:
             AnotherRankFailed: the next one must not be made.
         """
-        if not self._survive or not self._in_step or self._ranks.size == 1 or self._unrecorded:
+        if not self.survive or not self._in_step or self.ranks.size == 1 or self._unrecorded:
             return launch()
         self._unrecorded = True  # the votes, and what is launched
         try:
@@ -431,27 +422,25 @@ class Collectives:
             try:
                 self._ask(wide=wide)
             except RankLost as lost:
-                here = (
-                    f"Rank {self._ranks.rank} stood before {launches[0].key[0]} in {self._stage}."
-                )
+                here = f"Rank {self.ranks.rank} stood before {launches[0].key[0]} in {self._stage}."
                 raise RankLost(f"{lost} {here}") from lost
         for launch in launches:
             self._groups.add(launch.group)
             self._counts.add(self._segment, launch.group)
             self._pass[self._segment].append(self._same.setdefault(launch, launch))
             if launch.of_fsdp:
-                self._launched()
+                self.launched()
             elif wide and launch.group not in self._of_fsdp:
                 self._follow_shape.add(self._kind)
 
     def _is_within(self, group: dist.ProcessGroup) -> bool:
         """Whether all of its ranks are holders, so that its launches are local."""
-        return self._holders.members.issuperset(dist.get_process_group_ranks(group))
+        return self.holders.members.issuperset(dist.get_process_group_ranks(group))
 
     def _joins(self, launch: Launch) -> bool:
         """Whether holders wait for each other in it."""
         ranks = dist.get_process_group_ranks(launch.group)
-        return len(self._holders.members.intersection(ranks)) > 1
+        return len(self.holders.members.intersection(ranks)) > 1
 
     # --- agreement and completion ---------------------------------------------------------------------
 
@@ -471,18 +460,18 @@ class Collectives:
             _Said.FAILED * failed,
             _Said.REFUSED * bool(self._refusal),
         )
-        asked = self._holders
+        asked = self.holders
         of_holders = heard = asked.spread(said)[1]
         if self._asked is _Asked.EVERYONE and (wide or heard >= _Said.FAILED):
-            asked = self._ranks
+            asked = self.ranks
             heard = asked.spread(heard)[1]
         self._asking += time.perf_counter() - started
         if heard >= _Said.REFUSED:
             raise UsageError(next(filter(None, asked.gather(self._refusal))))
         if heard >= _Said.FAILED:
             self._holders_know = True
-            raise AnotherRankFailed(everywhere=asked is self._ranks)
-        if heard >= _Said.UNSEEN and asked is self._ranks:
+            raise AnotherRankFailed(everywhere=asked is self.ranks)
+        if heard >= _Said.UNSEEN and asked is self.ranks:
             self._sees_all = True  # from the next pass on
         return of_holders, heard
 
@@ -492,8 +481,8 @@ class Collectives:
             self._ask(failed=failed)
             return
         if self._asked is _Asked.HOLDERS and not self._holders_know:
-            failed = self._holders.any(failed)  # where one has failed, it tells them first
-        if self._ranks.any(failed):
+            failed = self.holders.any(failed)  # where one has failed, it tells them first
+        if self.ranks.any(failed):
             raise AnotherRankFailed(everywhere=True)
 
     def finish(self, stage: str) -> bool:
@@ -536,7 +525,7 @@ class Collectives:
                 made[launch.group] -= 1
             else:
                 rest.append(launch)
-        launch_again(rest, self._device, self._launched)
+        launch_again(rest, self.device, self.launched)
 
 
 def _segment_of(stage: str, votes: int) -> str:
