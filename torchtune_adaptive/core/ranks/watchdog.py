@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import ClassVar
 
@@ -46,33 +46,26 @@ _LIMIT_TO_STOP = 10.0  # seconds; a launcher kills those that it has asked to st
 _SILENT_BEATS = 3  # after a collective broke, a rank that misses this many is the one that broke it
 
 
+@dataclass(eq=False, repr=False)
 class Watchdog:
-    """Watches over the ranks of a run. Use as a context around everything that ranks do together.
-
-    Args:
-        ranks: the ranks to watch; with one rank there is nothing to do.
-        limit: seconds without any sign of life after which a rank is lost.
-        on_duty: whether it watches; if not, it does nothing.
-        stop_requested: whether this rank has been asked to stop. Then it does not wait for long to save with
-            a rank that may be what the others are stopped for.
-    """
+    """Watches over the ranks of a run. Use as a context around everything that ranks do together."""
 
     LONGEST_SILENCE: ClassVar = LONGEST_SILENCE
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        limit: float,
-        on_duty: bool = True,
-        stop_requested: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._ranks = ranks
-        self._on_duty = on_duty and ranks.size > 1
-        self._limit = limit
-        self._stop_requested = stop_requested
+    ranks: Ranks
+    """The ranks to watch; with one rank there is nothing to do."""
+    limit: float
+    """Seconds without any sign of life after which a rank is lost."""
+    on_duty: bool = True
+    """Whether it watches; if not, it does nothing."""
+    stop_requested: Callable[[], bool] = lambda: False
+    """Whether this rank has been asked to stop. Then it does not wait for long to save with a rank that may
+    be what the others are stopped for."""
+
+    def __post_init__(self) -> None:
         self._activity = "starting"
         self._progress = 0
-        self._patience: float | None = limit
+        self._patience: float | None = self.limit
         self._stopped = ""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -104,18 +97,18 @@ class Watchdog:
     # --- life -----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Watchdog:
-        if self._on_duty:
-            self._store = open_store(self._ranks, timedelta(seconds=self._limit))
-            self._key = self._ranks.from_rank_zero(secrets.token_bytes(16))
+        if self.on_duty and self.ranks.size > 1:
+            self._store = open_store(self.ranks, timedelta(seconds=self.limit))
+            self._key = self.ranks.from_rank_zero(secrets.token_bytes(16))
             self._publish()
-            self._ranks.any(False)  # from here on, every rank's sign exists
+            self.ranks.any(False)  # from here on, every rank's sign exists
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if self._thread is None:
-            if self._ranks.size > 1 and is_lost_peer(error):
+            if self.ranks.size > 1 and is_lost_peer(error):
                 raise RankLost(
                     f"another rank ended while this rank was in '{self._activity}'. What that rank "
                     "says is the reason"
@@ -124,7 +117,7 @@ class Watchdog:
         broken: RuntimeError | None = None
         if error is None:
             try:
-                self._ranks.any(False)  # nobody stops watching while another rank still works
+                self.ranks.any(False)  # nobody stops watching while another rank still works
             except RuntimeError as last:
                 error = broken = last
         lost = RankLost(self._who_is_missing()) if is_lost_peer(error) else None
@@ -142,22 +135,22 @@ class Watchdog:
         A thread that still needs the interpreter when that ends makes the process abort.
         """
         self._closing.set()
-        thread.join(timeout=self._limit)
+        thread.join(timeout=self.limit)
         store, self._store = self._store, None
         assert store is not None
         with suppress(Exception):  # nobody may be left
-            store.set(_left(self._ranks.rank), "")
+            store.set(_left(self.ranks.rank), "")
             # The host leaves last: the others still need it for their last calls, and to read why it ends.
-            if self._ranks.is_zero:
-                patience = self._limit if self._stopped == DONE else 2 * self._beat
-                others = [_left(rank) for rank in range(1, self._ranks.size)]
+            if self.ranks.is_zero:
+                patience = self.limit if self._stopped == DONE else 2 * self._beat
+                others = [_left(rank) for rank in range(1, self.ranks.size)]
                 store.wait(others, timedelta(seconds=patience))
 
     # --- the thread -----------------------------------------------------------------------------------
 
     @property
     def _beat(self) -> float:
-        return min(self._limit / _BEATS_PER_LIMIT, _SLOWEST_BEAT)
+        return min(self.limit / _BEATS_PER_LIMIT, _SLOWEST_BEAT)
 
     def _watch(self) -> None:
         while not self._closing.wait(self._beat):
@@ -167,7 +160,7 @@ class Watchdog:
                 if not self._closing.wait(_SLOWEST_BEAT):  # or this rank is ending anyway
                     self._stop(f"rank 0, which hosts the signs of life, does not answer ({error})")
                 return
-            limit = min(self._limit, _LIMIT_TO_STOP) if self._stop_requested() else self._limit
+            limit = min(self.limit, _LIMIT_TO_STOP) if self.stop_requested() else self.limit
             verdict = lost_rank(self._own(), self._others, time.monotonic(), limit)
             # If all ranks end for the same reason, each reports it better itself: give this one a moment.
             if verdict is not None and not self._closing.wait(_SLOWEST_BEAT):
@@ -178,8 +171,8 @@ class Watchdog:
         store = self._store
         assert store is not None
         self._beats += 1
-        store.set(_sign(self._ranks.rank), sealed(self._own(), self._ranks.rank, self._key))
-        others = [rank for rank in range(self._ranks.size) if rank != self._ranks.rank]
+        store.set(_sign(self.ranks.rank), sealed(self._own(), self.ranks.rank, self._key))
+        others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
         values = store.multi_get([_sign(rank) for rank in others])
         for rank, raw in zip(others, values, strict=True):
             if raw != self._raw.get(rank):
@@ -206,9 +199,7 @@ class Watchdog:
         """This rank's sign, now; whether it arrives is for the thread to notice."""
         with suppress(Exception):
             assert self._store is not None
-            self._store.set(
-                _sign(self._ranks.rank), sealed(self._own(), self._ranks.rank, self._key)
-            )
+            self._store.set(_sign(self.ranks.rank), sealed(self._own(), self.ranks.rank, self._key))
 
     def _own(self) -> Sign:
         return Sign(self._activity, self._progress, self._patience, self._stopped, self._beats)
@@ -216,7 +207,7 @@ class Watchdog:
     def _who_is_missing(self) -> str:
         """The ranks that have missed a few beats, as a sentence; called when a collective broke."""
         print(
-            f"rank {self._ranks.rank}: lost contact in '{self._activity}'; "
+            f"rank {self.ranks.rank}: lost contact in '{self._activity}'; "
             "identifying the missing rank",
             file=sys.stderr,
             flush=True,
