@@ -67,7 +67,7 @@ from torch import nn
 from torchtune_adaptive.common import RankLost, UsageError, counted
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.core.ranks.counts import Counts, by_group, groups_of, other_groups
+from torchtune_adaptive.core.ranks.counts import Counts, groups_of, other_groups
 from torchtune_adaptive.core.ranks.recording import (
     Launch,
     LaunchRecorder,
@@ -134,7 +134,9 @@ class _Sequence:
     def learn(self, launches: Launches, equal: bool) -> None:
         self.equal_passes = self.equal_passes + 1 if equal else 1
         self.recorded = launches
-        self.of_groups = {segment: by_group(each) for segment, each in launches.items()}
+        self.of_groups = {
+            segment: Counter(each.group for each in some) for segment, some in launches.items()
+        }
 
 
 @dataclass(eq=False, repr=False)
@@ -269,7 +271,7 @@ class Collectives:
         """End a stage without failure on this rank."""
         launched = self._counts.launched_in(self._segment)
         if self.recording:
-            self._compare(launched, by_group(self._pass[self._segment]))
+            self._compare(launched, Counter(each.group for each in self._pass[self._segment]))
         else:
             self._look_for_others(launched, self._sequence.of_groups.get(self._segment, {}))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 import torch.distributed as dist
@@ -11,7 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.common import UsageError, launcher
 from torchtune_adaptive.core.private import groups_here, launches_of
-from torchtune_adaptive.core.ranks.recording import Launch
 
 
 class Counts:
@@ -32,11 +30,6 @@ class Counts:
         """What each group has launched since a segment began; nothing if it has not."""
         before = self._before.get(segment, {})
         return {group: _launched_by(group) - number for group, number in before.items()}
-
-
-def by_group(launches: Iterable[Launch]) -> Counter[dist.ProcessGroup]:
-    """The number of launches of each group."""
-    return Counter(launch.group for launch in launches)
 
 
 def groups_of(models: Iterable[nn.Module]) -> set[dist.ProcessGroup]:
