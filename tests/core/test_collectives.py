@@ -21,7 +21,7 @@ from torchtune_adaptive.core.ranks.agreement import Ranks, SomeRanks
 from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives, _Said
 from torchtune_adaptive.core.ranks.counts import other_groups
 from torchtune_adaptive.core.ranks.recording import Launch
-from torchtune_adaptive.core.step.gradients import drop_unfinished
+from torchtune_adaptive.core.step.failures import drop_unfinished
 
 
 class Group:

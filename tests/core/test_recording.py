@@ -14,7 +14,7 @@ from tests.helpers.library import gather_with_gradient
 from torchtune_adaptive.core.private import launches_of, unfinished_works
 from torchtune_adaptive.core.ranks import recording
 from torchtune_adaptive.core.ranks.recording import Launch, LaunchRecorder, launch_again
-from torchtune_adaptive.core.ranks.unfinished import settle
+from torchtune_adaptive.core.step.failures import settle
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.search.strategies import STRATEGIES, find_largest
 from torchtune_adaptive.core.sizes.split import candidates
-from torchtune_adaptive.core.step.gradients import drop_unfinished
+from torchtune_adaptive.core.step.failures import drop_unfinished
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 

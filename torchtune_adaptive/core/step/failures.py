@@ -28,15 +28,25 @@ What ranks agree about on the host takes no device memory, so it cannot fail for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
+
 from torchtune_adaptive.common import TrainingOutOfMemory
 from torchtune_adaptive.core.device.memory import DeviceMemory, is_out_of_memory
+from torchtune_adaptive.core.private import (
+    AsyncCollectiveTensor,
+    tree_leaves,
+    unfinished_works,
+    without_modes,
+)
 from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives
-from torchtune_adaptive.core.ranks.unfinished import settle
 
 
 def _within(context: AbstractContextManager[object], work: Callable[..., Any], *given: Any) -> Any:
@@ -168,3 +178,54 @@ class Failures:
                 f"a smaller batch_size. ({error})",
                 everywhere=False,
             ) from error
+
+
+def drop_unfinished(device: torch.device) -> None:
+    """Make autograd let go of what a backward pass that failed had yet to do.
+
+    Its engine keeps the nodes that were ready, and through them the graph and its tensors, until it is used
+    again. So it is used: on an empty tensor, which needs no memory.
+    """
+    with torch.enable_grad():
+        empty = torch.empty(0, device=device, requires_grad=True)
+        torch.autograd.grad(empty.view(-1), empty, empty.detach())
+
+
+@torch.no_grad()
+def settle(error: BaseException) -> None:
+    """Wait for functional collectives that a failure has left between launch and wait, while the error's
+    frames still hold them.
+
+    torch keeps the work of such a collective, and with it the memory of its result, until somebody waits.
+    What only an expression held, such as the results so far of a list comprehension, is gone by now.
+    """
+    if not unfinished_works():
+        return
+    with without_modes():
+        for tensor in _held_by_frames(error):
+            _wait(tensor)
+        for each in gc.get_objects():
+            if type(each) is AsyncCollectiveTensor and not each.completed:
+                _wait(each)
+
+
+def _held_by_frames(error: BaseException) -> Iterator[torch.Tensor]:
+    trace = error.__traceback__
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        held = frame.f_locals
+        values = [*held.values()]
+        if isinstance(held, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            held.clear()  # a copy, until Python 3.12, that the frame would keep, and with it the error
+        for value in values:
+            if isinstance(value, (torch.Tensor, list, tuple, dict)):
+                yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _wait(tensor: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        return _wait(tensor.to_local())
+    if type(tensor) is AsyncCollectiveTensor:
+        tensor = tensor.elem
+    if type(tensor) is torch.Tensor:
+        torch.ops._c10d_functional.wait_tensor(tensor)

@@ -135,14 +135,3 @@ class Scaling:
         if self.clip_norm is not None and norm is not None:
             factor *= min(1.0, self.clip_norm / (norm + 1e-6))
         return factor
-
-
-def drop_unfinished(device: torch.device) -> None:
-    """Make autograd let go of what a backward pass that failed had yet to do.
-
-    Its engine keeps the nodes that were ready, and through them the graph and its tensors, until it is used
-    again. So it is used: on an empty tensor, which needs no memory.
-    """
-    with torch.enable_grad():
-        empty = torch.empty(0, device=device, requires_grad=True)
-        torch.autograd.grad(empty.view(-1), empty, empty.detach())

@@ -38,7 +38,7 @@ from torchtune_adaptive.core.ranks.supported import (
 )
 from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import Exchange, ForwardDone, StepLost, StepOutcome
-from torchtune_adaptive.core.step.failures import Failures, StepHalfApplied
+from torchtune_adaptive.core.step.failures import Failures, StepHalfApplied, drop_unfinished
 from torchtune_adaptive.core.step.knobs import Choice, Switches
 from torchtune_adaptive.core.step.objective import Batch, Objective, Summed
 from torchtune_adaptive.core.step.small_batches import SmallBatches
@@ -217,7 +217,7 @@ class TrainStep:
         self._exchange.begin()
         self._graph = None
         self._activations = self.options.activations()
-        gradients.drop_unfinished(self.device)
+        drop_unfinished(self.device)
         if self._holders.size > 1:
             drop_masks()
         self._reset_models()

@@ -110,7 +110,7 @@ def wait_for_logits(model: nn.Module) -> None:
 
     torch does it by itself, except for a chunk of one token of one row. While such chunks wait in a list for
     those after them, a failure would drop the list, and then nobody could wait for them (see
-    ``core.ranks.unfinished``).
+    ``core.step.failures``).
     """
     if (head := head_of(model)) is not None:
         head.register_forward_hook(lambda module, inputs, logits: wait_for(logits))
