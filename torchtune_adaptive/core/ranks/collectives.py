@@ -264,6 +264,7 @@ class Collectives:
         self._pass[segment] = []
         groups: Iterable[dist.ProcessGroup] = self._sequence.of_groups.get(segment, ())
         if self.recording:
+            # While only FSDP's launches are seen, the counts of all other groups tell of any that are not.
             groups = self._groups if self._sees_all else self._groups | self._others
         self._counts.begin(segment, groups)
 
