@@ -13,7 +13,6 @@ from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.recipe.components import make
 from torchtune_adaptive.recipe.data.rows import Rows
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
-from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import Judge
 from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.rollout.projection import LogProbs
@@ -56,20 +55,6 @@ class Generating(RecipeKind):
         """What scores the rows of a rollout."""
 
     @abstractmethod
-    def judge(
-        self,
-        tokenizer: Any,
-        stops: Sequence[int],
-        sizes: RolloutSizes,
-        total: Total,
-        entering: Callable[[str], None],
-    ) -> Judge:
-        """What rewards them, and finds their advantages.
-
-        Args:
-            tokenizer: the tokenizer.
-            stops: the tokens that end a response.
-            sizes: those of a rollout.
-            total: the function that sums a tensor over all ranks.
-            entering: called with the name of each reward function, before it is.
-        """
+    def judge(self, tokenizer: Any, sizes: RolloutSizes, entering: Callable[[str], None]) -> Judge:
+        """What rewards them, and finds their advantages; ``entering`` is called with the name of each reward
+        function, before it is."""

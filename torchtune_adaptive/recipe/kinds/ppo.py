@@ -15,8 +15,7 @@ from torchtune_adaptive.recipe.checkpoints.policy_and_value import PolicyAndValu
 from torchtune_adaptive.recipe.data.rows import Rows
 from torchtune_adaptive.recipe.kinds.full import Full
 from torchtune_adaptive.recipe.kinds.generating import Generating
-from torchtune_adaptive.recipe.rollout.advantages import Total
-from torchtune_adaptive.recipe.rollout.judging import ByModel, Judge
+from torchtune_adaptive.recipe.rollout.judging import ByModel, Judge, over
 from torchtune_adaptive.recipe.rollout.losses import PPOObjective
 from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.rollout.policy_and_value import (
@@ -96,14 +95,7 @@ class PPO(Generating, Full):
             {"values": values_of(model.get_submodule(VALUE)), "scores": values_of(reward)},
         )
 
-    def judge(
-        self,
-        tokenizer: Any,
-        stops: Sequence[int],
-        sizes: RolloutSizes,
-        total: Total,
-        entering: Callable[[str], None],
-    ) -> Judge:
+    def judge(self, tokenizer: Any, sizes: RolloutSizes, entering: Callable[[str], None]) -> Judge:
         asked = self.asked
         return ByModel(
             sizes.max_new,
@@ -113,7 +105,7 @@ class PPO(Generating, Full):
             penalty=asked["reward_penalty"],
             min_length=asked["min_response_length"],
             must_stop=asked["penalise_no_eos"],
-            total=total,
+            total=over(self.environment.ranks),
         )
 
     # --- data -------------------------------------------------------------------------------------

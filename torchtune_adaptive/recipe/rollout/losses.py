@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.core import Batch, Forward, Summed
-from torchtune_adaptive.recipe.rollout.advantages import Total, of_this_rank
+from torchtune_adaptive.recipe.rollout.judging import Total, of_this_rank
 from torchtune_adaptive.recipe.rollout.projection import LogProbs
 from torchtune_adaptive.recipe.rollout.rows import Row, known
 

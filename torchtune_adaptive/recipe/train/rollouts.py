@@ -27,11 +27,9 @@ from torchtune_adaptive.core import (
     TrainStep,
     Watchdog,
 )
-from torchtune_adaptive.recipe.rollout.advantages import over
-from torchtune_adaptive.recipe.rollout.draws import draws, shuffled
-from torchtune_adaptive.recipe.rollout.judging import Judge
+from torchtune_adaptive.recipe.rollout.judging import Judge, over
 from torchtune_adaptive.recipe.rollout.phases import Phases, RolloutSizes
-from torchtune_adaptive.recipe.rollout.rows import Row, collate, known
+from torchtune_adaptive.recipe.rollout.rows import Row, collate, draws, known, shuffled
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.train.events import Events
 
