@@ -325,7 +325,7 @@ class RolloutRows:
         assert samples == mini_batch, "a step has all rows of a mini-batch"
         self.loaded = []
         for some in self._rollouts.parts(self._of_step, size):
-            batch = collate(some, self._rollouts.phases.padding_id)
+            batch = collate(some, self._rollouts.phases.generator.padding_id)
             ids = tuple(row.index for row in some)
             self.loaded.append(MicroBatch(ids, batch["tokens"].numel()))
             yield batch
