@@ -59,7 +59,6 @@ class LogProbs:
     Logits are computed in chunks, and in backward again, so those of one chunk exist at a time.
 
     Args:
-        model: the model.
         temperature: the number that logits are divided by.
     """
 

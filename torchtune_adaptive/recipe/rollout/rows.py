@@ -105,11 +105,7 @@ def known(numbers: torch.Tensor | None) -> torch.Tensor:
 def longest_rows(number: int, prompt: int, response: int, values: bool = False) -> list[Row]:
     """Rows as long as rows can be, with every number that a phase may need: for trials.
 
-    Args:
-        number: how many.
-        prompt: tokens of the longest prompt.
-        response: tokens of the longest response.
-        values: whether they have values and returns.
+    Prompts and responses have so many tokens, and ``values`` says whether there are values and returns.
     """
     zeros = torch.zeros(response)
     return [
@@ -137,27 +133,14 @@ def draws(seed: int, rollout: int, row: int, tokens: int) -> torch.Tensor:
     """The uniform numbers of a row, in [0, 1): one for each token that it may get.
 
     They depend on nothing else, so neither on which rows are sampled beside it nor on what was sampled
-    before. There is no state to save, or to restore after a trial.
-
-    Args:
-        seed: that of the run; not negative.
-        rollout: the number of the rollout.
-        row: the index of the row among those of all ranks.
-        tokens: how many numbers; of more numbers, the first are the same.
+    before. There is no state to save, or to restore after a trial. For more ``tokens``, the first numbers
+    are the same. ``row`` is its index among those of all ranks.
     """
     return torch.from_numpy(_generator(seed, rollout, row).random(tokens))
 
 
 def shuffled(seed: int, rollout: int, epoch: int, rank: int, rows: int) -> list[int]:
-    """The order in which a rank trains on its rows of a rollout.
-
-    Args:
-        seed: that of the run; not negative.
-        rollout: the number of the rollout.
-        epoch: how often the rollout has been trained on before.
-        rank: the rank.
-        rows: how many rows.
-    """
+    """The order in which a rank trains on its rows of a rollout, for the first time in ``epoch`` 0."""
     order: list[int] = _generator(seed, rollout, rank, 1 + epoch).permutation(rows).tolist()
     return order
 
