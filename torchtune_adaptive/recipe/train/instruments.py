@@ -23,7 +23,11 @@ class Profiling:
         self._profiler = profiler
         self._memory = memory
         self._first = self._last = -1
-        if settings.enabled and settings.get("profile_memory", False) and environment.ranks.is_zero:
+        if (
+            settings.get("enabled", False)
+            and settings.get("profile_memory", False)
+            and environment.ranks.is_zero
+        ):
             self._first = settings.wait_steps + settings.warmup_steps
             self._last = self._first + settings.active_steps
 
