@@ -23,7 +23,7 @@ from torchtune_adaptive.recipe.setup import host_memory
 from torchtune_adaptive.recipe.setup import offloading as offloading_module
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.host_memory import bound_by_host_memory, check_host_memory
-from torchtune_adaptive.recipe.train.instruments import Profiling, build_profiler
+from torchtune_adaptive.recipe.train.instruments import Profiling
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
 
 MIB = 1 << 20
@@ -65,7 +65,7 @@ def test_a_profiler_that_is_not_enabled_records_no_memory(enabled: dict[str, boo
     here = Environment(torch.device("cpu"), torch.float32, Alone())
     steps = {"wait_steps": 0, "warmup_steps": 0, "active_steps": 1}
     cfg = OmegaConf.create({"profiler": {"profile_memory": True, **steps, **enabled}})
-    profiling = Profiling(*build_profiler(cfg), here, memory)
+    profiling = Profiling(cfg, here, memory)
     for number in range(2):
         profiling.before_step(0, number)
         profiling.after_step(0, number)

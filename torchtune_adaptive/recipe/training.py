@@ -30,7 +30,7 @@ from torchtune_adaptive.recipe.setup.optimizer import Optimizers, build_lr_sched
 from torchtune_adaptive.recipe.train.adaptation import Adaptation
 from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.growth import Growth
-from torchtune_adaptive.recipe.train.instruments import Profiling, build_profiler
+from torchtune_adaptive.recipe.train.instruments import Profiling
 from torchtune_adaptive.recipe.train.learning_rate import LearningRate
 from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_go_on, how_to_resume
 from torchtune_adaptive.recipe.train.metric_logger import MetricLogger
@@ -105,7 +105,7 @@ class Training:
             loader=source.loader,
             progress=self.progress,
             metrics=metrics,
-            profiling=Profiling(*build_profiler(asked.cfg), environment, step.memory),
+            profiling=Profiling(asked.cfg, environment, step.memory),
             save=lambda name: save(model, optimizers, self.progress, name),
             last_checkpoint=last_checkpoint,
             save_every_n_steps=settings.save_every_n_steps,
