@@ -88,7 +88,6 @@ class Training:
             step.memory,
             watch_memory=settings.shrinks,
             counts_tokens=step.objective.unit == "tokens",
-            sample=source.sample,
         )
         runner = StepRunner(
             step,

@@ -341,8 +341,7 @@ class TrainingLoop:
         return " ".join(found)
 
     def _summarize(self) -> None:
-        retried, ranks = self.runner.retried_steps, self.runner.step.ranks
-        self.summary = self.metrics.summary(self._split, retried, ranks, self._next_time())
-        for line in self.summary.lines() if self.summary else []:
+        self.summary = self.metrics.summary(self._next_time())
+        for line in self.trained().lines():
             log.info(line)
         log.info(f"Checkpoint: {self.last_checkpoint()}")
