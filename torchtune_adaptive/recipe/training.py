@@ -32,7 +32,7 @@ from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.growth import Growth
 from torchtune_adaptive.recipe.train.instruments import Profiling
 from torchtune_adaptive.recipe.train.learning_rate import LearningRate
-from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_go_on, how_to_resume
+from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_go_on
 from torchtune_adaptive.recipe.train.metric_logger import MetricLogger
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
 from torchtune_adaptive.recipe.train.rollouts import Rollouts
@@ -91,7 +91,7 @@ class Training:
         )
         runner = StepRunner(
             step,
-            advice=lambda: self._advice(last_checkpoint()),
+            advice=lambda: how_to_go_on(last_checkpoint(), settings.shrinks, self.no_retry),
             unit=batch.micro_batches.unit or source.sample,
             wait_for_memory=settings.wait_for_memory,
         )
@@ -133,12 +133,6 @@ class Training:
             events=loop.adaptation.events,
             record=loop.metrics.record_validation,
         )
-
-    def _advice(self, last: str) -> str:
-        """What to do about a training step that ran out of memory and is not retried."""
-        if self.asked.settings.shrinks or self.no_retry:
-            return how_to_resume(last, self.no_retry)
-        return how_to_go_on(last)
 
     def _recovery(self, micro_batches: MicroBatches, reliefs: int, split: Split) -> Recovery | None:
         if not self.asked.settings.shrinks:
