@@ -26,7 +26,7 @@ from torchtune_adaptive.core import (
     device_memory,
 )
 from torchtune_adaptive.recipe.checkpoints.config_changes import batch_keys, change, training_config
-from torchtune_adaptive.recipe.checkpoints.folder import lock_output_folders, require_output_folder
+from torchtune_adaptive.recipe.checkpoints.folder import take_output_folders
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.components import check_components
 from torchtune_adaptive.recipe.data.dataset import (
@@ -102,9 +102,7 @@ class Run:
         self._say_whether_steps_are_retried()
         self.kind = recipe_kind(asked, self.environment)
         if not self.settings.search_only:
-            require_output_folder(asked, self.ranks)
-            for lock in lock_output_folders(asked, self.ranks):  # on rank 0
-                until_exit.callback(lock.release)
+            take_output_folders(asked, self.ranks, until_exit)
         self.stop = StopSignals(self.settings.stop_timeout)
         self.watchdog = Watchdog(
             self.ranks,

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -28,6 +28,7 @@ from torchtune_adaptive.common import (
     not_essential,
 )
 from torchtune_adaptive.core import Ranks
+from torchtune_adaptive.recipe.checkpoints.all_or_none import AllOrNone
 from torchtune_adaptive.recipe.settings.asked import Asked
 
 log = logging.getLogger(__name__)
@@ -285,34 +286,26 @@ class CheckpointFolder:
         return found
 
 
-def require_output_folder(asked: Asked, ranks: Ranks) -> None:
-    """Raise on all ranks unless checkpoints can be written where the config says; nothing is loaded yet."""
-    problem = None
-    if ranks.is_zero:
-        try:
-            for key in {asked["output_dir"], asked.cfg.checkpointer.output_dir}:
-                CheckpointFolder(Path(key)).require_usable()
-        except CheckpointError as error:
-            problem = str(error)
-    if problem := ranks.from_rank_zero(problem):
-        raise CheckpointError(problem)
+def take_output_folders(asked: Asked, ranks: Ranks, until_exit: ExitStack) -> None:
+    """Keep other runs out of the folders that this one writes to, until the context ends.
 
+    Raises:
+        CheckpointError: on all ranks, if one cannot be written to, or another run is using it.
+    """
+    folders = {Path(asked["output_dir"]), Path(asked.cfg.checkpointer.output_dir)}
 
-def lock_output_folders(asked: Asked, ranks: Ranks) -> list[FolderLock]:
-    """Keep other runs out of the folders that this one writes to; raises on all ranks if one is there."""
-    locks: list[FolderLock] = []
-    problem = None
-    if ranks.is_zero:
+    def take() -> None:
+        for folder in folders:
+            CheckpointFolder(folder).require_usable()
         try:
-            for key in {asked["output_dir"], asked.cfg.checkpointer.output_dir}:
-                locks.append(FolderLock(Path(key)))
+            for folder in folders:
+                until_exit.callback(FolderLock(folder).release)
         except FolderInUse as error:
-            for lock in locks:
-                lock.release()
-            problem = f"{error}. Wait until it has ended, or set output_dir to another folder."
-    if problem := ranks.from_rank_zero(problem):
-        raise CheckpointError(problem)
-    return locks
+            raise CheckpointError(
+                f"{error}. Wait until it has ended, or set output_dir to another folder."
+            ) from None
+
+    AllOrNone(ranks).decide(take)
 
 
 def superseded(
