@@ -320,7 +320,7 @@ def test_nothing_has_been_saved_yet(tmp_path: Path, caplog: pytest.LogCaptureFix
     folder = CheckpointFolder(tmp_path)
     folder.begin("epoch_0")
     with caplog.at_level("WARNING"):
-        assert newest_source(CheckpointFolder(tmp_path), KINDS["full"]) is None
+        assert newest_source(CheckpointFolder(tmp_path), KINDS["full"], 1) is None
     (line,) = caplog.messages
     assert "starts from the beginning" in line
     assert "epoch_0 (its run ended while saving it)" in line
