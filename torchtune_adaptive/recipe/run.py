@@ -208,10 +208,7 @@ class Run:
         loaded = self._loaded()
         data = data_of(self.asked, loaded.tokenizer, loaded.training, self.kind.rows(), objective)
         order = self._order(data.dataset, model)
-        measures_noise = self.settings.gradient_noise != "off" or getattr(
-            self._grow, "needs_noise", False
-        )
-        step = self.train_step(model, optimizers, objective, measures_noise)
+        step = self.train_step(model, optimizers, objective)
         rows = self.rows(loaded, data, order, model, step)
         batch = self.sizes(rows, Prober(step, self.ranks, self.watchdog, self.asked))
         self._close_planner()
@@ -331,16 +328,10 @@ class Run:
         if self.ranks.is_zero:
             log.warning(line)
 
-    def train_step(
-        self,
-        model: Model,
-        optimizers: Optimizers,
-        objective: Objective,
-        measure_noise: bool = False,
-    ) -> TrainStep:
+    def train_step(self, model: Model, optimizers: Optimizers, objective: Objective) -> TrainStep:
         """The step of this run, for its trials and for its training."""
         try:
-            return self._train_step(model, optimizers, objective, measure_noise)
+            return self._train_step(model, optimizers, objective)
         except UsageError as unsupported:
             # Nobody has asked that steps of this model are retried.
             if self.settings.adapts or self.settings.on_out_of_memory is not None:
@@ -349,12 +340,11 @@ class Run:
             settings = replace(self.settings, on_out_of_memory="raise")
             self.asked = replace(self.asked, settings=settings)
             self._say_whether_steps_are_retried()
-            return self._train_step(model, optimizers, objective, measure_noise)
+            return self._train_step(model, optimizers, objective)
 
-    def _train_step(
-        self, model: Model, optimizers: Optimizers, objective: Objective, measure_noise: bool
-    ) -> TrainStep:
+    def _train_step(self, model: Model, optimizers: Optimizers, objective: Objective) -> TrainStep:
         clip, context = self.asked["clip_grad_norm"], self.environment.context
+        needs_noise = getattr(self._grow, "needs_noise", False)
         return TrainStep(
             model=model.module,
             objective=objective,
@@ -372,7 +362,7 @@ class Run:
                 clip_grad_norm=None if clip is None else float(clip),
                 optimizer_in_backward=optimizers.in_backward,
                 launched=self.watchdog.tick,
-                measure_noise=measure_noise,
+                measure_noise=self.settings.gradient_noise != "off" or needs_noise,
                 context_group=context.group if context else None,
                 stop_requested=lambda: self.stop.requested,
             ),
