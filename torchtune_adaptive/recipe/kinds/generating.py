@@ -4,24 +4,49 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torchtune.training import disable_dropout
 
 from torchtune_adaptive.common import ConfigError, counted
 from torchtune_adaptive.core import Phase, TrainStep
 from torchtune_adaptive.recipe.components import make
-from torchtune_adaptive.recipe.data.rows import Rows
+from torchtune_adaptive.recipe.data.rows import Collate, Row, Rows
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
 from torchtune_adaptive.recipe.rollout.generate import Generation
 from torchtune_adaptive.recipe.rollout.judging import Judge
 from torchtune_adaptive.recipe.rollout.phases import Phases, RolloutSizes, stop_tokens
 from torchtune_adaptive.recipe.rollout.projection import LogProbs
-from torchtune_adaptive.recipe.rollout.prompts import Prompts
+from torchtune_adaptive.recipe.rollout.rows import collate, longest_rows
 from torchtune_adaptive.recipe.rollout.score import Scorers, Scoring
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.phase_names import GENERATION, SCORING
+
+
+class Prompts(Rows):
+    """Prompts. Batches are not made of them, but of the rows that are generated from them."""
+
+    sample = "prompt"
+    keys: ClassVar[tuple[str, ...]] = ("tokens", "answer")
+    values: ClassVar[bool] = False
+    """Whether the rows that are generated from them have values."""
+
+    def length(self, row: Row) -> int:
+        return len(row["tokens"])
+
+    def stretched(self, row: Row, length: int) -> Row:
+        return {**row, "tokens": (list(row["tokens"]) * length)[:length]}
+
+    def collate(self, asked: Asked, tokenizer: Any, objective: Any) -> Collate:
+        return partial(collate, padding_id=tokenizer.pad_id)
+
+    def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, torch.Tensor]:
+        # Of a row that is generated, only the length of all of it counts.
+        return collate(longest_rows(rows, length - 1, 1, self.values), padding_id=0)
 
 
 class Generating(RecipeKind):

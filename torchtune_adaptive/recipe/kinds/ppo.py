@@ -14,7 +14,7 @@ from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.policy_and_value import PolicyAndValueCheckpoints
 from torchtune_adaptive.recipe.data.rows import Rows
 from torchtune_adaptive.recipe.kinds.full import Full
-from torchtune_adaptive.recipe.kinds.generating import Generating
+from torchtune_adaptive.recipe.kinds.generating import Generating, Prompts
 from torchtune_adaptive.recipe.rollout.judging import ByModel, Judge, over
 from torchtune_adaptive.recipe.rollout.losses import PPOObjective
 from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
@@ -24,7 +24,6 @@ from torchtune_adaptive.recipe.rollout.policy_and_value import (
     PolicyAndValue,
     of_model,
 )
-from torchtune_adaptive.recipe.rollout.prompts import Prompts
 from torchtune_adaptive.recipe.rollout.score import Scorers, values_of
 from torchtune_adaptive.recipe.settings.keys import VALUE_CHECKPOINTER
 from torchtune_adaptive.recipe.settings.kind_table import FrozenModel
