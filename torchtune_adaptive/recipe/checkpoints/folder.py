@@ -127,6 +127,7 @@ class CheckpointFolder:
         self.path = path
         self.staging = path / _STAGING
         self._trash = self.staging / _TRASH
+        self._link = path / "recipe_state" / STATE  # where torchtune looks for the newest one
         self._keep = keep
         self._tidy = False
 
@@ -138,17 +139,16 @@ class CheckpointFolder:
             raise CheckpointError(
                 f"{self.path}: cannot be written to ({error.strerror}). Set output_dir to a folder that can."
             ) from None
-        link = self.path / "recipe_state"
-        expected_folders = [link, self.staging]
+        expected_folders = [self._link.parent, self.staging]
         expected_folders += [path for path in self.path.iterdir() if _NAME.fullmatch(path.name)]
         for path in expected_folders:
             if path.exists() and not path.is_dir():
                 raise CheckpointError(
                     f"{path}: is a file where checkpoints need a folder. Move it away."
                 )
-        if (link / STATE).is_dir():
+        if self._link.is_dir():
             raise CheckpointError(
-                f"{link / STATE}: is a folder where checkpoints need a file. Move it away."
+                f"{self._link}: is a folder where checkpoints need a file. Move it away."
             )
 
     # --- saving ---------------------------------------------------------------------------------------
@@ -192,8 +192,8 @@ class CheckpointFolder:
         final = self.path / staged.name
         durable.publish(staged, final, self._trash)
         if (final / STATE).exists():
-            with not_essential(f"{self.path / 'recipe_state' / STATE}, a link for torchtune,"):
-                durable.link(self.path / "recipe_state" / STATE, final / STATE)
+            with not_essential(f"{self._link}, a link for torchtune,"):
+                durable.link(self._link, final / STATE)
 
     def _remove_superseded(self) -> None:
         gone, stripped = superseded(self._all(), self._keep)
@@ -201,9 +201,8 @@ class CheckpointFolder:
             durable.remove(one.folder, self._trash)
         for one in stripped:
             (one.folder / STATE).unlink(missing_ok=True)
-        link = self.path / "recipe_state" / STATE
-        if link.is_symlink() and not link.exists():
-            link.unlink()
+        if self._link.is_symlink() and not self._link.exists():
+            self._link.unlink()
 
     def newest_name(self) -> str | None:
         """The newest checkpoint, for messages."""
