@@ -71,7 +71,6 @@ class Run:
     run that cannot begin leaves nothing behind, so another one can begin in the same process.
 
     Args:
-        cfg: the config, with what the command line changed.
         kind: the kind of recipe, one of ``recipe.settings.kind_table.KINDS``.
 
     Raises:

@@ -118,7 +118,6 @@ class CheckpointFolder:
     """The output folder of a run, as far as checkpoints are concerned. For rank 0 only.
 
     Args:
-        path: the folder.
         keep: the number of newest checkpoints to keep. None for torchtune's way: every epoch's weights, the
             recipe state of the newest, and of the mid-epoch ones only the newest.
     """

@@ -34,7 +34,6 @@ class Growth:
     """Decides how the next step is put together; the same on every rank.
 
     Args:
-        start: the batch that the run begins with.
         largest: the largest micro-batch that fits, as the search found it; None if there was none.
         grow: the schedule or function that asks for more; None where the batch stays.
         past_memory: True to accumulate gradients where the micro-batch cannot grow any more.

@@ -106,9 +106,6 @@ class Metrics:
     """Records the steps of a run.
 
     Args:
-        logging: the metrics to log, and their interval.
-        environment: the environment of the rank.
-        memory: the memory of its device.
         watch_memory: True to log how much of it was not used.
         counts_tokens: True if a step's weight is its tokens.
     """
