@@ -11,19 +11,19 @@ from torchtune import training
 
 from torchtune_adaptive.core import Objective
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
-from torchtune_adaptive.recipe.checkpoints.policy_and_value import PolicyAndValueCheckpoints
+from torchtune_adaptive.recipe.checkpoints.policy_and_value import (
+    POLICY,
+    VALUE,
+    PolicyAndValue,
+    PolicyAndValueCheckpoints,
+    of_model,
+)
 from torchtune_adaptive.recipe.data.rows import Rows
 from torchtune_adaptive.recipe.kinds.full import Full
 from torchtune_adaptive.recipe.kinds.generating import Generating, Prompts
 from torchtune_adaptive.recipe.rollout.judging import ByModel, Judge, over
 from torchtune_adaptive.recipe.rollout.losses import PPOObjective
 from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
-from torchtune_adaptive.recipe.rollout.policy_and_value import (
-    POLICY,
-    VALUE,
-    PolicyAndValue,
-    of_model,
-)
 from torchtune_adaptive.recipe.rollout.score import Scorers, values_of
 from torchtune_adaptive.recipe.settings.keys import VALUE_CHECKPOINTER
 from torchtune_adaptive.recipe.settings.kind_table import FrozenModel

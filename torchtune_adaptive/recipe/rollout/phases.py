@@ -36,11 +36,6 @@ class RolloutSizes:
         """Rows of a step on each rank."""
         return self.mini_batch or self.rows
 
-    @property
-    def trained_rows(self) -> int:
-        """Rows that each rank trains on, each as often as it does."""
-        return self.rows * self.epochs
-
     def require_prompts(self, prompts: int) -> None:
         """Raise if an epoch of so many prompts on each rank has no rollout."""
         if prompts < self.prompts:

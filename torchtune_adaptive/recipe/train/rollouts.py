@@ -97,8 +97,8 @@ class Rollouts:
 
     @property
     def trained_rows(self) -> int:
-        """The rows that a rollout is trained on, over all ranks."""
-        return self.sizes.trained_rows * self.ranks
+        """The rows that a rollout is trained on, each as often as it is, over all ranks."""
+        return self.sizes.rows * self.sizes.epochs * self.ranks
 
     def epoch(self, epoch: int, used: int) -> RolloutRows:
         """The rows of an epoch, of which the ranks have trained on the first ``used``.
