@@ -57,6 +57,7 @@ class Training:
     """Makes the training loop of a run."""
 
     asked: Asked
+    """Not the kind's: where the step finds that none can be retried, the run asks for something else."""
     watchdog: Watchdog
     stop: StopSignals
     progress: Progress
