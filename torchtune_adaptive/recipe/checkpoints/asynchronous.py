@@ -127,8 +127,7 @@ class AsynchronousCheckpoints:
 def training_state_of(folder: Path) -> dict[str, Any]:
     """What a checkpoint has of ours; nothing if torchtune saved it."""
     file = folder / TRAINING_STATE
-    state: dict[str, Any] = copy.deepcopy(read_file(str(file))) if file.exists() else {}
-    return state
+    return copy.deepcopy(read_file(str(file))) if file.exists() else {}
 
 
 class _FromFolder(training.DistributedCheckpointer):

@@ -141,8 +141,7 @@ def draws(seed: int, rollout: int, row: int, tokens: int) -> torch.Tensor:
 
 def shuffled(seed: int, rollout: int, epoch: int, rank: int, rows: int) -> list[int]:
     """The order in which a rank trains on its rows of a rollout, for the first time in ``epoch`` 0."""
-    order: list[int] = _generator(seed, rollout, rank, 1 + epoch).permutation(rows).tolist()
-    return order
+    return _generator(seed, rollout, rank, 1 + epoch).permutation(rows).tolist()
 
 
 def _generator(seed: int, rollout: int, *place: int) -> np.random.Generator:
