@@ -35,7 +35,7 @@ from torchtune_adaptive.recipe.train.adaptation import Adaptation
 from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.growth import Growth
 from torchtune_adaptive.recipe.train.learning_rate import LearningRate
-from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_resume
+from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_go_on
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
 from torchtune_adaptive.recipe.train.stop import StopSignals
 
@@ -132,7 +132,7 @@ class Training:
         loop = TrainingLoop(
             runner=StepRunner(
                 self.step,
-                advice=lambda: how_to_resume(last_saved(folder or Path("nowhere"))),
+                advice=lambda: how_to_go_on(last_saved(folder or Path("nowhere"))),
                 wait_for_memory=wait_for_memory,
             ),
             recovery=lambda split: recovery,

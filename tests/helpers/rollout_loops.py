@@ -66,9 +66,8 @@ def rollouts(
     sizes = RolloutSizes(prompts, samples=2, epochs=epochs, max_new=3, mini_batch=mini_batch)
     phases = Phases(
         phase("generation", response),
-        SimpleNamespace(),  # type: ignore[arg-type]
+        SimpleNamespace(padding_id=0),  # type: ignore[arg-type]
         phase("scoring", lambda row: {"reference": torch.zeros(2)}),
-        0,
         sizes,
         5,
     )

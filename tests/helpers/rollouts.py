@@ -9,9 +9,8 @@ from torch import nn
 
 from tests.helpers.decoder import VOCABULARY
 from tests.helpers.models import tiny_llama
-from torchtune_adaptive.recipe.rollout.draws import draws
 from torchtune_adaptive.recipe.rollout.generate import Generation
-from torchtune_adaptive.recipe.rollout.rows import Row
+from torchtune_adaptive.recipe.rollout.rows import Row, draws
 
 PADDING = 0
 LONGEST_PROMPT, MAX_NEW = 9, 20

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torchtune.training import memory as torchtune_memory
 
 from tests.helpers.accelerator import Card
@@ -21,6 +23,7 @@ from torchtune_adaptive.recipe.setup import host_memory
 from torchtune_adaptive.recipe.setup import offloading as offloading_module
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.host_memory import bound_by_host_memory, check_host_memory
+from torchtune_adaptive.recipe.train.instruments import Profiling
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
 
 MIB = 1 << 20
@@ -53,6 +56,20 @@ def test_the_peak_is_logged_and_then_measured_anew(
         assert peak > 2 * card.memory_reserved()
         assert metrics._memory_used()["peak_memory_reserved"] == peak / GIB
         assert card.max_memory_reserved() == card.memory_reserved()
+
+
+@pytest.mark.parametrize("enabled", [{}, {"enabled": False}])
+def test_a_profiler_that_is_not_enabled_records_no_memory(enabled: dict[str, bool]) -> None:
+    recorded: list[bool] = []
+    memory: Any = SimpleNamespace(record_history=recorded.append)
+    here = Environment(torch.device("cpu"), torch.float32, Alone())
+    steps = {"wait_steps": 0, "warmup_steps": 0, "active_steps": 1}
+    cfg = OmegaConf.create({"profiler": {"profile_memory": True, **steps, **enabled}})
+    profiling = Profiling(cfg, here, memory)
+    for number in range(2):
+        profiling.before_step(0, number)
+        profiling.after_step(0, number)
+    assert not recorded
 
 
 class OffloadsNothing(torch.autograd.graph.saved_tensors_hooks):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,7 @@ from tests.helpers.ranks import Alone, run_ranks
 from tests.helpers.recipes import run_ours, tiny_config
 from torchtune_adaptive.common.errors import CheckpointError, ConfigError
 from torchtune_adaptive.common.folder_lock import FolderLock
-from torchtune_adaptive.recipe.checkpoints.folder import lock_output_folders
+from torchtune_adaptive.recipe.checkpoints.folder import take_output_folders
 from torchtune_adaptive.recipe.settings.asked import Asked
 
 pytestmark = pytest.mark.runs
@@ -110,8 +110,8 @@ def test_where_one_of_two_folders_is_in_use_the_other_is_not_kept(
     lock = FolderLock(folders[used])
 
     def refused() -> None:  # in a process of its own, to which the lock is another's
-        with pytest.raises(CheckpointError, match="another run is using it"):
-            lock_output_folders(Asked.of(cfg), Alone())
+        with pytest.raises(CheckpointError, match="another run is using it"), ExitStack() as begun:
+            take_output_folders(Asked.of(cfg), Alone(), begun)
         for folder in folders.values():
             assert folder == folders[used] or in_child(lambda at=folder: FolderLock(at)) == 0
 

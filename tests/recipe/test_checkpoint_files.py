@@ -6,7 +6,9 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,8 +26,7 @@ from torchtune_adaptive.recipe.checkpoints.folder import (
     STATE,
     CheckpointFolder,
     last_saved,
-    lock_output_folders,
-    require_output_folder,
+    take_output_folders,
 )
 from torchtune_adaptive.recipe.checkpoints.resume_from import (
     Finished,
@@ -319,7 +320,7 @@ def test_nothing_has_been_saved_yet(tmp_path: Path, caplog: pytest.LogCaptureFix
     folder = CheckpointFolder(tmp_path)
     folder.begin("epoch_0")
     with caplog.at_level("WARNING"):
-        assert newest_source(CheckpointFolder(tmp_path), KINDS["full"]) is None
+        assert newest_source(CheckpointFolder(tmp_path), KINDS["full"], 1) is None
     (line,) = caplog.messages
     assert "starts from the beginning" in line
     assert "epoch_0 (its run ended while saving it)" in line
@@ -356,26 +357,31 @@ def test_only_one_run_writes_into_a_folder(
     asked = Asked.of(config(tmp_path), "full")
     (tmp_path / "out").mkdir()
 
+    def take() -> ExitStack:
+        until_exit = ExitStack()
+        take_output_folders(asked, Alone(), until_exit)
+        return until_exit
+
     def is_refused() -> None:
         with pytest.raises(
             CheckpointError, match=r"out: another run is using it \(process \d+ on "
         ):
-            lock_output_folders(asked, Alone())
+            take()
 
-    (lock,) = lock_output_folders(asked, Alone())
+    taken = take()
     assert in_child(is_refused) == 0
-    lock_output_folders(asked, Alone())  # by the same process, as in a notebook
-    lock.release()
-    assert in_child(lambda: lock_output_folders(asked, Alone())) == 0
-    assert in_child(lambda: (lock_output_folders(asked, Alone()), os.kill(os.getpid(), 9))) == -9
-    assert in_child(lambda: lock_output_folders(asked, Alone())) == 0, "a killed run leaves none"
+    take()  # by the same process, as in a notebook
+    taken.close()
+    assert in_child(take) == 0
+    assert in_child(lambda: (take(), os.kill(os.getpid(), 9))) == -9
+    assert in_child(take) == 0, "a killed run leaves none"
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with caplog.at_level("WARNING"):
-        lock_output_folders(asked, Alone())
+        take()
     assert "cannot be locked (No locks available)" in caplog.text
 
 
@@ -469,12 +475,11 @@ def test_what_is_in_the_way_is_found_at_the_start(
 ) -> None:
     cfg = config(tmp_path)
     cfg.output_dir = cfg.checkpointer.output_dir = str(tmp_path / "above" / "out")
-    require_output_folder(Asked.of(cfg, "full"), Alone())
-    (tmp_path / "above" / "out").rmdir()
-    (tmp_path / "above").rmdir()
+    take_output_folders(Asked.of(cfg, "full"), Alone(), ExitStack())
+    shutil.rmtree(tmp_path / "above")
     obstruct(tmp_path / "above" / "out")
     with pytest.raises(CheckpointError, match=said):
-        require_output_folder(Asked.of(cfg, "full"), Alone())
+        take_output_folders(Asked.of(cfg, "full"), Alone(), ExitStack())
 
 
 def test_a_folder_that_cannot_be_flushed_by_itself(

@@ -16,13 +16,11 @@ from tests.helpers.configs import config
 from tests.helpers.ranks import Alone
 from tests.helpers.rollout_loops import rollouts
 from torchtune_adaptive.common.errors import CheckpointError, ConfigError
-from torchtune_adaptive.recipe.checkpoints.policy_and_value import _Both
+from torchtune_adaptive.recipe.checkpoints.policy_and_value import _Both, joined, of_model
 from torchtune_adaptive.recipe.registry import load_config, our_recipe_for
-from torchtune_adaptive.recipe.rollout.draws import draws, shuffled
 from torchtune_adaptive.recipe.rollout.judging import ByModel
 from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
-from torchtune_adaptive.recipe.rollout.policy_and_value import joined, of_model
-from torchtune_adaptive.recipe.rollout.rows import Row
+from torchtune_adaptive.recipe.rollout.rows import Row, draws, shuffled
 from torchtune_adaptive.recipe.rollout_run import RolloutRun
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import check

@@ -78,7 +78,7 @@ def trained(steps: int = 20) -> Trained:
         history.add(Point(32 * step, 32, 4, 1e-5 * step, 3 - step / 20, (20 + step % 5) << 30))
     split = Split(4, 4, 2)
     course = Course(steps, 3725.0, [2.9] * 5, [2.1] * 5)
-    summary = Summary(course, 5321.4, 21 << 30, 80 << 30, 3, split, run=course)
+    summary = Summary(course, 5321.4, 21 << 30, 80 << 30, run=course)
     return Trained(split, steps, 3, may_change=True, history=history, summary=summary)
 
 

@@ -12,7 +12,7 @@ from torchtune_adaptive.core.device.memory import Usage
 from torchtune_adaptive.core.rows.micro_batches import MicroBatch
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.recipe.train.history import Course
-from torchtune_adaptive.recipe.train.metrics import Logging, Metrics, Summary
+from torchtune_adaptive.recipe.train.metrics import Logging, Metrics, Summary, Trained
 
 GIB = 1 << 30
 
@@ -40,20 +40,23 @@ def metrics_of(losses: list[float], seconds: float, monkeypatch: pytest.MonkeyPa
     return metrics
 
 
+def lines_of(summary: Summary | None, split: Split, sample: str = "row") -> list[str]:
+    trained = Trained(split, 20, 3, may_change=False, history=None, summary=summary, sample=sample)
+    return trained.lines()
+
+
 def test_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = metrics_of([6.0] * 10 + [2.0] * 10, 0.5, monkeypatch)
-    summary = metrics.summary(Split(2, 1, 2), 3, Alone(), "batch_size=2")
+    summary = metrics.summary("batch_size=2")
     assert summary is not None
-    assert summary.lines() == [
+    assert lines_of(summary, Split(2, 1, 2)) == [
         "Trained 20 steps in 20.0 s; loss 6 -> 2 (mean of the first and last 5 steps).",
         "200 tokens/s (100 per rank), peak memory 22 of 80 GiB, 3 steps retried.",
         "Last global batch: 4 rows (micro-batch 2 x accumulation 1 x 2 ranks).",
         "Memory ran out, and steps take less since. Next time: batch_size=2",
     ]
-    pairs = replace(summary, sample="pair", split=Split(1, 1, 1), next_time="")
-    assert (
-        pairs.lines()[-1] == "Last global batch: 1 pair (micro-batch 1 x accumulation 1 x 1 rank)."
-    )
+    pairs = lines_of(replace(summary, next_time=""), Split(1, 1, 1), "pair")
+    assert pairs[-1] == "Last global batch: 1 pair (micro-batch 1 x accumulation 1 x 1 rank)."
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ def test_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_first_and_last_steps_are_different_ones(
     losses: list[float], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    summary = metrics_of(losses, 1.0, monkeypatch).summary(Split(2, 1, 2), 0, Alone())
+    summary = metrics_of(losses, 1.0, monkeypatch).summary()
     assert isinstance(summary, Summary) and summary.part.loss_text() == text
 
 
@@ -90,16 +93,18 @@ def test_a_resumed_run_tells_the_whole_from_this_part(monkeypatch: pytest.Monkey
     assert saved is not None and saved["course"]["steps"] == 2
     metrics = metrics_of([3.0, 2.0], 0.5, monkeypatch)
     metrics.resume(2, saved)
-    summary = metrics.summary(Split(2, 1, 2), 0, Alone())
-    assert summary is not None and summary.lines()[:2] == [
+    lines = lines_of(metrics.summary(), Split(2, 1, 2))
+    assert lines[:2] == [
         "Trained 2 steps in 11.0 s; loss 3 -> 2 (first and last step).",
         "The whole run: 4 steps in 22.0 s; loss 5.5 -> 2.5 (mean of the first and last 2 steps).",
     ]
     metrics.resume(2, None)  # of a checkpoint that does not say
-    unknown = metrics.summary(Split(2, 1, 2), 0, Alone())
+    unknown = metrics.summary()
     assert unknown is not None and unknown.run is None and metrics.state_dict() is None
-    assert [line for line in unknown.lines() if "loss" in line] == summary.lines()[:1]
+    said = lines_of(unknown, Split(2, 1, 2))
+    assert [line for line in said if "loss" in line] == lines[:1]
 
 
 def test_no_steps_no_summary(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert metrics_of([], 1.0, monkeypatch).summary(Split(2, 1, 2), 0, Alone()) is None
+    assert metrics_of([], 1.0, monkeypatch).summary() is None
+    assert lines_of(None, Split(2, 1, 2)) == []

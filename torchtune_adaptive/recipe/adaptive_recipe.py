@@ -24,9 +24,6 @@ log = logging.getLogger(__name__)
 class AdaptiveRecipe(FTRecipeInterface):
     """A recipe that finds its own batch size; a subclass says of which kind it is.
 
-    Args:
-        cfg: the config, including overrides from the command line.
-
     Raises:
         ConfigError: a setting that cannot work; nothing has been built yet.
     """

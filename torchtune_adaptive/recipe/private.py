@@ -70,11 +70,11 @@ def offloading_module() -> Any:
     return _activation_offloading
 
 
-def training_progress(**how_far: Any) -> Any:
-    """A recipe's state, as torchtune keeps it in checkpoints."""
+def training_progress(**how_far: Any) -> dict[str, Any]:
+    """A recipe's state, as torchtune keeps it in checkpoints; on main it has more keys."""
     from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 
-    return TrainingProgress(**how_far)
+    return TrainingProgress(**how_far).state_dict()
 
 
 def checkpoint_client(cfg: Any, reader: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -232,6 +233,4 @@ def _change(what: Any) -> str:
 def _reason(error: BaseException) -> str:
     if isinstance(error, (AdaptiveBatchingError, KeyboardInterrupt)):
         return f"{type(error).__name__}: {error}"
-    import traceback
-
     return "".join(traceback.format_exception(error))

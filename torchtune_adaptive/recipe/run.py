@@ -26,7 +26,7 @@ from torchtune_adaptive.core import (
     device_memory,
 )
 from torchtune_adaptive.recipe.checkpoints.config_changes import batch_keys, change, training_config
-from torchtune_adaptive.recipe.checkpoints.folder import lock_output_folders, require_output_folder
+from torchtune_adaptive.recipe.checkpoints.folder import take_output_folders
 from torchtune_adaptive.recipe.checkpoints.progress import Progress
 from torchtune_adaptive.recipe.components import check_components
 from torchtune_adaptive.recipe.data.dataset import (
@@ -71,7 +71,6 @@ class Run:
     run that cannot begin leaves nothing behind, so another one can begin in the same process.
 
     Args:
-        cfg: the config, with what the command line changed.
         kind: the kind of recipe, one of ``recipe.settings.kind_table.KINDS``.
 
     Raises:
@@ -102,9 +101,7 @@ class Run:
         self._say_whether_steps_are_retried()
         self.kind = recipe_kind(asked, self.environment)
         if not self.settings.search_only:
-            require_output_folder(asked, self.ranks)
-            for lock in lock_output_folders(asked, self.ranks):  # on rank 0
-                until_exit.callback(lock.release)
+            take_output_folders(asked, self.ranks, until_exit)
         self.stop = StopSignals(self.settings.stop_timeout)
         self.watchdog = Watchdog(
             self.ranks,
@@ -210,10 +207,7 @@ class Run:
         loaded = self._loaded()
         data = data_of(self.asked, loaded.tokenizer, loaded.training, self.kind.rows(), objective)
         order = self._order(data.dataset, model)
-        measures_noise = self.settings.gradient_noise != "off" or getattr(
-            self._grow, "needs_noise", False
-        )
-        step = self.train_step(model, optimizers, objective, measures_noise)
+        step = self.train_step(model, optimizers, objective)
         rows = self.rows(loaded, data, order, model, step)
         batch = self.sizes(rows, Prober(step, self.ranks, self.watchdog, self.asked))
         self._close_planner()
@@ -333,16 +327,10 @@ class Run:
         if self.ranks.is_zero:
             log.warning(line)
 
-    def train_step(
-        self,
-        model: Model,
-        optimizers: Optimizers,
-        objective: Objective,
-        measure_noise: bool = False,
-    ) -> TrainStep:
+    def train_step(self, model: Model, optimizers: Optimizers, objective: Objective) -> TrainStep:
         """The step of this run, for its trials and for its training."""
         try:
-            return self._train_step(model, optimizers, objective, measure_noise)
+            return self._train_step(model, optimizers, objective)
         except UsageError as unsupported:
             # Nobody has asked that steps of this model are retried.
             if self.settings.adapts or self.settings.on_out_of_memory is not None:
@@ -351,12 +339,11 @@ class Run:
             settings = replace(self.settings, on_out_of_memory="raise")
             self.asked = replace(self.asked, settings=settings)
             self._say_whether_steps_are_retried()
-            return self._train_step(model, optimizers, objective, measure_noise)
+            return self._train_step(model, optimizers, objective)
 
-    def _train_step(
-        self, model: Model, optimizers: Optimizers, objective: Objective, measure_noise: bool
-    ) -> TrainStep:
+    def _train_step(self, model: Model, optimizers: Optimizers, objective: Objective) -> TrainStep:
         clip, context = self.asked["clip_grad_norm"], self.environment.context
+        needs_noise = getattr(self._grow, "needs_noise", False)
         return TrainStep(
             model=model.module,
             objective=objective,
@@ -374,7 +361,7 @@ class Run:
                 clip_grad_norm=None if clip is None else float(clip),
                 optimizer_in_backward=optimizers.in_backward,
                 launched=self.watchdog.tick,
-                measure_noise=measure_noise,
+                measure_noise=self.settings.gradient_noise != "off" or needs_noise,
                 context_group=context.group if context else None,
                 stop_requested=lambda: self.stop.requested,
             ),

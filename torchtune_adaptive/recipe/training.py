@@ -30,9 +30,9 @@ from torchtune_adaptive.recipe.setup.optimizer import Optimizers, build_lr_sched
 from torchtune_adaptive.recipe.train.adaptation import Adaptation
 from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.growth import Growth
-from torchtune_adaptive.recipe.train.instruments import Profiling, build_profiler
+from torchtune_adaptive.recipe.train.instruments import Profiling
 from torchtune_adaptive.recipe.train.learning_rate import LearningRate
-from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_go_on, how_to_resume
+from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_go_on
 from torchtune_adaptive.recipe.train.metric_logger import MetricLogger
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
 from torchtune_adaptive.recipe.train.rollouts import Rollouts
@@ -57,6 +57,7 @@ class Training:
     """Makes the training loop of a run."""
 
     asked: Asked
+    """Not the kind's: where the step finds that none can be retried, the run asks for something else."""
     watchdog: Watchdog
     stop: StopSignals
     progress: Progress
@@ -88,11 +89,10 @@ class Training:
             step.memory,
             watch_memory=settings.shrinks,
             counts_tokens=step.objective.unit == "tokens",
-            sample=source.sample,
         )
         runner = StepRunner(
             step,
-            advice=lambda: self._advice(last_checkpoint()),
+            advice=lambda: how_to_go_on(last_checkpoint(), settings.shrinks, self.no_retry),
             unit=batch.micro_batches.unit or source.sample,
             wait_for_memory=settings.wait_for_memory,
         )
@@ -105,7 +105,7 @@ class Training:
             loader=source.loader,
             progress=self.progress,
             metrics=metrics,
-            profiling=Profiling(*build_profiler(asked.cfg), environment, step.memory),
+            profiling=Profiling(asked.cfg, environment, step.memory),
             save=lambda name: save(model, optimizers, self.progress, name),
             last_checkpoint=last_checkpoint,
             save_every_n_steps=settings.save_every_n_steps,
@@ -134,12 +134,6 @@ class Training:
             events=loop.adaptation.events,
             record=loop.metrics.record_validation,
         )
-
-    def _advice(self, last: str) -> str:
-        """What to do about a training step that ran out of memory and is not retried."""
-        if self.asked.settings.shrinks or self.no_retry:
-            return how_to_resume(last, self.no_retry)
-        return how_to_go_on(last)
 
     def _recovery(self, micro_batches: MicroBatches, reliefs: int, split: Split) -> Recovery | None:
         if not self.asked.settings.shrinks:

@@ -9,7 +9,7 @@ import torch
 from torchtune import rlhf
 
 from tests.helpers.rollouts import MAX_NEW, answered
-from torchtune_adaptive.recipe.rollout.advantages import estimate, relative
+from torchtune_adaptive.recipe.rollout.judging import estimate, relative
 from torchtune_adaptive.recipe.rollout.rows import Row
 
 KL_COEFF, GAMMA, LMBDA = 0.05, 0.98, 0.9

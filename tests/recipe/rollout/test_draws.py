@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchtune_adaptive.recipe.rollout.draws import draws
+from torchtune_adaptive.recipe.rollout.rows import draws
 
 
 def test_draws_depend_on_seed_rollout_and_row_alone() -> None:

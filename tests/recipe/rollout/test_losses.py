@@ -13,7 +13,7 @@ from torchtune.rlhf.loss import PPOLoss
 
 from tests.helpers.rollouts import MAX_NEW, PADDING, answered, policy
 from torchtune_adaptive.core import Summed
-from torchtune_adaptive.recipe.rollout.advantages import estimate
+from torchtune_adaptive.recipe.rollout.judging import estimate
 from torchtune_adaptive.recipe.rollout.losses import GRPOObjective, PPOObjective
 from torchtune_adaptive.recipe.rollout.projection import LogProbs
 from torchtune_adaptive.recipe.rollout.rows import Row, collate

@@ -59,7 +59,9 @@ class AllOrNone:
         self.raise_if_any(problem, partial(_unreadable, checkpointer))
         return result  # type: ignore[return-value]
 
-    def raise_if_any(self, problem: Exception | None, describe: Callable[[Exception], str]) -> None:
+    def raise_if_any(
+        self, problem: BaseException | None, describe: Callable[[BaseException], str]
+    ) -> None:
         """Raise on all ranks if one of them has a problem.
 
         Raises:
@@ -107,7 +109,7 @@ def _place(error: OSError) -> str:
     return names[-1] if names and error.errno in _NO_ROOM else " -> ".join(names)
 
 
-def _unreadable(checkpointer: str, error: Exception) -> str:
+def _unreadable(checkpointer: str, error: BaseException) -> str:
     if isinstance(error, AdaptiveBatchingError):
         return str(error)
     cause = f" ({reason(error.__cause__)})" if error.__cause__ is not None else ""

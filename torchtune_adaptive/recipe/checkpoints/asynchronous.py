@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,57 +62,42 @@ class AsynchronousCheckpoints:
 
         ``facts`` are for its manifest; ``describe`` says why it could not be written.
         """
+        # torch's own future is done before its callbacks are, and this one when all is published.
+        running = self._running = Future()
+
+        def publish(written: Future[Any]) -> None:
+            """In a thread. That rank 0 is done means that all are: it writes the metadata last."""
+            try:
+                written.result()
+                if self._all.ranks.is_zero:
+                    self._folder.publish(name, facts)
+                    log.info(f"Saved the checkpoint {self._folder.path / name}.")
+            except BaseException as error:
+                log.error(f"The checkpoint {name} could not be written: {reason(error)}.")
+                problem = RuntimeError(describe(error))
+                if self._all.ranks.is_zero:
+                    self._folder.abandon(name)
+                running.set_exception(problem)
+            else:
+                running.set_result(None)
+
         state = {
-            **progress.as_torchtune().state_dict(),
+            **progress.of_torchtune(),
             training.MODEL_KEY: model.module.state_dict(),
             training.OPT_KEY: optimizers.saved.state_dict(),
         }
-        running: Future[None] = Future()
-        self._running = running
-        written = async_save(
-            state,
-            storage_writer=FileSystemWriter(
-                self._folder.staging / name, thread_count=_WRITERS, sync_files=False
-            ),
-            process_group=self._group,
+        writer = FileSystemWriter(
+            self._folder.staging / name, thread_count=_WRITERS, sync_files=False
         )
-        publish = partial(self._publish, name, facts, describe, running)
+        written = async_save(state, storage_writer=writer, process_group=self._group)
         written.add_done_callback(publish)  # type: ignore[union-attr]
-
-    def _publish(
-        self,
-        name: str,
-        facts: dict[str, Any],
-        describe: Callable[[BaseException], str],
-        running: Future[None],
-        written: Future[Any],
-    ) -> None:
-        """Publish it, in a thread. That rank 0 is done means that all are: it writes the metadata last."""
-        try:
-            written.result()
-            if self._all.ranks.is_zero:
-                self._folder.publish(name, facts)
-                log.info(f"Saved the checkpoint {self._folder.path / name}.")
-        except BaseException as error:
-            log.error(f"The checkpoint {name} could not be written: {reason(error)}.")
-            problem = RuntimeError(describe(error))
-            if self._all.ranks.is_zero:
-                self._folder.abandon(name)
-            running.set_exception(problem)
-        else:
-            running.set_result(None)
 
     def finish(self) -> None:
         """Wait for what is being written: before the next save, and thereby before the run ends."""
-        if self._running is None:
-            return
-        problem: Exception | None = None
-        try:
-            self._running.result()
-        except Exception as error:
-            problem = error
-        self._running = None
-        self._all.raise_if_any(problem, str)
+        if self._running is not None:
+            problem = self._running.exception()
+            self._running = None
+            self._all.raise_if_any(problem, str)
 
     def close(self) -> None:
         """Leave the group of its own, at the end of a run."""
@@ -143,8 +127,7 @@ class AsynchronousCheckpoints:
 def training_state_of(folder: Path) -> dict[str, Any]:
     """What a checkpoint has of ours; nothing if torchtune saved it."""
     file = folder / TRAINING_STATE
-    state: dict[str, Any] = copy.deepcopy(read_file(str(file))) if file.exists() else {}
-    return state
+    return copy.deepcopy(read_file(str(file))) if file.exists() else {}
 
 
 class _FromFolder(training.DistributedCheckpointer):

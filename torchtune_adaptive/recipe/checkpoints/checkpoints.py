@@ -100,8 +100,7 @@ class Checkpoints(ABC):
             built = config.instantiate(
                 self._asked.cfg[checkpointer], should_load_recipe_state=False
             )
-            weights: dict[str, Any] = built.load_checkpoint()[training.MODEL_KEY]
-            return weights
+            return built.load_checkpoint()[training.MODEL_KEY]
 
         keys = [each.checkpointer for each in self._asked.kind.frozen]
         return [self._all.read(partial(load, key), key) for key in keys]

@@ -98,8 +98,6 @@ def resumed(
     """The config that a resumed run follows.
 
     Args:
-        saved: the config that the checkpoint was saved with.
-        now: the config that resumes it.
         keeps: the keys whose values the run decided on when it began.
         takes_rate: whether the learning rate is the config's.
     """

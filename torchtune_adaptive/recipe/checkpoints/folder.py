@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -28,6 +28,7 @@ from torchtune_adaptive.common import (
     not_essential,
 )
 from torchtune_adaptive.core import Ranks
+from torchtune_adaptive.recipe.checkpoints.all_or_none import AllOrNone
 from torchtune_adaptive.recipe.settings.asked import Asked
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,6 @@ class CheckpointFolder:
     """The output folder of a run, as far as checkpoints are concerned. For rank 0 only.
 
     Args:
-        path: the folder.
         keep: the number of newest checkpoints to keep. None for torchtune's way: every epoch's weights, the
             recipe state of the newest, and of the mid-epoch ones only the newest.
     """
@@ -126,6 +126,7 @@ class CheckpointFolder:
         self.path = path
         self.staging = path / _STAGING
         self._trash = self.staging / _TRASH
+        self._link = path / "recipe_state" / STATE  # where torchtune looks for the newest one
         self._keep = keep
         self._tidy = False
 
@@ -137,17 +138,16 @@ class CheckpointFolder:
             raise CheckpointError(
                 f"{self.path}: cannot be written to ({error.strerror}). Set output_dir to a folder that can."
             ) from None
-        link = self.path / "recipe_state"
-        expected_folders = [link, self.staging]
+        expected_folders = [self._link.parent, self.staging]
         expected_folders += [path for path in self.path.iterdir() if _NAME.fullmatch(path.name)]
         for path in expected_folders:
             if path.exists() and not path.is_dir():
                 raise CheckpointError(
                     f"{path}: is a file where checkpoints need a folder. Move it away."
                 )
-        if (link / STATE).is_dir():
+        if self._link.is_dir():
             raise CheckpointError(
-                f"{link / STATE}: is a folder where checkpoints need a file. Move it away."
+                f"{self._link}: is a folder where checkpoints need a file. Move it away."
             )
 
     # --- saving ---------------------------------------------------------------------------------------
@@ -191,8 +191,8 @@ class CheckpointFolder:
         final = self.path / staged.name
         durable.publish(staged, final, self._trash)
         if (final / STATE).exists():
-            with not_essential(f"{self.path / 'recipe_state' / STATE}, a link for torchtune,"):
-                durable.link(self.path / "recipe_state" / STATE, final / STATE)
+            with not_essential(f"{self._link}, a link for torchtune,"):
+                durable.link(self._link, final / STATE)
 
     def _remove_superseded(self) -> None:
         gone, stripped = superseded(self._all(), self._keep)
@@ -200,9 +200,8 @@ class CheckpointFolder:
             durable.remove(one.folder, self._trash)
         for one in stripped:
             (one.folder / STATE).unlink(missing_ok=True)
-        link = self.path / "recipe_state" / STATE
-        if link.is_symlink() and not link.exists():
-            link.unlink()
+        if self._link.is_symlink() and not self._link.exists():
+            self._link.unlink()
 
     def newest_name(self) -> str | None:
         """The newest checkpoint, for messages."""
@@ -285,34 +284,26 @@ class CheckpointFolder:
         return found
 
 
-def require_output_folder(asked: Asked, ranks: Ranks) -> None:
-    """Raise on all ranks unless checkpoints can be written where the config says; nothing is loaded yet."""
-    problem = None
-    if ranks.is_zero:
-        try:
-            for key in {asked["output_dir"], asked.cfg.checkpointer.output_dir}:
-                CheckpointFolder(Path(key)).require_usable()
-        except CheckpointError as error:
-            problem = str(error)
-    if problem := ranks.from_rank_zero(problem):
-        raise CheckpointError(problem)
+def take_output_folders(asked: Asked, ranks: Ranks, until_exit: ExitStack) -> None:
+    """Keep other runs out of the folders that this one writes to, until the context ends.
 
+    Raises:
+        CheckpointError: on all ranks, if one cannot be written to, or another run is using it.
+    """
+    folders = {Path(asked["output_dir"]), Path(asked.cfg.checkpointer.output_dir)}
 
-def lock_output_folders(asked: Asked, ranks: Ranks) -> list[FolderLock]:
-    """Keep other runs out of the folders that this one writes to; raises on all ranks if one is there."""
-    locks: list[FolderLock] = []
-    problem = None
-    if ranks.is_zero:
+    def take() -> None:
+        for folder in folders:
+            CheckpointFolder(folder).require_usable()
         try:
-            for key in {asked["output_dir"], asked.cfg.checkpointer.output_dir}:
-                locks.append(FolderLock(Path(key)))
+            for folder in folders:
+                until_exit.callback(FolderLock(folder).release)
         except FolderInUse as error:
-            for lock in locks:
-                lock.release()
-            problem = f"{error}. Wait until it has ended, or set output_dir to another folder."
-    if problem := ranks.from_rank_zero(problem):
-        raise CheckpointError(problem)
-    return locks
+            raise CheckpointError(
+                f"{error}. Wait until it has ended, or set output_dir to another folder."
+            ) from None
+
+    AllOrNone(ranks).decide(take)
 
 
 def superseded(

@@ -1,22 +1,54 @@
-"""Checkpoints of two models that are trained, each with a checkpointer of torchtune's.
+"""Two models that are trained together, the policy and the value model: as one, and in checkpoints.
 
-A checkpoint is the policy's, and the value model's files are in its folder ``value``. So both are published
-by one rename, and verified together. Where torchtune's recipe would have written the latter, there is a link.
+Each has a checkpointer of torchtune's. A checkpoint is the policy's, and the value model's files are in its
+folder ``value``. So both are published by one rename, and verified together. Where torchtune's recipe would
+have written the latter, there is a link.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from torchtune import training
 
 from torchtune_adaptive.common import durable, not_essential
 from torchtune_adaptive.recipe.checkpoints.checkpoints import FullCheckpoints
 from torchtune_adaptive.recipe.checkpoints.resume_from import weights_in
-from torchtune_adaptive.recipe.rollout.policy_and_value import POLICY, VALUE, joined, of_model
+
+POLICY, VALUE = "policy", "value"
+"""The names of the two, with which those of their weights begin."""
+
+
+class PolicyAndValue(nn.Module):
+    """Both models as one: for the step, its snapshot, the optimizer and the checkpoint.
+
+    On several ranks each is sharded by itself.
+    """
+
+    def __init__(self, policy: nn.Module, value: nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+        self.value = value
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.policy(tokens), self.value(tokens)
+
+
+def joined(weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The weights of both models, by the names that they have together."""
+    return {f"{model}.{name}": w for model, some in weights.items() for name, w in some.items()}
+
+
+def of_model(model: str, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of one of the two, by the names that they have in it."""
+    prefix = f"{model}."
+    return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
 
 
 @dataclass(frozen=True)

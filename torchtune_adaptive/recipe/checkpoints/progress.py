@@ -128,7 +128,7 @@ class Progress:
             )
         return change("samples in the dataset", saved, samples, "config's")
 
-    def as_torchtune(self) -> Any:
+    def of_torchtune(self) -> dict[str, Any]:
         return training_progress(
             seed=self.seed,
             epochs_run=self.epochs_run,
@@ -147,4 +147,4 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         """torchtune's recipe state, with ours in it."""
-        return {**self.as_torchtune().state_dict(), **self.training_state()}
+        return {**self.of_torchtune(), **self.training_state()}

@@ -72,9 +72,7 @@ class Finished:
         )
 
 
-def newest_source(
-    folder: CheckpointFolder, kind: Kind, epochs: int | None = None
-) -> Source | Finished | None:
+def newest_source(folder: CheckpointFolder, kind: Kind, epochs: int) -> Source | Finished | None:
     """The newest complete checkpoint in an output folder, or None if none has been saved.
 
     Raises:
@@ -89,7 +87,7 @@ def newest_source(
             f"the beginning.{passed_over}"
         )
         return None
-    if epochs is not None and found.epochs_run >= epochs:
+    if found.epochs_run >= epochs:
         return Finished(str(found.folder), found.epochs_run)
     step = found.facts.get("step")
     log.info(
@@ -98,13 +96,11 @@ def newest_source(
     if found.is_distributed:
         return Source(distributed=str(found.folder))
     at = {name: str((found.folder / name).absolute()) for name in found.manifest.files}  # type: ignore[union-attr]
+    state, checkpoint = at[STATE], found.facts["id"]
+    if kind.adapters:
+        return Source(adapters=at[ADAPTERS], state=state, checkpoint=checkpoint)
     weights = tuple(at[name] for name in sorted(at) if _WEIGHTS.fullmatch(name))
-    return Source(
-        weights=weights if not kind.adapters else None,
-        adapters=at[ADAPTERS] if kind.adapters else None,
-        state=at[STATE],
-        checkpoint=found.facts["id"],
-    )
+    return Source(weights=weights, state=state, checkpoint=checkpoint)
 
 
 def weights_in(folder: Path) -> tuple[str, ...]:
@@ -152,13 +148,10 @@ def named_source(cfg: DictConfig, kind: Kind) -> Source | None:
         state = str(first.parent / STATE)
     else:
         state = str(out / "recipe_state" / STATE)
-    files = [*weights, state] if not kind.adapters else [str(out / adapters), state]
-    return Source(
-        weights=weights if not kind.adapters else None,
-        adapters=str(out / adapters) if kind.adapters else None,
-        state=state,
-        checkpoint=_verify(files[:-1], state),
-    )
+    if kind.adapters:
+        adapters = str(out / adapters)
+        return Source(adapters=adapters, state=state, checkpoint=_verify((adapters,), state))
+    return Source(weights=weights, state=state, checkpoint=_verify(weights, state))
 
 
 def _named_weights(cfg: DictConfig, out: Path) -> tuple[str, ...]:
@@ -172,7 +165,7 @@ def _named_weights(cfg: DictConfig, out: Path) -> tuple[str, ...]:
     return () if in_base and not any(path.is_file() for path in named) else tuple(map(str, named))
 
 
-def _verify(weights: list[str], state: str) -> str | None:
+def _verify(weights: tuple[str, ...], state: str) -> str | None:
     """Raise unless all files are what was saved, as far as that is known; the weights' checkpoint.
 
     Raises:

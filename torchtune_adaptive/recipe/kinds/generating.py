@@ -4,21 +4,49 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torchtune.training import disable_dropout
 
-from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.common import ConfigError, counted
+from torchtune_adaptive.core import Phase, TrainStep
 from torchtune_adaptive.recipe.components import make
-from torchtune_adaptive.recipe.data.rows import Rows
+from torchtune_adaptive.recipe.data.rows import Collate, Row, Rows
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
-from torchtune_adaptive.recipe.rollout.advantages import Total
+from torchtune_adaptive.recipe.rollout.generate import Generation
 from torchtune_adaptive.recipe.rollout.judging import Judge
-from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
+from torchtune_adaptive.recipe.rollout.phases import Phases, RolloutSizes, stop_tokens
 from torchtune_adaptive.recipe.rollout.projection import LogProbs
-from torchtune_adaptive.recipe.rollout.prompts import Prompts
-from torchtune_adaptive.recipe.rollout.score import Scorers
+from torchtune_adaptive.recipe.rollout.rows import collate, longest_rows
+from torchtune_adaptive.recipe.rollout.score import Scorers, Scoring
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
+from torchtune_adaptive.recipe.settings.asked import Asked
+from torchtune_adaptive.recipe.settings.phase_names import GENERATION, SCORING
+
+
+class Prompts(Rows):
+    """Prompts. Batches are not made of them, but of the rows that are generated from them."""
+
+    sample = "prompt"
+    keys: ClassVar[tuple[str, ...]] = ("tokens", "answer")
+    values: ClassVar[bool] = False
+    """Whether the rows that are generated from them have values."""
+
+    def length(self, row: Row) -> int:
+        return len(row["tokens"])
+
+    def stretched(self, row: Row, length: int) -> Row:
+        return {**row, "tokens": (list(row["tokens"]) * length)[:length]}
+
+    def collate(self, asked: Asked, tokenizer: Any, objective: Any) -> Collate:
+        return partial(collate, padding_id=tokenizer.pad_id)
+
+    def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, torch.Tensor]:
+        # Of a row that is generated, only the length of all of it counts.
+        return collate(longest_rows(rows, length - 1, 1, self.values), padding_id=0)
 
 
 class Generating(RecipeKind):
@@ -55,21 +83,59 @@ class Generating(RecipeKind):
     ) -> Scorers:
         """What scores the rows of a rollout."""
 
-    @abstractmethod
-    def judge(
-        self,
-        tokenizer: Any,
-        stops: Sequence[int],
-        sizes: RolloutSizes,
-        total: Total,
-        entering: Callable[[str], None],
-    ) -> Judge:
-        """What rewards them, and finds their advantages.
+    def phases(
+        self, model: nn.Module, step: TrainStep, tokenizer: Any, sizes: RolloutSizes, longest: int
+    ) -> Phases:
+        """The phases of a run, which have no size yet; the longest prompt has ``longest`` tokens.
 
-        Args:
-            tokenizer: the tokenizer.
-            stops: the tokens that end a response.
-            sizes: those of a rollout.
-            total: the function that sums a tensor over all ranks.
-            entering: called with the name of each reward function, before it is.
+        Raises:
+            ConfigError: the longest prompt leaves no room for a response.
         """
+        policy, scorers = self.policy(model), self.scorers(model, step.objective.frozen, sizes)
+        models = (policy, *step.objective.frozen)
+        lengths = [getattr(model, "max_seq_len", None) for model in models]
+        most = min((length for length in lengths if length is not None), default=None)
+        if most is not None and longest + sizes.max_new > most:
+            raise ConfigError(
+                "max_generated_tokens",
+                sizes.max_new,
+                f"is too much: the longest prompt has {counted(longest, 'token')}, and the model takes "
+                f"{most}",
+                f"Set it to {most - longest} or less, or leave out long prompts (dataset.filter_fn)"
+                if most > longest
+                else "Leave out prompts that long (dataset.filter_fn)",
+            )
+        generator = Generation(
+            policy,
+            tokenizer.pad_id,
+            stop_tokens(self.asked, tokenizer),
+            sizes.max_new,
+            self.asked["temperature"],
+            self.asked["top_k"],
+            longest,
+            self.environment.dtype,
+            step.device,
+        )
+        sharded = step.ranks.size > 1
+        return Phases(
+            Phase(
+                GENERATION,
+                step,
+                generator.alone,
+                gathers=policy if sharded else None,
+                sharded=generator.together if sharded else None,
+                tried=generator.trial,
+                shape=len,
+                advice=f"Lower max_generated_tokens, or leave out long prompts; see {BLOCK}.memory_limit.",
+            ),
+            generator,
+            Phase(SCORING, step, Scoring(tokenizer.pad_id, step.device, *scorers), shape=len),
+            sizes,
+            longest,
+            bool(scorers.values),
+        )
+
+    @abstractmethod
+    def judge(self, tokenizer: Any, sizes: RolloutSizes, entering: Callable[[str], None]) -> Judge:
+        """What rewards them, and finds their advantages; ``entering`` is called with the name of each reward
+        function, before it is."""

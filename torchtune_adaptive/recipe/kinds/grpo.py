@@ -12,10 +12,9 @@ from torchtune_adaptive.core import Objective
 from torchtune_adaptive.recipe.kinds.full import Full
 from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.rewards import Rewards
-from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import ByFunctions, Judge
 from torchtune_adaptive.recipe.rollout.losses import GRPOObjective
-from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
+from torchtune_adaptive.recipe.rollout.phases import RolloutSizes, stop_tokens
 from torchtune_adaptive.recipe.rollout.score import OfTokens, Scorers
 
 
@@ -72,14 +71,8 @@ class GRPO(Generating):
         [reference] = frozen
         return self.log_probs(reference)
 
-    def judge(
-        self,
-        tokenizer: Any,
-        stops: Sequence[int],
-        sizes: RolloutSizes,
-        total: Total,
-        entering: Callable[[str], None],
-    ) -> Judge:
+    def judge(self, tokenizer: Any, sizes: RolloutSizes, entering: Callable[[str], None]) -> Judge:
+        stops = stop_tokens(self.asked, tokenizer)
         return ByFunctions(Rewards(self.asked, tokenizer, stops, entering), sizes.samples)
 
 

@@ -11,21 +11,19 @@ from torchtune import training
 
 from torchtune_adaptive.core import Objective
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
-from torchtune_adaptive.recipe.checkpoints.policy_and_value import PolicyAndValueCheckpoints
-from torchtune_adaptive.recipe.data.rows import Rows
-from torchtune_adaptive.recipe.kinds.full import Full
-from torchtune_adaptive.recipe.kinds.generating import Generating
-from torchtune_adaptive.recipe.rollout.advantages import Total
-from torchtune_adaptive.recipe.rollout.judging import ByModel, Judge
-from torchtune_adaptive.recipe.rollout.losses import PPOObjective
-from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
-from torchtune_adaptive.recipe.rollout.policy_and_value import (
+from torchtune_adaptive.recipe.checkpoints.policy_and_value import (
     POLICY,
     VALUE,
     PolicyAndValue,
+    PolicyAndValueCheckpoints,
     of_model,
 )
-from torchtune_adaptive.recipe.rollout.prompts import Prompts
+from torchtune_adaptive.recipe.data.rows import Rows
+from torchtune_adaptive.recipe.kinds.full import Full
+from torchtune_adaptive.recipe.kinds.generating import Generating, Prompts
+from torchtune_adaptive.recipe.rollout.judging import ByModel, Judge, over
+from torchtune_adaptive.recipe.rollout.losses import PPOObjective
+from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.rollout.score import Scorers, values_of
 from torchtune_adaptive.recipe.settings.keys import VALUE_CHECKPOINTER
 from torchtune_adaptive.recipe.settings.kind_table import FrozenModel
@@ -96,14 +94,7 @@ class PPO(Generating, Full):
             {"values": values_of(model.get_submodule(VALUE)), "scores": values_of(reward)},
         )
 
-    def judge(
-        self,
-        tokenizer: Any,
-        stops: Sequence[int],
-        sizes: RolloutSizes,
-        total: Total,
-        entering: Callable[[str], None],
-    ) -> Judge:
+    def judge(self, tokenizer: Any, sizes: RolloutSizes, entering: Callable[[str], None]) -> Judge:
         asked = self.asked
         return ByModel(
             sizes.max_new,
@@ -113,7 +104,7 @@ class PPO(Generating, Full):
             penalty=asked["reward_penalty"],
             min_length=asked["min_response_length"],
             must_stop=asked["penalise_no_eos"],
-            total=total,
+            total=over(self.environment.ranks),
         )
 
     # --- data -------------------------------------------------------------------------------------

@@ -149,7 +149,6 @@ def _kv_caches(generation: Generation, rows: int) -> Iterator[None]:
     finally:
         for module in model.modules():
             if isinstance(module, MultiHeadAttention):
-                del (
-                    module.kv_cache
-                )  # or there would be a place for one, and compiled layers would be others
+                # Or there would be a place for one, and compiled layers would be others.
+                del module.kv_cache
                 module.kv_cache, module.cache_enabled = None, False

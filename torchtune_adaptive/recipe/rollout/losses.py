@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.core import Batch, Forward, Summed
-from torchtune_adaptive.recipe.rollout.advantages import Total, of_this_rank
+from torchtune_adaptive.recipe.rollout.judging import Total, of_this_rank
 from torchtune_adaptive.recipe.rollout.projection import LogProbs
 from torchtune_adaptive.recipe.rollout.rows import Row, known
 
@@ -31,12 +31,7 @@ class _Clipped:
     ignored = 0
 
     def begin(self, rows: Sequence[Row], total: Total = of_this_rank) -> None:
-        """Begin a mini-batch, before it is split.
-
-        Args:
-            rows: those of the mini-batch on this rank.
-            total: the function that sums a tensor over all ranks.
-        """
+        """Begin a mini-batch of these rows on this rank, before it is split."""
 
     def rows(self, batch: Batch) -> int:
         return len(batch["tokens"])

@@ -59,7 +59,6 @@ class LogProbs:
     Logits are computed in chunks, and in backward again, so those of one chunk exist at a time.
 
     Args:
-        model: the model.
         temperature: the number that logits are divided by.
     """
 
@@ -70,8 +69,7 @@ class LogProbs:
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """A number for each position, in float32. The last has no next token, and its number no meaning."""
         with self.replacing_logits(tokens):
-            log_probs: torch.Tensor = self._model(tokens)
-        return log_probs
+            return self._model(tokens)
 
     def replacing_logits(self, tokens: torch.Tensor) -> AbstractContextManager[None]:
         """A context in which the model gives the log-probabilities of its input in the place of logits."""

@@ -1,4 +1,4 @@
-"""Rows of a rollout: all that lasts of it, on the host."""
+"""Rows of a rollout: all that lasts of it, on the host. And the random numbers that they are sampled with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
@@ -104,11 +105,7 @@ def known(numbers: torch.Tensor | None) -> torch.Tensor:
 def longest_rows(number: int, prompt: int, response: int, values: bool = False) -> list[Row]:
     """Rows as long as rows can be, with every number that a phase may need: for trials.
 
-    Args:
-        number: how many.
-        prompt: tokens of the longest prompt.
-        response: tokens of the longest response.
-        values: whether they have values and returns.
+    Prompts and responses have so many tokens, and ``values`` says whether there are values and returns.
     """
     zeros = torch.zeros(response)
     return [
@@ -130,3 +127,25 @@ def longest_rows(number: int, prompt: int, response: int, values: bool = False) 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host that is no device's memory, not even the simulated device's."""
     return torch.from_numpy(tensor.detach().cpu().numpy().copy())
+
+
+def draws(seed: int, rollout: int, row: int, tokens: int) -> torch.Tensor:
+    """The uniform numbers of a row, in [0, 1): one for each token that it may get.
+
+    They depend on nothing else, so neither on which rows are sampled beside it nor on what was sampled
+    before. There is no state to save, or to restore after a trial. For more ``tokens``, the first numbers
+    are the same. ``row`` is its index among those of all ranks.
+    """
+    return torch.from_numpy(_generator(seed, rollout, row).random(tokens))
+
+
+def shuffled(seed: int, rollout: int, epoch: int, rank: int, rows: int) -> list[int]:
+    """The order in which a rank trains on its rows of a rollout, for the first time in ``epoch`` 0."""
+    return _generator(seed, rollout, rank, 1 + epoch).permutation(rows).tolist()
+
+
+def _generator(seed: int, rollout: int, *place: int) -> np.random.Generator:
+    # It counts, so that every place has one in its sequence. Not torch's generator: on a CPU, that takes 32
+    # bits of a seed, and among a million rows some would be twins.
+    counter = [0, *place, 0, 0][:4]
+    return np.random.Generator(np.random.Philox(key=[seed, rollout], counter=counter))

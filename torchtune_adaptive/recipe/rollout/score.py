@@ -45,19 +45,16 @@ class Scoring:
     def __call__(self, rows: Sequence[Row]) -> list[dict[str, torch.Tensor]]:
         """The numbers of each row by name, on the host, in float32."""
         batch = collate(rows, self.padding_id)
-        scores = self.of_tokens(batch["tokens"].to(self.device))
+        tokens = batch["tokens"].to(self.device)
+        models = {**self.log_probs, **self.values}
+        # One model after the other, and copied at once.
+        scores = on_host(torch.stack([model(tokens).float() for model in models.values()]))
         first = [len(row.prompt) - 1 for row in rows]
         end = (batch["response"].sum(1) + torch.tensor(first)).tolist()
         return [
             {
                 name: each[at, first[at] : end[at] + (name in self.values)]
-                for name, each in scores.items()
+                for name, each in zip(models, scores, strict=True)
             }
             for at in range(len(rows))
         ]
-
-    def of_tokens(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The numbers of all positions by name, on the host: one model after the other, copied at once."""
-        models = {**self.log_probs, **self.values}
-        made = torch.stack([model(tokens).float() for model in models.values()])
-        return dict(zip(models, on_host(made), strict=True))

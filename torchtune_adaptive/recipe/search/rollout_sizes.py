@@ -80,7 +80,7 @@ def decide_sizes(
 
     def divided(size: int | Budget) -> MicroBatches:
         if isinstance(size, Budget):
-            return ByTokens(size, (), phases.padding_id, prober.step.objective.ignored)
+            return ByTokens(size, (), phases.generator.padding_id, prober.step.objective.ignored)
         return ByRows(settings.rounding)
 
     training, scoring = divided(sizes[TRAINING]), divided(sizes[SCORING])
@@ -168,7 +168,7 @@ class _Part:
     def batch(self, size: int, length: int | None = None) -> dict[str, Any]:
         """A micro-batch of training; of the longest rows, unless another length is given."""
         rows = self._rows(size, length or self.phases.longest_row)
-        return collate(rows, self.phases.padding_id)
+        return collate(rows, self.phases.generator.padding_id)
 
     def _rows(self, size: int, length: int) -> list[Row]:
         """Rows for a trial; where they are shorter than the longest, so is the response."""

@@ -16,7 +16,7 @@ from torch import nn
 from torchtune_adaptive.core import TrainStep
 from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.rollout import generate, score
-from torchtune_adaptive.recipe.rollout.phases import Phases, build_phases, rollout_sizes
+from torchtune_adaptive.recipe.rollout.phases import rollout_sizes
 from torchtune_adaptive.recipe.rollout.rows import Row, longest_rows
 from torchtune_adaptive.recipe.settings.phase_names import GATHERING, SCORING, SHARDED_GENERATION
 
@@ -46,8 +46,9 @@ def work_of_phase(
         making_caches: called before the caches of keys and values are allocated.
     """
     rows, length = size
-    phases = _phases(kind, step, model, length)
-    made = longest_rows(rows, phases.longest, phases.sizes.max_new, phases.values)
+    sizes = rollout_sizes(kind.asked)
+    phases = kind.phases(model, step, _TOKENIZER, sizes, longest=length - sizes.max_new)
+    made = longest_rows(rows, phases.longest, sizes.max_new, phases.values)
     if name == SCORING:
         return lambda _: phases.scoring.attempt(made)
     generation = phases.generation
@@ -64,13 +65,6 @@ def work_of_phase(
         lambda: replace(generation, gathers=gathers, tried=tried).attempt(made),
         next_token,
     )
-
-
-def _phases(kind: Generating, step: TrainStep, model: nn.Module, length: int) -> Phases:
-    asked, sizes = kind.asked, rollout_sizes(kind.asked)
-    scorers = kind.scorers(model, step.objective.frozen, sizes)
-    policy, longest = kind.policy(model), length - sizes.max_new
-    return build_phases(asked, kind.environment, step, policy, scorers, _TOKENIZER, sizes, longest)
 
 
 def _gather(step: TrainStep, policy: nn.Module | None) -> None:

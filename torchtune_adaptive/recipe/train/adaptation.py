@@ -80,11 +80,9 @@ class Adaptation:
     def announce(self, total_epochs: int) -> None:
         """Log what lies ahead of a run whose batch may grow."""
         steps = self.growth.steps_ahead(self.epochs, total_epochs)
-        run = (
-            f"the run will take {steps}"
-            if steps
-            else "how many the run takes depends on its course"
-        )
+        run = "how many the run takes depends on its course"
+        if steps:
+            run = f"the run will take {steps}"
         base = counted(total_epochs * self.epochs.base_steps, "step")
         log.info(
             f"batch_size starts at {self.growth.start.micro_batch} and may grow; the largest that fits "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -22,41 +23,34 @@ class EpochDisplay:
 
     def __init__(self, epoch: int, epochs: int, total: int, done: int) -> None:
         self._name = f"epoch {epoch + 1} of {epochs}"
-        self._total, self._done = total, done
-        self._shown = -1
-        self._on = log.isEnabledFor(logging.INFO)
-        on_terminal = self._on and sys.stderr.isatty()
+        self._total = total
+        on_terminal = log.isEnabledFor(logging.INFO) and sys.stderr.isatty()
         self._bar = tqdm(total=total, initial=done, desc=self._name) if on_terminal else None
-        self._since = time.monotonic()
         self._line = ""
+        """The last step, unless it has been shown."""
+        self._shown_at = -math.inf  # the first step is shown at once
 
     def step(self, done: int, number: int, loss: float, tokens_per_second: float) -> None:
         """Show that step ``number`` of the run is done, and with it so many base steps of the epoch."""
-        self._done = done
+        said = f"loss {loss:.4g}, {tokens_per_second:,.0f} tokens/s"
         if self._bar is not None:
-            self._bar.set_postfix_str(
-                f"loss {loss:.4g}, {tokens_per_second:,.0f} tokens/s", refresh=False
-            )
+            self._bar.set_postfix_str(said, refresh=False)
             self._bar.update(done - self._bar.n)
             return
-        self._line = (
-            f"{self._name}, {done} of {self._total}: step {number}, loss {loss:.4g}, "
-            f"{tokens_per_second:,.0f} tokens/s"
-        )
-        now = time.monotonic()
-        if self._shown < 0 or now - self._since >= EVERY_SECONDS:
-            self._say(now)
+        self._line = f"{self._name}, {done} of {self._total}: step {number}, {said}"
+        if time.monotonic() - self._shown_at >= EVERY_SECONDS:
+            self._say()
 
     def close(self) -> None:
         """The epoch is over, or interrupted."""
         if self._bar is not None:
             self._bar.close()
-        elif self._line and self._shown != self._done:
-            self._say(time.monotonic())
+        elif self._line:
+            self._say()
 
-    def _say(self, now: float) -> None:
-        self._since, self._shown = now, self._done
+    def _say(self) -> None:
         log.info(self._line)
+        self._line, self._shown_at = "", time.monotonic()
 
 
 @contextmanager

@@ -34,26 +34,17 @@ class Events:
 
     def changed(self, step: int, reason: str, **what: tuple[Any, Any]) -> None:
         """Values such as ``micro_batch=(8, 4)`` (before, after) change from ``step`` on."""
-        if self._path is None:
-            return
         (first, change), *others = (
             (name.replace("_", "-" if name == "micro_batch" else " "), f"{before} -> {after}")
             for name, (before, after) in what.items()
         )
         line = f"{first} {change} ({reason}, step {step})"
-        log.info("; ".join([line, *(f"{name} {change}" for name, change in others)]))
-        self._write({"step": step, "reason": reason, **{k: list(v) for k, v in what.items()}})
+        line = "; ".join([line, *(f"{name} {change}" for name, change in others)])
+        self._put({"step": step, "reason": reason, **{k: list(v) for k, v in what.items()}}, line)
 
     def grown(self, before: Split, after: Split, samples: int, step: int, reason: str) -> None:
         """The global batch changes from ``step`` on; ``schedule.Replay`` reads this record."""
-        if self._path is None:
-            return
-        log.info(
-            f"global batch {before.global_batch} -> {after.global_batch} ({reason}, after "
-            f"{counted(samples, 'sample')}, step {step}): {after.micro_batch} x {after.accumulation} x "
-            f"{counted(after.ranks, 'rank')}"
-        )
-        self._write(
+        self._put(
             {
                 "step": step,
                 "reason": reason,
@@ -61,23 +52,25 @@ class Events:
                 "global_batch": [before.global_batch, after.global_batch],
                 "micro_batch": [before.micro_batch, after.micro_batch],
                 "accumulation": [before.accumulation, after.accumulation],
-            }
+            },
+            f"global batch {before.global_batch} -> {after.global_batch} ({reason}, after "
+            f"{counted(samples, 'sample')}, step {step}): {after.micro_batch} x {after.accumulation} x "
+            f"{counted(after.ranks, 'rank')}",
         )
 
     def resumed(self, step: int, source: str, changes: list[str]) -> None:
         """The run goes on from a checkpoint after ``step``. The log has said so, and what has changed."""
-        if self._path is not None:
-            self._write({"step": step, "reason": f"resumed from {source}", "changes": changes})
+        self._put({"step": step, "reason": f"resumed from {source}", "changes": changes})
 
     def noticed(self, step: int, what: str) -> None:
         """Warn about something that changed nothing."""
+        self._put({"step": step, "reason": what}, f"{what} (step {step})", logging.WARNING)
+
+    def _put(self, row: dict[str, Any], line: str | None = None, level: int = logging.INFO) -> None:
         if self._path is None:
             return
-        log.warning(f"{what} (step {step})")
-        self._write({"step": step, "reason": what})
-
-    def _write(self, row: dict[str, Any]) -> None:
-        assert self._path is not None
+        if line is not None:
+            log.log(level, line)
         with not_essential(f"An event in {self._path}"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:

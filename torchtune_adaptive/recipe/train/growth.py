@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from dataclasses import dataclass
@@ -33,12 +34,10 @@ class Growth:
     """Decides how the next step is put together; the same on every rank.
 
     Args:
-        start: the batch that the run begins with.
         largest: the largest micro-batch that fits, as the search found it; None if there was none.
         grow: the schedule or function that asks for more; None where the batch stays.
         past_memory: True to accumulate gradients where the micro-batch cannot grow any more.
         rows_per_epoch: the rows that a rank may use in an epoch; one step must remain.
-        ranks: the ranks of the run.
         first: micro-batch, accumulation and ranks of ``start`` when it was decided on, on other ranks.
     """
 
@@ -97,18 +96,14 @@ class Growth:
         rows = min(rows, limit)
         if rows <= self.split.rows:  # a batch never shrinks
             return None
-        before = self.split
-        self.set_rows(rows)
+        before, start = self.split, self.start
+        self.split = Split.of_rows(rows, start.ranks, self.largest, start.accumulation)
         self.decisions.append([samples, self.split.global_batch])
         return Grown(before, self.split, samples, _name(self.schedule or self._function))
 
     @property
     def grows(self) -> bool:
         return self.schedule is not None or self._function is not None
-
-    def set_rows(self, rows: int) -> None:
-        """Use steps of ``rows`` rows on each rank."""
-        self.split = Split.of_rows(rows, self.start.ranks, self.largest, self.start.accumulation)
 
     def _ask_all_ranks(self, function: IncreaseFunction, epoch: int, current: int) -> int:
         """The function's answer on rank 0, once it is sure that every rank got one."""
@@ -141,14 +136,8 @@ class Growth:
             return None
         if self.schedule is None:
             return total_epochs * epochs.base_steps
-        future = Growth(
-            self.start,
-            self.largest,
-            self.schedule,
-            self._past_memory,
-            self._rows_per_epoch,
-            self._ranks,
-        )
+        future = copy.copy(self)
+        future.split, future.decisions = self.start, []
         steps = samples = 0
         for epoch in range(total_epochs):
             used = 0
@@ -164,10 +153,8 @@ class Growth:
         return steps
 
     def state(self) -> GrowthState:
-        start, as_saved = (
-            self.start,
-            [self.start.micro_batch, self.start.accumulation, self.start.ranks],
-        )
+        start = self.start
+        as_saved = [start.micro_batch, start.accumulation, start.ranks]
         is_even = start.rows == start.micro_batch * start.accumulation
         return GrowthState(
             start=as_saved,

@@ -15,15 +15,26 @@ log = logging.getLogger(__name__)
 
 
 class Profiling:
-    """torchtune's profiler, and the memory history that it asks for in the first epoch, on rank 0."""
+    """torchtune's profiler, and the memory history that it asks for in the first epoch, on rank 0.
 
-    def __init__(
-        self, profiler: Any, settings: DictConfig, environment: Environment, memory: DeviceMemory
-    ) -> None:
-        self._profiler = profiler
+    Where the config has no profiler, or one that is not enabled, it does nothing.
+    """
+
+    def __init__(self, cfg: DictConfig, environment: Environment, memory: DeviceMemory) -> None:
         self._memory = memory
         self._first = self._last = -1
-        if settings.enabled and settings.get("profile_memory", False) and environment.ranks.is_zero:
+        component = "torchtune.training.setup_torch_profiler"
+        node = cfg.get(training.PROFILER_KEY, None) or OmegaConf.create({"enabled": False})
+        if node.setdefault("_component_", component) != component:
+            raise ValueError(
+                f"profiler._component_ is {node._component_}; only {component} is supported"
+            )
+        if not node.get("enabled", False):
+            self._profiler: Any = training.DummyProfiler()  # torchtune would log that it makes it
+            return
+        self._profiler, settings = config.instantiate(node)
+        log.info(f"Profiler: {settings}")
+        if settings.get("profile_memory", False) and environment.ranks.is_zero:
             self._first = settings.wait_steps + settings.warmup_steps
             self._last = self._first + settings.active_steps
 
@@ -41,18 +52,3 @@ class Profiling:
         if epoch == 0 and number == self._last:
             self._memory.record_history(False)
         self._profiler.step()
-
-
-def build_profiler(cfg: DictConfig) -> tuple[Any, DictConfig]:
-    """torchtune's profiler and its settings; without settings, one that does nothing."""
-    component = "torchtune.training.setup_torch_profiler"
-    node = cfg.get(training.PROFILER_KEY, None) or OmegaConf.create({"enabled": False})
-    if node.setdefault("_component_", component) != component:
-        raise ValueError(
-            f"profiler._component_ is {node._component_}; only {component} is supported"
-        )
-    if not node.get("enabled", False):
-        return training.DummyProfiler(), node  # torchtune would build the same, and log that
-    built, settings = config.instantiate(node)
-    log.info(f"Profiler: {settings}")
-    return built, settings

@@ -60,7 +60,10 @@ class LearningRate:
         self._batch = start
         self._factor = 1.0
         if anew:
-            self._begin_anew(float(first.defaults["lr"]))
+            rate = float(first.defaults["lr"])
+            self._set([rate] * len(self._groups))
+            for group in self._groups:
+                group["initial_lr"] = rate
         self._position = 0 if anew else position
         self._scheduler = make_scheduler(self._position)
         self._base = [float(group["lr"]) for group in self._groups]
@@ -95,11 +98,6 @@ class LearningRate:
             # A run that is resumed has taken steps of the optimizer; this process need not have.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             self._scheduler.step()
-
-    def _begin_anew(self, rate: float) -> None:
-        self._set([rate] * len(self._groups))
-        for group in self._groups:
-            group["initial_lr"] = rate
 
     def follow(self, batch: int, noise: float | None) -> None:
         """Scale the rate (and beta2) for a next step with a global batch of ``batch``."""

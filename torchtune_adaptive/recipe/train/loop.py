@@ -36,22 +36,22 @@ from torchtune_adaptive.recipe.train.validation import Validation
 log = logging.getLogger(__name__)
 
 
-def how_to_resume(last_checkpoint: str, why: str | None = None) -> str:
-    """What to do after a step that cannot be retried, or not any smaller; ``why`` says why none can."""
+def how_to_go_on(last_checkpoint: str, shrinks: bool = True, no_retry: str | None = None) -> str:
+    """What to do after a step that ran out of memory, and cannot be retried or not any smaller.
+
+    ``shrinks`` says whether steps are retried, and ``no_retry`` why none can be.
+    """
+    if not shrinks and not no_retry:
+        return (
+            f"{BLOCK}.on_out_of_memory is raise: shrink retries such a step with less memory, and "
+            "use_maximum_batch_size=True finds the largest batch_size that fits. The last checkpoint: "
+            f"{last_checkpoint}."
+        )
     return (
-        f"{f'No step is retried: {why}. ' if why else ''}"
+        f"{f'No step is retried: {no_retry}. ' if no_retry else ''}"
         f"The last checkpoint: {last_checkpoint}. Resume from it with a larger {BLOCK}.headroom, a smaller "
         f"{BLOCK}.ceiling or batch_size, enable_activation_checkpointing, or shorter rows "
         "(tokenizer.max_seq_len)."
-    )
-
-
-def how_to_go_on(last_checkpoint: str) -> str:
-    """What to do after a step that could have been retried."""
-    return (
-        f"{BLOCK}.on_out_of_memory is raise: shrink retries such a step with less memory, and "
-        "use_maximum_batch_size=True finds the largest batch_size that fits. The last checkpoint: "
-        f"{last_checkpoint}."
     )
 
 
@@ -341,8 +341,7 @@ class TrainingLoop:
         return " ".join(found)
 
     def _summarize(self) -> None:
-        retried, ranks = self.runner.retried_steps, self.runner.step.ranks
-        self.summary = self.metrics.summary(self._split, retried, ranks, self._next_time())
-        for line in self.summary.lines() if self.summary else []:
+        self.summary = self.metrics.summary(self._next_time())
+        for line in self.trained().lines():
             log.info(line)
         log.info(f"Checkpoint: {self.last_checkpoint()}")

@@ -11,7 +11,7 @@ from typing import Any
 from torchtune import training
 
 from torchtune_adaptive.common import bytes_of, counted
-from torchtune_adaptive.core import DeviceMemory, MicroBatch, Ranks, Split, StepDone
+from torchtune_adaptive.core import DeviceMemory, MicroBatch, Split, StepDone
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.train.history import Course, History, Point
@@ -52,35 +52,12 @@ class Summary:
     """Peak on the rank where it was highest."""
     capacity: int | None
     """Bytes of the device; None where memory is not measured."""
-    retried_steps: int
-    split: Split
-    """The last batch, as it was trained with."""
-    sample: str = "row"
     next_time: str = ""
     """The overrides to begin with the memory that the last steps took, where memory has run out."""
     begun_at: int = 0
     """The steps that were done when the run was resumed."""
     run: Course | None = None
     """All steps of a run that was resumed; None where the checkpoint does not say."""
-
-    def lines(self) -> list[str]:
-        split = self.split
-        speed = f"{self.tokens_per_second:,.0f} tokens/s"
-        if split.ranks > 1:
-            speed += f" ({self.tokens_per_second / split.ranks:,.0f} per rank)"
-        facts = [speed]
-        if self.capacity is not None:
-            facts.append(f"peak memory {bytes_of(self.peak_bytes, self.capacity)}")
-        facts.append(f"{counted(self.retried_steps, 'step')} retried")
-        lines = [
-            f"Trained {self.part.text()}.",
-            *([f"The whole run: {self.run.text()}."] if self.run and self.begun_at else []),
-            f"{', '.join(facts)}.",
-            f"Last global batch: {counted(split.global_batch, self.sample)} ({split.text()}).",
-        ]
-        if self.next_time:
-            lines.append(f"Memory ran out, and steps take less since. Next time: {self.next_time}")
-        return lines
 
 
 @dataclass(frozen=True)
@@ -101,17 +78,36 @@ class Trained:
     """Summary of a training that is done."""
     sample: str = "row"
 
+    def lines(self) -> list[str]:
+        """The summary, for the log; nothing where there is none."""
+        split, summary = self.split, self.summary
+        if summary is None:
+            return []
+        part, run = summary.part, summary.run
+        speed = f"{summary.tokens_per_second:,.0f} tokens/s"
+        if split.ranks > 1:
+            speed += f" ({summary.tokens_per_second / split.ranks:,.0f} per rank)"
+        facts = [speed]
+        if summary.capacity is not None:
+            facts.append(f"peak memory {bytes_of(summary.peak_bytes, summary.capacity)}")
+        facts.append(f"{counted(self.retried_steps, 'step')} retried")
+        lines = [
+            f"Trained {part.text()}.",
+            *([f"The whole run: {run.text()}."] if run and summary.begun_at else []),
+            f"{', '.join(facts)}.",
+            f"Last global batch: {counted(split.global_batch, self.sample)} ({split.text()}).",
+        ]
+        if next_time := summary.next_time:
+            lines.append(f"Memory ran out, and steps take less since. Next time: {next_time}")
+        return lines
+
 
 class Metrics:
     """Records the steps of a run.
 
     Args:
-        logging: the metrics to log, and their interval.
-        environment: the environment of the rank.
-        memory: the memory of its device.
         watch_memory: True to log how much of it was not used.
         counts_tokens: True if a step's weight is its tokens.
-        sample: what a sample is called.
     """
 
     def __init__(
@@ -121,13 +117,11 @@ class Metrics:
         memory: DeviceMemory,
         watch_memory: bool,
         counts_tokens: bool = True,
-        sample: str = "row",
     ) -> None:
         self._logging = logging
         self._environment = environment
         self._memory = memory
         self._counts_tokens = counts_tokens
-        self._sample = sample
         self._watch_memory = watch_memory and memory.measured
         self.history = History("token" if counts_tokens else "sample")
         self._course = Course()
@@ -248,13 +242,11 @@ class Metrics:
             self._memory.watch()
         return found
 
-    def summary(
-        self, split: Split, retried_steps: int, ranks: Ranks, next_time: str = ""
-    ) -> Summary | None:
+    def summary(self, next_time: str = "") -> Summary | None:
         """What the steps came to, the same on all ranks; None if there were none."""
         if not self.has_steps:
             return None
-        peak, capacity = max(ranks.gather(self.peak_bytes)), None
+        peak, capacity = max(self._environment.ranks.gather(self.peak_bytes)), None
         if self._memory.measured:
             capacity = self._memory.capacity()
             peak = min(peak, capacity)  # the simulated device counts what did not fit
@@ -263,9 +255,6 @@ class Metrics:
             tokens_per_second=self.tokens / self.seconds,
             peak_bytes=peak,
             capacity=capacity,
-            retried_steps=retried_steps,
-            split=split,
-            sample=self._sample,
             next_time=next_time,
             begun_at=self._begun_at,
             run=self.run,

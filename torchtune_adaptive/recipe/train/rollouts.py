@@ -27,11 +27,9 @@ from torchtune_adaptive.core import (
     TrainStep,
     Watchdog,
 )
-from torchtune_adaptive.recipe.rollout.advantages import over
-from torchtune_adaptive.recipe.rollout.draws import draws, shuffled
-from torchtune_adaptive.recipe.rollout.judging import Judge
+from torchtune_adaptive.recipe.rollout.judging import Judge, over
 from torchtune_adaptive.recipe.rollout.phases import Phases, RolloutSizes
-from torchtune_adaptive.recipe.rollout.rows import Row, collate, known
+from torchtune_adaptive.recipe.rollout.rows import Row, collate, draws, known, shuffled
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.train.events import Events
 
@@ -42,17 +40,11 @@ class Rollouts:
 
     Args:
         dataset: prompts, with whatever reward functions want to know of them.
-        order: the order of prompts in each epoch.
         limit: the number of rollouts after which training ends; None for that of the epochs.
-        seed: that of the run.
-        phases: those before training.
-        judge: what rewards rows, and finds their advantages.
         micro_batches: how rows are divided for training.
         scoring: how they are divided for scoring.
-        watchdog: the watchdog, which is notified of what is being done.
         step_timeout: seconds that scoring, or a reward function, may stand still.
         stop_requested: whether this rank has been asked to stop.
-        events: the record of what changes.
     """
 
     dataset: Any
@@ -105,8 +97,8 @@ class Rollouts:
 
     @property
     def trained_rows(self) -> int:
-        """The rows that a rollout is trained on, over all ranks."""
-        return self.sizes.trained_rows * self.ranks
+        """The rows that a rollout is trained on, each as often as it is, over all ranks."""
+        return self.sizes.rows * self.sizes.epochs * self.ranks
 
     def epoch(self, epoch: int, used: int) -> RolloutRows:
         """The rows of an epoch, of which the ranks have trained on the first ``used``.
@@ -114,14 +106,6 @@ class Rollouts:
         If that is in the middle of a rollout, as with another ``ppo_epochs``, it begins again.
         """
         return RolloutRows(self, epoch, used - used % self.trained_rows)
-
-    def number(self, epoch: int, used: int) -> int:
-        """The number of a rollout in the run, counted from 0."""
-        return epoch * self.per_epoch + used // self.trained_rows
-
-    def are_over(self, epoch: int, used: int) -> bool:
-        """Whether training ends here, whatever is left of the epochs."""
-        return self.limit is not None and self.number(epoch, used) >= self.limit
 
     # --- one rollout ------------------------------------------------------------------------------
 
@@ -305,13 +289,18 @@ class RolloutRows:
 
     @property
     def are_over(self) -> bool:
-        """Whether the last rollout has been trained on."""
-        return self.can_be_left and self._rollouts.are_over(self._epoch, self.used)
+        """Whether the last rollout has been trained on, whatever is left of the epochs."""
+        limit = self._rollouts.limit
+        return self.can_be_left and limit is not None and self._number >= limit
+
+    @property
+    def _number(self) -> int:
+        """The number of the rollout in the run, counted from 0."""
+        return self._epoch * self._rollouts.per_epoch + self.used // self._rollouts.trained_rows
 
     def begin_step(self) -> bool:
         """Make the next rollout, if it is time for it; False if a rank has been asked to stop meanwhile."""
-        rollouts = self._rollouts
-        number = rollouts.number(self._epoch, self.used)
+        rollouts, number = self._rollouts, self._number
         if self.can_be_left:
             rows = rollouts.make(self._epoch, number)
             if rows is None:
@@ -327,7 +316,7 @@ class RolloutRows:
         assert samples == mini_batch, "a step has all rows of a mini-batch"
         self.loaded = []
         for some in self._rollouts.parts(self._of_step, size):
-            batch = collate(some, self._rollouts.phases.padding_id)
+            batch = collate(some, self._rollouts.phases.generator.padding_id)
             ids = tuple(row.index for row in some)
             self.loaded.append(MicroBatch(ids, batch["tokens"].numel()))
             yield batch

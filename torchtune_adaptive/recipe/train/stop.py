@@ -142,9 +142,8 @@ class StopSignals:
     def _listen(self) -> None:
         """Receive signals in a thread, which runs whatever the main thread is waiting for."""
         began: float | None = None
-        deadline: float | None = None
         while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = None if began is None else max(0.0, began + self._allowed - time.monotonic())
             ready, _, _ = select.select([self._receiver], [], [], left)
             if not ready:
                 _say(
@@ -162,10 +161,10 @@ class StopSignals:
                 signal.pthread_kill(self._main, self._signal or signal.SIGTERM)
             if not numbers:
                 continue
-            if began is None or deadline is None:
+            if began is None:
                 self._signal = self._signal or numbers[0]
                 self._allowed = self._timeout if self._training else _UNWINDING
-                began, deadline = now, now + self._allowed
+                began = now
                 if self._training:
                     _say(
                         f"{_name(numbers[0])}: saving a checkpoint after this step, then stopping "

@@ -39,16 +39,11 @@ class Validation:
     Every row counts once. A rank that has no row left, where others have, evaluates one that does not count.
 
     Args:
-        step: the step of training.
-        data: the data to validate on.
-        every_n_steps: the interval in steps.
         size: rows in a micro-batch; fewer after memory has run out.
         grow_back_after: steps of training after which a size that failed is tried again; None: never.
         rank: the rank whose share of the rows to use, of so many ranks.
         workers: processes that fetch and collate ahead.
-        watchdog: the watchdog, which is notified of what is being done.
         step_timeout: seconds that it may stand still.
-        events: the record of what changes.
         record: a function that logs the result.
     """
 
