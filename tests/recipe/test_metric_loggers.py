@@ -149,3 +149,16 @@ def test_logs_that_cannot_begin_end_a_run_in_one_line(tmp_path: Path) -> None:
     assert re.search(
         r"metric_logger: '.*DiskLogger' cannot write: .*Set metric_logger.log_dir", said
     )
+
+
+class NotSetUp:
+    """A logger of a service that knows no key."""
+
+    def __init__(self, log_dir: str) -> None:
+        raise RuntimeError("No API key configured.\n")
+
+
+def test_a_service_that_is_not_set_up_ends_all_ranks_in_one_line(tmp_path: Path) -> None:
+    logs = {"metric_logger._component_": f"{__name__}.NotSetUp"}
+    said = refused("ConfigError", "full", tmp_path / "out", 2, **logs)
+    assert "NotSetUp' cannot begin (RuntimeError: No API key configured). Set it up" in said

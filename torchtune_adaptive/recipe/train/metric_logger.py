@@ -56,19 +56,19 @@ def start_metric_logger(cfg: DictConfig, ranks: Ranks) -> MetricLogger | None:
     """The metric logger of a run, on rank 0.
 
     Raises:
-        ConfigError: it cannot write; on all ranks.
+        ConfigError: it cannot begin; on all ranks.
     """
-    logger, reason = None, None
+    logger, problem = None, None
     if ranks.is_zero:
         try:
             logger = MetricLogger(cfg)
         except OSError as error:
-            reason = f"cannot write: {error}"
-    if reason := ranks.from_rank_zero(reason):
-        raise ConfigError(
-            "metric_logger",
-            cfg.metric_logger._component_,
-            reason,
-            "Set metric_logger.log_dir to a folder that can be written to, or make room",
-        )
+            remedy = "Set metric_logger.log_dir to a folder that can be written to, or make room"
+            problem = f"cannot write: {error}", remedy
+        except Exception as error:  # a service has its own reasons: no package, no key, no network
+            said = str(error).strip().rstrip(".")
+            remedy = "Set it up, or use torchtune.training.metric_logging.DiskLogger"
+            problem = f"cannot begin ({type(error).__name__}: {said})", remedy
+    if problem := ranks.from_rank_zero(problem):
+        raise ConfigError("metric_logger", cfg.metric_logger._component_, *problem)
     return logger
