@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -102,9 +103,22 @@ def communication_streams(model: nn.Module) -> Any:
     return model._get_fsdp_state()._comm_ctx if isinstance(model, FSDPModule) else None
 
 
-def of_meshes() -> Iterable[tuple[Any, str, Any]]:
-    """Replacements in torch while tensors are fake: owner, name, replacement. A mesh of devices is a tensor
-    of ranks' numbers, in which a rank looks for its own; FSDP makes one where tensors are split already."""
+Replacements = Iterable[tuple[Any, str, Any]]
+"""Replacements in torch: owner, name, replacement."""
+
+
+@contextmanager
+def replaced(replacements: Replacements) -> Iterator[None]:
+    """A context with these replacements."""
+    with ExitStack() as undo:
+        for each in replacements:
+            undo.enter_context(mock.patch.object(*each))
+        yield
+
+
+def of_meshes() -> Replacements:
+    """Replacements while tensors are fake. A mesh of devices is a tensor of ranks' numbers, in which a rank
+    looks for its own; FSDP makes one where tensors are split already."""
     make = DeviceMesh.__init__
 
     def with_values(mesh: DeviceMesh, *arguments: Any, **options: Any) -> None:
@@ -117,11 +131,9 @@ def of_meshes() -> Iterable[tuple[Any, str, Any]]:
 _FOR_STRIDED = "_propagate_use_strided_shard_flag"
 
 
-def of_sharding(
-    unseen: Callable[[], AbstractContextManager[None]],
-) -> Iterable[tuple[Any, str, Any]]:
-    """Replacements in torch while a sharded model is traced: owner, name, replacement. Shapes are computed
-    ``unseen``, in a context in which nothing is recorded, on tensors of the whole model's size."""
+def of_sharding(unseen: Callable[[], AbstractContextManager[None]]) -> Replacements:
+    """Replacements while a sharded model is traced. Shapes are computed ``unseen``, in a context in which
+    nothing is recorded, on tensors of the whole model's size."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def unseen_propagation(propagator: ShardingPropagator, schema: Any) -> Any:
@@ -216,26 +228,19 @@ def compiled_for(
 
     made: Any = Wrapped()
     _let_inductor_know(device.type)
-    with ExitStack() as undo:
-        for owner, name, replacement in _of_inductor(load):
-            undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, replacement)
-        undo.enter_context(
-            inductor_config.patch(
-                fx_graph_cache=False,
-                compile_threads=1,
-                joint_graph_constant_folding=False,  # it computes constants on the device
-                max_autotune_gemm_backends="ATEN",  # as chosen by default, without asking for others
-            )
-        )
-        undo.enter_context(
-            aot_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
-        )
-        undo.enter_context(without_modes())
-        undo.enter_context(mode)
-        undo.enter_context(
-            tracing(TracingContext(mode))
-        )  # inductor learns from it what it may reuse
+    with (
+        replaced(_of_inductor(load)),
+        inductor_config.patch(
+            fx_graph_cache=False,
+            compile_threads=1,
+            joint_graph_constant_folding=False,  # it computes constants on the device
+            max_autotune_gemm_backends="ATEN",  # as chosen by default, without asking for others
+        ),
+        aot_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+        without_modes(),
+        mode,
+        tracing(TracingContext(mode)),  # inductor learns from it what it may reuse
+    ):
         return aot_module_simplified(
             made,
             examples,
@@ -248,8 +253,8 @@ def compiled_for(
         )
 
 
-def _of_inductor(load: Callable[[str], Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Replacements in inductor while it compiles for a device that is not there: owner, name, replacement."""
+def _of_inductor(load: Callable[[str], Any]) -> Replacements:
+    """Replacements in inductor while it compiles for a device that is not there."""
     from torch._inductor import scheduler
     from torch._inductor.fx_passes import joint_graph, post_grad
     from torch._inductor.graph import GraphLowering

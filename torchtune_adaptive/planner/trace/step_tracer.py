@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -120,16 +120,6 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._entered.pop().__exit__(*error)
-
-
-@contextmanager
-def _replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """A context with these replacements: owner, name, replacement."""
-    with ExitStack() as undo:
-        for owner, name, replacement in replacements:
-            undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, replacement)
-        yield
 
 
 class StepTracer:
@@ -285,7 +275,7 @@ class StepTracer:
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
-        with _replaced(private.of_meshes()), self._fake, self._watch, self._watch.paused():
+        with private.replaced(private.of_meshes()), self._fake, self._watch, self._watch.paused():
             yield
 
     @contextmanager
@@ -293,7 +283,7 @@ class StepTracer:
         """A context in which tensors are fake, and what is allocated on the device is recorded."""
         # What is compiled already runs eager: dynamo does not know the device.
         with (
-            _replaced(self._replacements()),
+            private.replaced(self._replacements()),
             torch.compiler.set_stance("force_eager"),
             self._fake,
             self._watch,
@@ -301,8 +291,8 @@ class StepTracer:
         ):
             yield
 
-    def _replacements(self) -> list[tuple[Any, str, Any]]:
-        """Replacements in torch while tracing: owner, name, replacement."""
+    def _replacements(self) -> private.Replacements:
+        """Replacements while tracing."""
         recorder, watch = self.recorder, self._watch
         resize = torch.UntypedStorage.resize_
 
