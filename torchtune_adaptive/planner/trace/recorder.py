@@ -74,16 +74,13 @@ class Recorder:
 
     def see(self, storage: torch.UntypedStorage, operation: str, category: str = "") -> None:
         """Record ``storage`` as it is now, and when it will be freed."""
-        key, nbytes = id(storage), storage.nbytes()
-        if known := self._blocks.get(key):
-            reference, block, before = known
+        nbytes = storage.nbytes()
+        if known := self._blocks.get(id(storage)):
+            _, block, before = known
             if nbytes == before:
                 return
             self.free(block, before)
-        else:
-            reference = weakref.ref(storage, functools.partial(self._gone, key))
-        block = self.allocate(nbytes, operation, category)
-        self._blocks[key] = (reference, block, nbytes)
+        self.adopt(storage, self.allocate(nbytes, operation, category))
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         return id(storage) in self._blocks
@@ -132,7 +129,7 @@ class Recorder:
             self.in_use -= nbytes
 
     def adopt(self, storage: torch.UntypedStorage, block: int) -> None:
-        """``storage``, which is new, lies in a block that was allocated for it."""
+        """``storage`` lies in a block that was allocated for it, and frees it when it is gone."""
         gone = weakref.ref(storage, functools.partial(self._gone, id(storage)))
         self._blocks[id(storage)] = (gone, block, storage.nbytes())
 
