@@ -93,13 +93,10 @@ class OperationLog:
         """Begin the next micro-batch, or the update."""
         self._parts.append([])
 
-    def length(self) -> int:
-        """The number of entries of this part so far."""
-        return len(self._parts[-1])
-
-    def since(self, length: int) -> list[Entry]:
-        """The entries of this part after so many."""
-        return self._parts[-1][length:]
+    @property
+    def entries(self) -> list[Entry]:
+        """The entries of this part so far."""
+        return self._parts[-1]
 
     def repeat(self, entries: Iterable[Entry], blocks: Mapping[int, int]) -> None:
         """Note operations once more, now, that use other blocks: by those that they used."""
@@ -132,8 +129,7 @@ class OperationLog:
 
     def compiled(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note a compiled function that reads and writes tensors in one kernel."""
-        nbytes = 2 * sum(map(_nbytes, tensors))
-        self._add(Operation(MEMORY, "compiled", self._phase(), _stream(), "", 0, nbytes, nbytes))
+        self._note_sized(MEMORY, "compiled", 2 * sum(map(_nbytes, tensors)))
 
     def read_by_host(self, tensor: torch.Tensor) -> None:
         """Note that the host reads a value, and so waits for the device."""
