@@ -176,17 +176,11 @@ def compiled_for(
     examples: list[torch.Tensor],
     load: Callable[[str], Callable[[list[Any]], Any]],
 ) -> Callable[..., list[Any]]:
-    """A function of tensors as ``torch.compile`` compiles it for a GPU, without kernels.
+    """A function that makes a tuple of tensors, as ``torch.compile`` compiles it for a GPU, without kernels.
 
-    Inductor is changed meanwhile, for the whole process: never call it in one that trains.
-
-    Args:
-        device: the fake device.
-        mode: the mode of all fake tensors.
-        function: the function, which gives a tuple.
-        examples: tensors like those that it will be called with.
-        load: makes a function of inductor's wrapper code. That is a text, whose function ``call`` allocates,
-            releases and reuses buffers, and calls kernels.
+    It will be called with tensors like the ``examples``. ``load`` makes a function of inductor's wrapper
+    code: a text, whose function ``call`` allocates, releases and reuses buffers, and calls kernels. Inductor
+    is changed meanwhile, for the whole process: never call it in one that trains.
     """
     from torch._functorch import config as aot_config
     from torch._functorch.aot_autograd import aot_module_simplified

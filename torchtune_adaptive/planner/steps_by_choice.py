@@ -57,14 +57,8 @@ class TracedStep:
 class StepsByChoice:
     """The steps of one model with other values of its switches: traced, or estimated.
 
-    Args:
-        traces: traces of the model's steps.
-        choices: the candidates, the model's own first.
-        rows: the rows in its own micro-batch.
-        length: the length of each row.
-        rows_per_step: the rows of each rank in a step.
-        device: the device's memory.
-        pace: the device's speed.
+    Of the ``choices``, which are the candidates, the model's own is the first; ``rows`` are those of its own
+    micro-batch, and ``rows_per_step`` those of each rank in a step.
     """
 
     def __init__(

@@ -49,13 +49,8 @@ class StepsOfAnySize(Protocol):
 
 
 class TracedRun:
-    """The peaks of one run.
-
-    Args:
-        traces: the traces of the run.
-        length: the row length of most queries.
-        any_length: whether there will be queries with other lengths.
-    """
+    """The peaks of one run, where most queries are about rows of one ``length``; ``any_length`` says whether
+    others will be about other lengths."""
 
     ROWS: ClassVar = (2, 3)
     """Rows of the steps that are traced. Not 1: with one row torch takes different code paths."""

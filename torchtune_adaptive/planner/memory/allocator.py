@@ -50,12 +50,8 @@ class MemoryBlock:
 
 
 class Allocator:
-    """The caching allocator of one device, in numbers.
-
-    Args:
-        capacity: the bytes that it can get from the device; None is unlimited.
-        expandable: whether it uses expandable segments.
-    """
+    """The caching allocator of one device, in numbers; ``capacity`` is what it can get from the device, None
+    without a limit, and ``expandable`` whether it uses expandable segments."""
 
     def __init__(self, capacity: int | None = None, expandable: bool = False) -> None:
         self._capacity = capacity

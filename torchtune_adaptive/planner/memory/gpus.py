@@ -152,12 +152,8 @@ HERE = "here"
 
 
 def gpu(name: str, option: str = "--gpu", memory: str = "--memory") -> Gpu:
-    """The GPU of a name: ours, torch's, or the model alone where that is sold with one amount of memory.
-
-    Args:
-        name: the name.
-        option: the name's name in messages.
-        memory: the name in messages of the argument that gives an amount of memory instead.
+    """The GPU of a name: ours, torch's, or the model alone where that is sold with one amount of memory. In
+    messages, ``option`` stands for the name, and ``memory`` for what gives an amount of memory instead.
 
     Raises:
         ConfigError: it is not known, or several are meant.

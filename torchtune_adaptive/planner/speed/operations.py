@@ -81,12 +81,7 @@ class DifferentOperations(Exception):
 
 
 def at_rows(few: StepOperations, many: StepOperations, share: float) -> StepOperations:
-    """A step between two others, or beyond them.
-
-    Args:
-        few: the step of a number of rows.
-        many: the step of a larger number.
-        share: the way from ``few`` (0) to ``many`` (1).
+    """A step between those of ``few`` rows (a share of 0) and of ``many`` (1), or beyond them.
 
     Raises:
         DifferentOperations: the two differ in more than sizes.

@@ -174,24 +174,14 @@ class StepTracer:
     def begin(self, step: TrainStep, models: Sequence[nn.Module]) -> None:
         """Trace this step of these models from now on. Its tensors are fake, on the tracer's device."""
         self.step, self._models = step, tuple(models)
-        for optimizer in step.optimizers:
-            if not self.recorder.simulated:
-                self._update_at_once(optimizer)
+        if not self.recorder.simulated:
+            for optimizer in step.optimizers:
+                _update_at_once(optimizer, self.device)
         parameters = [p for model in models for p in model.parameters()]
         self.uneven = any(_is_uneven(p) for p in parameters if isinstance(p, DTensor))
         """Whether ranks hold different shares of the parameters."""
         self.recorder.phase = lambda: self.step.stage
         self.set_up = self.recorder.take_events()
-
-    def _update_at_once(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer update all tensors at once where it would do so by itself on a GPU. That takes
-        temporaries of the size of all of them. torch decides by their types, which fake tensors change."""
-        for group in optimizer.param_groups:
-            decided = group.get("foreach", False) is not None
-            if decided or group.get("fused") or group.get("differentiable"):
-                continue
-            if all(p.device == self.device and _is_plain(p) for p in group["params"]):
-                group["foreach"] = True
 
     def trace(
         self,
@@ -199,13 +189,8 @@ class StepTracer:
         micro_batches: int,
         layer: Callable[[], int] | None = None,
     ) -> RecordedStep:
-        """One step.
-
-        Args:
-            make_batch: the function that makes the micro-batch, on the host.
-            micro_batches: the number of micro-batches in the step.
-            layer: the number of the layer that runs, to note what operations compute and move as well.
-        """
+        """One step, whose micro-batches ``make_batch`` makes on the host. What operations compute and move is
+        noted as well if there is a function ``layer``, which tells the number of the layer that runs."""
         recorder, step = self.recorder, self.step
 
         def take(log: OperationLog | None) -> None:
@@ -228,12 +213,9 @@ class StepTracer:
         return self._recorded(take, layer if self._optimizer_state_is_there else None)
 
     def trace_forward(self, work: Callable[[Callable[[], None]], Any]) -> RecordedStep:
-        """Something that the step does without gradients, between two steps.
-
-        Args:
-            work: the function that does it. It calls the one that it is given before each part but the first
-                that counts by itself, as a micro-batch of a step does.
-        """
+        """Something that the step does without gradients, between two steps. ``work`` does it, and calls the
+        function that it is given before each part but the first that counts by itself, as a micro-batch of a
+        step does."""
         recorder, of_step = self.recorder, self.recorder.phase
 
         def do(log: OperationLog | None) -> None:
@@ -372,8 +354,16 @@ class StepTracer:
         return found
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return not private.is_traceable_wrapper_subclass(tensor)
+def _update_at_once(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Let an optimizer update all tensors at once where it would do so by itself on a GPU. That takes
+    temporaries of the size of all of them. torch decides by their types, which fake tensors change."""
+    for group in optimizer.param_groups:
+        decided = group.get("foreach", False) is not None
+        if decided or group.get("fused") or group.get("differentiable"):
+            continue
+        on_device = all(p.device == device for p in group["params"])
+        if on_device and not any(map(private.is_traceable_wrapper_subclass, group["params"])):
+            group["foreach"] = True
 
 
 def _is_uneven(parameter: DTensor) -> bool:
