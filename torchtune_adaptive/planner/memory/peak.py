@@ -142,17 +142,13 @@ class _Moment(NamedTuple):
 def _highest_moment(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> _Moment:
     parts = _parts_before(start_up, device)
     total = most = sum(parts.values())
-    at, size = -1, dict[int, int]()
-    for index, (block, nbytes, _) in enumerate(step.events):
-        if nbytes >= 0:
-            size[block] = nbytes
-            total += nbytes
-        else:
-            total -= size[block]
+    at, changes = -1, [*step.changes()]
+    for index, change in enumerate(changes):
+        total += change
         if total > most:
             most, at = total, index
-    for block, nbytes, _ in step.events[: at + 1]:
-        parts[step.labels[block].category] += nbytes if nbytes >= 0 else -size[block]
+    for event, change in zip(step.events, changes[: at + 1], strict=False):
+        parts[step.labels[event.block].category] += change
     nothing = Label("", "between steps", "")
     label = step.labels[step.events[at].block] if at >= 0 else nothing
     return _Moment(Counter({name: n for name, n in parts.items() if n}), label)
@@ -172,16 +168,14 @@ def timeline(
 ) -> list[tuple[str, dict[str, int]]]:
     """Phase and bytes by category over one step: the highest moment in each of ``points`` intervals."""
     parts = _parts_before(start_up, device)
-    size: dict[int, int] = {}
     interval = max(1, len(step.events) // points)
     line: list[tuple[str, dict[str, int]]] = []
     highest, phase = -1, ""
-    for index, (block, nbytes, _) in enumerate(step.events):
-        label = step.labels[block]
-        if nbytes >= 0:
-            size[block] = nbytes
+    for index, (event, change) in enumerate(zip(step.events, step.changes(), strict=True)):
+        label = step.labels[event.block]
+        if event.nbytes >= 0:
             phase = label.phase  # of a release, the label only says where its block was allocated
-        parts[label.category] += nbytes if nbytes >= 0 else -size[block]
+        parts[label.category] += change
         total = sum(parts.values())
         if index // interval >= len(line):
             line.append((phase, dict(parts)))

@@ -8,7 +8,8 @@ have the same structure is verified.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torchtune_adaptive.planner.speed import operations
@@ -60,16 +61,15 @@ class RecordedStep(NamedTuple):
 
     def most_in_use(self) -> int:
         """The most bytes that were allocated in it at once."""
+        return max(accumulate(self.changes(), initial=0))
+
+    def changes(self) -> Iterator[int]:
+        """The bytes that each event adds to those that are allocated, or takes from them."""
         sizes: dict[int, int] = {}
-        now = most = 0
         for block, nbytes, _ in self.events:
-            if nbytes < 0:
-                now -= sizes.pop(block, 0)
-            else:
+            if nbytes >= 0:
                 sizes[block] = nbytes
-                now += nbytes
-                most = max(most, now)
-        return most
+            yield nbytes if nbytes >= 0 else -sizes[block]
 
     def packed(self) -> dict[str, Any]:
         """The step for JSON. Few labels differ, so each is stored once."""
