@@ -6,6 +6,7 @@ What every plan is made of, whosever step it is, is a question about a step and 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
@@ -13,10 +14,8 @@ from typing import ClassVar, Protocol
 from torchtune_adaptive.planner.memory.peak import (
     DOES_NOT_FIT,
     DeviceLimits,
-    Held,
     Peak,
     StartUp,
-    held,
     largest,
     peak,
     timeline,
@@ -93,6 +92,25 @@ class StepsOfAnySize(Protocol):
         ...
 
 
+def operations_of(
+    noted: Callable[[int], RecordedStep], rows: int, apart: bool = False
+) -> StepOperations:
+    """The operations of a step of so many rows, from traces by their number: of this very step (``apart``, or
+    if nothing else tells), or of two others."""
+
+    def operations(rows: int) -> StepOperations:
+        found = noted(rows).operations
+        assert found is not None  # all but first steps have them
+        return found
+
+    few, many = TracedRun.ROWS
+    if not apart and rows >= few:
+        share = (rows - few) / (many - few)
+        with suppress(DifferentOperations):
+            return at_rows(operations(few), operations(many), share)
+    return operations(rows)
+
+
 class TracedRun:
     """The peaks of one run, where most queries are about rows of one ``length``; ``any_length`` says whether
     others will be about other lengths."""
@@ -109,7 +127,7 @@ class TracedRun:
         self._beginning = traces.start_up(length)
         self._structures: dict[int, Bilinear] = {}
         self._every: Bilinear | None = None
-        self._known: dict[tuple[int, int, DeviceLimits, bool], Held] = {}
+        self._known: dict[tuple[int, int, DeviceLimits, bool], Peak] = {}
         self.direct = False
         """Whether steps are not bilinear, so that each size is traced separately."""
         try:
@@ -149,7 +167,7 @@ class TracedRun:
         most = ceiling or sys.maxsize
 
         def reserved(rows: int) -> int:
-            return self._held(rows, length, device).reserved
+            return self.peak(rows, length, device).reserved
 
         few, many = self.ROWS[0], 4 * self.ROWS[0]
         low, high = reserved(few), reserved(many)
@@ -178,30 +196,17 @@ class TracedRun:
         return abs(most - expected) <= _CLOSE * most
 
     def peak(self, rows: int, length: int, device: DeviceLimits) -> Peak:
-        known = self._held(rows, length, device)
-        return peak(self._beginning, self._step(rows, length), rows, length, device, known)
-
-    def _held(self, rows: int, length: int, device: DeviceLimits) -> Held:
-        """Each size is replayed once: that takes a tenth of a second."""
+        """The peak of a step. Each size is replayed once: that takes a tenth of a second."""
         size = (rows, length, device, self.direct)
         if size not in self._known:
-            self._known[size] = held(self._beginning, self._step(rows, length), device)
+            step = self._step(rows, length)
+            self._known[size] = peak(self._beginning, step, rows, length, device)
         return self._known[size]
 
     def operations(self, rows: int, length: int) -> StepOperations:
         """The operations of a step, with what they compute and move."""
         apart = self.direct or self._traces.compiled  # from the steps whose memory is known
-        if not apart and rows >= self.ROWS[0]:
-            few, many = (self._operations(traced, length) for traced in self.ROWS)
-            share = (rows - self.ROWS[0]) / (self.ROWS[1] - self.ROWS[0])
-            with suppress(DifferentOperations):
-                return at_rows(few, many, share)
-        return self._operations(rows, length)
-
-    def _operations(self, rows: int, length: int) -> StepOperations:
-        operations = self._traces.noted(rows, length).operations
-        assert operations is not None  # all but first steps have them
-        return operations
+        return operations_of(lambda rows: self._traces.noted(rows, length), rows, apart)
 
     def timeline(
         self, rows: int, length: int, device: DeviceLimits
