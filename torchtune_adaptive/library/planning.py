@@ -263,7 +263,7 @@ class _ModelTracer(StepTracer):
         with self.tracing():
             fill(model, self.device)
             if not self.recorder.simulated:  # which counts no memory that a constructor takes
-                self.recorder.category = StepTracer.GRADIENTS
+                self.recorder.category = self.recorder.GRADIENTS
                 self._buckets = buckets(model)
             optimizer = checks.plain_optimizer(question.optimizer(model.parameters()))
             checks.require_trainable(model, optimizer)
@@ -323,7 +323,7 @@ class _ModelTracer(StepTracer):
         return self.as_compiled if function is None else function
 
     def _forward(self, forward: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
-        self.recorder.category = StepTracer.ACTIVATIONS
+        self.recorder.category = self.recorder.ACTIVATIONS
         return forward(model, batch)
 
 

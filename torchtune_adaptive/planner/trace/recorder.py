@@ -41,26 +41,28 @@ _PROFILING = (
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
 )
-PARAMETERS = "parameters"
-GRADIENTS = "gradients"
-OPTIMIZER = "optimizer state"
-ACTIVATIONS = "activations"
-GATHERED = "gathered parameters"
-LOSS = "logits and loss"
-INPUTS = "inputs"
-STEPPING = "temporaries of the optimizer step"
-WORKSPACES = "workspaces"
 
 
 class Recorder:
     """The memory events of one device."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+    ACTIVATIONS = "activations"
+    GATHERED = "gathered parameters"
+    LOSS = "logits and loss"
+    INPUTS = "inputs"
+    STEPPING = "temporaries of the optimizer step"
+    WORKSPACES = "workspaces"
+    """Categories: what blocks are for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.events: list[MemoryEvent] = []
         self.labels: dict[int, Label] = {}
         self.phase: Callable[[], str] = lambda: "set-up"
-        self.category = PARAMETERS
+        self.category = self.PARAMETERS
         self.in_use = 0
         self.peak = 0
         # A simulated device sees only steps. It counts with a dispatch mode, under which autograd accumulates
@@ -106,7 +108,7 @@ class Recorder:
 
     def workspace(self, sizes: Iterable[int], operation: str) -> None:
         """Record memory that an operation allocates and frees inside."""
-        held = [(self.allocate(nbytes, operation, WORKSPACES), nbytes) for nbytes in sizes]
+        held = [(self.allocate(nbytes, operation, self.WORKSPACES), nbytes) for nbytes in sizes]
         for block, nbytes in held:
             self.free(block, nbytes)
 

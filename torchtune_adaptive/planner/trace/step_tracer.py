@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,23 +28,13 @@ from torchtune_adaptive.planner.trace.compiled_regions import CompiledRegions, c
 from torchtune_adaptive.planner.trace.kernels import attention
 from torchtune_adaptive.planner.trace.known_events import KnownEvents
 from torchtune_adaptive.planner.trace.operation_log import OperationLog
-from torchtune_adaptive.planner.trace.recorder import (
-    ACTIVATIONS,
-    GATHERED,
-    GRADIENTS,
-    INPUTS,
-    LOSS,
-    OPTIMIZER,
-    STEPPING,
-    Recorder,
-    Watch,
-)
+from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
 
 _ON_STREAMS = {
-    "all_gather_copy_in_stream": GATHERED,
-    "all_gather_stream": GATHERED,
-    "reduce_scatter_stream": GRADIENTS,
-    "all_reduce_stream": GRADIENTS,
+    "all_gather_copy_in_stream": Recorder.GATHERED,
+    "all_gather_stream": Recorder.GATHERED,
+    "reduce_scatter_stream": Recorder.GRADIENTS,
+    "all_reduce_stream": Recorder.GRADIENTS,
 }
 """Categories of what FSDP allocates on its own streams, by their names."""
 
@@ -134,12 +124,6 @@ class StepTracer:
         holders: the number of them that hold the same rows, and have successive numbers.
     """
 
-    ACTIVATIONS: ClassVar = ACTIVATIONS
-    GATHERED: ClassVar = GATHERED
-    GRADIENTS: ClassVar = GRADIENTS
-    LOSS: ClassVar = LOSS
-    """Categories for ``recorder.category``."""
-
     def __init__(self, simulated: bool, rank: int, ranks: int, holders: int = 1) -> None:
         self.device = torch.device("cpu") if simulated else fake_device.device()
         fake_device.init_fake_ranks(rank, ranks)
@@ -197,16 +181,16 @@ class StepTracer:
             batch = make_batch()
             recorder.peak = recorder.in_use
             for _ in range(micro_batches):
-                recorder.category = INPUTS
+                recorder.category = recorder.INPUTS
                 step.forward_backward(batch)
                 if log is not None:
                     log.next_part()
             parameters = list(step.model.parameters())
-            recorder.relabel((p.grad for p in parameters if p.grad is not None), GRADIENTS)
-            recorder.category = STEPPING
+            recorder.relabel((p.grad for p in parameters if p.grad is not None), recorder.GRADIENTS)
+            recorder.category = recorder.STEPPING
             step.apply()
             if not self._optimizer_state_is_there:
-                recorder.relabel(_state(step.optimizers), OPTIMIZER)
+                recorder.relabel(_state(step.optimizers), recorder.OPTIMIZER)
                 self._optimizer_state_is_there = True
 
         # The first step is different.
@@ -220,7 +204,7 @@ class StepTracer:
 
         def do(log: OperationLog | None) -> None:
             assert log is not None
-            recorder.category = INPUTS
+            recorder.category = recorder.INPUTS
             work(log.next_part)
             log.next_part()  # the update: there is none
 
@@ -281,7 +265,7 @@ class StepTracer:
         def seen_resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
             resize(storage, nbytes)
             if recorder.knows(storage):
-                recorder.see(storage, "resize_", GATHERED)
+                recorder.see(storage, "resize_", recorder.GATHERED)
             return storage
 
         def as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
