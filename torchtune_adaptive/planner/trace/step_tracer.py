@@ -97,21 +97,6 @@ class FakeRanks(Ranks):
         return FakeRanks(self.rank % self._holders, self._holders)
 
 
-class _Again(AbstractContextManager[None]):
-    """A context that can be entered again, unlike those that are made of generators."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._entered: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        self._entered.append(self._make())
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
-
-
 class StepTracer:
     """One rank of a run on a fake device.
 
@@ -235,12 +220,9 @@ class StepTracer:
         self._label_streams(traced)
         return traced._replace(operations=log.finish()) if log is not None else traced
 
-    def unrecorded(self) -> AbstractContextManager[None]:
-        """A context in which tensors are fake, and nothing is recorded. It can be entered again."""
-        return _Again(self._unrecorded)
-
     @contextmanager
-    def _unrecorded(self) -> Iterator[None]:
+    def unrecorded(self) -> Iterator[None]:
+        """A context in which tensors are fake, and nothing is recorded."""
         with private.replaced(private.of_meshes()), self._fake, self._watch, self._watch.paused():
             yield
 

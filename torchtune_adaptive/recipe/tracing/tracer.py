@@ -79,8 +79,8 @@ class Tracer(StepTracer):
         self._kind = kind = recipe_kind(asked, environment)
         self._rows = kind.rows()
         with mock.patch.object(torch, "compile", self.as_compiled), quantizing_once():
-            model = kind.model_without_weights(self.unrecorded())
-            frozen = kind.frozen_without_weights(self.unrecorded())
+            model = kind.model_without_weights(self.unrecorded)
+            frozen = kind.frozen_without_weights(self.unrecorded)
         models = (model, *frozen)
         # With CPU offload, parameters wait on the host, and the optimizer works there.
         offloaded = asked["fsdp_cpu_offload"]
