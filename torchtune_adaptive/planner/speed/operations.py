@@ -23,7 +23,7 @@ WAIT = "wait"
 HOST_WAIT = "host wait"
 """The host's waiting for an event, or (0) for all that its stream was given."""
 ELSEWHERE = -1
-_SYNCHRONIZATION = (RECORD, WAIT, HOST_WAIT)
+SYNCHRONIZATION = (RECORD, WAIT, HOST_WAIT)
 
 
 class Operation(NamedTuple):
@@ -100,7 +100,7 @@ def _operations_at(
     between: dict[tuple[Operation, Operation], Operation] = {}  # layers repeat themselves
     found = []
     for a, b in zip(few, many, strict=True):
-        if a.kind in _SYNCHRONIZATION:
+        if a.kind in SYNCHRONIZATION:
             found.append(a)
             continue
         if (a.name, a.stream, len(a.shape)) != (b.name, b.stream, len(b.shape)):

@@ -22,6 +22,7 @@ from torchtune_adaptive.planner.speed.operations import (
     HOST_WAIT,
     MEMORY,
     RECORD,
+    SYNCHRONIZATION,
     WAIT,
     Operation,
     StepOperations,
@@ -238,7 +239,7 @@ def host_seconds_to_repeat(
     """The host's time to repeat operations, launches included."""
     launches, before = 0.0, 0
     for one in operations:
-        if one.kind in (RECORD, WAIT, HOST_WAIT):
+        if one.kind in SYNCHRONIZATION:
             continue
         launches += bool(one.repeats) + _launches_to_repeat(one, before, choosing)
         before = one.repeats
