@@ -304,9 +304,8 @@ def _let_inductor_know(name: str) -> None:
         "get_device_properties": gives(properties),
     }
     interface = {
+        **worker,
         "Worker": type("Worker", (), worker),
-        "current_device": gives(0),
-        "set_device": gives(None),
         "maybe_exchange_device": gives(0),
         "exchange_device": gives(0),
         "device_count": gives(1),
@@ -317,7 +316,6 @@ def _let_inductor_know(name: str) -> None:
         "is_bf16_supported": gives(True),
         "is_triton_capable": gives(True),
         "raise_if_triton_unavailable": gives(None),
-        "get_device_properties": gives(properties),
     }
     overrides = {
         "import_get_raw_stream_as": lambda _, called: f"{called} = lambda device: 0",

@@ -319,48 +319,40 @@ def _fused(part: list[Entry], first: int, last_read: dict[int, int]) -> list[Ope
     reads what comes from outside and writes what is read after it. ``first`` is the number of the part's
     first operation in the step, ``last_read`` that of the last operation that reads a block."""
     operations = [operation for operation, _ in part]
-    group: list[int] = []
-    for at, operation in enumerate(operations):
-        if operation.name.startswith(("_foreach", "_fused")):
-            continue  # of one in backward: its hooks run when the compiled backward of a layer is over
-        last = operations[group[-1]] if group else operation
-        together = last.stream == operation.stream and last.phase == operation.phase
-        if not (_fusible(operation) and together):
-            _fuse(part, operations, group, first, last_read)
-            group = []
-        if _fusible(operation):
-            group.append(at)
-    _fuse(part, operations, group, first, last_read)
+    for group in _runs(operations):
+        end = first + group[-1]
+        others = set(range(group[0], group[-1])) - set(group)
+        read_between = {block for at in others if (use := part[at][1]) for block in use.reads}
+        made, seen = set[int](), set[int]()
+        for at in group:
+            use = part[at][1]
+            if use is None:
+                continue
+            left = sum(size for block, size in use.reads.items() if block not in made | seen)
+            seen.update(use.reads)
+            for block, size in use.writes.items():
+                needed = last_read.get(block, end + 1) > end or block in read_between
+                left += size if needed and block not in made else 0
+                made.add(block)
+            operations[at] = operations[at]._replace(fused_bytes=left, joins=at != group[0])
     return operations
 
 
-def _fusible(operation: Operation) -> bool:
-    compiled = operation.phase in ("forward", "backward")
-    return operation.kind == MEMORY and compiled and operation.name not in _NOT_COMPILED
-
-
-def _fuse(
-    part: list[Entry],
-    operations: list[Operation],
-    group: list[int],
-    first: int,
-    last_read: dict[int, int],
-) -> None:
-    """Make the operations of a group one kernel."""
-    if len(group) < 2:
-        return
-    end = first + group[-1]
-    others = set(range(group[0], group[-1])) - set(group)
-    read_between = {block for at in others if (use := part[at][1]) for block in use.reads}
-    made, seen = set[int](), set[int]()
-    for at in group:
-        use = part[at][1]
-        if use is None:
-            continue
-        left = sum(size for block, size in use.reads.items() if block not in made | seen)
-        seen.update(use.reads)
-        for block, size in use.writes.items():
-            needed = last_read.get(block, end + 1) > end or block in read_between
-            left += size if needed and block not in made else 0
-            made.add(block)
-        operations[at] = operations[at]._replace(fused_bytes=left, joins=at != group[0])
+def _runs(operations: list[Operation]) -> list[list[int]]:
+    """The positions of operations that become one kernel, of each such kernel."""
+    runs: list[list[int]] = [[]]
+    for at, operation in enumerate(operations):
+        if operation.name.startswith(("_foreach", "_fused")):
+            continue  # of one in backward: its hooks run when the compiled backward of a layer is over
+        last = operations[runs[-1][-1]] if runs[-1] else operation
+        together = last.stream == operation.stream and last.phase == operation.phase
+        fusible = (
+            operation.kind == MEMORY
+            and operation.phase in ("forward", "backward")  # which are compiled
+            and operation.name not in _NOT_COMPILED
+        )
+        if not (fusible and together):
+            runs.append([])
+        if fusible:
+            runs[-1].append(at)
+    return [run for run in runs if len(run) > 1]
