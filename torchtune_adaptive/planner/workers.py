@@ -140,10 +140,6 @@ class Worker:
             )
         self._connection.send((make, arguments))
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def ask(self, question: Any, timeout: float) -> Any:
         """The answer to a question.
 

@@ -163,7 +163,8 @@ class OperationLog:
             if (size := max(map(_nbytes, elsewhere))) >= _SMALL:
                 self._note_sized(COPY, signature.name, size)
             to_host = returned and returned[0].device.type != self._device_type
-            if to_host and not _async(args, kwargs):
+            waits = not kwargs.get("non_blocking", len(args) > 2 and args[2] is True)
+            if to_host and waits:
                 self.synchronize(HOST_WAIT, _stream(), 0)
             if size >= _SMALL:
                 return
@@ -255,10 +256,6 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         return [values]
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs.get("non_blocking", len(args) > 2 and args[2] is True))
 
 
 def _signature(func: Any) -> _Signature:
