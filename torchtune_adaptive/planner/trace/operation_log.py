@@ -66,15 +66,11 @@ Entry = tuple[Operation, _Use | None]
 
 
 class OperationLog:
-    """Collects the operations of a step.
+    """Collects the operations of a step, in the ``phase`` that is running.
 
-    Args:
-        device_type: the type of the device that is traced.
-        block_of: the number of the block that a storage lies in; 0 if it is not on the device.
-        phase: the part of the step that is running.
-        layer: the number of the layer whose forward pass is running, from 1; else 0. In the backward pass
-            that is a repetition. (So is whatever else has gradients enabled there; but functions with a
-            backward pass of their own disable them.)
+    ``layer`` is the number of the layer whose forward pass is running, from 1; else 0. In the backward pass
+    that is a repetition. (So is whatever else has gradients enabled there; but functions with a backward pass
+    of their own disable them.)
     """
 
     def __init__(
