@@ -145,8 +145,7 @@ class TracedRun:
     def answer(self, question: Question) -> Answer:
         """The largest micro-batch that fits; the peak, the speed and the verdict at what is asked for."""
         length, device = question.length, question.device
-        find = self.confirmed_largest if question.confirmed else self.largest
-        largest = find(length, device, question.ceiling)
+        largest = self.largest(length, device, question.ceiling, question.confirmed)
         rows = question.rows or largest or 1
         peak = self.peak(rows, length, device)
         speed, verdict = self.speed(question, rows), peak.verdict(device)
@@ -162,8 +161,11 @@ class TracedRun:
             return None
         return pace.speed(step, rows, question.tokens or question.length, question.micro_batches)
 
-    def largest(self, length: int, device: DeviceLimits, ceiling: int | None = None) -> int:
-        """The largest micro-batch that fits, and is no larger than a ceiling."""
+    def largest(
+        self, length: int, device: DeviceLimits, ceiling: int | None = None, confirmed: bool = False
+    ) -> int:
+        """The largest micro-batch that fits, and is no larger than a ceiling. It may be ``confirmed`` by a
+        trace of that very size."""
         most = ceiling or sys.maxsize
 
         def reserved(rows: int) -> int:
@@ -176,14 +178,8 @@ class TracedRun:
         if guess > many:  # memory is only piecewise linear: correct the slope at the far end
             end = reserved(guess)
             guess -= (end - device.usable_bytes) * (guess - many) // max(1, end - high)
-        return largest(lambda rows: rows <= most and reserved(rows) <= device.usable_bytes, guess)
-
-    def confirmed_largest(
-        self, length: int, device: DeviceLimits, ceiling: int | None = None
-    ) -> int:
-        """The same, verified by a trace of that very size."""
-        found = self.largest(length, device, ceiling)
-        if found < self.ROWS[0] or self.direct:
+        found = largest(lambda rows: rows <= most and reserved(rows) <= device.usable_bytes, guess)
+        if not confirmed or found < few or self.direct:
             return found
         traced = self._traces.step(found, length).renumbered()
         self.direct = not self._agree(traced, self._structure(length).step(found, length))
