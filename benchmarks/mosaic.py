@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from torchtune_adaptive.library.planning import StepQuestion, StepsOfModel
 from torchtune_adaptive.planner.memory.peak import DeviceLimits
-from torchtune_adaptive.planner.question import Question
 from torchtune_adaptive.planner.speed.devices import SPEEDS, Speeds
 from torchtune_adaptive.planner.speed.operations import (
     StepOperations,
@@ -30,6 +29,7 @@ from torchtune_adaptive.planner.speed.operations import (
     unpacked,
 )
 from torchtune_adaptive.planner.speed.speed import Pace, Speed
+from torchtune_adaptive.planner.traced_run import Question
 
 SOURCE = "MosaicML llm-foundry, scripts/train/benchmarking/README.md"
 TRITON_ATTENTION = 1.8

@@ -29,7 +29,7 @@ MAY_IMPORT = {
 }
 FOLDERS = {
     "core": "private sizes device ranks rows step search",
-    "planner": "private workers gpu_names speed memory trace question traced_run steps_by_choice",
+    "planner": "private workers gpu_names speed memory trace traced_run steps_by_choice",
     "recipe": "private shadowing versions signals install upstream decoders tiny tiny_vision settings "
     "registry components rewards data setup rollout checkpoints kinds train tracing plan search "
     "record training run rollout_run adaptive_recipe launch stable",

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from torchtune_adaptive.planner.memory.allocator import KIB, MIB, Allocator, OutOfMemory
+from tests.helpers.accelerator import LimitedAllocator, OutOfMemory
+from torchtune_adaptive.planner.memory.allocator import KIB, MIB, Allocator
 
 BOTH = pytest.mark.parametrize("expandable", [False, True])
 
@@ -140,7 +141,7 @@ def test_the_end_of_an_expandable_segment_is_taken_last() -> None:
 
 
 def test_cached_segments_are_given_back_before_memory_is_out() -> None:
-    allocator = Allocator(capacity=50 * MIB)
+    allocator = LimitedAllocator(50 * MIB)
     allocator.free(allocator.allocate(30 * MIB))
     allocator.allocate(40 * MIB)
     assert (allocator.retries, allocator.reserved) == (1, 40 * MIB)
@@ -149,7 +150,7 @@ def test_cached_segments_are_given_back_before_memory_is_out() -> None:
 
 
 def test_expandable_pages_are_given_back_before_memory_is_out() -> None:
-    allocator = Allocator(capacity=60 * MIB, expandable=True)
+    allocator = LimitedAllocator(60 * MIB, expandable=True)
     kept = allocator.allocate(5 * MIB)
     allocator.free(allocator.allocate(30 * MIB))
     assert allocator.reserved == 40 * MIB

@@ -109,7 +109,7 @@ def test_patience_has_an_end() -> None:
 RUN = """
 from tests.planner.test_workers import Worker, never_answers
 worker = Worker(never_answers)
-print(worker.pid, flush=True)
+print(worker._process.pid, flush=True)
 worker.ask("question", 60)
 """
 

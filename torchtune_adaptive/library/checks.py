@@ -130,11 +130,8 @@ def kind(value: object) -> str:
 
 def number_of_rows(rows: Any) -> int:
     """The number of rows in a list of rows, which a batch that has been collated is not."""
-    if (
-        isinstance(rows, Mapping)
-        or not hasattr(rows, "__len__")
-        or not hasattr(rows, "__getitem__")
-    ):
+    is_sequence = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+    if isinstance(rows, Mapping) or not is_sequence:
         raise UsageError(
             f"rows: a {type(rows).__name__} is not a list of rows. Pass rows that are not collated yet: "
             "DataLoader(..., collate_fn=list) gives them."

@@ -6,14 +6,17 @@ import logging
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchtune_adaptive.common import (
@@ -26,7 +29,6 @@ from torchtune_adaptive.common import (
 from torchtune_adaptive.core import StepOptions, TrainStep
 from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.private import FakeTensorMode, TorchDispatchMode, tree_map_only
-from torchtune_adaptive.library.replicas import buckets, only_wrap
 from torchtune_adaptive.library.search import CheckedBatch
 from torchtune_adaptive.library.step import SummedLoss
 from torchtune_adaptive.planner import (
@@ -254,7 +256,7 @@ class _ModelTracer(StepTracer):
     def __init__(self, question: StepQuestion) -> None:
         super().__init__(not question.asked.device.caching, 0, question.ranks)
         self.compiles = False
-        only_wrap()
+        _only_wrap()
         if not self.recorder.simulated:
             _refuse_autocast()
         self._batch = CheckedBatch(question.batch)
@@ -263,8 +265,8 @@ class _ModelTracer(StepTracer):
         with self.tracing():
             fill(model, self.device)
             if not self.recorder.simulated:  # which counts no memory that a constructor takes
-                self.recorder.category = StepTracer.GRADIENTS
-                self._buckets = buckets(model)
+                self.recorder.category = self.recorder.GRADIENTS
+                self._buckets = _buckets(model)
             optimizer = checks.plain_optimizer(question.optimizer(model.parameters()))
             checks.require_trainable(model, optimizer)
             step = TrainStep(
@@ -323,7 +325,7 @@ class _ModelTracer(StepTracer):
         return self.as_compiled if function is None else function
 
     def _forward(self, forward: Callable[..., Any], model: nn.Module, batch: Any) -> Any:
-        self.recorder.category = StepTracer.ACTIVATIONS
+        self.recorder.category = self.recorder.ACTIVATIONS
         return forward(model, batch)
 
 
@@ -363,3 +365,41 @@ def _refuse_autocast() -> None:
         init(autocast, device_type, dtype, enabled, cache_enabled)
 
     torch.autocast.__init__ = begun  # type: ignore
+
+
+def _only_wrap() -> None:
+    """Make ``DistributedDataParallel`` wrap models, and do nothing else, in all of this process.
+
+    Its C++ part cannot hold fake tensors. A step runs micro-batches without its reduction, and sums the
+    gradients itself (see ``core.ranks.reduction``). So what is left of it is the wrapping, and the memory of
+    its buckets.
+    """
+
+    def init(
+        wrapper: DistributedDataParallel,
+        module: nn.Module,
+        *_: Any,
+        process_group: dist.ProcessGroup | None = None,
+        broadcast_buffers: bool = True,
+        mixed_precision: object = None,
+        **__: Any,
+    ) -> None:
+        nn.Module.__init__(wrapper)
+        wrapper.module = module
+        wrapper.process_group = process_group or dist.group.WORLD  # type: ignore
+        wrapper.broadcast_buffers = broadcast_buffers
+        wrapper.mixed_precision = mixed_precision  # type: ignore
+
+    def forward(wrapper: DistributedDataParallel, *inputs: Any, **named: Any) -> Any:
+        return wrapper.module(*inputs, **named)
+
+    methods = {"__init__": init, "forward": forward, "no_sync": lambda wrapper: nullcontext()}
+    for name, method in methods.items():
+        setattr(DistributedDataParallel, name, method)
+
+
+def _buckets(model: nn.Module) -> list[torch.Tensor]:
+    """Memory for the buckets, which are as large as the gradients; none if the model is not wrapped."""
+    wrapped = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
+    trained = [p for one in wrapped for p in one.parameters() if p.requires_grad]
+    return [torch.empty_like(p, requires_grad=False) for p in trained]

@@ -380,13 +380,8 @@ class _Relief(Switches):
 
 
 class SummedLoss:
-    """The objective of a step: the loss that the user's function returns.
-
-    Args:
-        forward: the function.
-        frozen: models that it runs besides the trained one.
-        measures_noise: whether gradient noise is measured, which a share says nothing about.
-    """
+    """The objective of a step: the loss that the user's function returns; ``frozen`` are models that it runs
+    besides the trained one. A share of the loss is refused where gradient noise is measured."""
 
     ignored = -100
     unit = "terms"

@@ -25,10 +25,7 @@ ALL_LINEAR = "all-linear"
 class Autocast(TorchFunctionMode):
     """``torch.autocast`` to bfloat16, also for devices that torch has no such kernels for.
 
-    As torch's, it keeps the casts of weights that require a gradient until it ends.
-
-    Args:
-        keeps_all: whether it keeps those of all weights.
+    As torch's, it keeps the casts of weights until it ends: of those that require a gradient, or of all.
     """
 
     _LOWER = frozenset(
@@ -172,7 +169,7 @@ class TiledLogProbs(torch.autograd.Function):
     ) -> torch.Tensor:
         sums = torch.zeros(7, len(hidden), device=hidden.device)
         for tile, part, piece, *_ in _tiles(hidden, weight, compute_in):
-            _multiply(tile, part, piece)
+            torch.mm(part, piece.t(), out=tile)
             _reduce(tile, TiledLogProbs.FORWARD)
         log_z, entropy = sums[0] + sums[1], sums[0] - sums[2]
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy)
@@ -187,7 +184,7 @@ class TiledLogProbs(torch.autograd.Function):
             for one, needed in zip((hidden, weight), ctx.needs_input_grad, strict=False)
         )
         for tile, part, piece, rows, columns in _tiles(hidden, weight, ctx.compute_in):
-            _multiply(tile, part, piece)
+            torch.mm(part, piece.t(), out=tile)
             _reduce(tile, TiledLogProbs.BACKWARD)
             if of_hidden is not None:
                 _add_product(of_hidden[rows], tile, piece)
@@ -213,10 +210,6 @@ def _tiles(
             columns = slice(column, column + most[1])
             piece = weight[columns].to(compute_in)
             yield memory[: len(part), : len(piece)], part, piece, rows, columns
-
-
-def _multiply(tile: torch.Tensor, part: torch.Tensor, piece: torch.Tensor) -> None:
-    torch.mm(part, piece.t(), out=tile)
 
 
 def _reduce(tile: torch.Tensor, bytes_each: int) -> None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     )
     from torchtune_adaptive.planner.memory.planned import gpu_limits, planned_gpu
     from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
-    from torchtune_adaptive.planner.question import Answer, Question
     from torchtune_adaptive.planner.speed.machine import Machine
     from torchtune_adaptive.planner.speed.speed import Pace, Speed
     from torchtune_adaptive.planner.steps_by_choice import StepsByChoice, TracedStep
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.planner.trace.recorder import check_sums, no_prediction
     from torchtune_adaptive.planner.trace.step_tracer import StepTracer
     from torchtune_adaptive.planner.trace.weights import fill
-    from torchtune_adaptive.planner.traced_run import TracedRun
+    from torchtune_adaptive.planner.traced_run import Answer, Question, TracedRun
     from torchtune_adaptive.planner.workers import Worker, call_alone, processes, traced
 else:
     __getattr__, __dir__, __all__ = interface(__name__)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -102,9 +103,22 @@ def communication_streams(model: nn.Module) -> Any:
     return model._get_fsdp_state()._comm_ctx if isinstance(model, FSDPModule) else None
 
 
-def of_meshes() -> Iterable[tuple[Any, str, Any]]:
-    """Replacements in torch while tensors are fake: owner, name, replacement. A mesh of devices is a tensor
-    of ranks' numbers, in which a rank looks for its own; FSDP makes one where tensors are split already."""
+Replacements = Iterable[tuple[Any, str, Any]]
+"""Replacements in torch: owner, name, replacement."""
+
+
+@contextmanager
+def replaced(replacements: Replacements) -> Iterator[None]:
+    """A context with these replacements."""
+    with ExitStack() as undo:
+        for each in replacements:
+            undo.enter_context(mock.patch.object(*each))
+        yield
+
+
+def of_meshes() -> Replacements:
+    """Replacements while tensors are fake. A mesh of devices is a tensor of ranks' numbers, in which a rank
+    looks for its own; FSDP makes one where tensors are split already."""
     make = DeviceMesh.__init__
 
     def with_values(mesh: DeviceMesh, *arguments: Any, **options: Any) -> None:
@@ -117,11 +131,9 @@ def of_meshes() -> Iterable[tuple[Any, str, Any]]:
 _FOR_STRIDED = "_propagate_use_strided_shard_flag"
 
 
-def of_sharding(
-    unseen: Callable[[], AbstractContextManager[None]],
-) -> Iterable[tuple[Any, str, Any]]:
-    """Replacements in torch while a sharded model is traced: owner, name, replacement. Shapes are computed
-    ``unseen``, in a context in which nothing is recorded, on tensors of the whole model's size."""
+def of_sharding(unseen: Callable[[], AbstractContextManager[None]]) -> Replacements:
+    """Replacements while a sharded model is traced. Shapes are computed ``unseen``, in a context in which
+    nothing is recorded, on tensors of the whole model's size."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def unseen_propagation(propagator: ShardingPropagator, schema: Any) -> Any:
@@ -164,17 +176,11 @@ def compiled_for(
     examples: list[torch.Tensor],
     load: Callable[[str], Callable[[list[Any]], Any]],
 ) -> Callable[..., list[Any]]:
-    """A function of tensors as ``torch.compile`` compiles it for a GPU, without kernels.
+    """A function that makes a tuple of tensors, as ``torch.compile`` compiles it for a GPU, without kernels.
 
-    Inductor is changed meanwhile, for the whole process: never call it in one that trains.
-
-    Args:
-        device: the fake device.
-        mode: the mode of all fake tensors.
-        function: the function, which gives a tuple.
-        examples: tensors like those that it will be called with.
-        load: makes a function of inductor's wrapper code. That is a text, whose function ``call`` allocates,
-            releases and reuses buffers, and calls kernels.
+    It will be called with tensors like the ``examples``. ``load`` makes a function of inductor's wrapper
+    code: a text, whose function ``call`` allocates, releases and reuses buffers, and calls kernels. Inductor
+    is changed meanwhile, for the whole process: never call it in one that trains.
     """
     from torch._functorch import config as aot_config
     from torch._functorch.aot_autograd import aot_module_simplified
@@ -216,26 +222,19 @@ def compiled_for(
 
     made: Any = Wrapped()
     _let_inductor_know(device.type)
-    with ExitStack() as undo:
-        for owner, name, replacement in _of_inductor(load):
-            undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, replacement)
-        undo.enter_context(
-            inductor_config.patch(
-                fx_graph_cache=False,
-                compile_threads=1,
-                joint_graph_constant_folding=False,  # it computes constants on the device
-                max_autotune_gemm_backends="ATEN",  # as chosen by default, without asking for others
-            )
-        )
-        undo.enter_context(
-            aot_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
-        )
-        undo.enter_context(without_modes())
-        undo.enter_context(mode)
-        undo.enter_context(
-            tracing(TracingContext(mode))
-        )  # inductor learns from it what it may reuse
+    with (
+        replaced(_of_inductor(load)),
+        inductor_config.patch(
+            fx_graph_cache=False,
+            compile_threads=1,
+            joint_graph_constant_folding=False,  # it computes constants on the device
+            max_autotune_gemm_backends="ATEN",  # as chosen by default, without asking for others
+        ),
+        aot_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+        without_modes(),
+        mode,
+        tracing(TracingContext(mode)),  # inductor learns from it what it may reuse
+    ):
         return aot_module_simplified(
             made,
             examples,
@@ -248,8 +247,8 @@ def compiled_for(
         )
 
 
-def _of_inductor(load: Callable[[str], Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Replacements in inductor while it compiles for a device that is not there: owner, name, replacement."""
+def _of_inductor(load: Callable[[str], Any]) -> Replacements:
+    """Replacements in inductor while it compiles for a device that is not there."""
     from torch._inductor import scheduler
     from torch._inductor.fx_passes import joint_graph, post_grad
     from torch._inductor.graph import GraphLowering
@@ -305,9 +304,8 @@ def _let_inductor_know(name: str) -> None:
         "get_device_properties": gives(properties),
     }
     interface = {
+        **worker,
         "Worker": type("Worker", (), worker),
-        "current_device": gives(0),
-        "set_device": gives(None),
         "maybe_exchange_device": gives(0),
         "exchange_device": gives(0),
         "device_count": gives(1),
@@ -318,7 +316,6 @@ def _let_inductor_know(name: str) -> None:
         "is_bf16_supported": gives(True),
         "is_triton_capable": gives(True),
         "raise_if_triton_unavailable": gives(None),
-        "get_device_properties": gives(properties),
     }
     overrides = {
         "import_get_raw_stream_as": lambda _, called: f"{called} = lambda device: 0",

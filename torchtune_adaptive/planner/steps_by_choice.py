@@ -11,30 +11,26 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torchtune_adaptive.core import Choice, knobs
-from torchtune_adaptive.planner.memory.peak import DeviceLimits, StartUp, peak
+from torchtune_adaptive.planner.memory.peak import DeviceLimits, peak
 from torchtune_adaptive.planner.memory.recorded_step import RecordedStep
 from torchtune_adaptive.planner.speed.operations import (
     ATTENTION,
     ELSEWHERE,
     GEMM,
-    DifferentOperations,
     Operation,
     StepOperations,
-    at_rows,
 )
 from torchtune_adaptive.planner.speed.replay import host_seconds_to_repeat, step_time
 from torchtune_adaptive.planner.speed.roofline import seconds as seconds_of
 from torchtune_adaptive.planner.speed.speed import Pace
-from torchtune_adaptive.planner.traced_run import TracedRun
+from torchtune_adaptive.planner.traced_run import StepsOfAnySize, operations_of
 
 _OFFLOADING_COSTS = 1.05
 """Factor, an estimate; a candidate that offloads is traced before it is chosen."""
 
 
-class StepsOfAnyChoice(Protocol):
+class StepsOfAnyChoice(StepsOfAnySize, Protocol):
     """The steps of one run on one rank, with any choice of its knobs."""
-
-    def start_up(self, length: int) -> StartUp: ...
 
     def step(
         self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
@@ -57,14 +53,8 @@ class TracedStep:
 class StepsByChoice:
     """The steps of one model with other values of its switches: traced, or estimated.
 
-    Args:
-        traces: traces of the model's steps.
-        choices: the candidates, the model's own first.
-        rows: the rows in its own micro-batch.
-        length: the length of each row.
-        rows_per_step: the rows of each rank in a step.
-        device: the device's memory.
-        pace: the device's speed.
+    Of the ``choices``, which are the candidates, the model's own is the first; ``rows`` are those of its own
+    micro-batch, and ``rows_per_step`` those of each rank in a step.
     """
 
     def __init__(
@@ -146,24 +136,14 @@ class StepsByChoice:
                 choice |= {knobs.OFFLOADING: False}
             if not self.many_sizes:
                 self.leanest.append(self.traced(choice))
-            step = self._operations(choice, size)
+            count = 2 if self.many_sizes else min(2, self._rows_per_step // size)
+            step = operations_of(
+                lambda rows: self._traces.noted(rows, self._length, choice, count),
+                size,
+                apart=not self.many_sizes,
+            )
             self._bases[size, *change] = (step, self._replayed(step, self._rows_per_step // size))
         return self._bases[size, *change]
-
-    def _operations(self, choice: Choice, size: int) -> StepOperations:
-        def noted(rows: int) -> StepOperations:
-            count = 2 if self.many_sizes else min(2, self._rows_per_step // size)
-            found = self._traces.noted(rows, self._length, choice, count).operations
-            assert found is not None
-            return found
-
-        few, many = TracedRun.ROWS
-        if not self.many_sizes or size < few:
-            return noted(size)
-        try:
-            return at_rows(noted(few), noted(many), (size - few) / (many - few))
-        except DifferentOperations:
-            return noted(size)
 
     def _not_repeated(self, step: StepOperations, choice: Choice) -> float:
         """Seconds of a micro-batch's operations that the step repeats, and the choice does not."""

@@ -1,29 +1,73 @@
-"""The peaks of a run's steps at any size, computed from as few traces as possible."""
+"""The peaks of a run's steps at any size, computed from as few traces as possible.
+
+What every plan is made of, whosever step it is, is a question about a step and its answer.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 from torchtune_adaptive.planner.memory.peak import (
+    DOES_NOT_FIT,
     DeviceLimits,
-    Held,
     Peak,
     StartUp,
-    held,
     largest,
     peak,
     timeline,
 )
 from torchtune_adaptive.planner.memory.recorded_step import Bilinear, NotRegular, RecordedStep
-from torchtune_adaptive.planner.question import Answer, Question
 from torchtune_adaptive.planner.speed.operations import DifferentOperations, StepOperations, at_rows
-from torchtune_adaptive.planner.speed.speed import Speed
+from torchtune_adaptive.planner.speed.speed import Pace, Speed
 
 _CLOSE = 0.002
 """Share of its peak by which a compiled step may differ from what is computed of others."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a step takes on a device, how fast it is, and what fits there."""
+
+    device: DeviceLimits
+    rows: int | None
+    """The rows of a micro-batch; None for the largest that fits."""
+    length: int
+    """The tokens in a row, as traces have them."""
+    micro_batches: int = 1
+    """Their number in a step."""
+    pace: Pace | None = None
+    """Pace that the speed follows from, if that is known."""
+    ceiling: int | None = None
+    """The largest micro-batch to consider."""
+    confirmed: bool = False
+    """Whether to trace the largest size itself, as a check of the way it was computed."""
+    tokens: int | None = None
+    """The tokens in a row, for the speed, where traces do not know them."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer for one device."""
+
+    device: DeviceLimits
+    peak: Peak
+    """Peak at the micro-batch that was asked for."""
+    largest: int
+    """Largest micro-batch that fits; 0 if none does."""
+    speed: Speed | None
+    """Speed at the micro-batch that was asked for, whether it fits or not."""
+    verdict: str
+    as_written: str = ""
+    """The reason why something that is compiled was predicted as it is written; empty if nothing was."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may fit, as far as is known."""
+        return self.verdict != DOES_NOT_FIT
 
 
 class StepsOfAnySize(Protocol):
@@ -48,14 +92,28 @@ class StepsOfAnySize(Protocol):
         ...
 
 
-class TracedRun:
-    """The peaks of one run.
+def operations_of(
+    noted: Callable[[int], RecordedStep], rows: int, apart: bool = False
+) -> StepOperations:
+    """The operations of a step of so many rows, from traces by their number: of this very step (``apart``, or
+    if nothing else tells), or of two others."""
 
-    Args:
-        traces: the traces of the run.
-        length: the row length of most queries.
-        any_length: whether there will be queries with other lengths.
-    """
+    def operations(rows: int) -> StepOperations:
+        found = noted(rows).operations
+        assert found is not None  # all but first steps have them
+        return found
+
+    few, many = TracedRun.ROWS
+    if not apart and rows >= few:
+        share = (rows - few) / (many - few)
+        with suppress(DifferentOperations):
+            return at_rows(operations(few), operations(many), share)
+    return operations(rows)
+
+
+class TracedRun:
+    """The peaks of one run, where most queries are about rows of one ``length``; ``any_length`` says whether
+    others will be about other lengths."""
 
     ROWS: ClassVar = (2, 3)
     """Rows of the steps that are traced. Not 1: with one row torch takes different code paths."""
@@ -69,7 +127,7 @@ class TracedRun:
         self._beginning = traces.start_up(length)
         self._structures: dict[int, Bilinear] = {}
         self._every: Bilinear | None = None
-        self._known: dict[tuple[int, int, DeviceLimits, bool], Held] = {}
+        self._known: dict[tuple[int, int, DeviceLimits, bool], Peak] = {}
         self.direct = False
         """Whether steps are not bilinear, so that each size is traced separately."""
         try:
@@ -87,8 +145,7 @@ class TracedRun:
     def answer(self, question: Question) -> Answer:
         """The largest micro-batch that fits; the peak, the speed and the verdict at what is asked for."""
         length, device = question.length, question.device
-        find = self.confirmed_largest if question.confirmed else self.largest
-        largest = find(length, device, question.ceiling)
+        largest = self.largest(length, device, question.ceiling, question.confirmed)
         rows = question.rows or largest or 1
         peak = self.peak(rows, length, device)
         speed, verdict = self.speed(question, rows), peak.verdict(device)
@@ -104,12 +161,15 @@ class TracedRun:
             return None
         return pace.speed(step, rows, question.tokens or question.length, question.micro_batches)
 
-    def largest(self, length: int, device: DeviceLimits, ceiling: int | None = None) -> int:
-        """The largest micro-batch that fits, and is no larger than a ceiling."""
+    def largest(
+        self, length: int, device: DeviceLimits, ceiling: int | None = None, confirmed: bool = False
+    ) -> int:
+        """The largest micro-batch that fits, and is no larger than a ceiling. It may be ``confirmed`` by a
+        trace of that very size."""
         most = ceiling or sys.maxsize
 
         def reserved(rows: int) -> int:
-            return self._held(rows, length, device).reserved
+            return self.peak(rows, length, device).reserved
 
         few, many = self.ROWS[0], 4 * self.ROWS[0]
         low, high = reserved(few), reserved(many)
@@ -118,14 +178,8 @@ class TracedRun:
         if guess > many:  # memory is only piecewise linear: correct the slope at the far end
             end = reserved(guess)
             guess -= (end - device.usable_bytes) * (guess - many) // max(1, end - high)
-        return largest(lambda rows: rows <= most and reserved(rows) <= device.usable_bytes, guess)
-
-    def confirmed_largest(
-        self, length: int, device: DeviceLimits, ceiling: int | None = None
-    ) -> int:
-        """The same, verified by a trace of that very size."""
-        found = self.largest(length, device, ceiling)
-        if found < self.ROWS[0] or self.direct:
+        found = largest(lambda rows: rows <= most and reserved(rows) <= device.usable_bytes, guess)
+        if not confirmed or found < few or self.direct:
             return found
         traced = self._traces.step(found, length).renumbered()
         self.direct = not self._agree(traced, self._structure(length).step(found, length))
@@ -138,30 +192,17 @@ class TracedRun:
         return abs(most - expected) <= _CLOSE * most
 
     def peak(self, rows: int, length: int, device: DeviceLimits) -> Peak:
-        known = self._held(rows, length, device)
-        return peak(self._beginning, self._step(rows, length), rows, length, device, known)
-
-    def _held(self, rows: int, length: int, device: DeviceLimits) -> Held:
-        """Each size is replayed once: that takes a tenth of a second."""
+        """The peak of a step. Each size is replayed once: that takes a tenth of a second."""
         size = (rows, length, device, self.direct)
         if size not in self._known:
-            self._known[size] = held(self._beginning, self._step(rows, length), device)
+            step = self._step(rows, length)
+            self._known[size] = peak(self._beginning, step, rows, length, device)
         return self._known[size]
 
     def operations(self, rows: int, length: int) -> StepOperations:
         """The operations of a step, with what they compute and move."""
         apart = self.direct or self._traces.compiled  # from the steps whose memory is known
-        if not apart and rows >= self.ROWS[0]:
-            few, many = (self._operations(traced, length) for traced in self.ROWS)
-            share = (rows - self.ROWS[0]) / (self.ROWS[1] - self.ROWS[0])
-            with suppress(DifferentOperations):
-                return at_rows(few, many, share)
-        return self._operations(rows, length)
-
-    def _operations(self, rows: int, length: int) -> StepOperations:
-        operations = self._traces.noted(rows, length).operations
-        assert operations is not None  # all but first steps have them
-        return operations
+        return operations_of(lambda rows: self._traces.noted(rows, length), rows, apart)
 
     def timeline(
         self, rows: int, length: int, device: DeviceLimits

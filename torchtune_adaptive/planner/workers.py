@@ -121,9 +121,7 @@ def _forked(context: ForkServerContext, work: Callable[..., T], *arguments: Any)
 class Worker:
     """A process that answers questions, and ends with the process that started it, however that ends.
 
-    Args:
-        make: the function that is called in the process with the arguments, which are pickled, and returns
-            the one that answers questions.
+    There, ``make`` is called with the arguments, which are pickled, and returns the function that answers.
 
     Raises:
         OSError: the process cannot be started.
@@ -141,10 +139,6 @@ class Worker:
                 pass_fds=[theirs.fileno()],
             )
         self._connection.send((make, arguments))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def ask(self, question: Any, timeout: float) -> Any:
         """The answer to a question.

@@ -12,8 +12,6 @@ apart. The rules are those of torch 2.13 with default settings:
 - If there is no such block, a segment is requested from the device: 2 MiB for small blocks, 20 MiB for large
   blocks below 10 MiB, and the size itself in units of 2 MiB from there on.
 - A freed block merges with its free neighbors in the segment.
-- When the device has no more memory, all segments without a block in use are returned to it and the request
-  is repeated (a *retry*, which costs time); only if that fails is it out of memory.
 - With *expandable segments* each pool is one segment that grows at its end by pages of 2 MiB or 20 MiB, and
   every remainder is split off. The free block at its end is taken only if no other is large enough.
 """
@@ -33,10 +31,6 @@ OWN_SEGMENT = 10 * MIB
 Pool = tuple[int, bool]  # stream, whether small
 
 
-class OutOfMemory(Exception):
-    """The sequence exceeds the capacity, even after cached segments are returned."""
-
-
 class MemoryBlock:
     """A piece of a segment, in use or free, between its neighbors."""
 
@@ -50,15 +44,10 @@ class MemoryBlock:
 
 
 class Allocator:
-    """The caching allocator of one device, in numbers.
+    """The caching allocator of one device, in numbers. It gets all that it asks for: how much that is tells
+    whether a sequence fits."""
 
-    Args:
-        capacity: the bytes that it can get from the device; None is unlimited.
-        expandable: whether it uses expandable segments.
-    """
-
-    def __init__(self, capacity: int | None = None, expandable: bool = False) -> None:
-        self._capacity = capacity
+    def __init__(self, expandable: bool = False) -> None:
         self._expandable = expandable
         # Sorted: in the order in which free blocks are taken. Addresses differ, so blocks are never compared.
         self._free: dict[Pool, list[tuple[int, int, MemoryBlock]]] = {}
@@ -66,24 +55,12 @@ class Allocator:
         self._next_address = 0
         self.allocated = self.peak_allocated = 0
         self.reserved = self.peak_reserved = 0
-        self.retries = 0
 
     def allocate(self, nbytes: int, stream: int = 0) -> MemoryBlock:
-        """A block of at least ``nbytes``.
-
-        Raises:
-            OutOfMemory: there is none, and the capacity leaves no room for another.
-        """
+        """A block of at least ``nbytes``."""
         size = max(UNIT, -(-nbytes // UNIT) * UNIT)
         pool = (stream, size <= LARGEST_SMALL)
         block = self._take(pool, size) or self._reserve(pool, size)
-        if block is None:
-            self.retries += 1
-            self.release()
-            block = self._take(pool, size) or self._reserve(pool, size)
-        if block is None:
-            held = f"{self.reserved:,} of {self._capacity:,} reserved"
-            raise OutOfMemory(f"{size:,} bytes, with {held}")
         self._split(block, size)
         block.free = False
         self.allocated += block.size
@@ -114,7 +91,7 @@ class Allocator:
 
     def watch(self) -> None:
         """Reset the peaks."""
-        self.peak_allocated, self.peak_reserved, self.retries = self.allocated, self.reserved, 0
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def _take(self, pool: Pool, size: int) -> MemoryBlock | None:
         blocks = self._free.get(pool)
@@ -125,7 +102,7 @@ class Allocator:
             at += 1  # the end of an expandable segment is left to what fits nowhere else
         return blocks.pop(at)[2] if at < len(blocks) else None
 
-    def _reserve(self, pool: Pool, size: int) -> MemoryBlock | None:
+    def _reserve(self, pool: Pool, size: int) -> MemoryBlock:
         _, small = pool
         last = self._last.get(pool)
         at_hand = last.size if last is not None and last.free else 0
@@ -138,14 +115,16 @@ class Allocator:
             extra = LARGE_SEGMENT
         else:
             extra = -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
-        if self._capacity is not None and self.reserved + extra > self._capacity:
-            return None
-        self.reserved += extra
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self._get(extra)
         if not self._expandable:
             self._next_address += extra
             return MemoryBlock(pool, self._next_address - extra, extra)
         return self._grow(pool, last, extra)
+
+    def _get(self, nbytes: int) -> None:
+        """Get memory from the device."""
+        self.reserved += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _grow(self, pool: Pool, last: MemoryBlock | None, extra: int) -> MemoryBlock:
         """Add pages at the end of an expandable segment; a free block there grows with it."""
@@ -160,7 +139,7 @@ class Allocator:
 
     def _shrink(self, block: MemoryBlock) -> None:
         """Return whole pages at the end of an expandable segment. torch also returns those in its middle, so
-        after a retry this model overestimates."""
+        after that this model overestimates."""
         if block is not self._last.get(block.pool):
             return
         page = SMALL_SEGMENT if block.pool[1] else LARGE_SEGMENT

@@ -75,89 +75,79 @@ def _amd(page: str) -> str:
 # such report was found. Of these, logs in public repositories show the numbers of A10G, L4, H200, B200 and
 # MI300X; the others are those of a card with the same chip or memory, or less than that by as much as such
 # cards keep, or, for AMD's, all but a few MiB.
-_ALL = (
-    Gpu("rtx2080ti-11gb", 10.76, _SMALL, _report("ispc-lab/TMA/issues/5")),
-    Gpu("rtx3060-12gb", 11.76, _SMALL, _report("TencentARC/PhotoMaker/issues/47")),
-    Gpu("rtx3070-8gb", 7.78, _SMALL, _report("akshitac8/OW-DETR/issues/46")),
-    Gpu("rtx3080-10gb", 9.78, _SMALL, _report("zai-org/CogVideo/issues/34")),
-    Gpu("rtx3090-24gb", 23.70, _SMALL, _report("GaoLii/DSP/issues/10")),
-    Gpu(
-        "rtx3090ti-24gb", 23.68, _SMALL, _nvidia("geforce/graphics-cards/30-series/rtx-3090-3090ti")
-    ),
-    Gpu("rtx4070-12gb", 11.72, _SMALL, _nvidia("geforce/graphics-cards/40-series/rtx-4070-family")),
-    Gpu("rtx4080-16gb", 15.70, _SMALL, _nvidia("geforce/graphics-cards/40-series/rtx-4080-family")),
-    Gpu("rtx4090-24gb", 23.52, _SMALL, _report("sgl-project/sglang/issues/12496")),
-    Gpu(
-        "rtx5060ti-16gb", 15.48, _LARGE, _nvidia("geforce/graphics-cards/50-series/rtx-5060-family")
-    ),
-    Gpu("rtx5070-12gb", 11.50, _LARGE, _nvidia("geforce/graphics-cards/50-series/rtx-5070-family")),
-    Gpu(
-        "rtx5070ti-16gb", 15.46, _LARGE, _nvidia("geforce/graphics-cards/50-series/rtx-5070-family")
-    ),
-    Gpu("rtx5080-16gb", 15.46, _LARGE, _nvidia("geforce/graphics-cards/50-series/rtx-5080")),
-    Gpu("rtx5090-32gb", 31.36, _LARGE, _report("TrajectoryCrafter/TrajectoryCrafter/issues/20")),
-    Gpu("rtx8000-48gb", 47.46, _SMALL, _report("Victarry/stable-dreambooth/issues/8")),
-    Gpu("a4000-16gb", 15.61, _SMALL, _report("DengKaiCQ/VGGT-Long/issues/6")),
-    Gpu("a5000-24gb", 23.67, _SMALL, _report("Magicboomliu/Accelerator-Simple-Template/issues/7")),
-    Gpu("a6000-48gb", 47.46, _SMALL, _nvidia("design-visualization/rtx-a6000")),
-    Gpu("rtx5000ada-32gb", 31.45, _SMALL, _nvidia("products/workstations/rtx-5000")),
-    Gpu("rtx6000ada-48gb", 44.43, _SMALL, _report("DINGYANB/MTVCrafter/issues/21")),
-    Gpu("rtxpro6000-96gb", 94.97, _LARGE, _report("antirez/ds4/issues/431")),
-    Gpu("t4-16gb", 14.56, _SMALL, _report("Zheng-Chong/CatVTON/issues/133")),
-    Gpu("v100-16gb", 15.78, _SMALL, _report("kchengiva/Shift-GCN/issues/34")),
-    Gpu("v100-32gb", 31.74, _SMALL, _report("liucongg/ChatGLM-Finetuning/issues/73")),
-    Gpu("l4-24gb", 22.03, _SMALL, _nvidia("data-center/l4")),
-    Gpu("a10-24gb", 21.99, _SMALL, _nvidia("data-center/products/a10-gpu")),
-    Gpu("a10g-24gb", 22.06, _SMALL, "https://aws.amazon.com/ec2/instance-types/g5/"),
-    Gpu("a30-24gb", 23.53, _SMALL, _report("google/RB-Modulation/issues/5")),
-    Gpu("a40-48gb", 44.40, _SMALL, _nvidia("data-center/a40")),
-    Gpu("l40-48gb", 44.40, _SMALL, _report("QwenLM/Qwen3-VL/issues/2097")),
-    Gpu("l40s-48gb", 44.40, _SMALL, _report("vllm-project/vllm/issues/23230")),
-    Gpu("a100-40gb", 39.50, _SMALL, _report("TianheWu/CoSeR/issues/10")),
-    Gpu("a100-80gb", 79.14, _SMALL, _report("lianqi1008/Control-GIC/issues/6")),
-    Gpu("a100pcie-40gb", 39.39, _SMALL, _nvidia("data-center/a100")),
-    Gpu("a100pcie-80gb", 79.14, _SMALL, _nvidia("data-center/a100")),
-    Gpu("a800-80gb", 79.33, _SMALL, _report("hahnyuan/PB-LLM/issues/3")),
-    Gpu("h100-80gb", 79.11, _LARGE, _report("vllm-project/vllm/issues/27508")),
-    Gpu("h100pcie-80gb", 79.11, _LARGE, _nvidia("data-center/h100")),
-    Gpu("h100nvl-94gb", 93.00, _LARGE, _report("ali-vilab/VACE/issues/56")),
-    Gpu("h800-80gb", 79.11, _LARGE, _nvidia("data-center/h100")),
-    Gpu("h20-96gb", 95.00, _LARGE, "https://willitrunai.com/es/gpus/h20-96gb"),
-    Gpu("gh200-96gb", 94.50, _LARGE, _nvidia("data-center/grace-hopper-superchip")),
-    Gpu("gh200-144gb", 142.50, _LARGE, _nvidia("data-center/grace-hopper-superchip")),
-    Gpu("h200-141gb", 139.80, _LARGE, _nvidia("data-center/h200")),
-    Gpu("h200nvl-141gb", 139.80, _LARGE, _nvidia("data-center/h200")),
-    Gpu("b200-192gb", 178.35, _LARGE, _nvidia("data-center/dgx-b200")),
-    Gpu("gb200-186gb", 184.00, _LARGE, _nvidia("data-center/gb200-nvl72")),
-    Gpu("b300-288gb", 267.50, _LARGE, _nvidia("data-center/hgx")),
-    Gpu(
-        "rx7900xtx-24gb",
+_FACTS = {
+    "rtx2080ti-11gb": (10.76, _SMALL, _report("ispc-lab/TMA/issues/5")),
+    "rtx3060-12gb": (11.76, _SMALL, _report("TencentARC/PhotoMaker/issues/47")),
+    "rtx3070-8gb": (7.78, _SMALL, _report("akshitac8/OW-DETR/issues/46")),
+    "rtx3080-10gb": (9.78, _SMALL, _report("zai-org/CogVideo/issues/34")),
+    "rtx3090-24gb": (23.70, _SMALL, _report("GaoLii/DSP/issues/10")),
+    "rtx3090ti-24gb": (23.68, _SMALL, _nvidia("geforce/graphics-cards/30-series/rtx-3090-3090ti")),
+    "rtx4070-12gb": (11.72, _SMALL, _nvidia("geforce/graphics-cards/40-series/rtx-4070-family")),
+    "rtx4080-16gb": (15.70, _SMALL, _nvidia("geforce/graphics-cards/40-series/rtx-4080-family")),
+    "rtx4090-24gb": (23.52, _SMALL, _report("sgl-project/sglang/issues/12496")),
+    "rtx5060ti-16gb": (15.48, _LARGE, _nvidia("geforce/graphics-cards/50-series/rtx-5060-family")),
+    "rtx5070-12gb": (11.50, _LARGE, _nvidia("geforce/graphics-cards/50-series/rtx-5070-family")),
+    "rtx5070ti-16gb": (15.46, _LARGE, _nvidia("geforce/graphics-cards/50-series/rtx-5070-family")),
+    "rtx5080-16gb": (15.46, _LARGE, _nvidia("geforce/graphics-cards/50-series/rtx-5080")),
+    "rtx5090-32gb": (31.36, _LARGE, _report("TrajectoryCrafter/TrajectoryCrafter/issues/20")),
+    "rtx8000-48gb": (47.46, _SMALL, _report("Victarry/stable-dreambooth/issues/8")),
+    "a4000-16gb": (15.61, _SMALL, _report("DengKaiCQ/VGGT-Long/issues/6")),
+    "a5000-24gb": (23.67, _SMALL, _report("Magicboomliu/Accelerator-Simple-Template/issues/7")),
+    "a6000-48gb": (47.46, _SMALL, _nvidia("design-visualization/rtx-a6000")),
+    "rtx5000ada-32gb": (31.45, _SMALL, _nvidia("products/workstations/rtx-5000")),
+    "rtx6000ada-48gb": (44.43, _SMALL, _report("DINGYANB/MTVCrafter/issues/21")),
+    "rtxpro6000-96gb": (94.97, _LARGE, _report("antirez/ds4/issues/431")),
+    "t4-16gb": (14.56, _SMALL, _report("Zheng-Chong/CatVTON/issues/133")),
+    "v100-16gb": (15.78, _SMALL, _report("kchengiva/Shift-GCN/issues/34")),
+    "v100-32gb": (31.74, _SMALL, _report("liucongg/ChatGLM-Finetuning/issues/73")),
+    "l4-24gb": (22.03, _SMALL, _nvidia("data-center/l4")),
+    "a10-24gb": (21.99, _SMALL, _nvidia("data-center/products/a10-gpu")),
+    "a10g-24gb": (22.06, _SMALL, "https://aws.amazon.com/ec2/instance-types/g5/"),
+    "a30-24gb": (23.53, _SMALL, _report("google/RB-Modulation/issues/5")),
+    "a40-48gb": (44.40, _SMALL, _nvidia("data-center/a40")),
+    "l40-48gb": (44.40, _SMALL, _report("QwenLM/Qwen3-VL/issues/2097")),
+    "l40s-48gb": (44.40, _SMALL, _report("vllm-project/vllm/issues/23230")),
+    "a100-40gb": (39.50, _SMALL, _report("TianheWu/CoSeR/issues/10")),
+    "a100-80gb": (79.14, _SMALL, _report("lianqi1008/Control-GIC/issues/6")),
+    "a100pcie-40gb": (39.39, _SMALL, _nvidia("data-center/a100")),
+    "a100pcie-80gb": (79.14, _SMALL, _nvidia("data-center/a100")),
+    "a800-80gb": (79.33, _SMALL, _report("hahnyuan/PB-LLM/issues/3")),
+    "h100-80gb": (79.11, _LARGE, _report("vllm-project/vllm/issues/27508")),
+    "h100pcie-80gb": (79.11, _LARGE, _nvidia("data-center/h100")),
+    "h100nvl-94gb": (93.00, _LARGE, _report("ali-vilab/VACE/issues/56")),
+    "h800-80gb": (79.11, _LARGE, _nvidia("data-center/h100")),
+    "h20-96gb": (95.00, _LARGE, "https://willitrunai.com/es/gpus/h20-96gb"),
+    "gh200-96gb": (94.50, _LARGE, _nvidia("data-center/grace-hopper-superchip")),
+    "gh200-144gb": (142.50, _LARGE, _nvidia("data-center/grace-hopper-superchip")),
+    "h200-141gb": (139.80, _LARGE, _nvidia("data-center/h200")),
+    "h200nvl-141gb": (139.80, _LARGE, _nvidia("data-center/h200")),
+    "b200-192gb": (178.35, _LARGE, _nvidia("data-center/dgx-b200")),
+    "gb200-186gb": (184.00, _LARGE, _nvidia("data-center/gb200-nvl72")),
+    "b300-288gb": (267.50, _LARGE, _nvidia("data-center/hgx")),
+    "rx7900xtx-24gb": (
         23.98,
         _LARGE,
         _amd("graphics/desktops/radeon/7000-series/amd-radeon-rx-7900xtx"),
     ),
-    Gpu("mi210-64gb", 63.98, _LARGE, _amd("accelerators/instinct/mi200/mi210")),
+    "mi210-64gb": (63.98, _LARGE, _amd("accelerators/instinct/mi200/mi210")),
     # Two devices to torch, each with half of the card's memory.
-    Gpu("mi250x-64gb", 63.98, _LARGE, _amd("accelerators/instinct/mi200/mi250x")),
-    Gpu("mi250-64gb", 63.98, _LARGE, _amd("accelerators/instinct/mi200/mi250")),
-    Gpu("mi300x-192gb", 191.69, _LARGE, _amd("accelerators/instinct/mi300/mi300x")),
-    Gpu("mi325x-256gb", 255.69, _LARGE, _amd("accelerators/instinct/mi300/mi325x")),
-    Gpu("mi350x-288gb", 287.69, _LARGE, _amd("accelerators/instinct/mi350/mi350x")),
-    Gpu("mi355x-288gb", 287.69, _LARGE, _amd("accelerators/instinct/mi350/mi355x")),
-)
-GPUS = {gpu.name: gpu for gpu in _ALL}
+    "mi250x-64gb": (63.98, _LARGE, _amd("accelerators/instinct/mi200/mi250x")),
+    "mi250-64gb": (63.98, _LARGE, _amd("accelerators/instinct/mi200/mi250")),
+    "mi300x-192gb": (191.69, _LARGE, _amd("accelerators/instinct/mi300/mi300x")),
+    "mi325x-256gb": (255.69, _LARGE, _amd("accelerators/instinct/mi300/mi325x")),
+    "mi350x-288gb": (287.69, _LARGE, _amd("accelerators/instinct/mi350/mi350x")),
+    "mi355x-288gb": (287.69, _LARGE, _amd("accelerators/instinct/mi350/mi355x")),
+}
+"""GiB in total, bytes of a workspace, and source, by name."""
+GPUS = {name: Gpu(name, *facts) for name, facts in _FACTS.items()}
 DEFAULT = "h100-80gb"
 HERE = "here"
 """Word instead of a GPU's name for the one of this machine, as measured by an earlier search."""
 
 
 def gpu(name: str, option: str = "--gpu", memory: str = "--memory") -> Gpu:
-    """The GPU of a name: ours, torch's, or the model alone where that is sold with one amount of memory.
-
-    Args:
-        name: the name.
-        option: the name's name in messages.
-        memory: the name in messages of the argument that gives an amount of memory instead.
+    """The GPU of a name: ours, torch's, or the model alone where that is sold with one amount of memory. In
+    messages, ``option`` stands for the name, and ``memory`` for what gives an amount of memory instead.
 
     Raises:
         ConfigError: it is not known, or several are meant.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torchtune_adaptive.planner.memory.allocator import Allocator, MemoryBlock
 from torchtune_adaptive.planner.memory.recorded_step import Label, MemoryEvent, RecordedStep
@@ -90,78 +89,49 @@ class StartUp:
     set_up: RecordedStep
     first_step: RecordedStep
 
-    def held(self) -> dict[int, tuple[int, str]]:
-        """Bytes and category, by block, of what is still allocated when the next step begins."""
-        labels = {**self.set_up.labels, **self.first_step.labels}
-        held: dict[int, tuple[int, str]] = {}
-        for block, nbytes, _ in (*self.set_up.events, *self.first_step.events):
-            if nbytes >= 0:
-                held[block] = (nbytes, labels[block].category)
-            else:
-                del held[block]
-        return held
-
-
-class Held(NamedTuple):
-    """The highest amounts that the allocator holds during a step."""
-
-    allocated: int
-    reserved: int
-
-
-def held(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> Held:
-    """The memory of a step on a device, in a run whose earlier steps had the same size."""
-    if device.caching:
-        allocated, reserved = _replay(start_up, step, device)
-    else:
-        allocated = reserved = sum(_highest_moment(start_up, step, device).parts.values())
-    return Held(allocated, round(reserved * device.correction))
-
 
 def peak(
-    start_up: StartUp,
-    step: RecordedStep,
-    rows: int,
-    length: int,
-    device: DeviceLimits,
-    known: Held | None = None,
+    start_up: StartUp, step: RecordedStep, rows: int, length: int, device: DeviceLimits
 ) -> Peak:
-    """The same, and its parts; ``known`` is the result of ``held``, if there is one already."""
-    moment = _highest_moment(start_up, step, device)
-    live = sum(moment.parts.values())
-    allocated, reserved = known or held(start_up, step, device)
-    _, phase, operation = moment.label
-    return Peak(rows, length, live, allocated, reserved, dict(moment.parts), phase, operation)
+    """The memory of a step on a device, in a run whose earlier steps had the same size."""
+    parts, (_, phase, operation) = _highest_moment(start_up, step, device)
+    live = allocated = reserved = sum(parts.values())
+    if device.caching:
+        allocated, reserved = _replay(start_up, step, device)
+    reserved = round(reserved * device.correction)
+    return Peak(rows, length, live, allocated, reserved, parts, phase, operation)
 
 
-class _Moment(NamedTuple):
-    parts: Counter[str]
-    label: Label
-
-
-def _highest_moment(start_up: StartUp, step: RecordedStep, device: DeviceLimits) -> _Moment:
+def _highest_moment(
+    start_up: StartUp, step: RecordedStep, device: DeviceLimits
+) -> tuple[dict[str, int], Label]:
+    """Bytes by category when most are allocated, and what has been allocated last then."""
     parts = _parts_before(start_up, device)
     total = most = sum(parts.values())
-    at, size = -1, dict[int, int]()
-    for index, (block, nbytes, _) in enumerate(step.events):
-        if nbytes >= 0:
-            size[block] = nbytes
-            total += nbytes
-        else:
-            total -= size[block]
+    at, changes = -1, [*step.changes()]
+    for index, change in enumerate(changes):
+        total += change
         if total > most:
             most, at = total, index
-    for block, nbytes, _ in step.events[: at + 1]:
-        parts[step.labels[block].category] += nbytes if nbytes >= 0 else -size[block]
+    for event, change in zip(step.events, changes[: at + 1], strict=False):
+        parts[step.labels[event.block].category] += change
     nothing = Label("", "between steps", "")
     label = step.labels[step.events[at].block] if at >= 0 else nothing
-    return _Moment(Counter({name: n for name, n in parts.items() if n}), label)
+    return {name: n for name, n in parts.items() if n}, label
 
 
 def _parts_before(start_up: StartUp, device: DeviceLimits) -> Counter[str]:
+    """Bytes by category of what is still allocated when the step begins."""
+    labels = {**start_up.set_up.labels, **start_up.first_step.labels}
+    held: dict[int, int] = {}
+    for block, nbytes, _ in (*start_up.set_up.events, *start_up.first_step.events):
+        if nbytes >= 0:
+            held[block] = nbytes
+        else:
+            del held[block]
     parts: Counter[str] = Counter()
-    for nbytes, category in start_up.held().values():
-        parts[category] += nbytes
+    for block, nbytes in held.items():
+        parts[labels[block].category] += nbytes
     if device.workspaces:
         parts["workspaces"] += sum(device.workspaces)
     return parts
@@ -172,16 +142,14 @@ def timeline(
 ) -> list[tuple[str, dict[str, int]]]:
     """Phase and bytes by category over one step: the highest moment in each of ``points`` intervals."""
     parts = _parts_before(start_up, device)
-    size: dict[int, int] = {}
     interval = max(1, len(step.events) // points)
     line: list[tuple[str, dict[str, int]]] = []
     highest, phase = -1, ""
-    for index, (block, nbytes, _) in enumerate(step.events):
-        label = step.labels[block]
-        if nbytes >= 0:
-            size[block] = nbytes
+    for index, (event, change) in enumerate(zip(step.events, step.changes(), strict=True)):
+        label = step.labels[event.block]
+        if event.nbytes >= 0:
             phase = label.phase  # of a release, the label only says where its block was allocated
-        parts[label.category] += nbytes if nbytes >= 0 else -size[block]
+        parts[label.category] += change
         total = sum(parts.values())
         if index // interval >= len(line):
             line.append((phase, dict(parts)))

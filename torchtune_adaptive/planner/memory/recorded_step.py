@@ -8,7 +8,8 @@ have the same structure is verified.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torchtune_adaptive.planner.speed import operations
@@ -60,16 +61,15 @@ class RecordedStep(NamedTuple):
 
     def most_in_use(self) -> int:
         """The most bytes that were allocated in it at once."""
+        return max(accumulate(self.changes(), initial=0))
+
+    def changes(self) -> Iterator[int]:
+        """The bytes that each event adds to those that are allocated, or takes from them."""
         sizes: dict[int, int] = {}
-        now = most = 0
         for block, nbytes, _ in self.events:
-            if nbytes < 0:
-                now -= sizes.pop(block, 0)
-            else:
+            if nbytes >= 0:
                 sizes[block] = nbytes
-                now += nbytes
-                most = max(most, now)
-        return most
+            yield nbytes if nbytes >= 0 else -sizes[block]
 
     def packed(self) -> dict[str, Any]:
         """The step for JSON. Few labels differ, so each is stored once."""
@@ -96,10 +96,8 @@ class NotRegular(Exception):
 
 
 class Bilinear:
-    """Steps of any number of rows of any length, interpolated from traces.
-
-    Args:
-        corners: the traces by rows and length: two numbers of rows, and one length or two.
+    """Steps of any number of rows of any length, interpolated from traces. These are the ``corners``, by rows
+    and length, of which there are two numbers of rows, and one length or two.
 
     Raises:
         NotRegular: they do not have the same structure.
@@ -111,10 +109,7 @@ class Bilinear:
         self.lengths = sorted({length for _, length in steps})
         first = steps[self.rows[0], self.lengths[0]]
         for size, step in steps.items():
-            if len(step.events) != len(first.events) or any(
-                (a.block, a.nbytes < 0, a.stream) != (b.block, b.nbytes < 0, b.stream)
-                for a, b in zip(step.events, first.events, strict=True)
-            ):
+            if _structure(step) != _structure(first):
                 raise NotRegular(f"steps of {size} have different allocations than smaller ones")
         self._first = first
         at = [[steps[rows, length].events for length in self.lengths] for rows in self.rows]
@@ -125,10 +120,8 @@ class Bilinear:
     def step(self, rows: int, length: int) -> RecordedStep:
         """The step of that size."""
         low, high = self.rows[0], self.rows[-1]
-        by_length = [
-            _line(self._sizes[0][n], self._sizes[-1][n], low, high, rows)
-            for n in range(len(self.lengths))
-        ]
+        few_and_many = zip(self._sizes[0], self._sizes[-1], strict=True)
+        by_length = [_line(few, many, low, high, rows) for few, many in few_and_many]
         low, high = self.lengths[0], self.lengths[-1]
         if low == high and length != low:
             raise ValueError(f"traces of rows of {low} tokens say nothing about {length}")
@@ -138,6 +131,10 @@ class Bilinear:
             for event, nbytes in zip(self._first.events, sizes, strict=True)
         ]
         return RecordedStep(events, self._first.labels)
+
+
+def _structure(step: RecordedStep) -> list[tuple[int, bool, int]]:
+    return [(block, nbytes < 0, stream) for block, nbytes, stream in step.events]
 
 
 def _line(

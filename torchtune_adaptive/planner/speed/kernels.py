@@ -67,15 +67,11 @@ _KERNELS = {
 _ITEM_SIZES = {"float32": 4, "float64": 8, "int64": 8}
 
 
-def _kernel(operation: Operation) -> Kernel:
-    if operation.name == "sum" and operation.shape:
-        return _COLUMN_SUM
-    return _KERNELS.get(operation.name, STREAMED)
-
-
 def seconds(operation: Operation, speeds: Speeds) -> float:
     """The time of a memory-bound operation, without its start."""
-    kernel = _kernel(operation)
+    kernel = _KERNELS.get(operation.name, STREAMED)
+    if operation.name == "sum" and operation.shape:
+        kernel = _COLUMN_SUM
     bandwidth = speeds.bandwidth * STREAMING
     if kernel.under_way:
         bandwidth = min(bandwidth, speeds.processors * kernel.under_way / LATENCY)

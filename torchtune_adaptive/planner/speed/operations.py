@@ -23,7 +23,7 @@ WAIT = "wait"
 HOST_WAIT = "host wait"
 """The host's waiting for an event, or (0) for all that its stream was given."""
 ELSEWHERE = -1
-_SYNCHRONIZATION = (RECORD, WAIT, HOST_WAIT)
+SYNCHRONIZATION = (RECORD, WAIT, HOST_WAIT)
 
 
 class Operation(NamedTuple):
@@ -81,12 +81,7 @@ class DifferentOperations(Exception):
 
 
 def at_rows(few: StepOperations, many: StepOperations, share: float) -> StepOperations:
-    """A step between two others, or beyond them.
-
-    Args:
-        few: the step of a number of rows.
-        many: the step of a larger number.
-        share: the way from ``few`` (0) to ``many`` (1).
+    """A step between those of ``few`` rows (a share of 0) and of ``many`` (1), or beyond them.
 
     Raises:
         DifferentOperations: the two differ in more than sizes.
@@ -105,7 +100,7 @@ def _operations_at(
     between: dict[tuple[Operation, Operation], Operation] = {}  # layers repeat themselves
     found = []
     for a, b in zip(few, many, strict=True):
-        if a.kind in _SYNCHRONIZATION:
+        if a.kind in SYNCHRONIZATION:
             found.append(a)
             continue
         if (a.name, a.stream, len(a.shape)) != (b.name, b.stream, len(b.shape)):

@@ -22,6 +22,7 @@ from torchtune_adaptive.planner.speed.operations import (
     HOST_WAIT,
     MEMORY,
     RECORD,
+    SYNCHRONIZATION,
     WAIT,
     Operation,
     StepOperations,
@@ -85,7 +86,8 @@ def step_time(
     time = _played([*few, step.update], clock, cost)
     if further := micro_batches - len(few):
         time = _extended(time, _played([*few[:-1], step.update], clock, cost), further)
-    return replace(time, model_flops=_model_flops([*parts, step.update]))
+    flops = sum(one.flops for part in (*parts, step.update) for one in part if not one.repeats)
+    return replace(time, model_flops=flops)
 
 
 def _extended(time: StepTime, one_less: StepTime, further: int) -> StepTime:
@@ -100,10 +102,6 @@ def _extended(time: StepTime, one_less: StepTime, further: int) -> StepTime:
         extended(time.recomputing, one_less.recomputing),
         0.0,
     )
-
-
-def _model_flops(parts: Iterable[Sequence[Operation]]) -> float:
-    return sum(one.flops for part in parts for one in part if not one.repeats)
 
 
 class _Costs(dict[Operation, float]):
@@ -238,7 +236,7 @@ def host_seconds_to_repeat(
     """The host's time to repeat operations, launches included."""
     launches, before = 0.0, 0
     for one in operations:
-        if one.kind in (RECORD, WAIT, HOST_WAIT):
+        if one.kind in SYNCHRONIZATION:
             continue
         launches += bool(one.repeats) + _launches_to_repeat(one, before, choosing)
         before = one.repeats

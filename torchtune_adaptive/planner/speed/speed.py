@@ -44,14 +44,8 @@ class Pace:
         return COMPILED_BAND if self.compiled else EAGER_BAND
 
     def speed(self, step: StepOperations, rows: int, length: int, micro_batches: int) -> Speed:
-        """The speed of a run whose steps are all like this one.
-
-        Args:
-            step: a step with one micro-batch, or with the first two of more.
-            rows: the rows in a micro-batch.
-            length: the tokens in a row, padding included.
-            micro_batches: the number of micro-batches in a step.
-        """
+        """The speed of a run whose steps are all like this one, which has one micro-batch or the first two of
+        more; ``rows`` are those of a micro-batch, and ``length`` the tokens in each, padding included."""
         time = step_time(step, self.speeds, self.ranks, micro_batches, self.compiled)
         seconds = time.seconds * (self.correction or 1.0)
         rows_per_second = rows * micro_batches / seconds / self.holders

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,12 +34,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 class CompiledRegions:
-    """Functions as compiled. Those that are alike, such as the layers of a model, are compiled once.
-
-    Args:
-        device: the fake device.
-        mode: the mode of all tensors.
-    """
+    """Functions as compiled. Those that are alike, such as the layers of a model, are compiled once."""
 
     def __init__(self, device: torch.device, mode: FakeTensorMode) -> None:
         self._device, self._mode = device, mode
@@ -60,13 +56,8 @@ class CompiledRegions:
     def region(
         self, function: Callable[..., Any], module: nn.Module | None = None, name: str = ""
     ) -> Callable[..., Any]:
-        """What ``torch.compile`` gives for a function.
-
-        Args:
-            function: the function.
-            module: the module whose parameters it uses; by default the one that it is a method of.
-            name: a name that it shares with functions that do the same with modules that are alike.
-        """
+        """What ``torch.compile`` gives for a function that uses the parameters of a module, by default of the
+        one that it is a method of. Functions that do the same with modules that are alike share a name."""
         owner: Any = module if module is not None else getattr(function, "__self__", None)
         what: Any = name or getattr(function, "__func__", function)
         kinds: list[Any] = []
@@ -94,14 +85,12 @@ class CompiledRegions:
         try:
             with without_modes(), self._mode, self.as_written():
                 examples = [_like(t) for t in given if isinstance(t, torch.Tensor)]
-                compiled = compiled_for(self._device, self._mode, call, examples, self._loaded)
+                load = partial(_loaded, self._device)
+                compiled = compiled_for(self._device, self._mode, call, examples, load)
         except Exception as error:
             self.failed = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             return None
         return lambda *tensors: tree_unflatten(compiled(*tensors), call.result)
-
-    def _loaded(self, code: str) -> Callable[[list[Any]], Any]:
-        return _loaded(code, self._device)
 
 
 class _OfTensors:
@@ -179,15 +168,8 @@ _EXPECTED = (3 * 2 * _TOKENS * _INNER, 65536)
 
 
 def check_compiler(device: torch.device, backend: str) -> str:
-    """Check that a small region takes as much memory as is known of inductor, with the installed torch.
-
-    Args:
-        device: the fake device.
-        backend: the backend for ``torch.compile``.
-
-    Returns:
-        The reason why compiled regions cannot be followed; empty if they can.
-    """
+    """Check that a small region takes as much memory as is known of inductor, with the installed torch. The
+    result is the reason why what is compiled with a backend cannot be followed; empty if it can."""
     if backend != "inductor":
         return f"its backend is {backend}"
     mode = FakeTensorMode()
@@ -232,13 +214,11 @@ _LEFT_OUT = (
 class _Kernel:
     """A kernel. It writes into what has been allocated before, so here it does nothing."""
 
-    def run(self, *_: Any, **__: Any) -> None: ...
-
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
 
 
-def _loaded(code: str, device: torch.device) -> Callable[[list[Any]], Any]:
+def _loaded(device: torch.device, code: str) -> Callable[[list[Any]], Any]:
     """The function that inductor's code defines, for fake tensors."""
     for end in ("\ndef get_args", "\ndef benchmark"):
         code = code.partition(end)[0]

@@ -35,13 +35,7 @@ class _Known(NamedTuple):
 
 
 class KnownEvents:
-    """Calls functions, or repeats what a call of the same kind did.
-
-    Args:
-        recorder: the recorder of the events.
-        watch: the mode that passes it what is created.
-        mode: the mode of all tensors.
-    """
+    """Calls functions, or repeats what a call of the same kind did."""
 
     def __init__(self, recorder: Recorder, watch: Watch, mode: FakeTensorMode) -> None:
         self._recorder, self._watch, self._mode = recorder, watch, mode
@@ -50,13 +44,8 @@ class KnownEvents:
     def call(
         self, function: Callable[[], torch.Tensor], kind: Hashable, given: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """The result of a function that reads these tensors, and nothing else of the device.
-
-        Args:
-            function: the function.
-            kind: what decides, with the layouts of the tensors, what it does.
-            given: the tensors.
-        """
+        """The result of a function that reads the tensors that are ``given``, and nothing else of the device.
+        Their layouts and its ``kind`` decide what it does."""
         ours = all(type(t) is FakeTensor and t.fake_mode is self._mode for t in given)
         if not ours or not self._watch.recording:
             return function()
@@ -78,10 +67,10 @@ class KnownEvents:
     ) -> tuple[torch.Tensor, _Known | None]:
         """The result, and what was done for it; None if another call may do something else."""
         recorder = self._recorder
-        first, noted = len(recorder.events), recorder.log.length() if recorder.log else 0
+        noted = recorder.log.entries if recorder.log else []
+        first, first_noted = len(recorder.events), len(noted)
         result = function()
-        events = recorder.events[first:]
-        entries = recorder.log.since(noted) if recorder.log else []
+        events, entries = recorder.events[first:], noted[first_noted:]
         allocations = [event for event in events if event.nbytes >= 0]
         made = {event.block for event in allocations}
         freed = {event.block for event in events if event.nbytes < 0}
@@ -104,12 +93,8 @@ class KnownEvents:
         return result, _Known(given, events, operations, entries, layout, block)
 
     def _repeated(self, known: _Known, blocks: dict[int, int]) -> torch.Tensor:
-        """The result of another call, whose blocks are other ones.
-
-        Args:
-            known: what the first call did.
-            blocks: the numbers of the blocks that are given, by those that were.
-        """
+        """The result of another call. ``blocks`` has those that it is given, by those of the first call, and
+        gets those that it makes."""
         recorder, operations = self._recorder, iter(known.operations)
         sizes: dict[int, int] = {}
         for block, nbytes, _ in known.events:

@@ -55,11 +55,8 @@ _Part = MadeTensor | _Given | _Constant
 
 
 class KnownResults:
-    """Calls operations, and makes results that are known without calling them.
-
-    Args:
-        mode: the mode of all tensors, which computes what is not known.
-    """
+    """Calls operations, and makes results that are known without calling them; ``mode``, that of all tensors,
+    computes the others."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode

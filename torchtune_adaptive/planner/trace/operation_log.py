@@ -66,15 +66,11 @@ Entry = tuple[Operation, _Use | None]
 
 
 class OperationLog:
-    """Collects the operations of a step.
+    """Collects the operations of a step, in the ``phase`` that is running.
 
-    Args:
-        device_type: the type of the device that is traced.
-        block_of: the number of the block that a storage lies in; 0 if it is not on the device.
-        phase: the part of the step that is running.
-        layer: the number of the layer whose forward pass is running, from 1; else 0. In the backward pass
-            that is a repetition. (So is whatever else has gradients enabled there; but functions with a
-            backward pass of their own disable them.)
+    ``layer`` is the number of the layer whose forward pass is running, from 1; else 0. In the backward pass
+    that is a repetition. (So is whatever else has gradients enabled there; but functions with a backward pass
+    of their own disable them.)
     """
 
     def __init__(
@@ -93,13 +89,10 @@ class OperationLog:
         """Begin the next micro-batch, or the update."""
         self._parts.append([])
 
-    def length(self) -> int:
-        """The number of entries of this part so far."""
-        return len(self._parts[-1])
-
-    def since(self, length: int) -> list[Entry]:
-        """The entries of this part after so many."""
-        return self._parts[-1][length:]
+    @property
+    def entries(self) -> list[Entry]:
+        """The entries of this part so far."""
+        return self._parts[-1]
 
     def repeat(self, entries: Iterable[Entry], blocks: Mapping[int, int]) -> None:
         """Note operations once more, now, that use other blocks: by those that they used."""
@@ -132,8 +125,7 @@ class OperationLog:
 
     def compiled(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note a compiled function that reads and writes tensors in one kernel."""
-        nbytes = 2 * sum(map(_nbytes, tensors))
-        self._add(Operation(MEMORY, "compiled", self._phase(), _stream(), "", 0, nbytes, nbytes))
+        self._note_sized(MEMORY, "compiled", 2 * sum(map(_nbytes, tensors)))
 
     def read_by_host(self, tensor: torch.Tensor) -> None:
         """Note that the host reads a value, and so waits for the device."""
@@ -167,7 +159,8 @@ class OperationLog:
             if (size := max(map(_nbytes, elsewhere))) >= _SMALL:
                 self._note_sized(COPY, signature.name, size)
             to_host = returned and returned[0].device.type != self._device_type
-            if to_host and not _async(args, kwargs):
+            waits = not kwargs.get("non_blocking", len(args) > 2 and args[2] is True)
+            if to_host and waits:
                 self.synchronize(HOST_WAIT, _stream(), 0)
             if size >= _SMALL:
                 return
@@ -261,10 +254,6 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def _async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs.get("non_blocking", len(args) > 2 and args[2] is True))
-
-
 def _signature(func: Any) -> _Signature:
     """The signature of an operation, before it runs."""
     schema = schema_of(func)
@@ -323,48 +312,40 @@ def _fused(part: list[Entry], first: int, last_read: dict[int, int]) -> list[Ope
     reads what comes from outside and writes what is read after it. ``first`` is the number of the part's
     first operation in the step, ``last_read`` that of the last operation that reads a block."""
     operations = [operation for operation, _ in part]
-    group: list[int] = []
-    for at, operation in enumerate(operations):
-        if operation.name.startswith(("_foreach", "_fused")):
-            continue  # of one in backward: its hooks run when the compiled backward of a layer is over
-        last = operations[group[-1]] if group else operation
-        together = last.stream == operation.stream and last.phase == operation.phase
-        if not (_fusible(operation) and together):
-            _fuse(part, operations, group, first, last_read)
-            group = []
-        if _fusible(operation):
-            group.append(at)
-    _fuse(part, operations, group, first, last_read)
+    for group in _runs(operations):
+        end = first + group[-1]
+        others = set(range(group[0], group[-1])) - set(group)
+        read_between = {block for at in others if (use := part[at][1]) for block in use.reads}
+        made, seen = set[int](), set[int]()
+        for at in group:
+            use = part[at][1]
+            if use is None:
+                continue
+            left = sum(size for block, size in use.reads.items() if block not in made | seen)
+            seen.update(use.reads)
+            for block, size in use.writes.items():
+                needed = last_read.get(block, end + 1) > end or block in read_between
+                left += size if needed and block not in made else 0
+                made.add(block)
+            operations[at] = operations[at]._replace(fused_bytes=left, joins=at != group[0])
     return operations
 
 
-def _fusible(operation: Operation) -> bool:
-    compiled = operation.phase in ("forward", "backward")
-    return operation.kind == MEMORY and compiled and operation.name not in _NOT_COMPILED
-
-
-def _fuse(
-    part: list[Entry],
-    operations: list[Operation],
-    group: list[int],
-    first: int,
-    last_read: dict[int, int],
-) -> None:
-    """Make the operations of a group one kernel."""
-    if len(group) < 2:
-        return
-    end = first + group[-1]
-    others = set(range(group[0], group[-1])) - set(group)
-    read_between = {block for at in others if (use := part[at][1]) for block in use.reads}
-    made, seen = set[int](), set[int]()
-    for at in group:
-        use = part[at][1]
-        if use is None:
-            continue
-        left = sum(size for block, size in use.reads.items() if block not in made | seen)
-        seen.update(use.reads)
-        for block, size in use.writes.items():
-            needed = last_read.get(block, end + 1) > end or block in read_between
-            left += size if needed and block not in made else 0
-            made.add(block)
-        operations[at] = operations[at]._replace(fused_bytes=left, joins=at != group[0])
+def _runs(operations: list[Operation]) -> list[list[int]]:
+    """The positions of operations that become one kernel, of each such kernel."""
+    runs: list[list[int]] = [[]]
+    for at, operation in enumerate(operations):
+        if operation.name.startswith(("_foreach", "_fused")):
+            continue  # of one in backward: its hooks run when the compiled backward of a layer is over
+        last = operations[runs[-1][-1]] if runs[-1] else operation
+        together = last.stream == operation.stream and last.phase == operation.phase
+        fusible = (
+            operation.kind == MEMORY
+            and operation.phase in ("forward", "backward")  # which are compiled
+            and operation.name not in _NOT_COMPILED
+        )
+        if not (fusible and together):
+            runs.append([])
+        if fusible:
+            runs[-1].append(at)
+    return [run for run in runs if len(run) > 1]

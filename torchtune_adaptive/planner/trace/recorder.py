@@ -41,26 +41,28 @@ _PROFILING = (
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
 )
-PARAMETERS = "parameters"
-GRADIENTS = "gradients"
-OPTIMIZER = "optimizer state"
-ACTIVATIONS = "activations"
-GATHERED = "gathered parameters"
-LOSS = "logits and loss"
-INPUTS = "inputs"
-STEPPING = "temporaries of the optimizer step"
-WORKSPACES = "workspaces"
 
 
 class Recorder:
     """The memory events of one device."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+    ACTIVATIONS = "activations"
+    GATHERED = "gathered parameters"
+    LOSS = "logits and loss"
+    INPUTS = "inputs"
+    STEPPING = "temporaries of the optimizer step"
+    WORKSPACES = "workspaces"
+    """Categories: what blocks are for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.events: list[MemoryEvent] = []
         self.labels: dict[int, Label] = {}
         self.phase: Callable[[], str] = lambda: "set-up"
-        self.category = PARAMETERS
+        self.category = self.PARAMETERS
         self.in_use = 0
         self.peak = 0
         # A simulated device sees only steps. It counts with a dispatch mode, under which autograd accumulates
@@ -74,16 +76,13 @@ class Recorder:
 
     def see(self, storage: torch.UntypedStorage, operation: str, category: str = "") -> None:
         """Record ``storage`` as it is now, and when it will be freed."""
-        key, nbytes = id(storage), storage.nbytes()
-        if known := self._blocks.get(key):
-            reference, block, before = known
+        nbytes = storage.nbytes()
+        if known := self._blocks.get(id(storage)):
+            _, block, before = known
             if nbytes == before:
                 return
             self.free(block, before)
-        else:
-            reference = weakref.ref(storage, functools.partial(self._gone, key))
-        block = self.allocate(nbytes, operation, category)
-        self._blocks[key] = (reference, block, nbytes)
+        self.adopt(storage, self.allocate(nbytes, operation, category))
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         return id(storage) in self._blocks
@@ -109,7 +108,7 @@ class Recorder:
 
     def workspace(self, sizes: Iterable[int], operation: str) -> None:
         """Record memory that an operation allocates and frees inside."""
-        held = [(self.allocate(nbytes, operation, WORKSPACES), nbytes) for nbytes in sizes]
+        held = [(self.allocate(nbytes, operation, self.WORKSPACES), nbytes) for nbytes in sizes]
         for block, nbytes in held:
             self.free(block, nbytes)
 
@@ -132,7 +131,7 @@ class Recorder:
             self.in_use -= nbytes
 
     def adopt(self, storage: torch.UntypedStorage, block: int) -> None:
-        """``storage``, which is new, lies in a block that was allocated for it."""
+        """``storage`` lies in a block that was allocated for it, and frees it when it is gone."""
         gone = weakref.ref(storage, functools.partial(self._gone, id(storage)))
         self._blocks[id(storage)] = (gone, block, storage.nbytes())
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,23 +28,13 @@ from torchtune_adaptive.planner.trace.compiled_regions import CompiledRegions, c
 from torchtune_adaptive.planner.trace.kernels import attention
 from torchtune_adaptive.planner.trace.known_events import KnownEvents
 from torchtune_adaptive.planner.trace.operation_log import OperationLog
-from torchtune_adaptive.planner.trace.recorder import (
-    ACTIVATIONS,
-    GATHERED,
-    GRADIENTS,
-    INPUTS,
-    LOSS,
-    OPTIMIZER,
-    STEPPING,
-    Recorder,
-    Watch,
-)
+from torchtune_adaptive.planner.trace.recorder import Recorder, Watch
 
 _ON_STREAMS = {
-    "all_gather_copy_in_stream": GATHERED,
-    "all_gather_stream": GATHERED,
-    "reduce_scatter_stream": GRADIENTS,
-    "all_reduce_stream": GRADIENTS,
+    "all_gather_copy_in_stream": Recorder.GATHERED,
+    "all_gather_stream": Recorder.GATHERED,
+    "reduce_scatter_stream": Recorder.GRADIENTS,
+    "all_reduce_stream": Recorder.GRADIENTS,
 }
 """Categories of what FSDP allocates on its own streams, by their names."""
 
@@ -107,31 +97,6 @@ class FakeRanks(Ranks):
         return FakeRanks(self.rank % self._holders, self._holders)
 
 
-class _Again(AbstractContextManager[None]):
-    """A context that can be entered again, unlike those that are made of generators."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-        self._entered: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        self._entered.append(self._make())
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.pop().__exit__(*error)
-
-
-@contextmanager
-def _replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """A context with these replacements: owner, name, replacement."""
-    with ExitStack() as undo:
-        for owner, name, replacement in replacements:
-            undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, replacement)
-        yield
-
-
 class StepTracer:
     """One rank of a run on a fake device.
 
@@ -143,12 +108,6 @@ class StepTracer:
         ranks: the number of ranks.
         holders: the number of them that hold the same rows, and have successive numbers.
     """
-
-    ACTIVATIONS: ClassVar = ACTIVATIONS
-    GATHERED: ClassVar = GATHERED
-    GRADIENTS: ClassVar = GRADIENTS
-    LOSS: ClassVar = LOSS
-    """Categories for ``recorder.category``."""
 
     def __init__(self, simulated: bool, rank: int, ranks: int, holders: int = 1) -> None:
         self.device = torch.device("cpu") if simulated else fake_device.device()
@@ -184,24 +143,14 @@ class StepTracer:
     def begin(self, step: TrainStep, models: Sequence[nn.Module]) -> None:
         """Trace this step of these models from now on. Its tensors are fake, on the tracer's device."""
         self.step, self._models = step, tuple(models)
-        for optimizer in step.optimizers:
-            if not self.recorder.simulated:
-                self._update_at_once(optimizer)
+        if not self.recorder.simulated:
+            for optimizer in step.optimizers:
+                _update_at_once(optimizer, self.device)
         parameters = [p for model in models for p in model.parameters()]
         self.uneven = any(_is_uneven(p) for p in parameters if isinstance(p, DTensor))
         """Whether ranks hold different shares of the parameters."""
         self.recorder.phase = lambda: self.step.stage
         self.set_up = self.recorder.take_events()
-
-    def _update_at_once(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer update all tensors at once where it would do so by itself on a GPU. That takes
-        temporaries of the size of all of them. torch decides by their types, which fake tensors change."""
-        for group in optimizer.param_groups:
-            decided = group.get("foreach", False) is not None
-            if decided or group.get("fused") or group.get("differentiable"):
-                continue
-            if all(p.device == self.device and _is_plain(p) for p in group["params"]):
-                group["foreach"] = True
 
     def trace(
         self,
@@ -209,46 +158,38 @@ class StepTracer:
         micro_batches: int,
         layer: Callable[[], int] | None = None,
     ) -> RecordedStep:
-        """One step.
-
-        Args:
-            make_batch: the function that makes the micro-batch, on the host.
-            micro_batches: the number of micro-batches in the step.
-            layer: the number of the layer that runs, to note what operations compute and move as well.
-        """
+        """One step, whose micro-batches ``make_batch`` makes on the host. What operations compute and move is
+        noted as well if there is a function ``layer``, which tells the number of the layer that runs."""
         recorder, step = self.recorder, self.step
 
         def take(log: OperationLog | None) -> None:
             batch = make_batch()
             recorder.peak = recorder.in_use
             for _ in range(micro_batches):
-                recorder.category = INPUTS
+                recorder.category = recorder.INPUTS
                 step.forward_backward(batch)
                 if log is not None:
                     log.next_part()
             parameters = list(step.model.parameters())
-            recorder.relabel((p.grad for p in parameters if p.grad is not None), GRADIENTS)
-            recorder.category = STEPPING
+            recorder.relabel((p.grad for p in parameters if p.grad is not None), recorder.GRADIENTS)
+            recorder.category = recorder.STEPPING
             step.apply()
             if not self._optimizer_state_is_there:
-                recorder.relabel(_state(step.optimizers), OPTIMIZER)
+                recorder.relabel(_state(step.optimizers), recorder.OPTIMIZER)
                 self._optimizer_state_is_there = True
 
         # The first step is different.
         return self._recorded(take, layer if self._optimizer_state_is_there else None)
 
     def trace_forward(self, work: Callable[[Callable[[], None]], Any]) -> RecordedStep:
-        """Something that the step does without gradients, between two steps.
-
-        Args:
-            work: the function that does it. It calls the one that it is given before each part but the first
-                that counts by itself, as a micro-batch of a step does.
-        """
+        """Something that the step does without gradients, between two steps. ``work`` does it, and calls the
+        function that it is given before each part but the first that counts by itself, as a micro-batch of a
+        step does."""
         recorder, of_step = self.recorder, self.recorder.phase
 
         def do(log: OperationLog | None) -> None:
             assert log is not None
-            recorder.category = INPUTS
+            recorder.category = recorder.INPUTS
             work(log.next_part)
             log.next_part()  # the update: there is none
 
@@ -279,13 +220,10 @@ class StepTracer:
         self._label_streams(traced)
         return traced._replace(operations=log.finish()) if log is not None else traced
 
-    def unrecorded(self) -> AbstractContextManager[None]:
-        """A context in which tensors are fake, and nothing is recorded. It can be entered again."""
-        return _Again(self._unrecorded)
-
     @contextmanager
-    def _unrecorded(self) -> Iterator[None]:
-        with _replaced(private.of_meshes()), self._fake, self._watch, self._watch.paused():
+    def unrecorded(self) -> Iterator[None]:
+        """A context in which tensors are fake, and nothing is recorded."""
+        with private.replaced(private.of_meshes()), self._fake, self._watch, self._watch.paused():
             yield
 
     @contextmanager
@@ -293,7 +231,7 @@ class StepTracer:
         """A context in which tensors are fake, and what is allocated on the device is recorded."""
         # What is compiled already runs eager: dynamo does not know the device.
         with (
-            _replaced(self._replacements()),
+            private.replaced(self._replacements()),
             torch.compiler.set_stance("force_eager"),
             self._fake,
             self._watch,
@@ -301,15 +239,15 @@ class StepTracer:
         ):
             yield
 
-    def _replacements(self) -> list[tuple[Any, str, Any]]:
-        """Replacements in torch while tracing: owner, name, replacement."""
+    def _replacements(self) -> private.Replacements:
+        """Replacements while tracing."""
         recorder, watch = self.recorder, self._watch
         resize = torch.UntypedStorage.resize_
 
         def seen_resize(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
             resize(storage, nbytes)
             if recorder.knows(storage):
-                recorder.see(storage, "resize_", GATHERED)
+                recorder.see(storage, "resize_", recorder.GATHERED)
             return storage
 
         def as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -382,8 +320,16 @@ class StepTracer:
         return found
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return not private.is_traceable_wrapper_subclass(tensor)
+def _update_at_once(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Let an optimizer update all tensors at once where it would do so by itself on a GPU. That takes
+    temporaries of the size of all of them. torch decides by their types, which fake tensors change."""
+    for group in optimizer.param_groups:
+        decided = group.get("foreach", False) is not None
+        if decided or group.get("fused") or group.get("differentiable"):
+            continue
+        on_device = all(p.device == device for p in group["params"])
+        if on_device and not any(map(private.is_traceable_wrapper_subclass, group["params"])):
+            group["foreach"] = True
 
 
 def _is_uneven(parameter: DTensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -10,7 +9,7 @@ from torchtune import training
 
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints, FullCheckpoints
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
-from torchtune_adaptive.recipe.setup.model import AS_IT_IS, full_model, load_full
+from torchtune_adaptive.recipe.setup.model import AS_IT_IS, Sharding, full_model, load_full
 
 
 class Full(RecipeKind):
@@ -19,7 +18,7 @@ class Full(RecipeKind):
     def checkpoints(self) -> Checkpoints:
         return FullCheckpoints(self.asked, self.environment, self.epochs)
 
-    def model_without_weights(self, sharding: AbstractContextManager[Any] = AS_IT_IS) -> nn.Module:
+    def model_without_weights(self, sharding: Sharding = AS_IT_IS) -> nn.Module:
         return full_model(self.asked, self.environment, self.prepare, sharding)
 
     def load(self, model: nn.Module, checkpoint: dict[str, Any]) -> None:

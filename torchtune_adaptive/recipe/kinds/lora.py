@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torchtune.modules.peft import disable_adapter
 
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints, LoRACheckpoints
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
-from torchtune_adaptive.recipe.setup.model import AS_IT_IS, load_lora, lora_model
+from torchtune_adaptive.recipe.setup.model import AS_IT_IS, Sharding, load_lora, lora_model
 
 
 class LoRA(RecipeKind):
@@ -22,7 +21,7 @@ class LoRA(RecipeKind):
     def checkpoints(self) -> Checkpoints:
         return LoRACheckpoints(self.asked, self.environment, self.epochs)
 
-    def model_without_weights(self, sharding: AbstractContextManager[Any] = AS_IT_IS) -> nn.Module:
+    def model_without_weights(self, sharding: Sharding = AS_IT_IS) -> nn.Module:
         return lora_model(self.asked, self.environment, self.prepare, sharding)
 
     def load(self, model: nn.Module, checkpoint: dict[str, Any]) -> None:

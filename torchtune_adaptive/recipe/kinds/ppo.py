@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from torch import nn
@@ -27,7 +26,7 @@ from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.rollout.score import Scorers, values_of
 from torchtune_adaptive.recipe.settings.keys import VALUE_CHECKPOINTER
 from torchtune_adaptive.recipe.settings.kind_table import FrozenModel
-from torchtune_adaptive.recipe.setup.model import AS_IT_IS, full_model, load_full
+from torchtune_adaptive.recipe.setup.model import AS_IT_IS, Sharding, full_model, load_full
 
 _TRAINED = {
     POLICY: FrozenModel("policy_model", "checkpointer"),
@@ -52,9 +51,7 @@ class PPO(Generating, Full):
     def checkpoints(self) -> Checkpoints:
         return PolicyAndValueCheckpoints(self.asked, self.environment, self.epochs)
 
-    def model_without_weights(
-        self, sharding: AbstractContextManager[Any] = AS_IT_IS
-    ) -> PolicyAndValue:
+    def model_without_weights(self, sharding: Sharding = AS_IT_IS) -> PolicyAndValue:
         policy, value = (
             full_model(self.asked, self.environment, self.prepare, sharding, keys.model)
             for keys in _TRAINED.values()

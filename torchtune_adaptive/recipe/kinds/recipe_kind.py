@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +15,14 @@ from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.data.rows import Rows, TokenRows
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
-from torchtune_adaptive.recipe.setup.model import AS_IT_IS, Model, announce, frozen_model, load_full
+from torchtune_adaptive.recipe.setup.model import (
+    AS_IT_IS,
+    Model,
+    Sharding,
+    announce,
+    frozen_model,
+    load_full,
+)
 from torchtune_adaptive.recipe.setup.offloading import Offloading
 from torchtune_adaptive.recipe.setup.optimizer import build_loss
 from torchtune_adaptive.recipe.upstream import labels_are_shifted
@@ -42,7 +48,7 @@ class RecipeKind(ABC):
         """What a run starts from, and what it saves."""
 
     @abstractmethod
-    def model_without_weights(self, sharding: AbstractContextManager[Any] = AS_IT_IS) -> nn.Module:
+    def model_without_weights(self, sharding: Sharding = AS_IT_IS) -> nn.Module:
         """The model that is trained, sharded, but still on the meta device."""
 
     @abstractmethod
@@ -72,9 +78,7 @@ class RecipeKind(ABC):
             announce(model, self.environment, started)
         return models
 
-    def frozen_without_weights(
-        self, sharding: AbstractContextManager[Any] = AS_IT_IS
-    ) -> tuple[nn.Module, ...]:
+    def frozen_without_weights(self, sharding: Sharding = AS_IT_IS) -> tuple[nn.Module, ...]:
         """The same, sharded, but still on the meta device."""
         asked, blocks = self.asked, [each.model for each in self.asked.kind.frozen]
         return tuple(frozen_model(asked, self.environment, block, sharding) for block in blocks)

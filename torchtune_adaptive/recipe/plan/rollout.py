@@ -235,8 +235,7 @@ class _Phase:
                 return most if fits else 0
             most -= 1
         run = self.run(most)
-        find = run.confirmed_largest if planner.confirmed else run.largest
-        return find(planner.length, planner.device, most)
+        return run.largest(planner.length, planner.device, most, planner.confirmed)
 
     def _picked(self, most: int) -> int:
         if self._about.is_fixed:

@@ -42,7 +42,9 @@ from torchtune_adaptive.recipe.setup.offloading import Offloading
 from torchtune_adaptive.recipe.upstream import NF4Tensor, to_nf4
 
 log = logging.getLogger(__name__)
-AS_IT_IS: AbstractContextManager[Any] = nullcontext()
+Sharding = Callable[[], AbstractContextManager[Any]]
+"""A context in which a model is sharded."""
+AS_IT_IS: Sharding = nullcontext
 
 _TRAINED = FrozenModel("model", "checkpointer")
 
@@ -66,13 +68,12 @@ def full_model(
     asked: Asked,
     environment: Environment,
     prepare: Prepare,
-    sharding: AbstractContextManager[Any],
+    sharding: Sharding,
     block: str = "model",
 ) -> nn.Module:
     """A model of which every weight is trained, spread over the ranks, but still on the meta device.
 
-    It is made of a block of the config, and sharded in the context ``sharding``, where tensors are not what
-    they seem.
+    It is made of a block of the config, and sharded in a context in which tensors may not be what they seem.
     """
     data, tensors = model_meshes(asked, environment, asked[TENSORS])
     model = _on_meta(asked, block, environment)
@@ -82,7 +83,7 @@ def full_model(
     if tensors.size() > 1:
         _split(model, asked, tensors)
     model = prepare(model)
-    with sharding:
+    with sharding():
         _shard(model, asked, data)
     if tensors.size() > 1 and data.size() > 1:
         _require_even_parts(model, asked)
@@ -140,7 +141,7 @@ def _require_even_parts(model: nn.Module, asked: Asked) -> None:
 
 
 def lora_model(
-    asked: Asked, environment: Environment, prepare: Prepare, sharding: AbstractContextManager[Any]
+    asked: Asked, environment: Environment, prepare: Prepare, sharding: Sharding
 ) -> nn.Module:
     """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
     model = _on_meta(asked, "model", environment, prepare)
@@ -151,7 +152,7 @@ def lora_model(
     set_trainable_params(model, get_adapter_params(model))
     _compile_if_asked(model, asked)
     data, _ = model_meshes(asked, environment, tensors=1)
-    with sharding:
+    with sharding():
         _shard(model, asked, data)
     return model
 
@@ -178,13 +179,13 @@ def _require_shardable(model: nn.Module, asked: Asked) -> None:
 
 
 def frozen_model(
-    asked: Asked, environment: Environment, block: str, sharding: AbstractContextManager[Any]
+    asked: Asked, environment: Environment, block: str, sharding: Sharding
 ) -> nn.Module:
     """A model that is used and not trained, by its block of the config, on the meta device as well."""
     model = _on_meta(asked, block, environment).requires_grad_(False).eval()
     _compile_if_asked(model, asked)
     mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
-    with sharding:
+    with sharding():
         # Always: parameters that were kept after forward would stay forever, as no backward frees them.
         _shard(model, asked, mesh, reshard_after_forward=True)
     return model

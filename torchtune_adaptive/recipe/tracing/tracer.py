@@ -79,8 +79,8 @@ class Tracer(StepTracer):
         self._kind = kind = recipe_kind(asked, environment)
         self._rows = kind.rows()
         with mock.patch.object(torch, "compile", self.as_compiled), quantizing_once():
-            model = kind.model_without_weights(self.unrecorded())
-            frozen = kind.frozen_without_weights(self.unrecorded())
+            model = kind.model_without_weights(self.unrecorded)
+            frozen = kind.frozen_without_weights(self.unrecorded)
         models = (model, *frozen)
         # With CPU offload, parameters wait on the host, and the optimizer works there.
         offloaded = asked["fsdp_cpu_offload"]
@@ -215,17 +215,17 @@ class Tracer(StepTracer):
             return hook
 
         def passed_norm(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
-            recorder.category = StepTracer.LOSS
+            recorder.category = recorder.LOSS
             if output.requires_grad:
-                output.register_hook(enters(StepTracer.ACTIVATIONS))
+                output.register_hook(enters(recorder.ACTIVATIONS))
 
         if isinstance(model, PolicyAndValue):
             for each in model.children():
                 self._follow_categories(each)
             return
         if self.ranks.size > 1:  # FSDP gathers what the root has before any other hook
-            model.register_forward_pre_hook(enters(StepTracer.GATHERED), prepend=True)
-        model.register_forward_pre_hook(enters(StepTracer.ACTIVATIONS))
+            model.register_forward_pre_hook(enters(recorder.GATHERED), prepend=True)
+        model.register_forward_pre_hook(enters(recorder.ACTIVATIONS))
         decoder = getattr(model, "decoder", model)
         if isinstance(norm := getattr(decoder, "norm", None), nn.Module):
             norm.register_forward_hook(passed_norm)
