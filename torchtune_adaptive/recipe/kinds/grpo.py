@@ -1,4 +1,4 @@
-"""Group relative policy optimization (GRPO), here of all weights, with the reference as a second model."""
+"""Group relative policy optimization (GRPO): of all weights, or of adapters."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from torchtune_adaptive.core import Objective
-from torchtune_adaptive.recipe.kinds.full import Full
 from torchtune_adaptive.recipe.kinds.generating import Generating
+from torchtune_adaptive.recipe.kinds.recipe_kind import Full, LoRA, without_adapters
 from torchtune_adaptive.recipe.rewards import Rewards
 from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import ByFunctions, Judge
@@ -84,7 +84,11 @@ class GRPO(Generating):
 
 
 class FullGRPO(GRPO, Full):
-    """Trains every weight."""
+    """Trains every weight; the reference is a second model."""
 
 
-TheKind = FullGRPO
+class LoRAGRPO(GRPO, LoRA):
+    """Trains adapters; without them, the model is the reference."""
+
+    def reference(self, model: nn.Module, frozen: Sequence[nn.Module]) -> OfTokens:
+        return without_adapters(model, self.log_probs(model))

@@ -13,8 +13,8 @@ from torchtune_adaptive.core import Objective
 from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
 from torchtune_adaptive.recipe.checkpoints.policy_and_value import PolicyAndValueCheckpoints
 from torchtune_adaptive.recipe.data.rows import Rows
-from torchtune_adaptive.recipe.kinds.full import Full
 from torchtune_adaptive.recipe.kinds.generating import Generating
+from torchtune_adaptive.recipe.kinds.recipe_kind import Full
 from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import ByModel, Judge
 from torchtune_adaptive.recipe.rollout.losses import PPOObjective
@@ -120,6 +120,3 @@ class PPO(Generating, Full):
 
     def rows(self) -> Rows:
         return PromptsAlone()
-
-
-TheKind = PPO

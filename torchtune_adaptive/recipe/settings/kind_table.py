@@ -1,6 +1,6 @@
 """The kinds of recipe, and which configs are for which.
 
-What a kind does is in ``kinds/``, in the module that has its name.
+What a kind does is in ``kinds/``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Kind:
     """A kind of recipe."""
 
     name: str
-    """The name of the kind and of its module in ``kinds/``; it is part of the names of its configs."""
+    """It is part of the names of the kind's configs."""
 
     torchtunes: str
     """The recipe of torchtune that it takes the place of, or the name that it would have there."""
