@@ -9,13 +9,7 @@ from torchtune_adaptive.core import Epochs, SampleOrder, TrainStep
 from torchtune_adaptive.recipe.checkpoints.config_changes import BEGIN_ANEW
 from torchtune_adaptive.recipe.data.dataset import Data, LoadedRows, checked_row
 from torchtune_adaptive.recipe.kinds.generating import Generating
-from torchtune_adaptive.recipe.rollout.advantages import over
-from torchtune_adaptive.recipe.rollout.phases import (
-    RolloutSizes,
-    build_phases,
-    rollout_sizes,
-    stop_tokens,
-)
+from torchtune_adaptive.recipe.rollout.phases import RolloutSizes, build_phases, rollout_sizes
 from torchtune_adaptive.recipe.run import Run
 from torchtune_adaptive.recipe.search.decide import DecidedBatch
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
@@ -61,8 +55,7 @@ class RolloutRun(Run):
         assert isinstance(kind, Generating)
         checked_row(data, 0)
         sizes = rollout_sizes(asked)
-        stops = stop_tokens(asked, tokenizer)
-        self._judge = kind.judge(tokenizer, stops, sizes, over(ranks), self._entering_reward)
+        self._judge = kind.judge(tokenizer, self._entering_reward)
         sizes.require_prompts(order.per_epoch // ranks.size)
         self._require_same_rollouts(sizes)
         self.watchdog.enter("looking up the lengths of all prompts", patience=None)
@@ -72,7 +65,7 @@ class RolloutRun(Run):
             self.environment,
             step,
             kind.policy(model.module),
-            kind.scorers(model.module, step.objective.frozen, sizes),
+            kind.scorers(model.module, step.objective),
             tokenizer,
             sizes,
             longest=max(lengths.all(say_progress=ranks.is_zero)),

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torchtune.training import disable_dropout
 
 from torchtune_adaptive.common import ConfigError
+from torchtune_adaptive.core import Objective
 from torchtune_adaptive.recipe.components import make
 from torchtune_adaptive.recipe.data.rows import Rows
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
-from torchtune_adaptive.recipe.rollout.advantages import Total
 from torchtune_adaptive.recipe.rollout.judging import Judge
-from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.rollout.projection import LogProbs
 from torchtune_adaptive.recipe.rollout.prompts import Prompts
 from torchtune_adaptive.recipe.rollout.score import Scorers
@@ -50,26 +49,10 @@ class Generating(RecipeKind):
         return Prompts()
 
     @abstractmethod
-    def scorers(
-        self, model: nn.Module, frozen: Sequence[nn.Module], sizes: RolloutSizes
-    ) -> Scorers:
-        """What scores the rows of a rollout."""
+    def scorers(self, model: nn.Module, objective: Objective) -> Scorers:
+        """What scores the rows of a rollout, which are trained for an objective."""
 
     @abstractmethod
-    def judge(
-        self,
-        tokenizer: Any,
-        stops: Sequence[int],
-        sizes: RolloutSizes,
-        total: Total,
-        entering: Callable[[str], None],
-    ) -> Judge:
-        """What rewards them, and finds their advantages.
-
-        Args:
-            tokenizer: the tokenizer.
-            stops: the tokens that end a response.
-            sizes: those of a rollout.
-            total: the function that sums a tensor over all ranks.
-            entering: called with the name of each reward function, before it is.
-        """
+    def judge(self, tokenizer: Any, entering: Callable[[str], None]) -> Judge:
+        """What rewards them, and finds their advantages. It calls ``entering`` with the name of each reward
+        function, before it calls that."""

@@ -15,10 +15,9 @@ from torchtune_adaptive.recipe.checkpoints.policy_and_value import PolicyAndValu
 from torchtune_adaptive.recipe.data.rows import Rows
 from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.kinds.recipe_kind import Full
-from torchtune_adaptive.recipe.rollout.advantages import Total
+from torchtune_adaptive.recipe.rollout.advantages import over
 from torchtune_adaptive.recipe.rollout.judging import ByModel, Judge
 from torchtune_adaptive.recipe.rollout.losses import PPOObjective
-from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.rollout.policy_and_value import (
     POLICY,
     VALUE,
@@ -86,34 +85,25 @@ class PPO(Generating, Full):
             self.log_probs(self.policy(model)), loss.epsilon, clip, coefficient, frozen
         )
 
-    def scorers(
-        self, model: nn.Module, frozen: Sequence[nn.Module], sizes: RolloutSizes
-    ) -> Scorers:
-        reference, reward = frozen
+    def scorers(self, model: nn.Module, objective: Objective) -> Scorers:
+        reference, reward = objective.frozen
         policies = {"old": self.policy(model), "reference": reference}
         return Scorers(
             {name: self.log_probs(policy) for name, policy in policies.items()},
             {"values": values_of(model.get_submodule(VALUE)), "scores": values_of(reward)},
         )
 
-    def judge(
-        self,
-        tokenizer: Any,
-        stops: Sequence[int],
-        sizes: RolloutSizes,
-        total: Total,
-        entering: Callable[[str], None],
-    ) -> Judge:
+    def judge(self, tokenizer: Any, entering: Callable[[str], None]) -> Judge:
         asked = self.asked
         return ByModel(
-            sizes.max_new,
+            asked["max_generated_tokens"],
             asked["kl_coeff"],
             asked["gamma"],
             asked["lmbda"],
             penalty=asked["reward_penalty"],
             min_length=asked["min_response_length"],
             must_stop=asked["penalise_no_eos"],
-            total=total,
+            total=over(self.environment.ranks),
         )
 
     # --- data -------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def work_of_phase(
 
 def _phases(kind: Generating, step: TrainStep, model: nn.Module, length: int) -> Phases:
     asked, sizes = kind.asked, rollout_sizes(kind.asked)
-    scorers = kind.scorers(model, step.objective.frozen, sizes)
+    scorers = kind.scorers(model, step.objective)
     policy, longest = kind.policy(model), length - sizes.max_new
     return build_phases(asked, kind.environment, step, policy, scorers, _TOKENIZER, sizes, longest)
 
