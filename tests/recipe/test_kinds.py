@@ -139,6 +139,6 @@ def test_pairs_of_which_only_prompts_are_left_stop_the_run() -> None:
     step = SimpleNamespace(ranks=Alone(), device=torch.device("cpu"), objective=objective)
     answered = pair(4, 4) | {"rejected_labels": [-100, -100, -100, 3]}
     for rows, learnable in (([pair(4, 4)], False), ([answered], True)):
-        data = Data(rows, Tokenizer(), collate, packed=False, rows=Pairs())
+        data = Data(rows, Tokenizer(), collate, rows=Pairs())
         with nullcontext() if learnable else pytest.raises(NothingToLearn):
             require_something_to_learn(data, step)  # type: ignore[arg-type]
