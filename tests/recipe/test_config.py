@@ -592,6 +592,13 @@ def test_what_cannot_work_together_stops_here(
     assert remedy in str(raised.value)
 
 
+def test_a_list_of_datasets_is_told_of_as_one_is() -> None:
+    cfg = config("tiny/full", "context_parallel_dim=2", "dataset.packed=True")
+    cfg.dataset = [cfg.dataset, cfg.dataset]
+    with pytest.raises(ConfigError, match=r"^dataset\.packed: True goes into attention"):
+        check(cfg, KINDS["full"])
+
+
 def test_the_reference_is_up_to_date() -> None:
     docs = Path(__file__).parents[2] / "docs"
     page = (docs / "settings.md").read_text()

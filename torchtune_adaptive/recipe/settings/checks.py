@@ -90,9 +90,13 @@ def _unreadable(cfg: DictConfig, error: OmegaConfBaseException) -> tuple[str, ob
 
 
 def _value(asked: Asked, key: str) -> object:
-    """What a key of ours, or of torchtune, is set to."""
+    """What a key of ours, or of torchtune, is set to; of a list of datasets, in one of them."""
     if key in KNOBS_BY_KEY:
         return KNOBS_BY_KEY[key].configured(asked)
+    block, _, inner = key.rpartition(".")
+    datasets = asked.cfg.get(block)
+    if isinstance(datasets, ListConfig):
+        return next((one[inner] for one in datasets if one.get(inner)), None)
     name = key.removeprefix(f"{BLOCK}.")
     settings = asked.settings
     return getattr(settings, name) if hasattr(settings, name) else OmegaConf.select(asked.cfg, key)
