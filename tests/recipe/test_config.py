@@ -45,7 +45,7 @@ from torchtune_adaptive.recipe.settings.kind_table import (
     kind_of,
     unused_keys,
 )
-from torchtune_adaptive.recipe.settings.rules import rule_of
+from torchtune_adaptive.recipe.settings.rules import ANY_NUMBER, rule_of, rule_of_argument
 
 CHECKPOINTING = "enable_activation_checkpointing"
 
@@ -605,6 +605,13 @@ def test_the_reference_is_up_to_date() -> None:
     tables = runpy.run_path(str(docs / "make" / "settings.py"))["tables"]
     for table in tables():
         assert table in page, "put there what python docs/make/settings.py prints"
+
+
+def test_an_integer_that_no_float_holds_is_not_a_number() -> None:
+    for rule in (ANY_NUMBER, rule_of_argument(int)):
+        assert rule is not None
+        with pytest.raises(ConfigError, match="Must be a"):
+            rule.read("reward_penalty", 10**400)
 
 
 def test_a_type_without_a_rule_is_refused() -> None:

@@ -122,9 +122,10 @@ def number(expected: str, valid: Callable[[float], bool]) -> Rule:
     """A number, whether or not it is written with a fraction."""
 
     def parse(value: object) -> float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and valid(value):
-            with suppress(OverflowError):
-                return float(value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            with suppress(OverflowError):  # an integer that no float holds
+                if valid(value):
+                    return float(value)
         raise ValueError
 
     return Rule((expected,), parse)
