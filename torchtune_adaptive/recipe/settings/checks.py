@@ -53,11 +53,9 @@ def check(cfg: DictConfig, kind: Kind) -> Asked:
         for there_is, key, reason, remedy in conflicts(asked):
             if there_is:
                 raise ConfigError(key, _value(asked, key), reason, remedy)
-        _require_rows_by_number(cfg)
         _require_knobs(asked.settings)
         if asked.settings.budgets and asked.images:
             raise token_budget_with_images(asked.settings)
-        _check_pairs(asked)
     except OmegaConfBaseException as error:  # a reference to a key that does not exist, for one
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         key, value = _unreadable(cfg, error)
@@ -102,17 +100,6 @@ def _value(asked: Asked, key: str) -> object:
     return getattr(settings, name) if hasattr(settings, name) else OmegaConf.select(asked.cfg, key)
 
 
-def _require_rows_by_number(cfg: DictConfig) -> None:
-    datasets = cfg.dataset if isinstance(cfg.dataset, ListConfig) else [cfg.dataset]
-    if any(dataset.get("streaming", False) for dataset in datasets):
-        raise ConfigError(
-            "dataset.streaming",
-            True,
-            "gives rows one after the other, but epochs and batches are made of rows by their number",
-            "Set dataset.streaming=False",
-        )
-
-
 def _require_knobs(settings: AdaptiveSettings) -> None:
     """What may change must be knobs; on a model that is already built, switches."""
     keys = settings.may_change if isinstance(settings.may_change, tuple) else ()
@@ -126,24 +113,6 @@ def _require_knobs(settings: AdaptiveSettings) -> None:
         else:
             continue
         raise ConfigError(f"{BLOCK}.may_change", key, reason, remedy)
-
-
-def _check_pairs(asked: Asked) -> None:
-    """What a sample of two rows cannot be combined with."""
-    if asked.kind.sample != "pair":
-        return
-    if asked.settings.budgets:
-        raise ConfigError(
-            f"{BLOCK}.token_budget",
-            asked.settings.token_budget,
-            "counts tokens of single rows, but a sample of this recipe is a pair, and its loss is a mean "
-            "over pairs",
-            "Set it to False, and use_maximum_batch_size=True to have the number of pairs found",
-        )
-    if asked.packed():
-        raise ConfigError(
-            "dataset.packed", True, "packs single rows, but a sample is a pair", "Set it to False"
-        )
 
 
 def require_torchvision(cfg: DictConfig) -> None:
