@@ -35,10 +35,6 @@ log = logging.getLogger(__name__)
 def check(cfg: DictConfig, kind: Kind) -> Asked:
     """What a config asks for, if nothing is wrong in it that can be seen before a model is built.
 
-    Args:
-        cfg: the whole config.
-        kind: the kind of the recipe that will run it.
-
     Raises:
         ConfigError: the config cannot work.
     """
