@@ -48,11 +48,8 @@ _WITH_HONEST_TYPES = ("torch", "torchao", "torchtune")
 
 
 def check_components(cfg: DictConfig, kind: Kind) -> None:
-    """Stop at a component that does not exist, or that does not take what the config gives it.
-
-    Args:
-        cfg: a config that has passed ``settings.checks.check``.
-        kind: the kind of the recipe that will run it.
+    """Stop at a component that does not exist, or that does not take what the config gives it. The config has
+    passed ``settings.checks.check``.
 
     Raises:
         ConfigError: there is one.
@@ -105,9 +102,6 @@ def refusal(block: DictConfig, name: str, error: Exception, by_position: int = 0
     """The error of one line for what a component says against one of its arguments.
 
     Args:
-        block: the component's.
-        name: the key of the block.
-        error: what it has raised.
         by_position: the number of arguments that the recipe itself gives.
     """
     values: Any = OmegaConf.to_container(block, resolve=True)
@@ -181,11 +175,7 @@ def _rules(found: Callable[..., Any]) -> dict[str, Rule]:
 
 
 def _find(key: str, path: str) -> Callable[..., Any]:
-    """The component at a path.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The component at a path; a ``ConfigError`` if there is none."""
     try:
         return component(component_path(path))
     except Exception as error:

@@ -101,13 +101,8 @@ class Rows(ABC):
 
     @abstractmethod
     def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, Any]:
-        """A batch on the host like those of the collate function, without values.
-
-        Args:
-            rows: samples in it.
-            length: tokens of each sample.
-            simulated: True for the simulated device.
-        """
+        """A batch on the host like those of the collate function, without values, of some rows of a length;
+        ``simulated`` for the simulated device."""
 
 
 @dataclass(frozen=True)

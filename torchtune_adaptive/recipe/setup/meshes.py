@@ -23,8 +23,6 @@ def model_meshes(
     mesh over which tensors are split. Ranks with parts of the same rows have a shard each.
 
     Args:
-        asked: what was asked for: how many copies there are.
-        environment: the ranks of the run, and how they share rows.
         tensors: the ranks that split each tensor.
 
     Raises:
