@@ -16,19 +16,14 @@ from torchtune_adaptive.recipe.settings.keys import CONTEXT, COPIES, SHARDS, TEN
 from torchtune_adaptive.recipe.setup.environment import Environment
 
 
-def model_meshes(
-    asked: Asked, environment: Environment, tensors: int
-) -> tuple[DeviceMesh, DeviceMesh]:
+def model_meshes(asked: Asked, environment: Environment) -> tuple[DeviceMesh, DeviceMesh]:
     """The mesh over which FSDP spreads the model, as copies of shards where that is asked for (HSDP), and the
     mesh over which tensors are split. Ranks with parts of the same rows have a shard each.
-
-    Args:
-        tensors: the ranks that split each tensor.
 
     Raises:
         ConfigError: the run has another number of ranks.
     """
-    ranks, parts = environment.ranks.size, environment.parts
+    ranks, parts, tensors = environment.ranks.size, environment.parts, asked.holders
     copies, configured = asked[COPIES], asked[SHARDS]
     _require_divisors(ranks, {TENSORS: tensors, CONTEXT: parts, COPIES: copies})
     shards = ranks // (tensors * parts * copies)

@@ -74,7 +74,7 @@ def full_model(
     It is made of a block of the config, and sharded in the context ``sharding``, where tensors are not what
     they seem.
     """
-    data, tensors = model_meshes(asked, environment, asked[TENSORS])
+    data, tensors = model_meshes(asked, environment)
     model = _on_meta(asked, block, environment)
     if environment.context:
         prepare_for_parts(model, environment.context.parts)
@@ -150,7 +150,7 @@ def lora_model(
         _require_shardable(model, asked)
     set_trainable_params(model, get_adapter_params(model))
     _compile_if_asked(model, asked)
-    data, _ = model_meshes(asked, environment, tensors=1)
+    data, _ = model_meshes(asked, environment)
     with sharding:
         _shard(model, asked, data)
     return model
