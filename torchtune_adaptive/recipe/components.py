@@ -209,9 +209,8 @@ def _nearest_path(path: str) -> str | None:
 
 
 def _unknown_argument(
-    name: str, path: str, argument: str, value: object, known: Iterable[str]
+    name: str, path: str, argument: str, value: object, known: list[str]
 ) -> ConfigError:
-    known = list(known)
     initials = "".join(word[0] for word in argument.split("_") if word)
     meant = close_match(argument, known) or (initials if initials in known else None)
     remedy = (
