@@ -48,12 +48,8 @@ _WITH_HONEST_TYPES = ("torch", "torchao", "torchtune")
 
 
 def check_components(cfg: DictConfig, kind: Kind) -> None:
-    """Stop at a component that does not exist, or that does not take what the config gives it. The config has
-    passed ``settings.checks.check``.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Raise ``ConfigError`` for a component that does not exist, or that does not take what the config gives
+    it. The config has passed ``settings.checks.check``."""
     values: Any = OmegaConf.to_container(cfg, resolve=True)
     for key in values:
         for name, block in blocks(values, key) if key in kind.keys and key not in _OURS else ():

@@ -24,11 +24,8 @@ def _fake_quantizers(model: nn.Module) -> list[nn.Module]:
 
 
 def quantized(asked: Asked, model: nn.Module) -> nn.Module:
-    """A model as its quantizer has prepared it, but without anything that outlives a step.
-
-    Raises:
-        ConfigError: no layer is quantized.
-    """
+    """A model as its quantizer has prepared it, but without anything that outlives a step; ``ConfigError`` if
+    no layer is quantized."""
     found = _fake_quantizers(model)
     if not found:
         raise ConfigError(
@@ -57,11 +54,7 @@ class _QuantizationAware(RecipeKind):
             each.enabled = begins
 
     def quantizer(self) -> Any:
-        """The quantizer of the config.
-
-        Raises:
-            ConfigError: it is none for training.
-        """
+        """The quantizer of the config; ``ConfigError`` if it is none for training."""
         quantizer = make(self.asked.cfg.quantizer, "quantizer")
         if "qat" not in (get_quantizer_mode(quantizer) or ""):
             raise ConfigError(

@@ -33,11 +33,8 @@ log = logging.getLogger(__name__)
 
 
 def check(cfg: DictConfig, kind: Kind) -> Asked:
-    """What a config asks for, if nothing is wrong in it that can be seen before a model is built.
-
-    Raises:
-        ConfigError: the config cannot work.
-    """
+    """What a config asks for; ``ConfigError`` if something is wrong in it that can be seen before a model is
+    built."""
     try:
         require_own(cfg, kind)
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -112,11 +109,7 @@ def _require_knobs(settings: AdaptiveSettings) -> None:
 
 
 def require_torchvision(cfg: DictConfig) -> None:
-    """Stop where images are to be trained on without the library that torchtune takes them with.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Raise ``ConfigError`` where images are to be trained on without the library that takes them."""
     if has_images(cfg) and find_spec("torchvision") is None:
         raise missing_torchvision("collate_fn", cfg.collate_fn)
 

@@ -220,12 +220,9 @@ def kind_of(cfg: DictConfig) -> Kind:
 
 
 def require_own(cfg: DictConfig, kind: Kind) -> None:
-    """Refuse a config that is for another kind of recipe.
+    """Raise ``ConfigError`` for a config that is for another kind of recipe, naming that.
 
     A loss of the user's own tells nothing about what is compared, so there the recipe is believed.
-
-    Raises:
-        ConfigError: naming the recipe that the config is for.
     """
     theirs, key = _purpose(cfg)
     if theirs == kind.torchtunes:

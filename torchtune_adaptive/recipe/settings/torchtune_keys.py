@@ -25,11 +25,7 @@ _UNKNOWN_UNLESS: dict[str, Any] = {"enable_fp8_training": False, "resize_token_e
 
 
 def check_values(cfg: Mapping[str, Any], kind: Kind) -> None:
-    """Stop at a value of a config, which is resolved, that is none of those that its key may have.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Raise ``ConfigError`` for a value of a config, which is resolved, that its key may not have."""
     if isinstance(size := cfg.get("batch_size"), str):
         raise ConfigError(
             "batch_size",

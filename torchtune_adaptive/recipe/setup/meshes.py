@@ -54,11 +54,8 @@ def context_mesh(asked: Asked, environment: Environment) -> DeviceMesh:
 
 
 def _require_divisors(ranks: int, numbers: Mapping[str, int]) -> None:
-    """Check that the ranks can be divided by the values of some keys, one after the other.
-
-    Raises:
-        ConfigError: naming the first by which they cannot.
-    """
+    """Raise ``ConfigError`` unless the ranks can be divided by the values of some keys, one after the other,
+    naming the first by which they cannot."""
     before: dict[str, int] = {}
     left = ranks
     for key, number in numbers.items():

@@ -117,12 +117,8 @@ def wait_for_logits(model: nn.Module) -> None:
 
 
 def _require_even_parts(model: nn.Module, asked: Asked) -> None:
-    """Check that whatever FSDP splits where tensor parallelism has split it before comes out even: no others
-    can be loaded (checked on torch 2.13).
-
-    Raises:
-        ConfigError: naming one that does not.
-    """
+    """Raise ``ConfigError``, naming a parameter, unless whatever FSDP splits where tensor parallelism has
+    split it before comes out even: no others can be loaded (checked on torch 2.13)."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)  # FSDP has made it one
         split = [
@@ -157,12 +153,9 @@ def lora_model(
 
 
 def _require_shardable(model: nn.Module, asked: Asked) -> None:
-    """Raise for quantized models that cannot be loaded once they are sharded. DoRA adds adapters to weights,
-    to take their norms, and torchao cannot add to sharded NF4 weights; torchtune cannot copy shards of them.
-
-    Raises:
-        ConfigError: the model is one of these.
-    """
+    """Raise ``ConfigError`` for quantized models that cannot be loaded once they are sharded. DoRA adds
+    adapters to weights, to take their norms, and torchao cannot add to sharded NF4 weights; torchtune cannot
+    copy shards of them."""
     quantized = [each for each in _adapted_layers(model) if has_quantized_base(each)]
     if quantized and (copies := asked[COPIES]) > 1:
         reason = "cannot be combined with a quantized base: torchtune shards NF4 weights over all ranks only"
@@ -300,11 +293,8 @@ def _load(
 def _require_fitting(
     model: nn.Module, weights: dict[str, Any], keys: FrozenModel, strict: bool
 ) -> None:
-    """Raise before anything is loaded, unless the weights are those of this model.
-
-    Raises:
-        CheckpointError: naming one that is not.
-    """
+    """Raise ``CheckpointError``, naming a weight, unless the weights are those of this model: before anything
+    is loaded."""
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     actual = {name: tuple(value.shape) for name, value in weights.items()}
     missing = sorted(expected.keys() - actual.keys()) if strict else []

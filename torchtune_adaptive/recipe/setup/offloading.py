@@ -82,11 +82,7 @@ def bound_by_host_memory(offloading: Any) -> Any:
 
 
 def check_host_memory(nbytes: int) -> None:
-    """Check that every rank of this machine can pin ``nbytes`` more.
-
-    Raises:
-        torch.OutOfMemoryError: they cannot.
-    """
+    """Raise ``torch.OutOfMemoryError`` unless every rank of this machine can pin ``nbytes`` more."""
     if nbytes < _NOTICED:
         return
     # The allocator of pinned memory rounds up to powers of two.
