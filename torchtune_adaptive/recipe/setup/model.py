@@ -75,10 +75,7 @@ def full_model(
     they seem.
     """
     data, tensors = model_meshes(asked, environment)
-    model = _on_meta(asked, block, environment)
-    if environment.context:
-        prepare_for_parts(model, environment.context.parts)
-    _compile_if_asked(model, asked)
+    model = _on_meta(asked, environment, block)
     if tensors.size() > 1:
         _split(model, asked, tensors)
     model = prepare(model)
@@ -139,13 +136,10 @@ def lora_model(
     asked: Asked, environment: Environment, prepare: Prepare, sharding: AbstractContextManager[Any]
 ) -> nn.Module:
     """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
-    model = _on_meta(asked, "model", environment, prepare)
-    if environment.context:
-        prepare_for_parts(model, environment.context.parts)
+    model = _on_meta(asked, environment, "model", prepare)
     if environment.ranks.size > 1:
         _require_shardable(model, asked)
     set_trainable_params(model, get_adapter_params(model))
-    _compile_if_asked(model, asked)
     data, _ = model_meshes(asked, environment)
     with sharding:
         _shard(model, asked, data)
@@ -174,8 +168,7 @@ def frozen_model(
     asked: Asked, environment: Environment, block: str, sharding: AbstractContextManager[Any]
 ) -> nn.Module:
     """A model that is used and not trained, by its block of the config, on the meta device as well."""
-    model = _on_meta(asked, block, environment).requires_grad_(False).eval()
-    _compile_if_asked(model, asked)
+    model = _on_meta(asked, environment, block).requires_grad_(False).eval()
     mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
     with sharding:
         # Always: parameters that were kept after forward would stay forever, as no backward frees them.
@@ -231,18 +224,21 @@ def load_lora(
 
 
 def _on_meta(
-    asked: Asked, block: str, environment: Environment, prepare: Prepare = lambda model: model
+    asked: Asked, environment: Environment, block: str, prepare: Prepare = lambda model: model
 ) -> nn.Module:
-    """The model without memory: each rank will only ever hold its part."""
+    """The model of a block without memory: each rank will only ever hold its part."""
     with training.set_default_dtype(environment.dtype), torch.device("meta"):
-        return prepare(make(asked.cfg[block], block))
+        model = prepare(make(asked.cfg[block], block))
+    if environment.context:
+        prepare_for_parts(model, environment.context.parts)
+    if asked["compile"]:
+        _compile(model)
+    return model
 
 
-def _compile_if_asked(model: nn.Module, asked: Asked) -> None:
+def _compile(model: nn.Module) -> None:
     """Compile the layers that torchtune compiles: their forward passes, without the hooks around them. What
     switches checkpointing is then outside (see ``core.step.recompute``), as torchtune's wrapper is."""
-    if not asked["compile"]:
-        return
     backend = compile_backend()
     decoder = model.decoder if isinstance(model, DeepFusionModel) else model
     layers = (modules.TransformerSelfAttentionLayer, modules.TransformerCrossAttentionLayer)
