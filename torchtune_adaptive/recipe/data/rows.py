@@ -74,6 +74,7 @@ class Rows(ABC):
     keys: ClassVar[tuple[str, ...]] = ("tokens", "labels")
     """The keys that a row must have."""
     packed: bool = False
+    """Whether they are packed: each has several documents, and is full."""
 
     @abstractmethod
     def length(self, row: Row) -> int:
