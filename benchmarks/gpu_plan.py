@@ -33,7 +33,7 @@ from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
 from torchtune_adaptive.planner.trace.step_tracer import FakeRanks
 from torchtune_adaptive.planner.trace.weights import fill
 from torchtune_adaptive.planner.workers import processes
-from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
+from torchtune_adaptive.recipe.kinds.by_name import recipe_kind
 from torchtune_adaptive.recipe.plan.pace import pace_for
 from torchtune_adaptive.recipe.plan.predict import Query, predict
 from torchtune_adaptive.recipe.plan.request import PlanRequest, plan_request

@@ -127,7 +127,7 @@ def run_of(
         replace(Asked.of(cfg), settings=adaptive),
     )
     rows_to_try = RowsToTry(
-        Data(dataset, SimpleNamespace(pad_id=0), padded_collate_sft, False),
+        Data(dataset, SimpleNamespace(pad_id=0), padded_collate_sft),
         SampleOrder(len(dataset), ranks.size, shuffle=True),
         Split(ROWS, 1, ranks.size),
         RowLengths(dataset, cfg, ranks, adaptive.cache),

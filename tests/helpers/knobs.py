@@ -15,7 +15,7 @@ from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.step.knobs import Choice
 from torchtune_adaptive.core.step.snapshot import Snapshot
 from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep
-from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
+from torchtune_adaptive.recipe.kinds.by_name import recipe_kind
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model_switches import build_switches

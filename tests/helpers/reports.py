@@ -7,7 +7,7 @@ from typing import Any
 from torchtune_adaptive.core.search.strategies import SearchResult, Status
 from torchtune_adaptive.core.search.trial import RankReport, SizeTrial
 from torchtune_adaptive.core.sizes.split import Split
-from torchtune_adaptive.recipe.data.images import RowSize
+from torchtune_adaptive.recipe.data.rows import RowSize
 from torchtune_adaptive.recipe.search.size_report import SearchReport
 
 GIB = 1 << 30

@@ -19,10 +19,9 @@ from tests.helpers.decoder import adamw, batch
 from tests.helpers.models import tiny_llama, train_step
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.recipe.private import offloading_module as torchtune_offloading
-from torchtune_adaptive.recipe.setup import host_memory
 from torchtune_adaptive.recipe.setup import offloading as offloading_module
 from torchtune_adaptive.recipe.setup.environment import Environment
-from torchtune_adaptive.recipe.setup.host_memory import bound_by_host_memory, check_host_memory
+from torchtune_adaptive.recipe.setup.offloading import bound_by_host_memory, check_host_memory
 from torchtune_adaptive.recipe.train.instruments import Profiling
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
 
@@ -115,14 +114,14 @@ class TestHostMemory:
     @pytest.fixture(autouse=True)
     def machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: Available(20 * GIB, 100 * GIB))
-        monkeypatch.setattr(host_memory, "_limiting_groups", list)
+        monkeypatch.setattr(offloading_module, "_limiting_groups", list)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
 
     def test_a_container_may_have_less_than_the_machine(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         groups = [Available(9 * GIB, 10 * GIB), Available(8 * GIB, 20 * GIB)]
-        monkeypatch.setattr(host_memory, "_limiting_groups", lambda: groups)
+        monkeypatch.setattr(offloading_module, "_limiting_groups", lambda: groups)
         check_host_memory(GIB // 2)
         with pytest.raises(torch.OutOfMemoryError, match="8,589,934,592 of 21,474,836,480 bytes"):
             check_host_memory(GIB)

@@ -45,7 +45,7 @@ from torchtune_adaptive.recipe.settings.kind_table import (
     kind_of,
     unused_keys,
 )
-from torchtune_adaptive.recipe.settings.rules import rule_of
+from torchtune_adaptive.recipe.settings.rules import ANY_NUMBER, rule_of, rule_of_argument
 
 CHECKPOINTING = "enable_activation_checkpointing"
 
@@ -592,12 +592,26 @@ def test_what_cannot_work_together_stops_here(
     assert remedy in str(raised.value)
 
 
+def test_a_list_of_datasets_is_told_of_as_one_is() -> None:
+    cfg = config("tiny/full", "context_parallel_dim=2", "dataset.packed=True")
+    cfg.dataset = [cfg.dataset, cfg.dataset]
+    with pytest.raises(ConfigError, match=r"^dataset\.packed: True goes into attention"):
+        check(cfg, KINDS["full"])
+
+
 def test_the_reference_is_up_to_date() -> None:
     docs = Path(__file__).parents[2] / "docs"
     page = (docs / "settings.md").read_text()
     tables = runpy.run_path(str(docs / "make" / "settings.py"))["tables"]
     for table in tables():
         assert table in page, "put there what python docs/make/settings.py prints"
+
+
+def test_an_integer_that_no_float_holds_is_not_a_number() -> None:
+    for rule in (ANY_NUMBER, rule_of_argument(int)):
+        assert rule is not None
+        with pytest.raises(ConfigError, match="Must be a"):
+            rule.read("reward_penalty", 10**400)
 
 
 def test_a_type_without_a_rule_is_refused() -> None:

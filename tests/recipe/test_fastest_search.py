@@ -33,7 +33,7 @@ from torchtune_adaptive.recipe.search.fastest_search import (
     to_begin_with,
 )
 from torchtune_adaptive.recipe.settings.knob_table import changes
-from torchtune_adaptive.recipe.setup import host_memory
+from torchtune_adaptive.recipe.setup import offloading
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
@@ -198,7 +198,7 @@ def without_host_memory() -> tuple[bool, int, bool]:
     fit, and whether training offloads then."""
     run, _ = run_of("cuda", may_change=(OFFLOADING, CHECKPOINT))
     patch = pytest.MonkeyPatch()
-    patch.setattr(host_memory, "_NOTICED", 1)
+    patch.setattr(offloading, "_NOTICED", 1)
     patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0, total=PLENTY))
     prober, rows = run
     worst = prober.worst_case(rows.data, rows.lengths, LENGTH)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from tests.helpers.ranks import Alone
 from torchtune_adaptive.common.errors import ConfigError, NothingToLearn
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.split_rows import RowParts
+from torchtune_adaptive.recipe.kinds.by_name import RECIPE_KINDS
 from torchtune_adaptive.recipe.kinds.preference import Pairs, Preference
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
 from torchtune_adaptive.recipe.registry import find_config, our_configs
@@ -32,9 +32,9 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_kind_has_a_module_a_short_recipe_and_a_tiny_config(name: str) -> None:
+def test_a_kind_has_a_class_a_short_recipe_and_a_tiny_config(name: str) -> None:
     kind = KINDS[name]
-    assert issubclass(import_module(f"torchtune_adaptive.recipe.kinds.{name}").TheKind, RecipeKind)
+    assert issubclass(RECIPE_KINDS[name], RecipeKind)
     recipe = (RECIPES / f"{kind.recipe}.py").read_text()
     assert f'kind = "{name}"' in recipe and len(recipe.splitlines()) < 100
     assert f"tiny/{name}" in our_configs()
@@ -139,6 +139,6 @@ def test_pairs_of_which_only_prompts_are_left_stop_the_run() -> None:
     step = SimpleNamespace(ranks=Alone(), device=torch.device("cpu"), objective=objective)
     answered = pair(4, 4) | {"rejected_labels": [-100, -100, -100, 3]}
     for rows, learnable in (([pair(4, 4)], False), ([answered], True)):
-        data = Data(rows, Tokenizer(), collate, packed=False, rows=Pairs())
+        data = Data(rows, Tokenizer(), collate, rows=Pairs())
         with nullcontext() if learnable else pytest.raises(NothingToLearn):
             require_something_to_learn(data, step)  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def check(rows: Rows, ranks: Alone | None = None, max_seq_len: int | None = None
         device=torch.device("cpu"),
         objective=NextTokenPrediction(nn.CrossEntropyLoss()),
     )
-    require_something_to_learn(Data(rows, tokenizer, collate, packed=False), step)  # type: ignore[arg-type]
+    require_something_to_learn(Data(rows, tokenizer, collate), step)  # type: ignore[arg-type]
 
 
 def test_usually_one_sample_settles_it() -> None:

@@ -23,8 +23,8 @@ from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.search.trial import SizeTrial
 from torchtune_adaptive.core.step.objective import Objective
 from torchtune_adaptive.core.step.snapshot import Snapshot
-from torchtune_adaptive.recipe.kinds.lora_dpo import without_adapters
 from torchtune_adaptive.recipe.kinds.preference import Preference
+from torchtune_adaptive.recipe.kinds.recipe_kind import without_adapters
 
 pytestmark = pytest.mark.ranks
 

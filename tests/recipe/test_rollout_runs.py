@@ -25,7 +25,7 @@ from tests.helpers.runs import (
     refused,
     train,
 )
-from torchtune_adaptive.recipe.kinds.grpo_lora import LoRAGRPO
+from torchtune_adaptive.recipe.kinds.grpo import LoRAGRPO
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.rollout.score import OfTokens
 

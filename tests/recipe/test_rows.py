@@ -19,6 +19,7 @@ from torchtune_adaptive.common.errors import ConfigError, EmptyTrial
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.recipe.data.dataset import Data, load_rows
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
+from torchtune_adaptive.recipe.data.rows import TokenRows
 from torchtune_adaptive.recipe.search import worst_case as worst_case_module
 from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
 from torchtune_adaptive.recipe.settings.asked import Asked
@@ -83,7 +84,7 @@ def find(
 ) -> WorstCase:
     ranks = ranks or Alone()
     lengths = RowLengths(dataset, CFG, ranks, str(cache) if cache else False)
-    data = Data(dataset, tokenizer or Tokenizer(), padded_collate_sft, packed)
+    data = Data(dataset, tokenizer or Tokenizer(), padded_collate_sft, TokenRows(packed))
     return worst_case(data, asked, ranks, lengths)
 
 

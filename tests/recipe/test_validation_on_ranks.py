@@ -57,7 +57,7 @@ class Run:
         ]
         self.validation = Validation(
             step=self.step,
-            data=Data(dataset, None, padded_collate_sft, False),
+            data=Data(dataset, None, padded_collate_sft),
             every_n_steps=1,
             size=2,
             grow_back_after=None,

@@ -26,9 +26,8 @@ from torchtune_adaptive.core.rows.loader import SampleOrder
 from torchtune_adaptive.core.step.knobs import OFFLOADING
 from torchtune_adaptive.core.step.objective import NextTokenPrediction
 from torchtune_adaptive.recipe.data.dataset import Data, data_of, load_rows
-from torchtune_adaptive.recipe.data.images import RowSize, images_of
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
-from torchtune_adaptive.recipe.data.rows import TOKEN_ROWS
+from torchtune_adaptive.recipe.data.rows import TOKEN_ROWS, RowSize, images_of
 from torchtune_adaptive.recipe.search.fastest_search import find_fastest, possible_choices
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case

@@ -48,15 +48,8 @@ _WITH_HONEST_TYPES = ("torch", "torchao", "torchtune")
 
 
 def check_components(cfg: DictConfig, kind: Kind) -> None:
-    """Stop at a component that does not exist, or that does not take what the config gives it.
-
-    Args:
-        cfg: a config that has passed ``settings.checks.check``.
-        kind: the kind of the recipe that will run it.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Raise ``ConfigError`` for a component that does not exist, or that does not take what the config gives
+    it. The config has passed ``settings.checks.check``."""
     values: Any = OmegaConf.to_container(cfg, resolve=True)
     for key in values:
         for name, block in blocks(values, key) if key in kind.keys and key not in _OURS else ():
@@ -105,9 +98,6 @@ def refusal(block: DictConfig, name: str, error: Exception, by_position: int = 0
     """The error of one line for what a component says against one of its arguments.
 
     Args:
-        block: the component's.
-        name: the key of the block.
-        error: what it has raised.
         by_position: the number of arguments that the recipe itself gives.
     """
     values: Any = OmegaConf.to_container(block, resolve=True)
@@ -181,11 +171,7 @@ def _rules(found: Callable[..., Any]) -> dict[str, Rule]:
 
 
 def _find(key: str, path: str) -> Callable[..., Any]:
-    """The component at a path.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The component at a path; a ``ConfigError`` if there is none."""
     try:
         return component(component_path(path))
     except Exception as error:
@@ -219,9 +205,8 @@ def _nearest_path(path: str) -> str | None:
 
 
 def _unknown_argument(
-    name: str, path: str, argument: str, value: object, known: Iterable[str]
+    name: str, path: str, argument: str, value: object, known: list[str]
 ) -> ConfigError:
-    known = list(known)
     initials = "".join(word[0] for word in argument.split("_") if word)
     meant = close_match(argument, known) or (initials if initials in known else None)
     remedy = (

@@ -23,12 +23,8 @@ def install() -> None:
     os.register_at_fork(after_in_child=leave_to_parent)
     # torchtune's own messages are left out unless they warn: we say the same, of the places where things
     # end up.
-    logging.getLogger(TORCHTUNE_LOGGER).addFilter(_is_a_warning)
+    logging.getLogger(TORCHTUNE_LOGGER).addFilter(lambda record: record.levelno >= logging.WARNING)
 
 
 def _assets(module: str) -> str:
     return str(import_module(f"torchtune_adaptive.recipe.{module}").assets())
-
-
-def _is_a_warning(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING

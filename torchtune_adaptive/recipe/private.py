@@ -20,11 +20,7 @@ TORCHTUNE_LOGGER = "torchtune.utils._logging"
 
 def recipe_registry(torchtune: Path) -> ModuleType:
     """torchtune's registry of recipes: loaded by its file, because ``import torchtune`` takes seconds; under
-    its own name, so that torchtune finds the same lists later.
-
-    Args:
-        torchtune: the folder of the package.
-    """
+    its own name, so that torchtune finds the same lists later."""
     name = "torchtune._recipe_registry"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, torchtune / "_recipe_registry.py")

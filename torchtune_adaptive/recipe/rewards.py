@@ -55,7 +55,7 @@ class Rewards:
     """The reward functions of a config.
 
     Args:
-        cfg: the config, with its ``reward_functions``.
+        asked: what was asked for, with its ``reward_functions``.
         tokenizer: the tokenizer, which makes texts of responses.
         stop_tokens: the tokens that end a response, and are not in its text.
         entering: called with the name of each function, before it is.

@@ -55,7 +55,7 @@ class RolloutRun(Run):
         assert isinstance(kind, Generating)
         checked_row(data, 0)
         sizes = rollout_sizes(asked)
-        self._judge = kind.judge(tokenizer, sizes, self._entering_reward)
+        self._judge = kind.judge(tokenizer, self._entering_reward)
         sizes.require_prompts(order.per_epoch // ranks.size)
         self._require_same_rollouts(sizes)
         self.watchdog.enter("looking up the lengths of all prompts", patience=None)

@@ -38,7 +38,7 @@ from torchtune_adaptive.recipe.data.dataset import (
 )
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.install import install
-from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
+from torchtune_adaptive.recipe.kinds.by_name import recipe_kind
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.record import Record
 from torchtune_adaptive.recipe.search.decide import DecidedBatch, decide_batch

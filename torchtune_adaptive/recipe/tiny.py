@@ -13,6 +13,7 @@ import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torchtune_adaptive.common import atomically, user_cache
 
@@ -66,12 +67,8 @@ def make(folder: Path, size: dict[str, int] = _SIZE) -> None:
     (folder / "preferences.json").write_text(json.dumps(pairs))
     _make_tokenizer(folder, rows)
     _make_checkpoint(folder, size)
-    teacher = folder / "teacher"
-    teacher.mkdir()
-    _make_checkpoint(teacher, {**_SIZE, "num_layers": 6}, seed=1)
-    reward = folder / "reward"
-    reward.mkdir()
-    _make_checkpoint(reward, {**size, "num_layers": 2}, seed=2, rewards=True)
+    _make_checkpoint(folder / "teacher", {**_SIZE, "num_layers": 6}, seed=1)
+    _make_checkpoint(folder / "reward", {**size, "num_layers": 2}, seed=2, rewards=True)
 
 
 def _row(choose: random.Random) -> dict[str, str]:
@@ -121,7 +118,6 @@ def _make_checkpoint(
     folder: Path, size: dict[str, int], seed: int = 0, rewards: bool = False
 ) -> None:
     import torch
-    from safetensors.torch import save_file
     from torchtune.models import convert_weights
     from torchtune.models.llama2 import llama2, llama2_classifier
     from torchtune.rlhf.utils import reward_tune_to_hf
@@ -136,9 +132,17 @@ def _make_checkpoint(
     heads, kv_heads, dim = size["num_heads"], size["num_kv_heads"], size["embed_dim"]
     convert = reward_tune_to_hf if rewards else convert_weights.tune_to_hf
     weights = convert(model.state_dict(), heads, kv_heads, dim)
+    config = {"hidden_size": dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    save_checkpoint(folder, weights, config)
+
+
+def save_checkpoint(folder: Path, weights: dict[str, Any], config: dict[str, Any]) -> None:
+    """Save a model as Hugging Face does, in a folder that need not be there yet."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
     weights = {name: weight.contiguous() for name, weight in weights.items()}
     save_file(weights, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
-    config = {"hidden_size": dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     (folder / "config.json").write_text(json.dumps(config))
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from torchtune_adaptive.recipe.private import llama3_vision_tune_to_hf
-from torchtune_adaptive.recipe.tiny import made_once
+from torchtune_adaptive.recipe.tiny import made_once, save_checkpoint
 
 TILE = 28  # pixels; a patch has 14, as in the large models
 _EDITION = 1
@@ -165,8 +164,6 @@ def _make_checkpoint(folder: Path) -> None:
         num_tiles=_ENCODER["max_num_tiles"],
         supported_aspect_ratios=_ASPECT_RATIOS,
     )
-    weights = {name: weight.contiguous() for name, weight in weights.items()}
-    save_file(weights, folder / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
     text = {
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -180,4 +177,4 @@ def _make_checkpoint(folder: Path) -> None:
         "max_num_tiles": _ENCODER["max_num_tiles"],
         "supported_aspect_ratios": _ASPECT_RATIOS,
     }
-    (folder / "config.json").write_text(json.dumps({"text_config": text, "vision_config": vision}))
+    save_checkpoint(folder, weights, {"text_config": text, "vision_config": vision})

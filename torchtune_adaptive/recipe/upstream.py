@@ -19,21 +19,11 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune_adaptive.recipe.private import sft_transform
 
 try:
-    from torchao.quantization import NF4Tensor, to_nf4
+    from torchao.quantization import NF4Tensor as NF4Tensor
+    from torchao.quantization import to_nf4 as to_nf4
 except ImportError:  # before torchao 0.18, and torchtune 0.6.1 needs it to be
-    from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
-
-__all__ = [
-    "NF4Tensor",
-    "component_path",
-    "fake_quantization_for_lora",
-    "give_output_to_loss",
-    "has_flex_attention",
-    "is_chunked_cross_entropy",
-    "labels_are_shifted",
-    "to_nf4",
-]
-
+    from torchao.dtypes.nf4tensor import NF4Tensor as NF4Tensor
+    from torchao.dtypes.nf4tensor import to_nf4 as to_nf4
 
 _OURS = {
     "gsm8k_dataset": "torchtune_adaptive.recipe.data.prompts",
@@ -49,14 +39,10 @@ _OURS = {
 def component_path(path: str) -> str:
     """The path of a component or, where only torchtune's main branch has it, of ours in its place."""
     module, _, name = path.rpartition(".")
-    if name in _OURS and module.startswith("torchtune.dev.") and not _has_reinforcement_learning():
+    is_of_main = name in _OURS and module.startswith("torchtune.dev.")
+    if is_of_main and find_spec("torchtune.dev") is None:
         return f"{_OURS[name]}.{name}"
     return path
-
-
-@cache
-def _has_reinforcement_learning() -> bool:
-    return find_spec("torchtune.dev") is not None
 
 
 @cache

@@ -19,7 +19,7 @@ from tests.helpers.rollouts import MAX_NEW, PADDING, answered, generation, polic
 from tests.helpers.samples import Sample
 from torchtune_adaptive.core import Phase
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.recipe.kinds.lora import without_adapters
+from torchtune_adaptive.recipe.kinds.recipe_kind import without_adapters
 from torchtune_adaptive.recipe.rollout.losses import GRPOObjective
 from torchtune_adaptive.recipe.rollout.projection import LogProbs
 from torchtune_adaptive.recipe.rollout.rows import Row, collate

@@ -24,7 +24,6 @@ class Data:
     dataset: Any
     tokenizer: Any
     collate: Collate
-    packed: bool
     rows: Rows = TOKEN_ROWS
 
 
@@ -40,9 +39,6 @@ class LoadedRows(NamedTuple):
 def load_rows(asked: Asked) -> LoadedRows:
     """The tokenizer and the rows of a config; each dataset can give its first row.
 
-    Args:
-        asked: what was asked for.
-
     Raises:
         ConfigError: a file, a column or all rows are missing, or a dataset cannot say how many it has.
     """
@@ -56,8 +52,7 @@ def load_rows(asked: Asked) -> LoadedRows:
 
 def data_of(asked: Asked, tokenizer: Any, dataset: Any, rows: Rows, objective: Any) -> Data:
     """A dataset of samples like ``rows``, in batches for an objective."""
-    collate = rows.collate(asked, tokenizer, objective)
-    return Data(dataset, tokenizer, collate, asked.packed(), rows)
+    return Data(dataset, tokenizer, rows.collate(asked, tokenizer, objective), rows)
 
 
 def as_validated(asked: Asked) -> Asked:

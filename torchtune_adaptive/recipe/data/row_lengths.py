@@ -68,11 +68,7 @@ class RowLengths:
             self._cached.put(self._facts(), lengths)
 
     def all(self, say_progress: bool) -> list[int]:
-        """The lengths, looked up if need be.
-
-        Args:
-            say_progress: show a progress bar.
-        """
+        """The lengths, looked up if need be; with a progress bar if ``say_progress``."""
         if (known := self.known()) is not None:
             return known
         rank, ranks, rows = self._ranks.rank, self._ranks.size, len(self._dataset)

@@ -1,4 +1,4 @@
-"""What the samples of a dataset are like: their lengths, the batches that they become, the worst of them.
+"""What the samples of a dataset are like: their sizes, the batches that they become, the worst of them.
 
 Every kind of recipe has its rows; those of supervised finetuning are here.
 """
@@ -6,7 +6,7 @@ Every kind of recipe has its rows; those of supervised finetuning are here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from torchtune_adaptive.recipe.data.images import RowSize, images_of
+from torchtune_adaptive.common import counted
 from torchtune_adaptive.recipe.data.packed import ImaginedMask, collate_packed
 from torchtune_adaptive.recipe.data.split_rows import CollateParts, RowParts
 from torchtune_adaptive.recipe.registry import component
@@ -25,6 +25,47 @@ Row = dict[str, Any]
 Collate = Callable[[list[Row]], dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class RowSize:
+    """What decides the memory that a row takes. Batches pad each part to the largest of any of their rows."""
+
+    tokens: int
+    images: int = 0
+    tiles: int = 0
+    """Tiles of the image that has the most."""
+
+    def __str__(self) -> str:
+        if not self.images:
+            return f"{self.tokens} tokens"
+        images = counted(self.images, "image")
+        return f"{self.tokens} tokens and {images} of {counted(self.tiles, 'tile')}"
+
+
+def images_of(row: Row) -> list[torch.Tensor]:
+    """The images of a row as torchtune's vision transforms give them: tiles, channels, height, width."""
+    encoder_input = row.get("encoder_input")
+    return list(encoder_input["images"]) if isinstance(encoder_input, Mapping) else []
+
+
+def with_images(row: Row, like: Row, images: int, tiles: int) -> Row:
+    """A row with a number of images, each with the same number of tiles: the text is that of ``row``, and the
+    images are copies, cut or repeated, of the largest of the row ``like``."""
+    at = max(range(len(images_of(like))), key=lambda i: len(images_of(like)[i]))
+    image, mask = images_of(like)[at], like["encoder_mask"][at]
+    aspect = like["encoder_input"]["aspect_ratio"][at]
+    tokens_per_tile = mask.shape[1] // len(image)
+    if len(image) != tiles:
+        copies = -(-tiles // len(image))
+        image = image.repeat(copies, *[1] * (image.dim() - 1))[:tiles]
+        aspect = torch.tensor([1, tiles]).to(aspect)
+    seen = mask.new_ones(len(row["tokens"]), tiles * tokens_per_tile)
+    return {
+        **row,
+        "encoder_input": {"images": [image] * images, "aspect_ratio": [aspect] * images},
+        "encoder_mask": [seen] * images,
+    }
+
+
 class Rows(ABC):
     """The samples of one kind of recipe. Batches are dictionaries with ``tokens`` and ``labels``."""
 
@@ -32,6 +73,8 @@ class Rows(ABC):
     """What one of them is called."""
     keys: ClassVar[tuple[str, ...]] = ("tokens", "labels")
     """The keys that a row must have."""
+    packed: bool = False
+    """Whether they are packed: each has several documents, and is full."""
 
     @abstractmethod
     def length(self, row: Row) -> int:
@@ -59,13 +102,8 @@ class Rows(ABC):
 
     @abstractmethod
     def imagined(self, rows: int, length: int, simulated: bool) -> dict[str, Any]:
-        """A batch on the host like those of the collate function, without values.
-
-        Args:
-            rows: samples in it.
-            length: tokens of each sample.
-            simulated: True for the simulated device.
-        """
+        """A batch on the host like those of the collate function, without values, of some rows of a length;
+        ``simulated`` for the simulated device."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 
 from torchtune_adaptive.common import ConfigError
 
-_SPLIT = {"tokens", "labels"}
-
 
 @dataclass(frozen=True)
 class RowParts:
@@ -53,7 +51,7 @@ class CollateParts:
 
     def __call__(self, rows: list[Any]) -> dict[str, Any]:
         batch = self.collate(rows)
-        if other := sorted(batch.keys() - _SPLIT):
+        if other := sorted(batch.keys() - {"tokens", "labels"}):
             raise ConfigError(
                 "collate_fn",
                 self.collate,

@@ -1,4 +1,4 @@
-"""The kinds of fine-tuning, one module each: what is built, trained, collated and saved.
+"""The kinds of fine-tuning: what is built, trained, collated and saved.
 
 It may import the folders from ``settings`` to ``checkpoints``.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from torch import nn
 from torchtune.training import disable_dropout
 
 from torchtune_adaptive.common import ConfigError, counted
-from torchtune_adaptive.core import Phase, TrainStep
+from torchtune_adaptive.core import Objective, Phase, TrainStep
 from torchtune_adaptive.recipe.components import make
 from torchtune_adaptive.recipe.data.rows import Collate, Row, Rows
 from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
@@ -78,10 +78,8 @@ class Generating(RecipeKind):
         return Prompts()
 
     @abstractmethod
-    def scorers(
-        self, model: nn.Module, frozen: Sequence[nn.Module], sizes: RolloutSizes
-    ) -> Scorers:
-        """What scores the rows of a rollout."""
+    def scorers(self, model: nn.Module, objective: Objective) -> Scorers:
+        """What scores the rows of a rollout, which are trained for an objective."""
 
     def phases(
         self, model: nn.Module, step: TrainStep, tokenizer: Any, sizes: RolloutSizes, longest: int
@@ -91,7 +89,7 @@ class Generating(RecipeKind):
         Raises:
             ConfigError: the longest prompt leaves no room for a response.
         """
-        policy, scorers = self.policy(model), self.scorers(model, step.objective.frozen, sizes)
+        policy, scorers = self.policy(model), self.scorers(model, step.objective)
         models = (policy, *step.objective.frozen)
         lengths = [getattr(model, "max_seq_len", None) for model in models]
         most = min((length for length in lengths if length is not None), default=None)
@@ -136,6 +134,6 @@ class Generating(RecipeKind):
         )
 
     @abstractmethod
-    def judge(self, tokenizer: Any, sizes: RolloutSizes, entering: Callable[[str], None]) -> Judge:
-        """What rewards them, and finds their advantages; ``entering`` is called with the name of each reward
-        function, before it is."""
+    def judge(self, tokenizer: Any, entering: Callable[[str], None]) -> Judge:
+        """What rewards them, and finds their advantages. It calls ``entering`` with the name of each reward
+        function, before it calls that."""

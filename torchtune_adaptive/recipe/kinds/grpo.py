@@ -1,4 +1,4 @@
-"""Group relative policy optimization (GRPO), here of all weights, with the reference as a second model."""
+"""Group relative policy optimization (GRPO): of all weights, or of adapters."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from torchtune_adaptive.core import Objective
-from torchtune_adaptive.recipe.kinds.full import Full
 from torchtune_adaptive.recipe.kinds.generating import Generating
+from torchtune_adaptive.recipe.kinds.recipe_kind import Full, LoRA, without_adapters
 from torchtune_adaptive.recipe.rewards import Rewards
 from torchtune_adaptive.recipe.rollout.judging import ByFunctions, Judge
 from torchtune_adaptive.recipe.rollout.losses import GRPOObjective
-from torchtune_adaptive.recipe.rollout.phases import RolloutSizes, stop_tokens
+from torchtune_adaptive.recipe.rollout.phases import stop_tokens
 from torchtune_adaptive.recipe.rollout.score import OfTokens, Scorers
 
 
@@ -57,11 +57,10 @@ class GRPO(Generating):
         per_row = _PER_ROW[type(loss).__name__]
         return GRPOObjective(self.log_probs(model), loss.epsilon, loss.kl_coeff, per_row, frozen)
 
-    def scorers(
-        self, model: nn.Module, frozen: Sequence[nn.Module], sizes: RolloutSizes
-    ) -> Scorers:
-        log_probs = {"reference": self.reference(model, frozen)}
-        if sizes.epochs > 1 and not _PER_ROW[self.asked.cfg.loss._component_.rpartition(".")[2]]:
+    def scorers(self, model: nn.Module, objective: Objective) -> Scorers:
+        assert isinstance(objective, GRPOObjective)
+        log_probs = {"reference": self.reference(model, objective.frozen)}
+        if self.asked["ppo_epochs"] > 1 and not objective.per_row:
             # Otherwise the policy that is trained is the one that has generated, and their ratio is 1.
             log_probs = {"old": self.log_probs(model), **log_probs}
         return Scorers(log_probs, {})
@@ -71,13 +70,18 @@ class GRPO(Generating):
         [reference] = frozen
         return self.log_probs(reference)
 
-    def judge(self, tokenizer: Any, sizes: RolloutSizes, entering: Callable[[str], None]) -> Judge:
+    def judge(self, tokenizer: Any, entering: Callable[[str], None]) -> Judge:
         stops = stop_tokens(self.asked, tokenizer)
-        return ByFunctions(Rewards(self.asked, tokenizer, stops, entering), sizes.samples)
+        rewards = Rewards(self.asked, tokenizer, stops, entering)
+        return ByFunctions(rewards, self.asked["grpo_samples"])
 
 
 class FullGRPO(GRPO, Full):
-    """Trains every weight."""
+    """Trains every weight; the reference is a second model."""
 
 
-TheKind = FullGRPO
+class LoRAGRPO(GRPO, LoRA):
+    """Trains adapters; without them, the model is the reference."""
+
+    def reference(self, model: nn.Module, frozen: Sequence[nn.Module]) -> OfTokens:
+        return without_adapters(model, self.log_probs(model))

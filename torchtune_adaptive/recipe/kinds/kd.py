@@ -9,7 +9,7 @@ from torch import nn
 
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.core import Batch, Forward, NextTokenPrediction, Summed
-from torchtune_adaptive.recipe.kinds.lora import LoRA
+from torchtune_adaptive.recipe.kinds.recipe_kind import LoRA
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.optimizer import build_loss
 from torchtune_adaptive.recipe.upstream import labels_are_shifted
@@ -109,6 +109,3 @@ def _require_same_chunks(asked: Asked, loss_fn: nn.Module, kd_loss_fn: nn.Module
 
 def _chunks(number: int | None) -> str:
     return "all logits at once" if number is None else f"logits in {number} chunks"
-
-
-TheKind = KD

@@ -18,11 +18,10 @@ from torchtune_adaptive.recipe.checkpoints.policy_and_value import (
     of_model,
 )
 from torchtune_adaptive.recipe.data.rows import Rows
-from torchtune_adaptive.recipe.kinds.full import Full
 from torchtune_adaptive.recipe.kinds.generating import Generating, Prompts
+from torchtune_adaptive.recipe.kinds.recipe_kind import Full
 from torchtune_adaptive.recipe.rollout.judging import ByModel, Judge, over
 from torchtune_adaptive.recipe.rollout.losses import PPOObjective
-from torchtune_adaptive.recipe.rollout.phases import RolloutSizes
 from torchtune_adaptive.recipe.rollout.score import Scorers, values_of
 from torchtune_adaptive.recipe.settings.keys import VALUE_CHECKPOINTER
 from torchtune_adaptive.recipe.settings.kind_table import FrozenModel
@@ -81,20 +80,18 @@ class PPO(Generating, Full):
             self.log_probs(self.policy(model)), loss.epsilon, clip, coefficient, frozen
         )
 
-    def scorers(
-        self, model: nn.Module, frozen: Sequence[nn.Module], sizes: RolloutSizes
-    ) -> Scorers:
-        reference, reward = frozen
+    def scorers(self, model: nn.Module, objective: Objective) -> Scorers:
+        reference, reward = objective.frozen
         policies = {"old": self.policy(model), "reference": reference}
         return Scorers(
             {name: self.log_probs(policy) for name, policy in policies.items()},
             {"values": values_of(model.get_submodule(VALUE)), "scores": values_of(reward)},
         )
 
-    def judge(self, tokenizer: Any, sizes: RolloutSizes, entering: Callable[[str], None]) -> Judge:
+    def judge(self, tokenizer: Any, entering: Callable[[str], None]) -> Judge:
         asked = self.asked
         return ByModel(
-            sizes.max_new,
+            asked["max_generated_tokens"],
             asked["kl_coeff"],
             asked["gamma"],
             asked["lmbda"],
@@ -108,6 +105,3 @@ class PPO(Generating, Full):
 
     def rows(self) -> Rows:
         return PromptsAlone()
-
-
-TheKind = PPO

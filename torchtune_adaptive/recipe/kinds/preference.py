@@ -1,4 +1,4 @@
-"""What the recipes for preferences share: samples of two rows, and what is learned from comparing them."""
+"""Preference optimization (DPO): samples of two rows, and what is learned from comparing them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 from torch import nn
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_dpo
 from torchtune.rlhf import get_batch_log_probs
+from torchtune.training import disable_dropout
 
-from torchtune_adaptive.core import Batch, Forward, Summed
+from torchtune_adaptive.core import Batch, Forward, Objective, Summed
 from torchtune_adaptive.recipe.data.rows import Collate, Row, Rows
+from torchtune_adaptive.recipe.kinds.recipe_kind import Full, LoRA, without_adapters
 from torchtune_adaptive.recipe.settings.asked import Asked
+from torchtune_adaptive.recipe.setup.optimizer import build_loss
 
 _SIDES = ("chosen", "rejected")
 
@@ -110,3 +113,30 @@ class Preference:
         for name, values in (("log_probs", log_probs.detach()), ("logits", mean_logits)):
             sums |= {f"{name}/{side}": v for side, v in zip(_SIDES, values.chunk(2), strict=True)}
         return Summed(losses.sum(), metrics={k: v.float().sum() for k, v in sums.items()})
+
+
+class FullDPO(Full):
+    """Trains every weight to prefer what is chosen; the reference is a second model."""
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        disable_dropout(model)  # or log-probabilities would differ from the reference's by chance
+        return model
+
+    def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
+        loss_fn = build_loss(self.asked, self.environment, model)
+        [reference] = frozen
+        return Preference(loss_fn, reference, frozen)
+
+    def rows(self) -> Rows:
+        return Pairs()
+
+
+class LoRADPO(LoRA):
+    """Trains adapters to prefer what is chosen; without them, the model is the reference."""
+
+    def objective(self, model: nn.Module, frozen: Sequence[nn.Module]) -> Objective:
+        loss_fn = build_loss(self.asked, self.environment, model)
+        return Preference(loss_fn, without_adapters(model, model))
+
+    def rows(self) -> Rows:
+        return Pairs()

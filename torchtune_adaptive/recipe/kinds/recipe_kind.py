@@ -1,17 +1,26 @@
-"""What a kind of recipe is: everything in which one differs from the others, and nothing else."""
+"""What a kind of recipe is: everything in which one differs from the others, and nothing else.
+
+All kinds are extensions of two, which are here: ``Full`` and ``LoRA``.
+"""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torchtune import training
+from torchtune.modules.peft import disable_adapter
 
 from torchtune_adaptive.core import NextTokenPrediction, Objective
-from torchtune_adaptive.recipe.checkpoints.checkpoints import Checkpoints
+from torchtune_adaptive.recipe.checkpoints.checkpoints import (
+    Checkpoints,
+    FullCheckpoints,
+    LoRACheckpoints,
+)
 from torchtune_adaptive.recipe.data.rows import Rows, TokenRows
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
@@ -21,7 +30,10 @@ from torchtune_adaptive.recipe.setup.model import (
     Sharding,
     announce,
     frozen_model,
+    full_model,
     load_full,
+    load_lora,
+    lora_model,
 )
 from torchtune_adaptive.recipe.setup.offloading import Offloading
 from torchtune_adaptive.recipe.setup.optimizer import build_loss
@@ -31,8 +43,7 @@ from torchtune_adaptive.recipe.upstream import labels_are_shifted
 class RecipeKind(ABC):
     """How one kind of recipe trains a config, on one rank.
 
-    A run and a prediction use the same object, the latter without weights. Each kind has a module of its own,
-    with a subclass ``TheKind``.
+    A run and a prediction use the same object, the latter without weights. ``by_name`` lists the kinds.
     """
 
     def __init__(self, asked: Asked, environment: Environment) -> None:
@@ -105,8 +116,40 @@ class RecipeKind(ABC):
         return TokenRows(packed=self.asked.packed(), parts=context.parts if context else None)
 
 
-def recipe_kind(asked: Asked, environment: Environment) -> RecipeKind:
-    """The kind of recipe that was asked for."""
-    module = import_module(f"torchtune_adaptive.recipe.kinds.{asked.kind.name}")
-    kind: RecipeKind = module.TheKind(asked, environment)
-    return kind
+class Full(RecipeKind):
+    """Full finetuning: every weight is trained."""
+
+    def checkpoints(self) -> Checkpoints:
+        return FullCheckpoints(self.asked, self.environment, self.epochs)
+
+    def model_without_weights(self, sharding: Sharding = AS_IT_IS) -> nn.Module:
+        return full_model(self.asked, self.environment, self.prepare, sharding)
+
+    def load(self, model: nn.Module, checkpoint: dict[str, Any]) -> None:
+        load_full(model, self.asked, self.environment, checkpoint[training.MODEL_KEY])
+
+
+class LoRA(RecipeKind):
+    """LoRA, DoRA and QLoRA finetuning: adapters are trained, the model stays as it is."""
+
+    def checkpoints(self) -> Checkpoints:
+        return LoRACheckpoints(self.asked, self.environment, self.epochs)
+
+    def model_without_weights(self, sharding: Sharding = AS_IT_IS) -> nn.Module:
+        return lora_model(self.asked, self.environment, self.prepare, sharding)
+
+    def load(self, model: nn.Module, checkpoint: dict[str, Any]) -> None:
+        weights, adapters = checkpoint[training.MODEL_KEY], checkpoint.get(training.ADAPTER_KEY)
+        load_lora(model, self.asked, self.environment, weights, adapters)
+
+
+def without_adapters(
+    model: nn.Module, of_tokens: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a function of the model says while its adapters are off."""
+
+    def of_base(tokens: torch.Tensor) -> torch.Tensor:
+        with disable_adapter(model):
+            return of_tokens(tokens)
+
+    return of_base

@@ -92,7 +92,7 @@ def _search(
             nothing_fits=worst.nothing_fits,
             about=prober.facts(
                 row=asdict(worst.size),
-                packed=rows.data.packed,
+                packed=rows.data.rows.packed,
                 # Not that of fewer sizes: what fits is the same, and a cached size is confirmed in any case.
                 largest_candidate=possible_sizes(
                     settings, configured, limit.possible or limit.size

@@ -9,7 +9,7 @@ from pathlib import Path
 from torchtune_adaptive.common import ConfigError, not_essential
 from torchtune_adaptive.core import ByRows, MicroBatches, Ranks, Split
 from torchtune_adaptive.recipe.checkpoints.training_state import GrowthState, TrainingState
-from torchtune_adaptive.recipe.data.images import images_of
+from torchtune_adaptive.recipe.data.rows import images_of
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner, PeakPlanner, RankPlanner
 from torchtune_adaptive.recipe.search.batch_size import find_micro_batch
 from torchtune_adaptive.recipe.search.fastest_search import find_fastest
@@ -113,7 +113,7 @@ def _fastest(
 
 def _in_tokens(prober: Prober, rows: RowsToTry, saved: TrainingState | None) -> DecidedBatch:
     """A token budget, found or confirmed; none if it is slower, or was when the run began."""
-    if rows.data.packed:
+    if rows.data.rows.packed:
         log.info("token_budget has no effect: packed rows are all full.")
         return DecidedBatch(rows.configured, _by_rows(prober))
     known, without = saved.token_budget if saved else None, _by_rows(prober, instead_of_budget=True)

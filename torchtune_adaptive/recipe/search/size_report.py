@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchtune_adaptive.common import Block, Drawing, counted, human_bytes, plots
 from torchtune_adaptive.core import Split
-from torchtune_adaptive.recipe.data.images import RowSize
+from torchtune_adaptive.recipe.data.rows import RowSize
 from torchtune_adaptive.recipe.search.report import (
     Report,
     batch_numbers,

@@ -12,9 +12,8 @@ import torch
 from torchtune_adaptive.common import ConfigError, EmptyTrial, NothingFits, counted
 from torchtune_adaptive.core import Ranks, SizeTrial
 from torchtune_adaptive.recipe.data.dataset import Data
-from torchtune_adaptive.recipe.data.images import RowSize, with_images
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
-from torchtune_adaptive.recipe.data.rows import Row
+from torchtune_adaptive.recipe.data.rows import Row, RowSize, with_images
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 
 MOST_ROWS_SCANNED = 100_000
@@ -80,7 +79,7 @@ def worst_case(
         raise EmptyTrial(
             "The dataset is empty, so there is no row to try. Check the dataset's source."
         )
-    if data.packed:
+    if rows.packed:
         row = dataset[0]
         length = rows.length(row)
         require_no_longer(length, 0, probe_length)

@@ -33,15 +33,8 @@ log = logging.getLogger(__name__)
 
 
 def check(cfg: DictConfig, kind: Kind) -> Asked:
-    """What a config asks for, if nothing is wrong in it that can be seen before a model is built.
-
-    Args:
-        cfg: the whole config.
-        kind: the kind of the recipe that will run it.
-
-    Raises:
-        ConfigError: the config cannot work.
-    """
+    """What a config asks for; ``ConfigError`` if something is wrong in it that can be seen before a model is
+    built."""
     try:
         require_own(cfg, kind)
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -53,11 +46,9 @@ def check(cfg: DictConfig, kind: Kind) -> Asked:
         for there_is, key, reason, remedy in conflicts(asked):
             if there_is:
                 raise ConfigError(key, _value(asked, key), reason, remedy)
-        _require_rows_by_number(cfg)
         _require_knobs(asked.settings)
         if asked.settings.budgets and asked.images:
             raise token_budget_with_images(asked.settings)
-        _check_pairs(asked)
     except OmegaConfBaseException as error:  # a reference to a key that does not exist, for one
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         key, value = _unreadable(cfg, error)
@@ -90,23 +81,16 @@ def _unreadable(cfg: DictConfig, error: OmegaConfBaseException) -> tuple[str, ob
 
 
 def _value(asked: Asked, key: str) -> object:
-    """What a key of ours, or of torchtune, is set to."""
+    """What a key of ours, or of torchtune, is set to; of a list of datasets, in one of them."""
     if key in KNOBS_BY_KEY:
         return KNOBS_BY_KEY[key].configured(asked)
+    block, _, inner = key.rpartition(".")
+    datasets = asked.cfg.get(block)
+    if isinstance(datasets, ListConfig):
+        return next((one[inner] for one in datasets if one.get(inner)), None)
     name = key.removeprefix(f"{BLOCK}.")
     settings = asked.settings
     return getattr(settings, name) if hasattr(settings, name) else OmegaConf.select(asked.cfg, key)
-
-
-def _require_rows_by_number(cfg: DictConfig) -> None:
-    datasets = cfg.dataset if isinstance(cfg.dataset, ListConfig) else [cfg.dataset]
-    if any(dataset.get("streaming", False) for dataset in datasets):
-        raise ConfigError(
-            "dataset.streaming",
-            True,
-            "gives rows one after the other, but epochs and batches are made of rows by their number",
-            "Set dataset.streaming=False",
-        )
 
 
 def _require_knobs(settings: AdaptiveSettings) -> None:
@@ -124,30 +108,8 @@ def _require_knobs(settings: AdaptiveSettings) -> None:
         raise ConfigError(f"{BLOCK}.may_change", key, reason, remedy)
 
 
-def _check_pairs(asked: Asked) -> None:
-    """What a sample of two rows cannot be combined with."""
-    if asked.kind.sample != "pair":
-        return
-    if asked.settings.budgets:
-        raise ConfigError(
-            f"{BLOCK}.token_budget",
-            asked.settings.token_budget,
-            "counts tokens of single rows, but a sample of this recipe is a pair, and its loss is a mean "
-            "over pairs",
-            "Set it to False, and use_maximum_batch_size=True to have the number of pairs found",
-        )
-    if asked.packed():
-        raise ConfigError(
-            "dataset.packed", True, "packs single rows, but a sample is a pair", "Set it to False"
-        )
-
-
 def require_torchvision(cfg: DictConfig) -> None:
-    """Stop where images are to be trained on without the library that torchtune takes them with.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Raise ``ConfigError`` where images are to be trained on without the library that takes them."""
     if has_images(cfg) and find_spec("torchvision") is None:
         raise missing_torchvision("collate_fn", cfg.collate_fn)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
@@ -32,6 +32,7 @@ def conflicts(asked: Asked) -> Iterator[Conflict]:
         yield from _conflicts_of_rollouts(asked)
     if kind.name == "ppo":
         yield from _conflicts_of_ppo(cfg)
+    yield from _conflicts_of_samples(asked)
 
 
 # --- torchtune's own keys -------------------------------------------------------------------------
@@ -124,43 +125,34 @@ def _conflicts_of_recipe(asked: Asked) -> Iterator[Conflict]:
 
 def _conflicts_of_meshes(asked: Asked) -> Iterator[Conflict]:
     cfg, kind = asked.cfg, asked.kind
-    dim, known = cfg.get(TENSORS, 1), TENSORS in kind.keys
     yield (
-        not known and not kind.adapters and (dim or 1) > 1,
+        TENSORS not in kind.keys and not kind.adapters and (cfg.get(TENSORS) or 1) > 1,
         TENSORS,
         f"is not available in {kind.recipe}",
         "Remove it",
     )
-    yield (
-        COPIES not in kind.keys and (cfg.get(COPIES) or 1) > 1,
-        COPIES,
-        f"is not available in {kind.recipe}",
-        f"Set {COPIES}=1",
-    )
-    parts = cfg.get(CONTEXT) or 1
-    yield (
-        CONTEXT not in kind.keys and parts > 1,
-        CONTEXT,
-        f"is not available in {kind.recipe}",
-        f"Set {CONTEXT}=1",
-    )
-    unsplit = "goes into attention as a mask, and context parallelism splits rows without one"
-    for block in ("dataset", "dataset_val"):
-        packed = asked.packed(block)
+    for key in (COPIES, CONTEXT):
         yield (
-            parts > 1 and packed,
+            key not in kind.keys and (cfg.get(key) or 1) > 1,
+            key,
+            f"is not available in {kind.recipe}",
+            f"Set {key}=1",
+        )
+    for block in ("dataset", "dataset_val"):
+        yield (
+            asked.contexts > 1 and asked.packed(block),
             f"{block}.packed",
-            unsplit,
+            "goes into attention as a mask, and context parallelism splits rows without one",
             f"Set {block}.packed=False, or {CONTEXT}=1",
         )
     yield (
-        known and dim != 1 and cfg.get("tensor_parallel_plan") is None,
+        asked.holders > 1 and cfg.get("tensor_parallel_plan") is None,
         TENSORS,
         "needs to know how to split the model",
         "Set tensor_parallel_plan, or tensor_parallel_dim=1",
     )
     yield (
-        known and dim != 1 and cfg.optimizer.get("fused", False),
+        asked.holders > 1 and cfg.optimizer.get("fused", False),
         "optimizer.fused",
         "does not work with tensor parallelism",
         "Set optimizer.fused=False",
@@ -352,3 +344,30 @@ def _conflicts_of_ppo(cfg: DictConfig) -> Iterator[Conflict]:
     for key in (knobs.OFFLOADING, "enable_async_checkpointing"):
         reason = "is not supported where two models are trained"
         yield cfg.get(key, False), key, reason, f"Set {key}=False"
+
+
+def _conflicts_of_samples(asked: Asked) -> Iterator[Conflict]:
+    """What samples cannot be: of unknown number, or pairs where single rows are counted."""
+    datasets = (
+        asked.cfg.dataset if isinstance(asked.cfg.dataset, ListConfig) else [asked.cfg.dataset]
+    )
+    yield (
+        any(dataset.get("streaming", False) for dataset in datasets),
+        "dataset.streaming",
+        "gives rows one after the other, but epochs and batches are made of rows by their number",
+        "Set dataset.streaming=False",
+    )
+    pairs = asked.kind.sample == "pair"
+    yield (
+        pairs and asked.settings.budgets,
+        f"{BLOCK}.token_budget",
+        "counts tokens of single rows, but a sample of this recipe is a pair, and its loss is a mean over "
+        "pairs",
+        "Set it to False, and use_maximum_batch_size=True to have the number of pairs found",
+    )
+    yield (
+        pairs and asked.packed(),
+        "dataset.packed",
+        "packs single rows, but a sample is a pair",
+        "Set it to False",
+    )

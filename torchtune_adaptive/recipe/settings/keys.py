@@ -55,8 +55,9 @@ _GRPO = frozenset({"grpo", "grpo_lora"})
 _PPO = frozenset({"ppo"})
 _MESHES = frozenset({"full", "lora"})
 _SUPERVISED = _FULL | _ADAPTERS
-_ROLLOUTS = _GRPO | _PPO
-_ALL = _SUPERVISED | _ROLLOUTS
+ROLLOUTS = _GRPO | _PPO
+"""The kinds whose model generates its rows."""
+_ALL = _SUPERVISED | ROLLOUTS
 _NONE: Names = frozenset()
 
 
@@ -85,11 +86,6 @@ class Key(NamedTuple):
     result: bool = True
 
 
-def of_rollouts_only(row: Key) -> bool:
-    """Whether only kinds know the key whose model generates its rows."""
-    return row.kinds <= _ROLLOUTS
-
-
 _COUNT = at_least(1)
 
 
@@ -113,7 +109,7 @@ def _how_it_computes(
 def _of_rollouts(
     rule: Rule,
     default: Any = None,
-    kinds: Names = _ROLLOUTS,
+    kinds: Names = ROLLOUTS,
     *,
     needed: Names = _NONE,
     memory: bool = False,
@@ -177,8 +173,8 @@ KEYS: dict[str, Key] = {
     "cudnn_deterministic_mode": _how_it_computes(one_of(0, 1, 2, "default", "warn", "error"), None),
     "enable_activation_checkpointing": _how_it_computes(BOOLEAN),
     "enable_activation_offloading": _how_it_computes(BOOLEAN),
-    "ac_mode": _how_it_computes(one_of("none", "full", "selective"), None, _FULL | _ROLLOUTS),
-    "ac_option": _how_it_computes(either(_COUNT, one_of("op")), None, _FULL | _ROLLOUTS),
+    "ac_mode": _how_it_computes(one_of("none", "full", "selective"), None, _FULL | ROLLOUTS),
+    "ac_option": _how_it_computes(either(_COUNT, one_of("op")), None, _FULL | ROLLOUTS),
     "fsdp_cpu_offload": _how_it_computes(BOOLEAN),
     "fsdp_reshard_after_forward": _how_it_computes(BOOLEAN, True),
     "custom_sharded_layers": _how_it_computes(LAYERS, None),
@@ -192,7 +188,7 @@ KEYS: dict[str, Key] = {
     ),
     # Reinforcement learning.
     "grpo_samples": _of_rollouts(_COUNT, 1, _GRPO, needed=_GRPO, memory=True),
-    "max_generated_tokens": _of_rollouts(_COUNT, needed=_ROLLOUTS, memory=True),
+    "max_generated_tokens": _of_rollouts(_COUNT, needed=ROLLOUTS, memory=True),
     "ppo_batch_size": _of_rollouts(_COUNT, None, _PPO, needed=_PPO, memory=True),
     "ppo_epochs": _of_rollouts(_COUNT, 1, memory=True),
     "temperature": _of_rollouts(SCALE, 1.0, memory=True),

@@ -1,6 +1,6 @@
 """The kinds of recipe, and which configs are for which.
 
-What a kind does is in ``kinds/``, in the module that has its name.
+What a kind does is in ``kinds/``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Kind:
     """A kind of recipe."""
 
     name: str
-    """The name of the kind and of its module in ``kinds/``; it is part of the names of its configs."""
+    """It is part of the names of the kind's configs."""
 
     torchtunes: str
     """The recipe of torchtune that it takes the place of, or the name that it would have there."""
@@ -220,12 +220,9 @@ def kind_of(cfg: DictConfig) -> Kind:
 
 
 def require_own(cfg: DictConfig, kind: Kind) -> None:
-    """Refuse a config that is for another kind of recipe.
+    """Raise ``ConfigError`` for a config that is for another kind of recipe, naming that.
 
     A loss of the user's own tells nothing about what is compared, so there the recipe is believed.
-
-    Raises:
-        ConfigError: naming the recipe that the config is for.
     """
     theirs, key = _purpose(cfg)
     if theirs == kind.torchtunes:

@@ -7,7 +7,7 @@ arithmetic in another order. A ``named`` one is changed only where the user name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
@@ -146,7 +146,7 @@ KNOBS: tuple[Knob, ...] = (
 KNOBS_BY_KEY = {knob.key: knob for knob in KNOBS}
 
 
-def may_be_changed(knob: Knob, may_change: str | Iterable[str]) -> bool:
+def may_be_changed(knob: Knob, may_change: str | tuple[str, ...]) -> bool:
     """Whether the setting ``adaptive_batching.may_change`` allows it."""
     if may_change == "exact":
         return knob.effect == "exact"
@@ -161,24 +161,20 @@ def configured_choice(asked: Asked, ranks: int) -> Choice:
 
 
 def choices(
-    asked: Asked, ranks: int, may_change: str | Iterable[str], *, switches_only: bool = False
+    asked: Asked, ranks: int, may_change: str | tuple[str, ...], *, switches_only: bool = False
 ) -> list[Choice]:
     """Everything that may be chosen, the config's own values first.
 
     Args:
-        asked: what is asked for.
-        ranks: the number of ranks.
-        may_change: the setting of that name.
         switches_only: True to leave out what needs another model to be built.
     """
     own = configured_choice(asked, ranks)
-    allowed = may_change if isinstance(may_change, str) else tuple(may_change)
     possible = [
-        KNOBS_BY_KEY[key].values(asked, ranks)
-        if may_be_changed(KNOBS_BY_KEY[key], allowed)
-        and (KNOBS_BY_KEY[key].switch or not switches_only)
-        else (value,)
-        for key, value in own.items()
+        knob.values(asked, ranks)
+        if may_be_changed(knob, may_change) and (knob.switch or not switches_only)
+        else (own[knob.key],)
+        for knob in KNOBS
+        if knob.key in own
     ]
     found = (Choice(dict(zip(own, values, strict=True))) for values in product(*possible))
     return [own, *(one for one in found if one != own and one.is_possible())]

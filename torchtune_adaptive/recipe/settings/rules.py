@@ -122,9 +122,10 @@ def number(expected: str, valid: Callable[[float], bool]) -> Rule:
     """A number, whether or not it is written with a fraction."""
 
     def parse(value: object) -> float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and valid(value):
-            with suppress(OverflowError):
-                return float(value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            with suppress(OverflowError):  # an integer that no float holds
+                if valid(value):
+                    return float(value)
         raise ValueError
 
     return Rule((expected,), parse)
@@ -150,15 +151,13 @@ def _parse_never(value: object) -> None:
         raise ValueError
 
 
-def _parse_keys(value: object) -> tuple[str, ...]:
-    if isinstance(value, (list, tuple)) and value and all(isinstance(key, str) for key in value):
+def _are_texts(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
+
+
+def _parse_keys(value: Any) -> tuple[str, ...]:
+    if value and _are_texts(value):
         return tuple(value)
-    raise ValueError
-
-
-def _parse_component(value: object) -> Mapping[str, Any]:
-    if isinstance(value, Mapping) and _PATH_OF_CODE(value.get("_component_")):
-        return value
     raise ValueError
 
 
@@ -176,11 +175,11 @@ CHECKPOINTING = Rule(
 )
 KEYS = Rule(("a list of keys",), _parse_keys)
 FUNCTION = Rule(("the dotted path of a function (package.module.function)",), _PATH_OF_CODE)
-COMPONENT = Rule(("a block whose _component_ is a dotted path",), _parse_component)
-LAYERS = Rule(
-    ("a list of layer names",),
-    _if(lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value)),
+COMPONENT = Rule(
+    ("a block whose _component_ is a dotted path",),
+    _if(lambda value: isinstance(value, Mapping) and _PATH_OF_CODE(value.get("_component_"))),
 )
+LAYERS = Rule(("a list of layer names",), _if(_are_texts))
 IDS = Rule(("a list of numbers of tokens",), _list_of(at_least(0)).parse)
 REWARDS = Rule(
     ("a list of rewards: dotted paths of functions, and blocks whose _component_ is one",),
@@ -191,19 +190,14 @@ PATIENCE = number("a number of seconds from 0 to 3600", lambda n: 0 <= n <= 3600
 SECONDS = number("a number of seconds from 1 to 86400, e.g. 45", lambda value: 1 <= value <= 86400)
 POSITIVE = number("a number greater than 0", lambda value: value > 0)
 RATIO = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
-FINITE = number("a number >= 0", lambda value: 0 <= value <= 1e300 and math.isfinite(value))
+FINITE = number("a number >= 0", lambda value: 0 <= value <= 1e300)
 ANY_NUMBER = number("a number", math.isfinite)
 SCALE = number("a number greater than 0", lambda value: 0 < value <= 1e300)
 BLOCK_OF_KEYS = Rule(("a block of keys",), _if(lambda value: isinstance(value, Mapping)))
 NULL = Rule(("null",), _if(lambda value: value is None))
 FILES = Rule(
     ("a list of names of files", "a block with filename_format and max_filename"),
-    _if(
-        lambda value: (
-            (isinstance(value, Mapping) and value)
-            or (isinstance(value, list) and value and all(isinstance(one, str) for one in value))
-        )
-    ),
+    _if(lambda value: value and (isinstance(value, Mapping) or _are_texts(value))),
 )
 _OF_TYPES: dict[Any, Rule] = {
     NoneType: NULL,

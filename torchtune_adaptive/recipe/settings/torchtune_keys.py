@@ -13,9 +13,9 @@ from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.recipe.settings.keys import (
     KEYS,
     KEYS_OF_BLOCKS,
+    ROLLOUTS,
     VALUE_CHECKPOINTER,
     Key,
-    of_rollouts_only,
 )
 from torchtune_adaptive.recipe.settings.kind_table import Kind
 from torchtune_adaptive.recipe.settings.rules import COMPONENT, FOLDER
@@ -25,15 +25,7 @@ _UNKNOWN_UNLESS: dict[str, Any] = {"enable_fp8_training": False, "resize_token_e
 
 
 def check_values(cfg: Mapping[str, Any], kind: Kind) -> None:
-    """Stop at a value that is none of those that its key may have.
-
-    Args:
-        cfg: the whole config, resolved.
-        kind: the kind of the recipe.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Raise ``ConfigError`` for a value of a config, which is resolved, that its key may not have."""
     if isinstance(size := cfg.get("batch_size"), str):
         raise ConfigError(
             "batch_size",
@@ -72,7 +64,7 @@ def _is_read(row: Key, kind: Kind) -> bool:
     mistake. But what only rollouts have (``temperature``) may be a variable in other configs."""
     if kind.name in row.kinds:
         return True
-    return not row.needed and (kind.generates or not of_rollouts_only(row))
+    return not row.needed and (kind.generates or not row.kinds <= ROLLOUTS)
 
 
 def _check_datasets(cfg: Mapping[str, Any]) -> None:

@@ -51,11 +51,7 @@ class ControlGroup:
 
 
 def limiting_groups(root: Path = Path("/")) -> list[ControlGroup]:
-    """The control groups that limit the memory of this process: its own, and those above it.
-
-    Args:
-        root: the root of the file system.
-    """
+    """The control groups that limit the memory of this process: its own, and those above it."""
     found = []
     for version, folder in _groups(root):
         try:

@@ -63,11 +63,8 @@ def shortest_piece(device: torch.device, dtype: torch.dtype) -> int:
 
 
 def _try(device: torch.device, dtype: torch.dtype) -> None:
-    """Attend once, so that a device for which torch cannot do it is refused before a model loads.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Attend once, so that a device for which torch cannot do it is refused, by ``ConfigError``, before a
+    model loads."""
     row = torch.zeros(1, 1, 2 * shortest_piece(device, dtype), 64, device=device, dtype=dtype)
     try:
         F.scaled_dot_product_attention(row, row, row, is_causal=True)

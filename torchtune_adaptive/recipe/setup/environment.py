@@ -51,7 +51,6 @@ def start_environment(asked: Asked, patience: float, watched: bool = True) -> En
     """Join the other ranks; alone, without a launcher, be the only one.
 
     Args:
-        asked: what was asked for.
         patience: seconds for which a rank waits until the others agree.
         watched: True if a watchdog names the rank that is waited for. Then the process group waits longer, or
             NCCL would end the run before that; without one, the group's own limit is all there is.
@@ -65,9 +64,9 @@ def start_environment(asked: Asked, patience: float, watched: bool = True) -> En
     backend = training.get_distributed_backend(
         asked["device"], offload_ops_to_cpu=on_cpu_too and device.type != "cpu"
     )
-    timeout = None
-    if watched:
-        timeout = timedelta(seconds=process_group_timeout(patience))
+    # Later than the watchdog gives a rank up.
+    longest_wait = 1.5 * max(patience, Watchdog.LONGEST_SILENCE)
+    timeout = timedelta(seconds=longest_wait) if watched else None
     launched = training.is_distributed()
     if launched:
         join_process_group(backend, timeout)
@@ -102,11 +101,6 @@ def _device(name: str) -> torch.device:
             "Set device=cpu, or run on a machine that has it, with a torch that is built for it",
         )
     return device
-
-
-def process_group_timeout(longest_wait: float) -> float:
-    """Seconds after which the process group gives a collective up: later than the watchdog does."""
-    return 1.5 * max(longest_wait, Watchdog.LONGEST_SILENCE)
 
 
 def gloo_interface(nccl: str, interfaces: Iterable[str]) -> str | None:

@@ -16,21 +16,14 @@ from torchtune_adaptive.recipe.settings.keys import CONTEXT, COPIES, SHARDS, TEN
 from torchtune_adaptive.recipe.setup.environment import Environment
 
 
-def model_meshes(
-    asked: Asked, environment: Environment, tensors: int
-) -> tuple[DeviceMesh, DeviceMesh]:
+def model_meshes(asked: Asked, environment: Environment) -> tuple[DeviceMesh, DeviceMesh]:
     """The mesh over which FSDP spreads the model, as copies of shards where that is asked for (HSDP), and the
     mesh over which tensors are split. Ranks with parts of the same rows have a shard each.
-
-    Args:
-        asked: what was asked for: how many copies there are.
-        environment: the ranks of the run, and how they share rows.
-        tensors: the ranks that split each tensor.
 
     Raises:
         ConfigError: the run has another number of ranks.
     """
-    ranks, parts = environment.ranks.size, environment.parts
+    ranks, parts, tensors = environment.ranks.size, environment.parts, asked.holders
     copies, configured = asked[COPIES], asked[SHARDS]
     _require_divisors(ranks, {TENSORS: tensors, CONTEXT: parts, COPIES: copies})
     shards = ranks // (tensors * parts * copies)
@@ -61,11 +54,8 @@ def context_mesh(asked: Asked, environment: Environment) -> DeviceMesh:
 
 
 def _require_divisors(ranks: int, numbers: Mapping[str, int]) -> None:
-    """Check that the ranks can be divided by the values of some keys, one after the other.
-
-    Raises:
-        ConfigError: naming the first by which they cannot.
-    """
+    """Raise ``ConfigError`` unless the ranks can be divided by the values of some keys, one after the other,
+    naming the first by which they cannot."""
     before: dict[str, int] = {}
     left = ranks
     for key, number in numbers.items():

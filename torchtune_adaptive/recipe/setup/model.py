@@ -75,11 +75,8 @@ def full_model(
 
     It is made of a block of the config, and sharded in a context in which tensors may not be what they seem.
     """
-    data, tensors = model_meshes(asked, environment, asked[TENSORS])
-    model = _on_meta(asked, block, environment)
-    if environment.context:
-        prepare_for_parts(model, environment.context.parts)
-    _compile_if_asked(model, asked)
+    data, tensors = model_meshes(asked, environment)
+    model = _on_meta(asked, environment, block)
     if tensors.size() > 1:
         _split(model, asked, tensors)
     model = prepare(model)
@@ -118,12 +115,8 @@ def wait_for_logits(model: nn.Module) -> None:
 
 
 def _require_even_parts(model: nn.Module, asked: Asked) -> None:
-    """Check that whatever FSDP splits where tensor parallelism has split it before comes out even: no others
-    can be loaded (checked on torch 2.13).
-
-    Raises:
-        ConfigError: naming one that does not.
-    """
+    """Raise ``ConfigError``, naming a parameter, unless whatever FSDP splits where tensor parallelism has
+    split it before comes out even: no others can be loaded (checked on torch 2.13)."""
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)  # FSDP has made it one
         split = [
@@ -144,26 +137,20 @@ def lora_model(
     asked: Asked, environment: Environment, prepare: Prepare, sharding: Sharding
 ) -> nn.Module:
     """A frozen model with adapters that are trained, on the meta device like ``full_model``."""
-    model = _on_meta(asked, "model", environment, prepare)
-    if environment.context:
-        prepare_for_parts(model, environment.context.parts)
+    model = _on_meta(asked, environment, "model", prepare)
     if environment.ranks.size > 1:
         _require_shardable(model, asked)
     set_trainable_params(model, get_adapter_params(model))
-    _compile_if_asked(model, asked)
-    data, _ = model_meshes(asked, environment, tensors=1)
+    data, _ = model_meshes(asked, environment)
     with sharding():
         _shard(model, asked, data)
     return model
 
 
 def _require_shardable(model: nn.Module, asked: Asked) -> None:
-    """Raise for quantized models that cannot be loaded once they are sharded. DoRA adds adapters to weights,
-    to take their norms, and torchao cannot add to sharded NF4 weights; torchtune cannot copy shards of them.
-
-    Raises:
-        ConfigError: the model is one of these.
-    """
+    """Raise ``ConfigError`` for quantized models that cannot be loaded once they are sharded. DoRA adds
+    adapters to weights, to take their norms, and torchao cannot add to sharded NF4 weights; torchtune cannot
+    copy shards of them."""
     quantized = [each for each in _adapted_layers(model) if has_quantized_base(each)]
     if quantized and (copies := asked[COPIES]) > 1:
         reason = "cannot be combined with a quantized base: torchtune shards NF4 weights over all ranks only"
@@ -182,8 +169,7 @@ def frozen_model(
     asked: Asked, environment: Environment, block: str, sharding: Sharding
 ) -> nn.Module:
     """A model that is used and not trained, by its block of the config, on the meta device as well."""
-    model = _on_meta(asked, block, environment).requires_grad_(False).eval()
-    _compile_if_asked(model, asked)
+    model = _on_meta(asked, environment, block).requires_grad_(False).eval()
     mesh = init_device_mesh(environment.device.type, (environment.ranks.size,))
     with sharding():
         # Always: parameters that were kept after forward would stay forever, as no backward frees them.
@@ -239,18 +225,21 @@ def load_lora(
 
 
 def _on_meta(
-    asked: Asked, block: str, environment: Environment, prepare: Prepare = lambda model: model
+    asked: Asked, environment: Environment, block: str, prepare: Prepare = lambda model: model
 ) -> nn.Module:
-    """The model without memory: each rank will only ever hold its part."""
+    """The model of a block without memory: each rank will only ever hold its part."""
     with training.set_default_dtype(environment.dtype), torch.device("meta"):
-        return prepare(make(asked.cfg[block], block))
+        model = prepare(make(asked.cfg[block], block))
+    if environment.context:
+        prepare_for_parts(model, environment.context.parts)
+    if asked["compile"]:
+        _compile(model)
+    return model
 
 
-def _compile_if_asked(model: nn.Module, asked: Asked) -> None:
+def _compile(model: nn.Module) -> None:
     """Compile the layers that torchtune compiles: their forward passes, without the hooks around them. What
     switches checkpointing is then outside (see ``core.step.recompute``), as torchtune's wrapper is."""
-    if not asked["compile"]:
-        return
     backend = compile_backend()
     decoder = model.decoder if isinstance(model, DeepFusionModel) else model
     layers = (modules.TransformerSelfAttentionLayer, modules.TransformerCrossAttentionLayer)
@@ -301,11 +290,8 @@ def _load(
 def _require_fitting(
     model: nn.Module, weights: dict[str, Any], keys: FrozenModel, strict: bool
 ) -> None:
-    """Raise before anything is loaded, unless the weights are those of this model.
-
-    Raises:
-        CheckpointError: naming one that is not.
-    """
+    """Raise ``CheckpointError``, naming a weight, unless the weights are those of this model: before anything
+    is loaded."""
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     actual = {name: tuple(value.shape) for name, value in weights.items()}
     missing = sorted(expected.keys() - actual.keys()) if strict else []

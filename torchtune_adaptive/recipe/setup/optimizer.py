@@ -116,9 +116,8 @@ def build_lr_scheduler(
         return None
     optimizer = built.steppers[0]  # if there are more, all have the same learning rate
     for group in optimizer.param_groups if steps_done else ():
-        group.setdefault(
-            "initial_lr", optimizer.defaults["lr"]
-        )  # an asynchronous checkpoint lacks it
+        # An asynchronous checkpoint lacks it.
+        group.setdefault("initial_lr", optimizer.defaults["lr"])
     scheduler = make(
         asked.cfg.lr_scheduler,
         "lr_scheduler",

@@ -24,7 +24,8 @@ from torchtune_adaptive.planner import (
     no_prediction,
     peak,
 )
-from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind, recipe_kind
+from torchtune_adaptive.recipe.kinds.by_name import recipe_kind
+from torchtune_adaptive.recipe.kinds.recipe_kind import RecipeKind
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.setup.model_switches import build_switches

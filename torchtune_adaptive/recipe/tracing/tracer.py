@@ -15,8 +15,8 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune_adaptive.core import Batch, Choice, Objective, StepOptions, TrainStep, knobs
 from torchtune_adaptive.planner import RecordedStep, StepTracer, fill
 from torchtune_adaptive.recipe.checkpoints.policy_and_value import PolicyAndValue
+from torchtune_adaptive.recipe.kinds.by_name import recipe_kind
 from torchtune_adaptive.recipe.kinds.generating import Generating
-from torchtune_adaptive.recipe.kinds.recipe_kind import recipe_kind
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.phase_names import SCORING
 from torchtune_adaptive.recipe.setup.environment import Environment
