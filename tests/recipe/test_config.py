@@ -30,6 +30,7 @@ from torchtune_adaptive.recipe.settings.adaptive import (
     block_keys,
     top_level_keys,
 )
+from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import (
     check,
     missing_torchvision,
@@ -78,9 +79,14 @@ def test_without_a_word_everything_is_off() -> None:
 def test_a_step_is_retried_by_default_wherever_it_can_be(
     config: dict[str, Any], retried: bool
 ) -> None:
-    settings = AdaptiveSettings.from_config(OmegaConf.create(config))
+    settings = Asked.of(OmegaConf.create(config), "full").settings
     assert settings.shrinks is retried
     assert settings.survives is (retried or settings.adapts)
+
+
+def test_a_key_that_a_kind_does_not_know_turns_no_retry_off() -> None:
+    ignored = {"tensor_parallel_dim": 2, "compile": True}
+    assert check(config("tiny/lora", **ignored), KINDS["lora"]).settings.shrinks
 
 
 def test_the_defaults_are_those_that_the_docs_promise() -> None:

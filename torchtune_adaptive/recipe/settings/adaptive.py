@@ -11,7 +11,7 @@ The annotation of a field says what it may be (see ``rules``), and its docstring
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, get_type_hints
@@ -274,20 +274,7 @@ class AdaptiveSettings:
             for key, (name, value) in given.items()
             if value is not None
         }
-        settings = cls(**values)
-        if settings.on_out_of_memory is None and no_retry(cfg):
-            return replace(settings, on_out_of_memory="raise")
-        return settings
-
-
-def no_retry(cfg: DictConfig) -> str | None:
-    """The reason why no step of this config can be retried after running out of memory, if there is one."""
-    if cfg.get("optimizer_in_bwd", False):
-        return "with optimizer_in_bwd, a step changes parameters before it is over"
-    for key in ("tensor_parallel_dim", "context_parallel_dim"):
-        if cfg.get(key) not in (None, 1) and cfg.get("compile", False):
-            return f"with {key} and compile, what a step launches cannot be recorded"
-    return None
+        return cls(**values)
 
 
 def keys_with(flag: Literal["memory", "result", "top_level"]) -> frozenset[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.core import Split
-from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings, no_retry
+from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.keys import CONTEXT, KEYS, TENSORS
 from torchtune_adaptive.recipe.settings.kind_table import KINDS, Kind, has_images, kind_of
 
@@ -37,7 +37,10 @@ class Asked:
     def of(cls, cfg: DictConfig, kind: str | None = None) -> Asked:
         """What a config asks for: of the kind of that name, or of the one that the config is for."""
         about = kind_of(cfg) if kind is None else KINDS[kind]
-        return cls(cfg, about, AdaptiveSettings.from_config(cfg))
+        asked = cls(cfg, about, AdaptiveSettings.from_config(cfg))
+        if asked.settings.on_out_of_memory is None and asked.no_retry:
+            asked = replace(asked, settings=replace(asked.settings, on_out_of_memory="raise"))
+        return asked
 
     def __getitem__(self, key: str) -> Any:
         """The value of one of torchtune's keys: its default where it is null or missing, and where this kind
@@ -114,4 +117,9 @@ class Asked:
     @property
     def no_retry(self) -> str | None:
         """The reason why no step can be retried after running out of memory, if there is one."""
-        return no_retry(self.cfg)
+        if self["optimizer_in_bwd"]:
+            return "with optimizer_in_bwd, a step changes parameters before it is over"
+        for key in (TENSORS, CONTEXT):
+            if self[key] != 1 and self["compile"]:
+                return f"with {key} and compile, what a step launches cannot be recorded"
+        return None

@@ -40,7 +40,7 @@ def check(cfg: DictConfig, kind: Kind) -> Asked:
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         assert isinstance(values, dict)
         unused_keys(cfg, kind)  # raises where one is misspelled
-        asked = Asked(cfg, kind, AdaptiveSettings.from_config(cfg))
+        asked = Asked.of(cfg, kind.name)
         by_key = {str(key): value for key, value in values.items()}
         check_values(by_key, kind)
         for there_is, key, reason, remedy in conflicts(asked):

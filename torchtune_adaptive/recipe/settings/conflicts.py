@@ -27,7 +27,7 @@ def conflicts(asked: Asked) -> Iterator[Conflict]:
     if cfg.get("optimizer_in_bwd", False):
         yield from _conflicts_with_optimizer_in_backward(settings)
     yield from _conflicts_of_decisions(kind, settings)
-    yield from _conflicts_with_config(cfg, settings)
+    yield from _conflicts_with_config(asked)
     if kind.generates:
         yield from _conflicts_of_rollouts(asked)
     if kind.name == "ppo":
@@ -226,8 +226,9 @@ def _conflicts_of_decisions(kind: Kind, settings: AdaptiveSettings) -> Iterator[
         )
 
 
-def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Iterator[Conflict]:
+def _conflicts_with_config(asked: Asked) -> Iterator[Conflict]:
     """Settings of ours that do not go with torchtune's."""
+    cfg, settings = asked.cfg, asked.settings
     optimizer = cfg.optimizer._component_
     yield (
         settings.beta2 == "half_life" and not re.search(r"^torch\.optim\.Adam(W)?$", optimizer),
@@ -242,7 +243,7 @@ def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
         f"is longer than the model takes (model.max_seq_len is {longest})",
         f"Set it to {longest} or less",
     )
-    in_tensors = (cfg.get(TENSORS) or 1) > 1
+    in_tensors = asked.holders > 1
     searches = settings.use_maximum_batch_size or settings.use_fastest_configuration
     yield (
         settings.search_only and not searches,
@@ -250,9 +251,9 @@ def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
         "has nothing to search for",
         "Set use_maximum_batch_size=True or use_fastest_configuration=True as well",
     )
-    shared = TENSORS if in_tensors else CONTEXT if (cfg.get(CONTEXT) or 1) > 1 else None
+    shared = TENSORS if in_tensors else CONTEXT if asked.contexts > 1 else None
     yield (
-        settings.survives and shared and cfg.get("compile", False),
+        settings.survives and shared and asked["compile"],
         "compile",
         f"cannot be combined with {shared} and use_maximum_batch_size, growth or shrink: a rank that runs "
         "out of memory launches the step's remaining collectives, and those of compiled code are not seen",
@@ -260,7 +261,7 @@ def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
         f"{BLOCK}.on_out_of_memory=raise, and choose batch_size yourself",
     )
     yield (
-        settings.survives and in_tensors and cfg.get("optimizer_in_bwd", False),
+        settings.survives and in_tensors and asked["optimizer_in_bwd"],
         "optimizer_in_bwd",
         "cannot be combined with tensor_parallel_dim and use_maximum_batch_size, growth or shrink: some "
         "gradients are whole only after backward",
@@ -279,7 +280,7 @@ def _conflicts_with_config(cfg: DictConfig, settings: AdaptiveSettings) -> Itera
         "Set it to False, or tensor_parallel_dim=1",
     )
     yield (
-        settings.save_every_n_steps and cfg.get("enable_async_checkpointing", False),
+        settings.save_every_n_steps and asked["enable_async_checkpointing"],
         "save_every_n_steps",
         "cannot be asynchronous: torchtune finds asynchronous checkpoints by their epoch",
         "Set enable_async_checkpointing=False, or save_every_n_steps=null",
