@@ -39,9 +39,11 @@ CASES: list[tuple[str, int, str, dict[str, Any]]] = [
 ]
 
 
-def planner_of(cfg: DictConfig, ranks: int, memory: int | None, prompt: int) -> RolloutPlanner:
+def planner_of(
+    cfg: DictConfig, ranks: int, memory: int | None, prompt: int, rank: int = 0
+) -> RolloutPlanner:
     install()  # what the variables of configs need
-    query = plan_request(cfg, ranks, memory=memory, length=prompt).query()
+    query = plan_request(cfg, ranks, memory=memory, length=prompt).query(rank=rank)
     assert query.rollout is not None
     about = (query.length, query.device, query.rounding, query.pace, True)
     return RolloutPlanner(query.rollout, query.traces(), *about)
@@ -124,3 +126,16 @@ def test_where_the_whole_policy_does_not_fit_generation_is_sharded() -> None:
     assert nothing == (True, 0)
     assert whole_policy_does_not_fit[0] and whole_policy_does_not_fit[1] >= 1
     assert not fits[0] and fits[1] >= 1
+
+
+def scoring_on_the_last_of_two_gpus(cfg: DictConfig) -> tuple[bool, list[int]]:
+    """Whether its sizes were traced one by one, and the peaks of some."""
+    _, scoring, _ = planner_of(cfg, 2, 1 << 30, 64, rank=1).phases()
+    return scoring.run(4).direct, [scoring.peak(rows).live for rows in (2, 3, 4)]
+
+
+def test_a_rank_whose_parts_are_padded_is_planned() -> None:
+    """The parts of models that are only scored with are replaced when they score for the first time."""
+    cfg = tiny_config("ppo", "out", device="cuda", batch_size=16, max_generated_tokens=8)
+    [(direct, peaks)] = run_ranks(scoring_on_the_last_of_two_gpus, 1, cfg, join=False)
+    assert not direct and peaks == sorted({*peaks})

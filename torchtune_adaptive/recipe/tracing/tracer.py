@@ -97,6 +97,7 @@ class Tracer(StepTracer):
             step = self._new_step(asked, environment, model, objective)
         self.max_seq_len: int | None = getattr(model, "max_seq_len", None)
         self.begin(step, models)
+        self._scores_first = self.uneven
         for each in models:
             self._follow_categories(each)
 
@@ -196,6 +197,11 @@ class Tracer(StepTracer):
             work = work_of_phase(
                 self._kind, self.step, self.step.model, name, (rows, length), making_caches
             )
+            if name == SCORING and self._scores_first:
+                # When FSDP first uses a model, it replaces the parts of parameters that it has to pad. Those
+                # that are only scored with have not been used by a step, and this happens once in a run.
+                self.trace_forward(work)
+                self._scores_first = False
             return self.trace_forward(work)
 
     def _batch(self, rows: int, length: int) -> Batch:
