@@ -44,11 +44,15 @@ class RowStep(ABC):
         self._size = 0
         self._rows_of_step = 0
         self._kept: dict[str, Any] = {}
-        self._unused = Unused()
+        self._unused: Unused
 
     @abstractmethod
     def new_step(self) -> AdaptiveStep:
-        """The step, with ``_forward`` and ``restore`` of this object."""
+        """What takes the steps; made by ``_step_of``."""
+
+    @abstractmethod
+    def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The part of a micro-batch in the loss of this rank."""
 
     @abstractmethod
     def around(self, step: AdaptiveStep) -> AbstractContextManager[None]:
@@ -82,6 +86,20 @@ class RowStep(ABC):
             )
         self._unused.settle(self._step.ranks)
         return outcome
+
+    def _step_of(self, model: Any, optimizer: Any, **more: Any) -> AdaptiveStep:
+        """A step of this object, up to the gradient: the loop clips it and steps the optimizer."""
+        options, self._unused = self._options, Unused(model)
+        return AdaptiveStep(
+            model,
+            optimizer,
+            self._forward,
+            optimizer_steps=False,
+            memory_limit=options.memory_limit,
+            grow_back_after=options.grow_back_after,
+            restore=self.restore,
+            **more,
+        )
 
     @property
     def learned(self) -> dict[str, Any] | None:

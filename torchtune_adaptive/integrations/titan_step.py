@@ -49,7 +49,7 @@ class TitanStep(RowStep):
         self._take([KeptRows(range(len(labels)), None)])
         return torch.stack(self._losses).sum() / self._data_ranks
 
-    def _forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """The part of a micro-batch in the loss: what the trainer would go backward from.
 
         The trainer gets a copy of the loss that is connected to nothing, so its own ``backward`` ends there,
@@ -90,17 +90,8 @@ class TitanStep(RowStep):
     # --- what a step of rows needs to know ----------------------------------------------------------
 
     def new_step(self) -> AdaptiveStep:
-        trainer, options = self._trainer, self._options
-        [optimizer] = trainer.optimizers.optimizers
-        return AdaptiveStep(
-            trainer.model_parts[0],
-            optimizer,
-            self._forward,
-            optimizer_steps=False,
-            memory_limit=options.memory_limit,
-            grow_back_after=options.grow_back_after,
-            restore=self.restore,
-        )
+        [optimizer] = self._trainer.optimizers.optimizers
+        return self._step_of(self._trainer.model_parts[0], optimizer)
 
     def around(self, step: AdaptiveStep) -> AbstractContextManager[None]:
         return nullcontext()

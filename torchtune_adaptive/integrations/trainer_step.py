@@ -19,7 +19,6 @@ from torchtune_adaptive.integrations import private, refusals
 from torchtune_adaptive.integrations.row_step import OnHost, RowStep
 from torchtune_adaptive.integrations.rows import KeptRows
 from torchtune_adaptive.integrations.terms import Terms, TermsFinder, with_a_label
-from torchtune_adaptive.integrations.unused import Unused
 from torchtune_adaptive.integrations.votes import voting
 from torchtune_adaptive.library import AdaptiveStep
 
@@ -103,7 +102,6 @@ class TrainerStep(RowStep):
         return [float(self._forward(batch)) / rows] * rows
 
     def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The part of a micro-batch in the loss of this rank."""
         trainer, found = self._trainer, self._found
         found.clear()
         trainer.current_gradient_accumulation_steps = self.parts(len(batch["rows"]))
@@ -217,18 +215,12 @@ class TrainerStep(RowStep):
             trainer.current_gradient_accumulation_steps = batches
 
     def new_step(self) -> AdaptiveStep:
-        trainer, options = self._trainer, self._options
-        self._unused = Unused(self._model)
-        return AdaptiveStep(
+        trainer, reference = self._trainer, getattr(self._trainer, "ref_model", None)
+        return self._step_of(
             self._model,
             trainer.optimizer,
-            self._forward,
-            optimizer_steps=False,
-            memory_limit=options.memory_limit,
-            grow_back_after=options.grow_back_after,
             relief=_checkpointing(trainer),
-            restore=self.restore,
-            frozen=[each for each in (getattr(trainer, "ref_model", None),) if each is not None],
+            frozen=() if reference is None else (reference,),
         )
 
     def _configured(self) -> tuple[int, int, int]:

@@ -20,12 +20,12 @@ class Unused:
     leaves it alone, and its state.
 
     Args:
-        model: the model; without one, or if it does not look for unused parameters, nothing is done.
+        model: the model; if it does not look for unused parameters, nothing is done.
     """
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._parameters: list[nn.Parameter] = []
-        for each in [] if model is None else model.modules():  # a compiled model wraps the wrapper
+        for each in model.modules():  # a compiled model wraps the wrapper
             if isinstance(each, DistributedDataParallel) and each.find_unused_parameters:
                 self._parameters = [one for one in each.parameters() if one.requires_grad]
         self.forget()
