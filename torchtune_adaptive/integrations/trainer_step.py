@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -19,7 +19,6 @@ from torchtune_adaptive.integrations import private, refusals
 from torchtune_adaptive.integrations.row_step import OnHost, RowStep
 from torchtune_adaptive.integrations.rows import KeptRows
 from torchtune_adaptive.integrations.terms import Terms, TermsFinder, with_a_label
-from torchtune_adaptive.integrations.votes import voting
 from torchtune_adaptive.library import AdaptiveStep
 
 TrainingStep = Callable[[Any, Any, Any], Any]
@@ -27,6 +26,8 @@ TrainingStep = Callable[[Any, Any, Any], Any]
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """How a model's methods for it begin; the older names warn where there are others."""
+_LAUNCHING = ("gather", "reduce", "pad_across_processes")
+"""An accelerator's methods that launch a collective; ``gather_for_metrics`` calls the first."""
 
 
 class TrainerStep(RowStep):
@@ -202,16 +203,21 @@ class TrainerStep(RowStep):
 
     @contextmanager
     def around(self, step: AdaptiveStep) -> Iterator[None]:
-        """The trainer's ``backward`` only tells the loss: that of the step follows."""
-        trainer = self._trainer
+        """The trainer's ``backward`` only tells the loss: that of the step follows. Collectives for metrics,
+        which it launches while it goes forward, are those of all ranks of the step, or of none."""
+        trainer, accelerator = self._trainer, self._trainer.accelerator
         batches = trainer.current_gradient_accumulation_steps
         self._found: list[torch.Tensor] = []
-        trainer.accelerator.backward = lambda loss, **_: self._found.append(loss)
+        replaced: dict[str, Callable[..., Any]] = {
+            name: partial(step.collective, getattr(accelerator, name)) for name in _LAUNCHING
+        }
+        replaced["backward"] = lambda loss, **_: self._found.append(loss)
+        vars(accelerator).update(replaced)
         try:
-            with voting(trainer.accelerator, step):
-                yield
+            yield
         finally:
-            del trainer.accelerator.backward
+            for name in replaced:
+                del vars(accelerator)[name]
             trainer.current_gradient_accumulation_steps = batches
 
     def new_step(self) -> AdaptiveStep:
