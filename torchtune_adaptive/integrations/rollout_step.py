@@ -14,8 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 from torchtune_adaptive.common import TrainingOutOfMemory
 from torchtune_adaptive.core import Generators
 from torchtune_adaptive.integrations import private
-from torchtune_adaptive.integrations.completions import Completion, longest, rows_of, together
-from torchtune_adaptive.integrations.draws import Draws
+from torchtune_adaptive.integrations.completions import (
+    Completion,
+    Draws,
+    longest,
+    rows_of,
+    together,
+)
 from torchtune_adaptive.integrations.row_step import OnHost
 from torchtune_adaptive.integrations.rows import KeptRows
 from torchtune_adaptive.integrations.trainer_step import TrainerStep
