@@ -148,7 +148,8 @@ def require_supported(trainer: Any) -> None:
         )
     if not loading.even_batches:
         raise UsageError("accelerator_config: even_batches must be on: ranks have the same rows.")
-    for loss in _as_list(getattr(args, "loss_type", None)):
+    losses = getattr(args, "loss_type", None)
+    for loss in losses if isinstance(losses, (list, tuple)) else [losses]:
         if loss in _OF_A_BATCH:
             raise UsageError(
                 f"loss_type: {loss} {_OF_A_BATCH[loss]}, so it depends on the micro-batch."
@@ -205,7 +206,3 @@ def require_supported_rollouts(trainer: Any) -> None:
             "tokens: completions that were generated together are padded to the longest, so they have the "
             "same length. Leave it off."
         )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -14,7 +14,7 @@ import torch
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations.options import Adaptive
-from torchtune_adaptive.integrations.rows import Keeping, KeptRows, keeping_in, longest, tokens_in
+from torchtune_adaptive.integrations.rows import Keeping, KeptRows, longest, tokens_in
 from torchtune_adaptive.integrations.unused import Unused
 from torchtune_adaptive.library import AdaptiveStep, Outcome, find_batch_size
 
@@ -122,8 +122,9 @@ class RowStep(ABC):
 
     @property
     def _keeping(self) -> Keeping:
-        """The collate function of the loader, which may drop columns of a row first."""
-        return keeping_in(self._loader.collate_fn)
+        """The loader's collate function, around which transformers may put one that drops columns."""
+        collate = self._loader.collate_fn
+        return collate if isinstance(collate, Keeping) else collate.data_collator
 
     def _require_repeatable(self, batch: KeptRows) -> None:
         """Check that rows make the same micro-batch each time."""
