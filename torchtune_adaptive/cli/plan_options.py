@@ -149,22 +149,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.step == "transformers":
         if not arguments.hf:
             raise ConfigError("--step", "transformers", "is for --hf", "Give the folder of a model")
-        return _plan_transformers(arguments, ranks, gpu, memory)
+        return EXIT_STATUS[plan_transformers(arguments, ranks, gpu, memory)]
     require_recipes("plan without --step transformers")
     from torchtune_adaptive.cli.plan_command import plan_config
 
     return EXIT_STATUS[plan_config(arguments, ranks, gpu, memory, told.machine)]
-
-
-def _plan_transformers(
-    arguments: argparse.Namespace, ranks: int, gpu: str | None, memory: int | None
-) -> int:
-    blocks, as_json, verdict = plan_transformers(arguments, ranks, gpu, memory)
-    if arguments.json:
-        print(json.dumps(as_json, indent=1))
-    else:
-        print(arguments.render(blocks), end="")
-    return EXIT_STATUS[verdict]
 
 
 def _no_option(option: str, following: str = "VALUE") -> ConfigError:
