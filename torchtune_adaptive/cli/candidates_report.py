@@ -199,14 +199,13 @@ def draw_fastest(axes: Any, fastest: Fastest) -> None:
     usable = fastest.plan.device.usable_bytes
     unit, bytes_each = plots.memory_unit(usable)
     seen = sorted(
-        (one.reserved / bytes_each, one.tokens_per_second_per_gpu, one)
+        (one.reserved / bytes_each, one.tokens_per_second_per_gpu)
         for one in fastest.candidates
         if one.reserved is not None
     )
-    xs, ys = [x for x, _, _ in seen], [y for _, y, _ in seen]
-    axes.scatter(xs, ys, color=plots.GRAY, label="candidates")
+    axes.scatter([x for x, _ in seen], [y for _, y in seen], color=plots.GRAY, label="candidates")
     frontier: list[tuple[float, float]] = []
-    for x, y, _ in seen:
+    for x, y in seen:
         if not frontier or y > frontier[-1][1]:
             frontier.append((x, y))
     xs, ys = [x for x, _ in frontier], [y for _, y in frontier]
