@@ -50,19 +50,14 @@ def job(tokens: str | None, price: str | None, gpu: str = "", compared: Sequence
     if len(prices) < 2:
         return Job(number, next(iter(prices), None), tuple(prices * len(compared)))
     if len(prices) != len(compared):
-        against = (
-            f"--compare has {counted(len(compared), 'GPU')}"
-            if compared
-            else "there is no --compare"
-        )
+        those = f"--compare has {counted(len(compared), 'GPU')}"
+        against = those if compared else "there is no --compare"
         reason = f"has {len(prices)} prices, and {against}"
-        raise ConfigError("--price", price, reason, _WHAT_PRICES)
+        remedy = "Give one price for all GPUs, or one for each GPU of --compare"
+        raise ConfigError("--price", price, reason, remedy)
     # The same GPU at two prices has no price.
     own = {one for one, name in zip(prices, compared, strict=True) if gpus.is_same(name, gpu)}
     return Job(number, own.pop() if len(own) == 1 else None, tuple(prices))
-
-
-_WHAT_PRICES = "Give one price for all GPUs, or one for each GPU of --compare"
 
 
 def _tokens(text: str) -> float:
