@@ -40,11 +40,7 @@ ADAPTERS = {
 
 
 def config_for(folder: Path, method: Method) -> DictConfig:
-    """The config that finetunes the model of a folder, as torchtune's own configs would.
-
-    Args:
-        folder: the folder that has the ``config.json``; weights are not read.
-        method: the parameters that are trained.
+    """The config that finetunes the model of a folder, as torchtune's own would; weights are not read.
 
     Raises:
         ConfigError: there is no such file, or torchtune has no builder for the model.

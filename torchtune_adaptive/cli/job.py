@@ -34,13 +34,7 @@ class Job:
 
 
 def job(tokens: str | None, price: str | None, gpu: str = "", compared: Sequence[str] = ()) -> Job:
-    """The job that ``--tokens 52M --price 2.5`` gives.
-
-    Args:
-        tokens: the number of tokens.
-        price: one price for all GPUs, or one for each that is compared.
-        gpu: the name of the planned GPU.
-        compared: the names of the GPUs that it is compared with.
+    """The job that ``--tokens 52M --price 2.5`` gives; a price is for all GPUs, or one for each ``compared``.
 
     Raises:
         ConfigError: it cannot be read, or the number of prices is not that of the GPUs.

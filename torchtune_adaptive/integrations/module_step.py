@@ -19,14 +19,8 @@ from torchtune_adaptive.library import AdaptiveStep
 
 
 class ModuleStep(RowStep):
-    """The steps of a module.
-
-    Args:
-        module: the module.
-        trainer: its trainer.
-        training_step: the module's own.
-        saved: what was ``learned`` in the checkpoint that training resumes from.
-    """
+    """The steps of a module, with its own ``training_step``; ``saved`` is what was ``learned`` in the
+    checkpoint that training resumes from."""
 
     def __init__(
         self,

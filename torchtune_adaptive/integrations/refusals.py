@@ -99,12 +99,8 @@ def is_mean_over_rows(kind: type) -> bool:
 
 
 def require_known_trainer(kind: type, of_rollouts: bool = False) -> None:
-    """Check that the loss of a trainer is known not to depend on how rows are split.
-
-    Args:
-        kind: the class of the trainer.
-        of_rollouts: whether its mixin is the one of trainers that generate.
-    """
+    """Check that the loss of a trainer is known not to depend on how rows are split; ``of_rollouts`` is
+    whether its mixin is the one of trainers that generate."""
     name = _of_trl(kind)
     if name not in (None, *OF_TRL, *OF_ROLLOUTS):
         known = ", ".join(sorted(OF_TRL | OF_ROLLOUTS))

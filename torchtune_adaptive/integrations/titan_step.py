@@ -15,12 +15,8 @@ from torchtune_adaptive.library import AdaptiveStep
 
 
 class TitanStep(RowStep):
-    """The steps of a trainer; a row is a number, that of a row in the tensors of the step.
-
-    Args:
-        trainer: the trainer.
-        forward_backward: its own ``forward_backward_step``.
-    """
+    """The steps of a trainer, with its own ``forward_backward_step``; a row is a number, that of a row in the
+    tensors of the step."""
 
     def __init__(self, trainer: Any, forward_backward: Callable[..., torch.Tensor]) -> None:
         counters = ("ntokens_seen",)  # of what goes forward
@@ -35,13 +31,8 @@ class TitanStep(RowStep):
     def take(
         self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, valid_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Take a step with these rows, up to the gradient; gives the part of this rank in the loss.
-
-        Args:
-            inputs: the inputs of the model by name, on the device.
-            labels: the labels.
-            valid_tokens: the terms in the loss of the step, on all ranks.
-        """
+        """Take a step with these rows, up to the gradient; gives the part of this rank in the loss, which has
+        so many ``valid_tokens`` on all ranks."""
         self._inputs, self._labels = inputs, labels
         # The gradient of a step is a mean over ranks, and the trainer's is a sum.
         self._terms = valid_tokens / self._data_ranks

@@ -31,12 +31,7 @@ _LAUNCHING = ("gather", "reduce", "pad_across_processes")
 
 
 class TrainerStep(RowStep):
-    """The steps of a trainer.
-
-    Args:
-        trainer: the trainer.
-        loader: its loader, whose batches are ``KeptRows``.
-    """
+    """The steps of a trainer, whose loader gives ``KeptRows``."""
 
     def __init__(self, trainer: Any, loader: Any) -> None:
         args = trainer.args
@@ -51,14 +46,8 @@ class TrainerStep(RowStep):
     def take(
         self, model: Any, batches: Sequence[KeptRows], training_step: TrainingStep, items: Any
     ) -> torch.Tensor:
-        """Take a step with the last of its batches; until then there is nothing to do.
-
-        Args:
-            model: the model, as the trainer has wrapped it.
-            batches: the loader's batches of the step.
-            training_step: the trainer's own.
-            items: what that divides a sum by.
-        """
+        """Take a step with the last of its batches; until then there is nothing to do. ``items`` is what the
+        trainer's own ``training_step`` divides a sum by."""
         if not self._trainer.accelerator.sync_gradients:
             return torch.zeros((), device=self._device)
         self._training_step, self._model, self._items = training_step, model, items

@@ -17,10 +17,7 @@ class Unused:
 
     A step sums the gradients of the same parameters on all ranks. So a parameter that no row of this rank
     uses gets a gradient of zeros. One that no row of any rank uses has none in the end, so that the optimizer
-    leaves it alone, and its state.
-
-    Args:
-        model: the model; if it does not look for unused parameters, nothing is done.
+    leaves it alone, and its state. Nothing is done for a model that does not look for unused parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
