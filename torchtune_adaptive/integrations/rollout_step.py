@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -158,7 +159,9 @@ class RolloutStep(TrainerStep):
 
         def of(rows: Sequence[int]) -> list[Any]:
             some = {name: [values[row] for row in rows] for name, values in fields.items()}
-            with _without_others(model):
+            # Ends with the last row of this process: it launches no collective.
+            alone = partial(model.generate, synced_gpus=False)
+            with mock.patch.object(model, "generate", alone):
                 return draws.of(rows, lambda: generate([prompts[row] for row in rows], some))
 
         size = args.per_device_train_batch_size * args.steps_per_generation
@@ -229,16 +232,3 @@ class RolloutStep(TrainerStep):
             phase.load_state_dict(learned["phases"][name])
         self._phases[name] = phase
         return phase
-
-
-@contextmanager
-def _without_others(model: Any) -> Iterator[None]:
-    """A context in which ``generate`` ends with the last row of this process: it launches no collective."""
-    own = vars(model).get("generate")
-    model.generate = partial(model.generate, synced_gpus=False)
-    try:
-        yield
-    finally:
-        del model.generate
-        if own is not None:
-            model.generate = own

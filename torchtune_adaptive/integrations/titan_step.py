@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -46,8 +47,8 @@ class TitanStep(RowStep):
         The trainer gets a copy of the loss that is connected to nothing, so its own ``backward`` ends there,
         and leaves the factor in ``grad`` that it has multiplied the loss by.
         """
-        trainer, rows = self._trainer, batch["rows"]
-        loss_fn, found = trainer.loss_fn, []
+        rows, loss_fn = batch["rows"], self._trainer.loss_fn
+        found: list[Any] = []
 
         def disconnected(*arguments: Any, **named: Any) -> Any:
             made = loss_fn(*arguments, **named)
@@ -56,15 +57,12 @@ class TitanStep(RowStep):
             found.append((loss, end))
             return (end, *metrics) if isinstance(made, tuple) else end
 
-        trainer.loss_fn = disconnected
-        try:
+        with mock.patch.object(self._trainer, "loss_fn", disconnected):
             value = self._forward_backward(
                 input_dict={name: tensor[rows] for name, tensor in self._inputs.items()},
                 labels=self._labels[rows],
                 global_valid_tokens=self._terms,
             )
-        finally:
-            trainer.loss_fn = loss_fn
         if len(found) != 1 or found[0][1].grad is None:
             raise UsageError(
                 f"forward_backward_step: it called loss_fn {counted(len(found), 'time')}, and must call it "

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -197,16 +198,14 @@ class TrainerStep(RowStep):
         trainer, accelerator = self._trainer, self._trainer.accelerator
         batches = trainer.current_gradient_accumulation_steps
         self._found: list[torch.Tensor] = []
-        replaced: dict[str, Callable[..., Any]] = {
+        replaced: dict[str, Any] = {
             name: partial(step.collective, getattr(accelerator, name)) for name in _LAUNCHING
         }
         replaced["backward"] = lambda loss, **_: self._found.append(loss)
-        vars(accelerator).update(replaced)
         try:
-            yield
+            with mock.patch.multiple(accelerator, **replaced):
+                yield
         finally:
-            for name in replaced:
-                del vars(accelerator)[name]
             trainer.current_gradient_accumulation_steps = batches
 
     def new_step(self) -> AdaptiveStep:
