@@ -73,10 +73,6 @@ class Draws:
     the part which has drawn most often, as it would be for the whole.
 
     What else is drawn at random, such as dropout, follows the size of the part.
-
-    Args:
-        rows: the rows of the batch.
-        device: the device that generates.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:

@@ -25,9 +25,7 @@ class RowStep(ABC):
     Args:
         owner: the object whose attributes a forward pass changes.
         restored: the names of these.
-        options: what the user has chosen.
         loader: the loader, whose batches are ``KeptRows``.
-        device: that of this process.
     """
 
     def __init__(

@@ -22,9 +22,6 @@ from torchtune_adaptive.integrations.rows import KeptRows
 from torchtune_adaptive.integrations.terms import Terms, TermsFinder, with_a_label
 from torchtune_adaptive.library import AdaptiveStep
 
-TrainingStep = Callable[[Any, Any, Any], Any]
-"""The trainer's own ``training_step``."""
-
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """How a model's methods for it begin; the older names warn where there are others."""
 _LAUNCHING = ("gather", "reduce", "pad_across_processes")
@@ -45,7 +42,7 @@ class TrainerStep(RowStep):
         """For each row of a step, the terms of its batch."""
 
     def take(
-        self, model: Any, batches: Sequence[KeptRows], training_step: TrainingStep, items: Any
+        self, model: Any, batches: Sequence[KeptRows], training_step: Callable[..., Any], items: Any
     ) -> torch.Tensor:
         """Take a step with the last of its batches; until then there is nothing to do. ``items`` is what the
         trainer's own ``training_step`` divides a sum by."""

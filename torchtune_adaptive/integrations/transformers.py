@@ -64,7 +64,7 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        self._adaptive_rows = []
+        self._adaptive_rows: list[KeptRows] = []
 
         def collated() -> Iterator[Any]:  # what the trainer counts tokens in
             for batch in epoch_iterator:
