@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtune import training
 
-from torchtune_adaptive.common.amounts import amount_of_memory
+from torchtune_adaptive.common import amount_of_memory
 from torchtune_adaptive.core.device.accelerator import device_memory
 from torchtune_adaptive.core.device.memory import DeviceMemory, Usage, is_out_of_memory
 from torchtune_adaptive.core.step.train_step import StepOptions, TrainStep

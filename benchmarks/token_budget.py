@@ -47,7 +47,7 @@ from torchtune.models.llama3_2 import llama3_2_1b
 from torchtune.modules import TransformerDecoder
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
-from torchtune_adaptive.common.amounts import amount_of_memory
+from torchtune_adaptive.common import amount_of_memory
 from torchtune_adaptive.core.device.accelerator import device_memory
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.ranks.agreement import Ranks

@@ -151,7 +151,7 @@ class Seesaw(Schedule):
         return now.start * 2 ** min(62, math.floor(-math.log2(now.lr_factor) + 1e-9))
 
 
-class Replay(Schedule):
+class Replay(Step):
     """Repeats the decisions of a recorded run, at the same samples.
 
     Args:
@@ -163,10 +163,7 @@ class Replay(Schedule):
         grown = [row for row in rows if "global_batch" in row]
         if not grown:
             raise ValueError(f"path: {path!r} records no growth of the batch")
-        self._steps = Step({row["samples"]: row["global_batch"][1] for row in grown})
-
-    def global_batch(self, now: Moment) -> int:
-        return self._steps.global_batch(now)
+        super().__init__({row["samples"]: row["global_batch"][1] for row in grown})
 
 
 class GradientNoise(Schedule):

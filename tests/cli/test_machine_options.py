@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_adaptive.cli.machine_options import MachineOptions, bandwidth
+from torchtune_adaptive.cli.machine_options import bandwidth, machine_told
 from torchtune_adaptive.cli.plan_options import _gpus, add_arguments, parsed, plan_command
 from torchtune_adaptive.cli.speed_report import machine_as_dict
 from torchtune_adaptive.common.errors import ConfigError
@@ -24,24 +24,23 @@ def arguments(*words: str) -> argparse.Namespace:
     return parsed(parser, ["llama3_1/8B_full", *words])
 
 
-def told(*words: str) -> MachineOptions:
-    return MachineOptions.of(arguments(*words))
+def told(*words: str) -> tuple[str | None, tuple[int, int] | None, Machine]:
+    return machine_told(arguments(*words))
 
 
 def test_options() -> None:
-    found = told("--gpu", "h100", "--nodes", "2x4", "--power", "500W", "--links", "PCIe3")
-    assert (found.gpu, found.nodes) == ("h100", (2, 4))
-    assert found.machine == Machine(power=500.0, links="pcie3", gpus_in_a_node=4)
-    assert told("--links", "300GB/s").machine.links == 300e9
-    assert not told().machine.is_told
+    machine = Machine(power=500.0, links="pcie3", gpus_in_a_node=4)
+    words = ("--gpu", "h100", "--nodes", "2x4", "--power", "500W", "--links", "PCIe3")
+    assert told(*words) == ("h100", (2, 4), machine)
+    assert told("--links", "300GB/s") == (None, None, Machine(links=300e9))
+    assert not told()[-1].is_told
 
 
 def test_a_file_has_the_same_words_and_options_go_before_it(tmp_path: Path) -> None:
     file = tmp_path / "box.yaml"
     file.write_text("gpu: 4090\nnodes: 2x4\npower: 350\nnetwork: 25Gb/s\nlinks:\n")
-    found = told("--machine", str(file), "--power", "400W")
-    assert (found.gpu, found.nodes) == ("4090", (2, 4))
-    assert found.machine == Machine(power=400.0, network=25e9 / 8, gpus_in_a_node=4)
+    machine = Machine(power=400.0, network=25e9 / 8, gpus_in_a_node=4)
+    assert told("--machine", str(file), "--power", "400W") == ("4090", (2, 4), machine)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.helpers.planning import asked
 from tests.helpers.ranks import Alone
 from torchtune_adaptive.cli import plan_progress
 from torchtune_adaptive.cli.answers import Answers
-from torchtune_adaptive.cli.candidates_report import Fastest
+from torchtune_adaptive.cli.candidates_report import Fastest, draw_fastest
 from torchtune_adaptive.cli.job import job
 from torchtune_adaptive.cli.plan_command import _config
 from torchtune_adaptive.cli.plan_options import _gpus, plan_command
@@ -39,6 +39,7 @@ from torchtune_adaptive.cli.plan_report import (
 )
 from torchtune_adaptive.cli.speed_report import compare_table
 from torchtune_adaptive.cli.what_if import splits, what_ifs
+from torchtune_adaptive.common import plots
 from torchtune_adaptive.common.document import as_markdown, as_text
 from torchtune_adaptive.common.errors import ConfigError, NoPrediction
 from torchtune_adaptive.planner import Answer
@@ -528,6 +529,13 @@ class TestWhatIsPrinted:
         larger = WhatIfResult("larger", a_prediction(largest=40), override="c=3")
         text = as_markdown(details(a_report(self.plan, larger)))
         assert "| larger | 13 -> 40 | +0 B | 19 GiB | `c=3` |" in text
+
+    def test_candidates_that_take_as_much_and_as_long_are_drawn(self) -> None:
+        own = Candidate(self.plan.query().asked, (), 1.0, 1e6, 1 << 30, True)
+        other = replace(own, changes=(Change("optimizer.fused", False, True, "rounding"),))
+        figure = plots.new_figure(4, 4)
+        assert figure is not None
+        draw_fastest(figure.subplots(), Fastest(self.plan, [own, other], "rounding"))
 
     def test_a_plot_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

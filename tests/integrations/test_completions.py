@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from torchtune_adaptive import UsageError
-from torchtune_adaptive.integrations.completions import longest, rows_of, together
-from torchtune_adaptive.integrations.draws import Draws
+from torchtune_adaptive.integrations.completions import Draws, longest, rows_of, together
 
 CPU = torch.device("cpu")
 PROBABILITIES = torch.rand(6, 50, generator=torch.Generator().manual_seed(1))

@@ -22,13 +22,10 @@ class Answers:
 
     Remembered traces need no torch, so the processes that read them start at once. Those that import torch,
     which takes seconds, are only started if something has to be traced.
-
-    Args:
-        cache: the run's setting of the folder where traces are kept.
     """
 
     def __init__(self, cache: bool | str) -> None:
-        self._cache = cache
+        self._cache = cache  # the run's setting of the folder where traces are kept
         self._undo = ExitStack()
         self._lock = threading.Lock()  # answers arrive in threads of the pools
         self._quick: Executor | None = None

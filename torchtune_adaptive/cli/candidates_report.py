@@ -76,14 +76,13 @@ def _with_margin(fastest: Fastest) -> list[Block]:
     safe = fastest.choice_with_margin
     if safe is None:
         return [Paragraph(["No candidate was found to fit with that margin."], important=True)]
-    if not safe.changes:
-        line = (
-            f"Fastest that fits with that margin: the config as it is, peak {_peak(fastest, safe)}."
-        )
-        return [Paragraph([line], important=True)]
-    line = f"Fastest that fits with that margin: {_gain(fastest, safe)}."
-    blocks: list[Block] = [Paragraph([line], important=True)]
-    blocks.append(Listing("To use that one, add", fastest.overrides(safe)))
+    as_it_is = f"the config as it is, peak {_peak(fastest, safe)}"
+    what = _gain(fastest, safe) if safe.changes else as_it_is
+    blocks: list[Block] = [
+        Paragraph([f"Fastest that fits with that margin: {what}."], important=True)
+    ]
+    if safe.changes:
+        blocks.append(Listing("To use that one, add", fastest.overrides(safe)))
     return blocks
 
 
@@ -127,17 +126,14 @@ def _close_lines(fastest: Fastest) -> list[str]:
 
 
 def _table(fastest: Fastest) -> Table:
-    shown = _listed(fastest)
+    """The fastest candidates, and of the others those that were traced."""
+    candidates = fastest.candidates
+    traced = [one for one in candidates[_MOST_LISTED:] if one.reserved is not None]
+    shown = [*candidates[:_MOST_LISTED], *traced]
     rows = [(_name(one), f"{one.tokens_per_second_per_gpu:,.0f}", _memory(one)) for one in shown]
-    left = len(fastest.candidates) - len(rows)
+    left = len(candidates) - len(rows)
     title = "Candidates by predicted speed" + (f" ({left} more not listed)" if left else "")
     return Table(title, ("changes", "tokens/s per GPU", "peak"), rows, {1, 2})
-
-
-def _listed(fastest: Fastest) -> list[Candidate]:
-    """The fastest, and those that were traced."""
-    others = (one for one in fastest.candidates[_MOST_LISTED:] if one.reserved is not None)
-    return [*fastest.candidates[:_MOST_LISTED], *others]
 
 
 def _name(one: Candidate) -> str:
@@ -199,14 +195,13 @@ def draw_fastest(axes: Any, fastest: Fastest) -> None:
     usable = fastest.plan.device.usable_bytes
     unit, bytes_each = plots.memory_unit(usable)
     seen = sorted(
-        (one.reserved / bytes_each, one.tokens_per_second_per_gpu, one)
+        (one.reserved / bytes_each, one.tokens_per_second_per_gpu)
         for one in fastest.candidates
         if one.reserved is not None
     )
-    xs, ys = [x for x, _, _ in seen], [y for _, y, _ in seen]
-    axes.scatter(xs, ys, color=plots.GRAY, label="candidates")
+    axes.scatter([x for x, _ in seen], [y for _, y in seen], color=plots.GRAY, label="candidates")
     frontier: list[tuple[float, float]] = []
-    for x, y, _ in seen:
+    for x, y in seen:
         if not frontier or y > frontier[-1][1]:
             frontier.append((x, y))
     xs, ys = [x for x, _ in frontier], [y for _, y in frontier]

@@ -128,11 +128,7 @@ def _add_torchtunes(name: str, commands: Any) -> None:
             setattr(owner, attribute, re.sub(r"\btune (?=[a-z])", f"{PROGRAM} ", text))
 
 
-def _add_ls(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(func=lambda _: _ls())
-
-
-def _ls() -> None:
+def _ls(_: argparse.Namespace) -> None:
     from torchtune_adaptive.recipe import torchtune_recipes
 
     print(f"{'RECIPE':<40} CONFIG")
@@ -149,10 +145,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["show", "clear"], help="what to do")
-    parser.set_defaults(func=lambda arguments: _cache(arguments.action))
+    parser.set_defaults(func=_cache)
 
 
-def _cache(action: str) -> None:
+def _cache(arguments: argparse.Namespace) -> None:
     base = user_cache()
     if base is None:
         raise AdaptiveBatchingError("there is no cache: this user has no home. Set XDG_CACHE_HOME")
@@ -161,10 +157,10 @@ def _cache(action: str) -> None:
         (kind.replace("_", " "), str(len(files)), human_bytes(sum(f.stat().st_size for f in files)))
         for kind, files in entries.items()
     ]
-    if action == "clear":
+    if arguments.action == "clear":
         for path in (path for files in entries.values() for path in files):
             path.unlink(missing_ok=True)
-    print(f"{'Removed from' if action == 'clear' else 'Cached in'} {base}:")
+    print(f"{'Removed from' if arguments.action == 'clear' else 'Cached in'} {base}:")
     print("\n".join(table(("", "files", "size"), rows, right={1, 2})))
 
 
@@ -218,10 +214,10 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{PROGRAM} validate CONFIG [KEY=VALUE ...]"
     parser.add_argument("config", help="name or path of a config")
     parser.add_argument("overrides", nargs="*", help="what to change in it")
-    parser.set_defaults(func=lambda arguments: _validate(arguments.config, arguments.overrides))
+    parser.set_defaults(func=_validate)
 
 
-def _validate(name: str, overrides: list[str]) -> None:
+def _validate(arguments: argparse.Namespace) -> None:
     """Check a config as a run does before it looks for files."""
     from torchtune_adaptive.recipe import (
         batch_increase,
@@ -234,7 +230,7 @@ def _validate(name: str, overrides: list[str]) -> None:
         with_overrides,
     )
 
-    cfg = with_overrides(load_config(name), overrides)
+    cfg = with_overrides(load_config(arguments.config), arguments.overrides)
     require_torchvision(cfg)
     kind = kind_of(cfg)
     batch_increase(check(cfg, kind))
@@ -244,7 +240,7 @@ def _validate(name: str, overrides: list[str]) -> None:
 
 
 _ADD_OURS = {
-    "ls": _add_ls,
+    "ls": lambda parser: parser.set_defaults(func=_ls),
     "plan": _add_plan,
     "cache": _add_cache,
     "find": _add_find,

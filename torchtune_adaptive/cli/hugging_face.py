@@ -40,11 +40,7 @@ ADAPTERS = {
 
 
 def config_for(folder: Path, method: Method) -> DictConfig:
-    """The config that finetunes the model of a folder, as torchtune's own configs would.
-
-    Args:
-        folder: the folder that has the ``config.json``; weights are not read.
-        method: the parameters that are trained.
+    """The config that finetunes the model of a folder, as torchtune's own would; weights are not read.
 
     Raises:
         ConfigError: there is no such file, or torchtune has no builder for the model.
@@ -128,8 +124,8 @@ def _model(about: Mapping[str, Any], folder: str) -> tuple[str, str, dict[str, A
     heads = about["num_attention_heads"]
     arguments = {ours: about[theirs] for ours, theirs in _SHAPE.items()}
     arguments["num_kv_heads"] = about.get("num_key_value_heads") or heads
-    tied = about.get("tie_word_embeddings", _TIED_UNLESS_SAID.get(architecture, False))
     package, name = _BUILDERS[architecture]
+    tied = about.get("tie_word_embeddings", package in _GEMMA)
     for what in ("attention_bias", "mlp_bias"):
         if about.get(what):
             remedy = "Use a torchtune config of a similar model"
@@ -138,7 +134,7 @@ def _model(about: Mapping[str, Any], folder: str) -> tuple[str, str, dict[str, A
     if architecture == "LlamaForCausalLM" and (tied or about.get("rope_scaling")):
         package = name = "llama3_2" if tied else "llama3_1"
     head_dim = about.get("head_dim") or about["hidden_size"] // heads
-    unlike = package not in _HAVE_HEAD_DIM and head_dim * heads != about["hidden_size"]
+    unlike = package not in _GEMMA and head_dim * heads != about["hidden_size"]
     if package == "qwen3" or unlike or (tied and package not in _MAY_BE_TIED):
         if package not in _LIKE_LLAMA:
             what = f"head_dim {head_dim}" if unlike else "tied embeddings"
@@ -146,7 +142,7 @@ def _model(about: Mapping[str, Any], folder: str) -> tuple[str, str, dict[str, A
             raise ConfigError("--hf", folder, reason, "Use a torchtune config of a similar model")
         more = {"head_dim": head_dim, "tie_word_embeddings": tied, "qk_norm": package == "qwen3"}
         return "torchtune_adaptive.recipe.decoders", "decoder", {**arguments, **more}
-    if package in _HAVE_HEAD_DIM:
+    if package in _GEMMA:
         arguments["head_dim"] = head_dim
     if package == "gemma2":
         arguments["query_pre_attn_scalar"] = about.get("query_pre_attn_scalar")
@@ -166,7 +162,7 @@ _BUILDERS = {
 }
 """torchtune's package and builder by architecture; Llama's newer ones are told apart in ``_model``."""
 
-_TIED_UNLESS_SAID = {"GemmaForCausalLM": True, "Gemma2ForCausalLM": True}
-_HAVE_HEAD_DIM = ("gemma", "gemma2")
+_GEMMA = ("gemma", "gemma2")
+"""Builders that take a width of heads; their embeddings are tied unless the config says otherwise."""
 _LIKE_LLAMA = ("llama2", "llama3_1", "llama3_2", "mistral", "qwen3")
-_MAY_BE_TIED = ("llama3_2", "qwen2", "gemma", "gemma2")
+_MAY_BE_TIED = ("llama3_2", "qwen2", *_GEMMA)

@@ -34,13 +34,7 @@ class Job:
 
 
 def job(tokens: str | None, price: str | None, gpu: str = "", compared: Sequence[str] = ()) -> Job:
-    """The job that ``--tokens 52M --price 2.5`` gives.
-
-    Args:
-        tokens: the number of tokens.
-        price: one price for all GPUs, or one for each that is compared.
-        gpu: the name of the planned GPU.
-        compared: the names of the GPUs that it is compared with.
+    """The job that ``--tokens 52M --price 2.5`` gives; a price is for all GPUs, or one for each ``compared``.
 
     Raises:
         ConfigError: it cannot be read, or the number of prices is not that of the GPUs.
@@ -50,19 +44,14 @@ def job(tokens: str | None, price: str | None, gpu: str = "", compared: Sequence
     if len(prices) < 2:
         return Job(number, next(iter(prices), None), tuple(prices * len(compared)))
     if len(prices) != len(compared):
-        against = (
-            f"--compare has {counted(len(compared), 'GPU')}"
-            if compared
-            else "there is no --compare"
-        )
+        those = f"--compare has {counted(len(compared), 'GPU')}"
+        against = those if compared else "there is no --compare"
         reason = f"has {len(prices)} prices, and {against}"
-        raise ConfigError("--price", price, reason, _WHAT_PRICES)
+        remedy = "Give one price for all GPUs, or one for each GPU of --compare"
+        raise ConfigError("--price", price, reason, remedy)
     # The same GPU at two prices has no price.
     own = {one for one, name in zip(prices, compared, strict=True) if gpus.is_same(name, gpu)}
     return Job(number, own.pop() if len(own) == 1 else None, tuple(prices))
-
-
-_WHAT_PRICES = "Give one price for all GPUs, or one for each GPU of --compare"
 
 
 def _tokens(text: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,11 @@ import yaml
 from torchtune_adaptive.common import ConfigError
 from torchtune_adaptive.planner import Machine
 
-_IN_FILE = ("gpu", "nodes", "power", "links", "network")
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options, for ``MachineOptions.of``."""
+    """Add the options, for ``machine_told``."""
     add = parser.add_argument
     nodes_help = (
         "nodes and GPUs in each, e.g. 2x8, which is also the number of GPUs (default: nodes of 8)"
@@ -40,53 +39,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--network", metavar="SPEED", help=network_help)
     file_help = (
-        f"YAML file that tells the same, with the keys {', '.join(_IN_FILE)}; options go before it"
+        f"YAML file that tells the same, with the keys {', '.join(_READERS)}; options go before it"
     )
     add("--machine", type=Path, metavar="FILE", help=file_help)
 
 
-@dataclass(frozen=True)
-class MachineOptions:
-    """What is told: the GPU's name, the nodes, and the machine."""
+def machine_told(
+    arguments: argparse.Namespace,
+) -> tuple[str | None, tuple[int, int] | None, Machine]:
+    """The GPU's name, the numbers of nodes and of GPUs in each, and the machine: what the options tell, and
+    the file where they do not.
 
-    gpu: str | None
-    nodes: tuple[int, int] | None
-    """The number of nodes, and of GPUs in each."""
-    machine: Machine
-
-    @staticmethod
-    def of(arguments: argparse.Namespace) -> MachineOptions:
-        """What the options tell, and the file where they do not.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
-        told: dict[str, Any] = _read(arguments.machine) if arguments.machine else {}
-        given = {key: getattr(arguments, key) for key in _IN_FILE}
-        told |= {key: value for key, value in given.items() if value is not None}
-        nodes = _nodes(told["nodes"]) if "nodes" in told else None
-        machine = Machine(
-            power=_power(told["power"]) if "power" in told else None,
-            links=_links(told["links"]) if "links" in told else None,
-            network=bandwidth("network", told["network"]) if "network" in told else None,
-            gpus_in_a_node=nodes[1] if nodes else None,
-        )
-        gpu = told.get("gpu")
-        return MachineOptions(None if gpu is None else str(gpu), nodes, machine)
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    told: dict[str, Any] = _file(arguments.machine) if arguments.machine else {}
+    given = {key: getattr(arguments, key) for key in _READERS}
+    told |= {key: value for key, value in given.items() if value is not None}
+    found = {key: read(told[key]) for key, read in _READERS.items() if key in told}
+    gpu, nodes = found.pop("gpu", None), found.pop("nodes", None)
+    return gpu, nodes, Machine(**found, gpus_in_a_node=nodes[1] if nodes else None)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _file(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = f"cannot be read ({str(error).splitlines()[0]})"
         raise ConfigError("--machine", str(path), reason, "Name a YAML file") from None
-    if not isinstance(found, dict) or set(found) - set(_IN_FILE):
-        wrong = (
-            sorted(map(str, set(found) - set(_IN_FILE))) if isinstance(found, dict) else ["no keys"]
-        )
+    wrong = sorted(map(str, set(found) - set(_READERS))) if isinstance(found, dict) else ["no keys"]
+    if wrong:
         reason = f"has {', '.join(wrong)}"
-        raise ConfigError("--machine", str(path), reason, f"Its keys are {', '.join(_IN_FILE)}")
+        raise ConfigError("--machine", str(path), reason, f"Its keys are {', '.join(_READERS)}")
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -126,3 +110,13 @@ def bandwidth(key: str, value: object, otherwise: str = "") -> float:
         remedy = f"Write {otherwise}a bandwidth: 200Gb/s in bits, 25GB/s in bytes, or 8x400Gb/s"
         raise ConfigError(key, value, "is not a bandwidth", remedy)
     return speed
+
+
+_READERS: dict[str, Callable[[object], Any]] = {
+    "gpu": str,
+    "nodes": _nodes,
+    "power": _power,
+    "links": _links,
+    "network": lambda value: bandwidth("network", value),
+}
+"""What is told, by its key in a file, and what reads it."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtune_adaptive.cli.hugging_face import METHODS
-from torchtune_adaptive.cli.machine_options import MachineOptions
 from torchtune_adaptive.cli.machine_options import add_arguments as add_machine_options
+from torchtune_adaptive.cli.machine_options import machine_told
 from torchtune_adaptive.cli.recipes import require_recipes
 from torchtune_adaptive.cli.transformers_plan import plan_transformers
 from torchtune_adaptive.common import (
@@ -142,29 +142,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.unknown:
         raise _no_option(*arguments.unknown[:2])
     memory = amount_of_memory("--memory", arguments.memory) if arguments.memory else None
-    told = MachineOptions.of(arguments)
-    ranks, gpu = _gpus(arguments.nproc, told.gpu, told.nodes)
+    gpu, nodes, machine = machine_told(arguments)
+    ranks, gpu = _gpus(arguments.nproc, gpu, nodes)
     if arguments.seq_len is not None and arguments.seq_len < 2:
         raise ConfigError("--seq-len", arguments.seq_len, "is too short", "Use 2 tokens or more")
     if arguments.step == "transformers":
         if not arguments.hf:
             raise ConfigError("--step", "transformers", "is for --hf", "Give the folder of a model")
-        return _plan_transformers(arguments, ranks, gpu, memory)
+        return EXIT_STATUS[plan_transformers(arguments, ranks, gpu, memory)]
     require_recipes("plan without --step transformers")
     from torchtune_adaptive.cli.plan_command import plan_config
 
-    return EXIT_STATUS[plan_config(arguments, ranks, gpu, memory, told.machine)]
-
-
-def _plan_transformers(
-    arguments: argparse.Namespace, ranks: int, gpu: str | None, memory: int | None
-) -> int:
-    blocks, as_json, verdict = plan_transformers(arguments, ranks, gpu, memory)
-    if arguments.json:
-        print(json.dumps(as_json, indent=1))
-    else:
-        print(arguments.render(blocks), end="")
-    return EXIT_STATUS[verdict]
+    return EXIT_STATUS[plan_config(arguments, ranks, gpu, memory, machine)]
 
 
 def _no_option(option: str, following: str = "VALUE") -> ConfigError:

@@ -14,11 +14,7 @@ _IN_PLACE, _IN_LINES = 1.0, 30.0
 
 
 class TraceProgress:
-    """Counts traces that are done. Use as a context, which leaves a clean line.
-
-    Args:
-        expected: the number of traces that there will be.
-    """
+    """Counts traces that are done, of those expected. Use as a context, which leaves a clean line."""
 
     def __init__(self, expected: int) -> None:
         self._expected = expected

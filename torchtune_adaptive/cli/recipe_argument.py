@@ -33,10 +33,6 @@ _ASKING_FOR_OURS = (
 def require_recipe(command: str, arguments: list[str]) -> None:
     """Stop where the recipe is missing, unknown, or one that would ignore what is asked for.
 
-    Args:
-        command: ``run`` or ``find``.
-        arguments: what follows it.
-
     Raises:
         ConfigError: with the recipe that was probably meant.
     """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -34,8 +35,8 @@ _UNUSED = ("compare", "plot", "fastest", "may_change", "tokens", "price")
 
 def plan_transformers(
     arguments: argparse.Namespace, ranks: int, gpu: str | None, memory: int | None
-) -> tuple[list[Block], dict[str, Any], str]:
-    """A prediction as blocks and for JSON, and its verdict.
+) -> str:
+    """Print a prediction; returns its verdict.
 
     Raises:
         ConfigError: an option or a setting cannot work.
@@ -52,10 +53,14 @@ def plan_transformers(
     step = _step(arguments, ranks)
     capacity = memory or kind.capacity(ranks)
     plan = step.plan(gpu=kind.name, memory=capacity, headroom=_HEADROOM)
-    about = (*step.about(), *assumptions)
+    plan = replace(plan, assumptions=(*step.about(), *assumptions))
     verdict = device.verdict(plan.peak)
-    as_json = {"verdict": verdict, "device": asdict(device), "step": asdict(step), **asdict(plan)}
-    return _blocks(plan, step, device, about, verdict), {**as_json, "assumptions": about}, verdict
+    if arguments.json:
+        about = {"verdict": verdict, "device": asdict(device), "step": asdict(step)}
+        print(json.dumps({**about, **asdict(plan)}, indent=1))
+    else:
+        print(arguments.render(_blocks(plan, step, device, verdict)), end="")
+    return verdict
 
 
 def _step(arguments: argparse.Namespace, ranks: int) -> TransformersStep:
@@ -92,9 +97,7 @@ def _settings(words: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def _blocks(
-    plan: Plan, step: TransformersStep, device: DeviceLimits, about: Sequence[str], verdict: str
-) -> list[Block]:
+def _blocks(plan: Plan, step: TransformersStep, device: DeviceLimits, verdict: str) -> list[Block]:
     peak = bytes_of(plan.peak, device.usable_bytes)
     largest = f"Largest that fits: {plan.largest}." if plan.largest else "Not even one row fits."
     devices = f"{step.ranks}{' x' * (step.ranks > 1)} {device.name}"
@@ -109,5 +112,5 @@ def _blocks(
     return [
         Paragraph(lines, important=True),
         Table("", header, rows, right={1}),
-        Listing("What is planned", about),
+        Listing("What is planned", plan.assumptions),
     ]

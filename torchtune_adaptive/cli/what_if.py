@@ -44,7 +44,11 @@ class WhatIf:
 
 def what_ifs(plan: PlanRequest) -> Iterator[WhatIf]:
     """The alternatives that apply to this config."""
-    for name, changed in _changed_configs(plan.asked, plan.ranks):
+    for name, changes in _changes(plan.asked, plan.ranks):
+        yield _what_if(plan, name, _merged(plan.cfg, changes))
+    for name, parts in _other_parts(plan.asked):
+        changed = plan.cfg.copy()
+        changed.update(parts)
         yield _what_if(plan, name, changed)
     together = plan.asked.holders
     for ranks in (plan.ranks // 2, plan.ranks * 2):
@@ -63,6 +67,12 @@ def _what_if(plan: PlanRequest, name: str, changed: DictConfig) -> WhatIf:
     return WhatIf(name, replace(plan, asked=Asked.of(changed)).query(), override)
 
 
+def _merged(cfg: DictConfig, changes: dict[str, Any]) -> DictConfig:
+    merged = OmegaConf.merge(cfg, OmegaConf.create(changes))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
 def splits(plan: PlanRequest) -> Iterator[WhatIf]:
     """The same run with its layers split over more or fewer ranks, where torchtune has a way to do so."""
     asked, cfg = plan.asked, plan.cfg
@@ -77,10 +87,8 @@ def splits(plan: PlanRequest) -> Iterator[WhatIf]:
         changes: dict[str, Any] = {TENSORS: number, _PLAN: split}
         if cfg.optimizer.get("fused"):
             changes["optimizer"] = {"fused": False}
-        changed = OmegaConf.merge(cfg, OmegaConf.create(changes))
-        assert isinstance(changed, DictConfig)
         name = f"layers split over {number} ranks, which share rows"
-        yield _what_if(plan, name, changed)
+        yield _what_if(plan, name, _merged(cfg, changes))
 
 
 def _split_of_model(cfg: DictConfig) -> dict[str, str] | None:
@@ -89,18 +97,6 @@ def _split_of_model(cfg: DictConfig) -> dict[str, str] | None:
     if component.startswith("torchtune.models.llama3") and "vision" not in component:
         return {"_component_": "torchtune.models.llama3.base_llama_tp_plan"}
     return None
-
-
-def _changed_configs(asked: Asked, ranks: int) -> Iterator[tuple[str, DictConfig]]:
-    cfg = asked.cfg
-    for name, changes in _changes(asked, ranks):
-        changed = OmegaConf.merge(cfg, OmegaConf.create(changes))
-        assert isinstance(changed, DictConfig)
-        yield name, changed
-    for name, parts in _other_parts(asked):
-        changed = cfg.copy()
-        changed.update(parts)
-        yield name, changed
 
 
 def _changes(asked: Asked, ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -11,7 +11,6 @@ from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
     from torchtune_adaptive.common import arguments, durable, ending, launcher, plots
-    from torchtune_adaptive.common.amounts import AMOUNT_OF_MEMORY, amount_of_memory, parse_memory
     from torchtune_adaptive.common.cache import (
         Cache,
         cache_folder,
@@ -52,12 +51,15 @@ if TYPE_CHECKING:
     from torchtune_adaptive.common.folder_lock import FolderInUse, FolderLock
     from torchtune_adaptive.common.lazy import interface
     from torchtune_adaptive.common.text import (
+        AMOUNT_OF_MEMORY,
+        amount_of_memory,
         bytes_of,
         counted,
         duration,
         human_bytes,
         listed,
         not_essential,
+        parse_memory,
         table,
     )
 else:

@@ -7,8 +7,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from torchtune_adaptive.common.amounts import amount_of_memory
 from torchtune_adaptive.common.errors import ConfigError, UsageError
+from torchtune_adaptive.common.text import amount_of_memory
 
 T = TypeVar("T")
 MOST = (1 << 31) - 1

@@ -30,12 +30,8 @@ _status: int | None = None
 
 
 def explain(reason: str, *, known_to_all: bool = False) -> None:
-    """Tell the user why this process ends; return when it may end.
-
-    Args:
-        reason: the reason, in one line.
-        known_to_all: whether every rank ends for this reason, so that one of them may speak for all.
-    """
+    """Tell the user in one line why this process ends; return when it may end. Where all ranks end for this
+    reason, one of them may speak for all."""
     if known_to_all and launcher.local_rank() != 0:
         # Rank 0 says it, once it has written the run's report; unless that takes too long.
         moment = time.monotonic() + MOMENT

@@ -100,10 +100,7 @@ class RankLost(AdaptiveBatchingError, RuntimeError):
 class Stopped(KeyboardInterrupt):
     """The run was asked to stop, by SIGTERM or Ctrl-C. No error, so no ``except Exception`` catches it.
 
-    Args:
-        message: the sentence for the user.
-        status: the status to exit with.
-        everywhere: whether all ranks say the same.
+    ``everywhere`` is whether all ranks say the same.
     """
 
     def __init__(self, message: str, status: int, everywhere: bool = False) -> None:

@@ -40,7 +40,9 @@ class FolderLock:
             self.release()
             if owner is not None:
                 raise FolderInUse(f"{folder}: another run is using it ({owner})") from None
-            _warn(folder, error)
+            log.warning(
+                f"{folder}: cannot be locked ({error.strerror}), so make sure that no other run uses it."
+            )
             return
         with suppress(OSError):  # it holds nevertheless
             os.truncate(self._file, 0)
@@ -59,9 +61,3 @@ class FolderLock:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
-
-
-def _warn(folder: Path, error: OSError) -> None:
-    log.warning(
-        f"{folder}: cannot be locked ({error.strerror}), so make sure that no other run uses it."
-    )

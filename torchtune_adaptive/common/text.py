@@ -1,15 +1,24 @@
-"""Text for people: tables, sizes, and files that a run can do without."""
+"""Text for people: tables, sizes as they read and write them, and files that a run can do without."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+
+from torchtune_adaptive.common.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 _MOST_LISTED = 8
 _UNITS = ("B", "KiB", "MiB", "GiB")
+_BYTES_IN = {"": 1, "B": 1}
+_BYTES_IN |= {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+_BYTES_IN |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+_MOST_BYTES = 1 << 60
+AMOUNT_OF_MEMORY = "an amount such as 24GiB, or a number of bytes"
+"""The ways to write one, for messages."""
 
 
 def table(
@@ -48,6 +57,25 @@ def _scaled(number: int) -> tuple[str, str]:
             break
         amount /= 1024
     return (f"{amount:.0f}" if amount >= 100 or unit == "B" else f"{amount:.3g}"), unit
+
+
+def amount_of_memory(key: str, value: object) -> int:
+    """The bytes of ``24GiB``, ``512 MB`` or a plain number; ``ConfigError`` if it is none of these."""
+    try:
+        return parse_memory(value)
+    except ValueError:
+        raise ConfigError(key, value, "is not valid", f"Must be {AMOUNT_OF_MEMORY}") from None
+
+
+def parse_memory(value: object) -> int:
+    """The same, or ``ValueError``."""
+    if isinstance(value, (str, int)) and not isinstance(value, bool):
+        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+        if match and match[2] in _BYTES_IN:
+            size = int(float(match[1]) * _BYTES_IN[match[2]])
+            if 0 < size <= _MOST_BYTES:
+                return size
+    raise ValueError
 
 
 def counted(number: int, what: str, plural: str = "") -> str:

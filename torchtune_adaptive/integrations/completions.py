@@ -1,14 +1,19 @@
-"""Completions as rows: taken out of the batches in which they were generated, and put together again."""
+"""Completions as rows: generated in parts with the draws of the whole batch, taken out of batches, and put
+together again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.core import Generators
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,3 +62,57 @@ def longest(like: Completion, prompt: int, completion: int) -> Completion:
         return value.new_full((1, tokens), not value.is_floating_point())
 
     return Completion({name: widened(name, value) for name, value in like.batch.items()}, 0)
+
+
+class Draws:
+    """The random numbers of the rows of a batch, whichever of them are generated together.
+
+    ``generate`` samples a token of each row by one ``torch.multinomial`` over all rows. So a row's draw
+    follows from its place in the batch and the state before. Each part of the batch begins with the state
+    that the whole would begin with, and samples as if all rows were there. Afterward the state is that of
+    the part which has drawn most often, as it would be for the whole.
+
+    What else is drawn at random, such as dropout, follows the size of the part.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._rows, self._device = rows, device
+        self._before = self._after = Generators(device)
+        self._most = -1
+
+    def of(self, part: Sequence[int], generate: Callable[[], T]) -> T:
+        """Generate a part of the rows, given their places in the batch."""
+        self._before.restore()
+        if len(part) == self._rows:  # nothing to look at in each operation
+            return generate()
+        with _AmongAll(part, self._rows) as sampling:
+            made = generate()
+        if sampling.times > self._most:
+            self._most, self._after = sampling.times, Generators(self._device)
+        return made
+
+    def end(self) -> None:
+        """Go on as after the whole batch."""
+        if self._most >= 0:
+            self._after.restore()
+
+
+class _AmongAll(TorchFunctionMode):
+    """A context in which ``torch.multinomial`` draws for some rows of a batch as it would among all."""
+
+    def __init__(self, part: Sequence[int], rows: int) -> None:
+        super().__init__()
+        self._part, self._rows = list(part), rows
+        self.times = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.multinomial or not args or args[0].shape[:-1] != (len(self._part),):
+            return func(*args, **kwargs)
+        self.times += 1
+        some, *rest = args
+        whole = some.new_ones(self._rows, some.size(-1))  # the rows of others may draw anything
+        whole[self._part] = some
+        return func(whole, *rest, **kwargs)[self._part]

@@ -8,7 +8,6 @@ from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import refusals
 from torchtune_adaptive.integrations.facts import check_versions
 from torchtune_adaptive.integrations.options import Adaptive
-from torchtune_adaptive.integrations.rows import KeptRows
 from torchtune_adaptive.integrations.trainer_step import state_in
 
 _Trainer: Any = object
@@ -29,7 +28,6 @@ class AdaptiveMixin(_Trainer):
         refusals.require_known_trainer(type(self), self.of_rollouts)
         self.adaptive = adaptive or Adaptive()
         self._adaptive_step: Any = None  # a TrainerStep; other names of its kind are TRL's
-        self._adaptive_rows: list[KeptRows] = []
         super().__init__(*args, **kwargs)
         refusals.require_supported(self)
         state_in(self)

@@ -15,19 +15,12 @@ from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.row_step import RowStep
 from torchtune_adaptive.integrations.rows import KeptRows
-from torchtune_adaptive.integrations.unused import Unused
 from torchtune_adaptive.library import AdaptiveStep
 
 
 class ModuleStep(RowStep):
-    """The steps of a module.
-
-    Args:
-        module: the module.
-        trainer: its trainer.
-        training_step: the module's own.
-        saved: what was ``learned`` in the checkpoint that training resumes from.
-    """
+    """The steps of a module, with its own ``training_step``; ``saved`` is what was ``learned`` in the
+    checkpoint that training resumes from."""
 
     def __init__(
         self,
@@ -86,7 +79,6 @@ class ModuleStep(RowStep):
         return self._voting.collective(launch, *args, **named)
 
     def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The part of a micro-batch in the loss of this rank."""
         module, trainer = self._module, self._trainer
         self._rows = len(batch["rows"])
         torch.clear_autocast_cache()  # of the micro-batch before, whose graph is gone
@@ -121,21 +113,11 @@ class ModuleStep(RowStep):
             self._voting = None
 
     def new_step(self) -> AdaptiveStep:
-        module, trainer, options = self._module, self._trainer, self._options
-        [optimizer] = trainer.optimizers  # as automatic optimization has it
+        model = self._trainer.strategy.model
+        [optimizer] = self._trainer.optimizers  # as automatic optimization has it
         if isinstance(optimizer, LBFGS):
             raise UsageError("optimizer: LBFGS takes several passes in a step. Use another.")
-        self._unused = Unused(trainer.strategy.model)
-        return AdaptiveStep(
-            trainer.strategy.model,
-            optimizer,
-            self._forward,
-            optimizer_steps=False,
-            memory_limit=options.memory_limit,
-            grow_back_after=options.grow_back_after,
-            relief=getattr(module, "relief", None),
-            restore=self.restore,
-        )
+        return self._step_of(model, optimizer, relief=getattr(self._module, "relief", None))
 
     def _configured(self) -> tuple[int, int, int]:
         loader = self._loader

@@ -99,12 +99,8 @@ def is_mean_over_rows(kind: type) -> bool:
 
 
 def require_known_trainer(kind: type, of_rollouts: bool = False) -> None:
-    """Check that the loss of a trainer is known not to depend on how rows are split.
-
-    Args:
-        kind: the class of the trainer.
-        of_rollouts: whether its mixin is the one of trainers that generate.
-    """
+    """Check that the loss of a trainer is known not to depend on how rows are split; ``of_rollouts`` is
+    whether its mixin is the one of trainers that generate."""
     name = _of_trl(kind)
     if name not in (None, *OF_TRL, *OF_ROLLOUTS):
         known = ", ".join(sorted(OF_TRL | OF_ROLLOUTS))
@@ -148,7 +144,8 @@ def require_supported(trainer: Any) -> None:
         )
     if not loading.even_batches:
         raise UsageError("accelerator_config: even_batches must be on: ranks have the same rows.")
-    for loss in _as_list(getattr(args, "loss_type", None)):
+    losses = getattr(args, "loss_type", None)
+    for loss in losses if isinstance(losses, (list, tuple)) else [losses]:
         if loss in _OF_A_BATCH:
             raise UsageError(
                 f"loss_type: {loss} {_OF_A_BATCH[loss]}, so it depends on the micro-batch."
@@ -205,7 +202,3 @@ def require_supported_rollouts(trainer: Any) -> None:
             "tokens: completions that were generated together are padded to the longest, so they have the "
             "same length. Leave it off."
         )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]

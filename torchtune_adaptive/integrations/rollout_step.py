@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -14,8 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 from torchtune_adaptive.common import TrainingOutOfMemory
 from torchtune_adaptive.core import Generators
 from torchtune_adaptive.integrations import private
-from torchtune_adaptive.integrations.completions import Completion, longest, rows_of, together
-from torchtune_adaptive.integrations.draws import Draws
+from torchtune_adaptive.integrations.completions import (
+    Completion,
+    Draws,
+    longest,
+    rows_of,
+    together,
+)
 from torchtune_adaptive.integrations.row_step import OnHost
 from torchtune_adaptive.integrations.rows import KeptRows
 from torchtune_adaptive.integrations.trainer_step import TrainerStep
@@ -31,11 +37,7 @@ class RolloutStep(TrainerStep):
     """The steps of a trainer of TRL that generates completions, and trains on them.
 
     Generating and scoring are phases of the same ``AdaptiveStep``: they begin with the rows that the trainer
-    itself takes at once, and go on in smaller parts where memory runs out.
-
-    Args:
-        trainer: the trainer.
-        loader: its loader, whose batches are prompts.
+    itself takes at once, and go on in smaller parts where memory runs out. The loader gives prompts.
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
@@ -150,20 +152,16 @@ class RolloutStep(TrainerStep):
     def generated(
         self, generate: Callable[[list[Any], Any], list[Any]], prompts: Sequence[Any], fields: Any
     ) -> list[Any]:
-        """The completions of prompts.
-
-        Args:
-            generate: function that generates those of some prompts, with their fields.
-            prompts: the prompts.
-            fields: values besides tokens, with one for each prompt.
-        """
+        """The completions of prompts with their ``fields``; ``generate`` makes those of some prompts."""
         trainer, args = self._trainer, self._trainer.args
         model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
         draws = Draws(len(prompts), self._device)
 
         def of(rows: Sequence[int]) -> list[Any]:
             some = {name: [values[row] for row in rows] for name, values in fields.items()}
-            with _without_others(model):
+            # Ends with the last row of this process: it launches no collective.
+            alone = partial(model.generate, synced_gpus=False)
+            with mock.patch.object(model, "generate", alone):
                 return draws.of(rows, lambda: generate([prompts[row] for row in rows], some))
 
         size = args.per_device_train_batch_size * args.steps_per_generation
@@ -180,13 +178,10 @@ class RolloutStep(TrainerStep):
         mask: torch.Tensor,
         size: int,
     ) -> torch.Tensor:
-        """The log-probability of each token of completions.
+        """The log-probability of each token of completions, by the trained model or the reference.
 
         Args:
             score: function that computes it, given the tokens of some rows and their mask.
-            model: what it computes it with, the trained model or the reference.
-            tokens: the tokens.
-            mask: which of them are not padding.
             size: the rows that the trainer takes at once.
         """
 
@@ -202,15 +197,10 @@ class RolloutStep(TrainerStep):
     def _do(
         self, name: str, work: Callable[[Sequence[int]], Any], *, rows: int, size: int, alone: bool
     ) -> list[Any]:
-        """Do a phase for all rows of this process.
+        """Do a phase for all rows of this process: ``work`` does it for some, given their numbers.
 
-        Args:
-            name: the name of what is done, on all processes.
-            work: function that does it for some rows, given their numbers.
-            rows: the number of rows.
-            size: the rows to begin with.
-            alone: whether the work launches no collective or, where the model is sharded, all parameters are
-                gathered first. Then each process takes as many rows as fit there, and makes nobody wait.
+        ``alone`` is whether it launches no collective or, where the model is sharded, all parameters are
+        gathered first. Then each process takes as many rows as fit there, and makes nobody wait.
         """
         trainer = self._trainer
         name += "" if trainer.model.training else " in evaluation"
@@ -242,16 +232,3 @@ class RolloutStep(TrainerStep):
             phase.load_state_dict(learned["phases"][name])
         self._phases[name] = phase
         return phase
-
-
-@contextmanager
-def _without_others(model: Any) -> Iterator[None]:
-    """A context in which ``generate`` ends with the last row of this process: it launches no collective."""
-    own = vars(model).get("generate")
-    model.generate = partial(model.generate, synced_gpus=False)
-    try:
-        yield
-    finally:
-        del model.generate
-        if own is not None:
-            model.generate = own

@@ -14,7 +14,7 @@ import torch
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations.options import Adaptive
-from torchtune_adaptive.integrations.rows import Keeping, KeptRows, keeping_in, longest, tokens_in
+from torchtune_adaptive.integrations.rows import Keeping, KeptRows, longest, tokens_in
 from torchtune_adaptive.integrations.unused import Unused
 from torchtune_adaptive.library import AdaptiveStep, Outcome, find_batch_size
 
@@ -25,9 +25,7 @@ class RowStep(ABC):
     Args:
         owner: the object whose attributes a forward pass changes.
         restored: the names of these.
-        options: what the user has chosen.
         loader: the loader, whose batches are ``KeptRows``.
-        device: that of this process.
     """
 
     def __init__(
@@ -44,11 +42,15 @@ class RowStep(ABC):
         self._size = 0
         self._rows_of_step = 0
         self._kept: dict[str, Any] = {}
-        self._unused = Unused()
+        self._unused: Unused
 
     @abstractmethod
     def new_step(self) -> AdaptiveStep:
-        """The step, with ``_forward`` and ``restore`` of this object."""
+        """What takes the steps; made by ``_step_of``."""
+
+    @abstractmethod
+    def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The part of a micro-batch in the loss of this rank."""
 
     @abstractmethod
     def around(self, step: AdaptiveStep) -> AbstractContextManager[None]:
@@ -83,6 +85,20 @@ class RowStep(ABC):
         self._unused.settle(self._step.ranks)
         return outcome
 
+    def _step_of(self, model: Any, optimizer: Any, **more: Any) -> AdaptiveStep:
+        """A step of this object, up to the gradient: the loop clips it and steps the optimizer."""
+        options, self._unused = self._options, Unused(model)
+        return AdaptiveStep(
+            model,
+            optimizer,
+            self._forward,
+            optimizer_steps=False,
+            memory_limit=options.memory_limit,
+            grow_back_after=options.grow_back_after,
+            restore=self.restore,
+            **more,
+        )
+
     @property
     def learned(self) -> dict[str, Any] | None:
         """What was found and learned, for a checkpoint."""
@@ -104,8 +120,9 @@ class RowStep(ABC):
 
     @property
     def _keeping(self) -> Keeping:
-        """The collate function of the loader, which may drop columns of a row first."""
-        return keeping_in(self._loader.collate_fn)
+        """The loader's collate function, around which transformers may put one that drops columns."""
+        collate = self._loader.collate_fn
+        return collate if isinstance(collate, Keeping) else collate.data_collator
 
     def _require_repeatable(self, batch: KeptRows) -> None:
         """Check that rows make the same micro-batch each time."""

@@ -47,11 +47,6 @@ class Keeping:
             )
 
 
-def keeping_in(collate: Any) -> Keeping:
-    """The one inside of the function that drops columns, which transformers may put around it."""
-    return collate if isinstance(collate, Keeping) else collate.data_collator
-
-
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)

@@ -8,7 +8,7 @@ terms of its batch, as the trainer itself adds up the means of whole batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
@@ -96,7 +96,6 @@ class TermsFinder:
         losses: function that computes losses, without gradients, on all ranks.
         collate: function that makes a batch of rows.
         rows: those of a step, as many on each rank.
-        ranks: the ranks.
         rounding: the relative error of a loss.
     """
 
@@ -144,9 +143,9 @@ class TermsFinder:
 
     def mean_of(self) -> Terms | None:
         """What a loss is a mean of; None if of nothing that is known."""
-        left = [Terms.ROWS]
-        for number, (one, other) in enumerate(self._pairs()):
-            batches = self._batches(one, other)
+        rows, left = self._rows, [Terms.ROWS]
+        for number in range(min(_TRIED, -(-len(rows) // 2))):
+            batches = self._batches(rows[number], rows[-1 - number])  # which differ much
             if number == 0 and _many(labels_of(batches[2])):
                 left = [Terms.LABELS, Terms.LATER_LABELS, Terms.ROWS]
             tried = [Tried(each) for each in batches]
@@ -160,12 +159,6 @@ class TermsFinder:
                     left.remove(terms)
         everyones = self._ranks.gather(left)
         return next((one for one in everyones[0] if all(one in each for each in everyones)), None)
-
-    def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        """Pairs of rows that differ much."""
-        rows = self._rows
-        for number in range(min(_TRIED, -(-len(rows) // 2))):
-            yield rows[number], rows[-1 - number]
 
     def _batches(self, *pair: Any) -> list[Any]:
         """The batch of each row and of both; where there are labels to ignore, with few of the first."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import UsageError, launcher
 from torchtune_adaptive.integrations.options import Adaptive
 
 
@@ -64,8 +63,8 @@ def require_supported_config(config: Any, options: Adaptive) -> None:
         value = attrgetter(name)(config)
         if is_refused(value):
             raise UsageError(f"{name}: {value!r} is not supported: {why}.")
-    parallelism, ranks = config.parallelism, int(os.environ.get("WORLD_SIZE", 1))
-    if ranks > 1 and parallelism.spmd_backend != _TESTED_BACKEND:
+    parallelism = config.parallelism
+    if launcher.size() > 1 and parallelism.spmd_backend != _TESTED_BACKEND:
         raise UsageError(
             f"parallelism.spmd_backend: {parallelism.spmd_backend!r} has not been tested on several ranks. "
             f"Use {_TESTED_BACKEND!r} (--parallelism.spmd_backend {_TESTED_BACKEND})."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -15,12 +16,8 @@ from torchtune_adaptive.library import AdaptiveStep
 
 
 class TitanStep(RowStep):
-    """The steps of a trainer; a row is a number, that of a row in the tensors of the step.
-
-    Args:
-        trainer: the trainer.
-        forward_backward: its own ``forward_backward_step``.
-    """
+    """The steps of a trainer, with its own ``forward_backward_step``; a row is a number, that of a row in the
+    tensors of the step."""
 
     def __init__(self, trainer: Any, forward_backward: Callable[..., torch.Tensor]) -> None:
         counters = ("ntokens_seen",)  # of what goes forward
@@ -35,13 +32,8 @@ class TitanStep(RowStep):
     def take(
         self, inputs: dict[str, torch.Tensor], labels: torch.Tensor, valid_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """Take a step with these rows, up to the gradient; gives the part of this rank in the loss.
-
-        Args:
-            inputs: the inputs of the model by name, on the device.
-            labels: the labels.
-            valid_tokens: the terms in the loss of the step, on all ranks.
-        """
+        """Take a step with these rows, up to the gradient; gives the part of this rank in the loss, which has
+        so many ``valid_tokens`` on all ranks."""
         self._inputs, self._labels = inputs, labels
         # The gradient of a step is a mean over ranks, and the trainer's is a sum.
         self._terms = valid_tokens / self._data_ranks
@@ -49,14 +41,14 @@ class TitanStep(RowStep):
         self._take([KeptRows(range(len(labels)), None)])
         return torch.stack(self._losses).sum() / self._data_ranks
 
-    def _forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """The part of a micro-batch in the loss: what the trainer would go backward from.
 
         The trainer gets a copy of the loss that is connected to nothing, so its own ``backward`` ends there,
         and leaves the factor in ``grad`` that it has multiplied the loss by.
         """
-        trainer, rows = self._trainer, batch["rows"]
-        loss_fn, found = trainer.loss_fn, []
+        rows, loss_fn = batch["rows"], self._trainer.loss_fn
+        found: list[Any] = []
 
         def disconnected(*arguments: Any, **named: Any) -> Any:
             made = loss_fn(*arguments, **named)
@@ -65,15 +57,12 @@ class TitanStep(RowStep):
             found.append((loss, end))
             return (end, *metrics) if isinstance(made, tuple) else end
 
-        trainer.loss_fn = disconnected
-        try:
+        with mock.patch.object(self._trainer, "loss_fn", disconnected):
             value = self._forward_backward(
                 input_dict={name: tensor[rows] for name, tensor in self._inputs.items()},
                 labels=self._labels[rows],
                 global_valid_tokens=self._terms,
             )
-        finally:
-            trainer.loss_fn = loss_fn
         if len(found) != 1 or found[0][1].grad is None:
             raise UsageError(
                 f"forward_backward_step: it called loss_fn {counted(len(found), 'time')}, and must call it "
@@ -90,17 +79,8 @@ class TitanStep(RowStep):
     # --- what a step of rows needs to know ----------------------------------------------------------
 
     def new_step(self) -> AdaptiveStep:
-        trainer, options = self._trainer, self._options
-        [optimizer] = trainer.optimizers.optimizers
-        return AdaptiveStep(
-            trainer.model_parts[0],
-            optimizer,
-            self._forward,
-            optimizer_steps=False,
-            memory_limit=options.memory_limit,
-            grow_back_after=options.grow_back_after,
-            restore=self.restore,
-        )
+        [optimizer] = self._trainer.optimizers.optimizers
+        return self._step_of(self._trainer.model_parts[0], optimizer)
 
     def around(self, step: AdaptiveStep) -> AbstractContextManager[None]:
         return nullcontext()

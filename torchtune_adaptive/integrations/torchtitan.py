@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 
@@ -84,11 +85,8 @@ class AdaptiveTrainerMixin(_Trainer):
         def all_of_the_step() -> Iterator[Batch]:
             yield merged([next(data_iterator) for _ in range(batches)])
 
-        self.gradient_accumulation_steps = 1
-        try:
+        with mock.patch.object(self, "gradient_accumulation_steps", 1):
             super().train_step(all_of_the_step())
-        finally:
-            self.gradient_accumulation_steps = batches
 
     def forward_backward_step(
         self,

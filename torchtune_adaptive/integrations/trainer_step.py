@@ -7,9 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -19,24 +20,16 @@ from torchtune_adaptive.integrations import private, refusals
 from torchtune_adaptive.integrations.row_step import OnHost, RowStep
 from torchtune_adaptive.integrations.rows import KeptRows
 from torchtune_adaptive.integrations.terms import Terms, TermsFinder, with_a_label
-from torchtune_adaptive.integrations.unused import Unused
-from torchtune_adaptive.integrations.votes import voting
 from torchtune_adaptive.library import AdaptiveStep
-
-TrainingStep = Callable[[Any, Any, Any], Any]
-"""The trainer's own ``training_step``."""
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """How a model's methods for it begin; the older names warn where there are others."""
+_LAUNCHING = ("gather", "reduce", "pad_across_processes")
+"""An accelerator's methods that launch a collective; ``gather_for_metrics`` calls the first."""
 
 
 class TrainerStep(RowStep):
-    """The steps of a trainer.
-
-    Args:
-        trainer: the trainer.
-        loader: its loader, whose batches are ``KeptRows``.
-    """
+    """The steps of a trainer, whose loader gives ``KeptRows``."""
 
     def __init__(self, trainer: Any, loader: Any) -> None:
         args = trainer.args
@@ -49,16 +42,10 @@ class TrainerStep(RowStep):
         """For each row of a step, the terms of its batch."""
 
     def take(
-        self, model: Any, batches: Sequence[KeptRows], training_step: TrainingStep, items: Any
+        self, model: Any, batches: Sequence[KeptRows], training_step: Callable[..., Any], items: Any
     ) -> torch.Tensor:
-        """Take a step with the last of its batches; until then there is nothing to do.
-
-        Args:
-            model: the model, as the trainer has wrapped it.
-            batches: the loader's batches of the step.
-            training_step: the trainer's own.
-            items: what that divides a sum by.
-        """
+        """Take a step with the last of its batches; until then there is nothing to do. ``items`` is what the
+        trainer's own ``training_step`` divides a sum by."""
         if not self._trainer.accelerator.sync_gradients:
             return torch.zeros((), device=self._device)
         self._training_step, self._model, self._items = training_step, model, items
@@ -103,7 +90,6 @@ class TrainerStep(RowStep):
         return [float(self._forward(batch)) / rows] * rows
 
     def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The part of a micro-batch in the loss of this rank."""
         trainer, found = self._trainer, self._found
         found.clear()
         trainer.current_gradient_accumulation_steps = self.parts(len(batch["rows"]))
@@ -204,31 +190,28 @@ class TrainerStep(RowStep):
 
     @contextmanager
     def around(self, step: AdaptiveStep) -> Iterator[None]:
-        """The trainer's ``backward`` only tells the loss: that of the step follows."""
-        trainer = self._trainer
+        """The trainer's ``backward`` only tells the loss: that of the step follows. Collectives for metrics,
+        which it launches while it goes forward, are those of all ranks of the step, or of none."""
+        trainer, accelerator = self._trainer, self._trainer.accelerator
         batches = trainer.current_gradient_accumulation_steps
         self._found: list[torch.Tensor] = []
-        trainer.accelerator.backward = lambda loss, **_: self._found.append(loss)
+        replaced: dict[str, Any] = {
+            name: partial(step.collective, getattr(accelerator, name)) for name in _LAUNCHING
+        }
+        replaced["backward"] = lambda loss, **_: self._found.append(loss)
         try:
-            with voting(trainer.accelerator, step):
+            with mock.patch.multiple(accelerator, **replaced):
                 yield
         finally:
-            del trainer.accelerator.backward
             trainer.current_gradient_accumulation_steps = batches
 
     def new_step(self) -> AdaptiveStep:
-        trainer, options = self._trainer, self._options
-        self._unused = Unused(self._model)
-        return AdaptiveStep(
+        trainer, reference = self._trainer, getattr(self._trainer, "ref_model", None)
+        return self._step_of(
             self._model,
             trainer.optimizer,
-            self._forward,
-            optimizer_steps=False,
-            memory_limit=options.memory_limit,
-            grow_back_after=options.grow_back_after,
             relief=_checkpointing(trainer),
-            restore=self.restore,
-            frozen=[each for each in (getattr(trainer, "ref_model", None),) if each is not None],
+            frozen=() if reference is None else (reference,),
         )
 
     def _configured(self) -> tuple[int, int, int]:

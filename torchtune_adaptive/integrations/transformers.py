@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
+from unittest import mock
 
 from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.integrations import refusals
@@ -57,17 +58,13 @@ class AdaptiveTrainerMixin(AdaptiveMixin):
     def get_train_dataloader(self) -> Any:
         if not self.is_in_train:  # somebody only looks at it
             return super().get_train_dataloader()
-        collate = self.data_collator
-        self.data_collator = Keeping(collate)
-        try:
+        with mock.patch.object(self, "data_collator", Keeping(self.data_collator)):
             loader = super().get_train_dataloader()
-        finally:
-            self.data_collator = collate
         self._adaptive_step = TrainerStep(self, loader)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        self._adaptive_rows = []
+        self._adaptive_rows: list[KeptRows] = []
 
         def collated() -> Iterator[Any]:  # what the trainer counts tokens in
             for batch in epoch_iterator:

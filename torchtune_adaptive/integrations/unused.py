@@ -17,15 +17,12 @@ class Unused:
 
     A step sums the gradients of the same parameters on all ranks. So a parameter that no row of this rank
     uses gets a gradient of zeros. One that no row of any rank uses has none in the end, so that the optimizer
-    leaves it alone, and its state.
-
-    Args:
-        model: the model; without one, or if it does not look for unused parameters, nothing is done.
+    leaves it alone, and its state. Nothing is done for a model that does not look for unused parameters.
     """
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._parameters: list[nn.Parameter] = []
-        for each in [] if model is None else model.modules():  # a compiled model wraps the wrapper
+        for each in model.modules():  # a compiled model wraps the wrapper
             if isinstance(each, DistributedDataParallel) and each.find_unused_parameters:
                 self._parameters = [one for one in each.parameters() if one.requires_grad]
         self.forget()
