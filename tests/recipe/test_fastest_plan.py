@@ -18,7 +18,8 @@ from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, f
 from torchtune_adaptive.common.document import as_text
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, CHUNKED, LOSS, MICRO_BATCH, OFFLOADING
 from torchtune_adaptive.planner.workers import processes
-from torchtune_adaptive.recipe.plan.predict import Query, predict
+from torchtune_adaptive.recipe.plan.predict import predict
+from torchtune_adaptive.recipe.plan.query import Query
 from torchtune_adaptive.recipe.plan.ranking import (
     Candidate,
     chosen,

@@ -20,7 +20,8 @@ from torchtune_adaptive.planner.memory.recorded_step import (
     RecordedStep,
 )
 from torchtune_adaptive.recipe.plan.limits import largest_adapter_rank, length_limits
-from torchtune_adaptive.recipe.plan.predict import Prediction, Query, predict
+from torchtune_adaptive.recipe.plan.predict import Prediction, predict
+from torchtune_adaptive.recipe.plan.query import Query
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.tracing.traces import NotRemembered
 

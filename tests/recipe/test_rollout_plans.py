@@ -41,10 +41,8 @@ CASES: list[tuple[str, int, str, dict[str, Any]]] = [
 
 def planner_of(cfg: DictConfig, ranks: int, memory: int | None, prompt: int) -> RolloutPlanner:
     install()  # what the variables of configs need
-    query = plan_request(cfg, ranks, memory=memory, length=prompt).query()
-    assert query.rollout is not None
-    about = (query.length, query.device, query.rounding, query.pace, True)
-    return RolloutPlanner(query.rollout, query.traces(), *about)
+    query = plan_request(cfg, ranks, memory=memory, length=prompt).query(confirmed=True)
+    return RolloutPlanner(query, query.traces())
 
 
 def predicted(
@@ -94,11 +92,11 @@ def test_each_phase_takes_what_is_predicted(
 def predicted_of_gpus(cfg: DictConfig) -> tuple[list[bool], list[list[int]]]:
     """Whether each phase's sizes were traced one by one; the collectives of each part, of two ways."""
     planner = planner_of(cfg, 2, None, 40)
-    run = TracedRun(PartTraces(planner.traces, SHARDED_GENERATION), planner.length)
+    run = TracedRun(PartTraces(planner.traces, SHARDED_GENERATION), planner.query.length)
     phases = [phase.run(4) for phase in planner.phases()]
     collectives = [
         [sum(one.kind == COLLECTIVE for one in part) for part in each.micro_batches]
-        for each in (way.operations(4, planner.length) for way in (phases[0], run))
+        for each in (way.operations(4, planner.query.length) for way in (phases[0], run))
     ]
     return [phase.direct for phase in phases], collectives
 

@@ -16,7 +16,7 @@ from torchtune_adaptive.core import Choice, Usage
 from torchtune_adaptive.planner import Answer, Question, TracedRun, Worker
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations, SpeedCalibration
 from torchtune_adaptive.recipe.plan.pace import pace_for
-from torchtune_adaptive.recipe.plan.predict import planned_rank
+from torchtune_adaptive.recipe.plan.query import planned_rank
 from torchtune_adaptive.recipe.plan.ranking import rank_candidates
 from torchtune_adaptive.recipe.plan.request import (
     device_for,

@@ -14,7 +14,8 @@ from typing import Any
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.planner import Speed, StepsByChoice, TracedStep
-from torchtune_adaptive.recipe.plan.predict import Prediction, Query
+from torchtune_adaptive.recipe.plan.predict import Prediction
+from torchtune_adaptive.recipe.plan.query import Query
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import (
     KNOBS,

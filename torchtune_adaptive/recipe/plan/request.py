@@ -16,8 +16,7 @@ from torchtune_adaptive.planner import DeviceLimits, Machine, Pace, gpu_limits, 
 from torchtune_adaptive.recipe.data.row_lengths import longest_known
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
 from torchtune_adaptive.recipe.plan.pace import pace_for
-from torchtune_adaptive.recipe.plan.predict import Query, planned_rank
-from torchtune_adaptive.recipe.plan.rollout import RolloutQuery
+from torchtune_adaptive.recipe.plan.query import Query, planned_rank
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
@@ -57,8 +56,8 @@ class PlanRequest:
 
     def query(self, **changes: Any) -> Query:
         micro_batch = self.asked.batch(self.ranks).micro_batch
-        generates = self.asked.kind.generates
-        divides = self.settings.keep_global_batch and not generates  # there it is kept in any case
+        # Rollouts keep the global batch in any case.
+        divides = self.settings.keep_global_batch and not self.asked.kind.generates
         query = Query(
             self.asked.resolved(),
             self.ranks,
@@ -70,7 +69,6 @@ class PlanRequest:
             rounding="divisor" if divides else self.settings.rounding,
             ceiling=self.settings.ceiling,
             pace=self._pace(),
-            rollout=RolloutQuery.of(self.asked, self.ranks) if generates else None,
         )
         return replace(query, **changes)
 
