@@ -26,7 +26,6 @@ from torchtune_adaptive.core import (
 )
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
-from torchtune_adaptive.recipe.search.sizing import InRows
 from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.asked import Asked
@@ -188,14 +187,14 @@ class Prober:
         size = validation.size or default(worst.length)
         size = max(1, min(size, -(-len(validation.data.dataset) // rows.configured.ranks)))
         phase = Phase("validation", self.step, self.step.sums)
-        found = InRows(
-            trial=lambda size: probe.trial_of(phase, size, worst.batch(size)),
-            sizes=[size >> halvings for halvings in reversed(range(size.bit_length()))],
-            strategy="halve",
-            nothing_fits=worst.nothing_fits,
-            prefix=f"Validation, {worst.length} tokens a row: ",
-        ).find(self.ranks)
-        return found.trials[-1]
+        while True:
+            trial = probe.trial_of(phase, size, worst.batch(size))
+            log.info(f"Validation, {worst.length} tokens a row: {trial.line()}")
+            if trial.fits:
+                return trial
+            if size == 1:
+                raise worst.nothing_fits(trial)
+            size //= 2
 
     def worst_case(self, data: Data, lengths: RowLengths, length: int | None = None) -> WorstCase:
         """The row that trials are made of, of a given length or of the longest that the data can produce;

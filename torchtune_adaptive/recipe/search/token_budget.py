@@ -45,15 +45,18 @@ def find_token_budget(
     largest = worst.of_length(longest).batch
     # A step has as many micro-batches as it takes.
     with prober.primed(lambda size: 2, largest, worst.nothing_fits) as (probe, _):
-        found = InTokens(
+        to_size = InTokens(
             trial=lambda size, length: probe.trial(size, worst.of_length(length).batch),
             lengths=lengths,
             most_rows=most_rows,
             nothing_fits=worst.nothing_fits,
             about=prober.facts(lengths=lengths, most_rows=most_rows),
-            given=None if settings.token_budget is True else settings.token_budget,
             known=known,
-        ).find(prober.ranks, settings.cache)
+        )
+        if settings.token_budget is True:
+            found = to_size.find(prober.ranks, settings.cache)
+        else:
+            found = to_size.as_given(settings.token_budget)
         budget = found.size
         buckets = length_buckets(longest, min(row_lengths)) if prober.compiled else ()
         ignored = prober.step.objective.ignored
