@@ -13,7 +13,6 @@ from torchtune_adaptive.recipe.plan.background import PeakPlanner
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.size_report import FEW_STEPS, SearchReport
 from torchtune_adaptive.recipe.search.sizing import FoundRows, InRows
-from torchtune_adaptive.recipe.search.worst_case import WorstCase
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 
 log = logging.getLogger(__name__)
@@ -30,51 +29,22 @@ def find_micro_batch(
         planner: the planner on rank 0, which predicts the size that should be found.
     """
     started, settings, configured = time.perf_counter(), prober.settings, rows.configured
+    sample = rows.data.rows.sample
     limit = limit_of(
         settings,
         configured,
         rows.per_rank,
-        sample=rows.data.rows.sample,
+        sample=sample,
         max_steps=prober.asked["max_steps_per_epoch"],
         known=known,
     )
+    sizes = possible_sizes(settings, configured, limit.size)
+    # Not that of fewer sizes: what fits is the same, and a cached size is confirmed in any case.
+    largest_candidate = possible_sizes(settings, configured, limit.possible or limit.size)[-1]
     worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
-    sample = rows.data.rows.sample
     log.info(
         f"Searching for the largest micro-batch with {sample}s of {worst.size} ({worst.source})."
     )
-    found, validation = _search(prober, rows, worst, limit, known, planner)
-    assert found.size is not None, "it raises where nothing fits"
-    after = split_for(settings, configured, found.size)
-    return SearchReport(
-        result=found,
-        before=configured,
-        split=after if settings.use_maximum_batch_size else configured,
-        strategy=settings.search,
-        row=worst.size,
-        row_source=worst.source,
-        device=prober.step.memory.name,
-        headroom=settings.headroom,
-        seconds=time.perf_counter() - started,
-        rows_per_rank=rows.per_rank,
-        lr=prober.asked.cfg.optimizer.get("lr"),
-        ceiling=limit.reason,
-        at_ceiling=found.size == possible_sizes(settings, configured, limit.size)[-1],
-        validation=validation,
-        sample=sample,
-    )
-
-
-def _search(
-    prober: Prober,
-    rows: RowsToTry,
-    worst: WorstCase,
-    limit: Limit,
-    known: int | None,
-    planner: PeakPlanner | None,
-) -> tuple[FoundRows, SizeTrial | None]:
-    """The size of training, and the trial of validation."""
-    settings, configured = prober.settings, rows.configured
 
     def accumulation(size: int) -> int:
         most = 2 if settings.grow_past_memory else 1
@@ -87,26 +57,41 @@ def _search(
         predictions = _Predictions(prober, planner, worst.length, prober.capacity(), accumulation)
         found = InRows(
             trial=lambda size: probe.trial(size, worst.batch),
-            sizes=possible_sizes(settings, configured, limit.size),
+            sizes=sizes,
             strategy=settings.search,
             nothing_fits=worst.nothing_fits,
             about=prober.facts(
                 row=asdict(worst.size),
                 packed=rows.data.packed,
-                # Not that of fewer sizes: what fits is the same, and a cached size is confirmed in any case.
-                largest_candidate=possible_sizes(
-                    settings, configured, limit.possible or limit.size
-                )[-1],
+                largest_candidate=largest_candidate,
             ),
             known=known,
             first=first,
             predicted=predictions.largest,
         ).find(prober.ranks, settings.cache)
-        validation = prober.fit_validation(probe, rows, lambda _: found.size or 1)
+        assert found.size is not None, "it raises where nothing fits"
+        largest = found.size
+        validation = prober.fit_validation(probe, rows, lambda _: largest)
     if settings.search == "predict":
         prober.enter("learning how good the prediction was")
     predictions.learn_from(found)
-    return found, validation
+    after = split_for(settings, configured, largest)
+    return SearchReport(
+        result=found,
+        before=configured,
+        split=after if settings.use_maximum_batch_size else configured,
+        strategy=settings.search,
+        row=worst.size,
+        row_source=worst.source,
+        device=prober.step.memory.name,
+        headroom=settings.headroom,
+        seconds=time.perf_counter() - started,
+        rows_per_rank=rows.per_rank,
+        lr=prober.asked.cfg.optimizer.get("lr"),
+        limit=limit.reason if largest == sizes[-1] else None,
+        validation=validation,
+        sample=sample,
+    )
 
 
 @dataclass(frozen=True)
