@@ -15,15 +15,10 @@ from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, Usage
 from torchtune_adaptive.planner import Answer, Question, TracedRun, Worker
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations, SpeedCalibration
-from torchtune_adaptive.recipe.plan.pace import pace_for
+from torchtune_adaptive.recipe.plan.device import device_for, pace_for
 from torchtune_adaptive.recipe.plan.query import planned_rank
 from torchtune_adaptive.recipe.plan.ranking import rank_candidates
-from torchtune_adaptive.recipe.plan.request import (
-    device_for,
-    plan_request,
-    require_traceable,
-    row_length,
-)
+from torchtune_adaptive.recipe.plan.request import plan_request, require_traceable, row_length
 from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
 from torchtune_adaptive.recipe.settings.knob_table import configured_choice
 from torchtune_adaptive.recipe.tracing.traces import Traces
