@@ -26,9 +26,13 @@ from torchtune_adaptive.recipe.setup.model import (
     parameters_by_name,
 )
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
+from torchtune_adaptive.recipe.setup.offloading import Offloading
 from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
-from torchtune_adaptive.recipe.tracing.fake_offloading import for_offloading
-from torchtune_adaptive.recipe.tracing.fake_quantization import dequantizing_by, quantizing_once
+from torchtune_adaptive.recipe.tracing.helped_parts import (
+    dequantizing_by,
+    offloading_from_fake_device,
+    quantizing_once,
+)
 from torchtune_adaptive.recipe.tracing.image_rows import Images
 from torchtune_adaptive.recipe.tracing.packed_layer import in_four_regions, is_split
 from torchtune_adaptive.recipe.tracing.rollout_phases import copying_no_values, work_of_phase
@@ -37,20 +41,15 @@ CACHES = "caches of keys and values"
 """Category of what generation allocates for each row in advance."""
 
 
-class _Offloading:
-    """A context for forward passes; the one that offloads is made when it is first needed."""
-
-    def __init__(self, model: nn.Module, enabled: bool) -> None:
-        self.enabled = enabled
-        self._model = model
-        self._made: AbstractContextManager[Any] | None = None
+class _Offloading(Offloading):
+    """The same context in each forward pass: none of them fails and leaves something in it."""
 
     def __call__(self) -> AbstractContextManager[Any]:
         if not self.enabled:
             return nullcontext()
-        if self._made is None:
-            self._made = training.get_act_offloading_ctx_manager(self._model, True)
-        return self._made
+        if self._first is None:  # made when it is needed: it asks the device for streams
+            self._first = training.get_act_offloading_ctx_manager(self._model, True)
+        return self._first
 
 
 class Tracer(StepTracer):
@@ -102,7 +101,7 @@ class Tracer(StepTracer):
 
     @contextmanager
     def _with_parts_of_torchtune(self) -> Iterator[None]:
-        offloading = nullcontext() if self.recorder.simulated else for_offloading()
+        offloading = nullcontext() if self.recorder.simulated else offloading_from_fake_device()
         each = self._each_is_seen or self.regions is not None
         dequantizing = nullcontext() if each else dequantizing_by(self._known_events.call)
         with offloading, dequantizing:
