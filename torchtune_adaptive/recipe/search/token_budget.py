@@ -94,15 +94,15 @@ def best_throughputs(
 
     Both functions measure the throughput of a step, and give None if it does not fit.
     """
-    best: tuple[float | None, float | None] = (0.0, 0.0)
+    best_without = best_with = 0.0
     for number in range(1, _ROUNDS + 1):
-        measured = without(), with_budget()
-        if None in measured:
-            return measured  # there is nothing to compare
-        best = max(best[0] or 0.0, measured[0] or 0.0), max(best[1] or 0.0, measured[1] or 0.0)
-        if number >= _FIRST_ROUNDS and not is_slower(*best):
+        one, other = without(), with_budget()
+        if one is None or other is None:
+            return one, other  # there is nothing to compare
+        best_without, best_with = max(best_without, one), max(best_with, other)
+        if number >= _FIRST_ROUNDS and not is_slower(best_without, best_with):
             break
-    return best
+    return best_without, best_with
 
 
 def _speeds(
