@@ -345,7 +345,7 @@ def second_steps(
     for cfg in configs:
         tracer = Tracer(Asked.of(cfg), ranks=1)
         tracer.take_step(2, 64)
-        taken, written = (take(2, 64) for take in (tracer.take_step, tracer.step_as_written))
+        taken, written = (tracer.take_step(2, 64, as_written=how) for how in (False, True))
         events = (taken.renumbered().events, written.renumbered().events)
         found.append((*events, tracer.as_written))
     return found

@@ -174,7 +174,7 @@ class PeakAnswers:
 
         require_traceable(asked)
         check_method(asked.settings.cache)
-        self._traces = Traces(asked, ranks, planned_rank(asked), asked.settings.cache)
+        self._traces = Traces(asked, ranks, planned_rank(asked))
         length, _ = row_length(asked)
         self._run = TracedRun(self._traces, length, any_length=True)
         self._traces.remember()

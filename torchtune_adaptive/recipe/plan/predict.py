@@ -111,7 +111,7 @@ def _of_rollouts(query: Query, traces: Traces) -> dict[str, Any]:
 
 def _picked(query: Query, most: int) -> int | None:
     """The size that a search returns if ``most`` is the largest that fits."""
-    ceiling = min(most, query.ceiling or most)
+    ceiling = min(most, query.asked.settings.ceiling or most)
     return max(candidates(query.rounding, ceiling, query.rows_per_step), default=None)
 
 

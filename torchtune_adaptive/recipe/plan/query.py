@@ -17,24 +17,29 @@ class Query:
     asked: Asked
     ranks: int
     device: DeviceLimits
-    rows: int
-    """Micro-batch that is configured."""
     length: int
     rank: int = 0
-    cache: bool | str = False
-    """Folder where traces are kept, as the run's setting names it."""
     in_detail: bool = False
     """Whether to compute the curve and the timeline, too."""
     confirmed: bool = False
     """Whether to trace the largest size itself, as a check of the way it was computed."""
     may_trace: bool = True
     """Whether to trace what is not remembered."""
-    rounding: Rounding = "power_of_two"
-    """Sizes that a search may return."""
-    ceiling: int | None = None
-    """Largest size that it may return."""
     pace: Pace | None = None
     """Pace that its speed follows from, if that is known."""
+
+    @property
+    def rows(self) -> int:
+        """Micro-batch that is configured."""
+        return self.asked.batch(self.ranks).micro_batch
+
+    @property
+    def rounding(self) -> Rounding:
+        """Sizes that a search may return."""
+        settings = self.asked.settings
+        # Rollouts keep the global batch in any case.
+        divides = settings.keep_global_batch and not self.asked.kind.generates
+        return "divisor" if divides else settings.rounding
 
     @property
     def question(self) -> Question:
@@ -56,7 +61,7 @@ class Query:
 
     def traces(self) -> Traces:
         """The config's steps: those that are remembered, and others as they are traced."""
-        return Traces(self.asked, self.ranks, self.rank, self.cache, self.may_trace)
+        return Traces(self.asked, self.ranks, self.rank, self.may_trace)
 
 
 def planned_rank(asked: Asked) -> int:

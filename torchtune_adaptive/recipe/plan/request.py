@@ -54,19 +54,12 @@ class PlanRequest:
         return self.asked.settings
 
     def query(self, **changes: Any) -> Query:
-        micro_batch = self.asked.batch(self.ranks).micro_batch
-        # Rollouts keep the global batch in any case.
-        divides = self.settings.keep_global_batch and not self.asked.kind.generates
         query = Query(
             self.asked.resolved(),
             self.ranks,
             self.device,
-            micro_batch,
             self.length,
             rank=planned_rank(self.asked),
-            cache=self.settings.cache,
-            rounding="divisor" if divides else self.settings.rounding,
-            ceiling=self.settings.ceiling,
             pace=self._pace(),
         )
         return replace(query, **changes)

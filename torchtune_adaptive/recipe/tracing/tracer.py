@@ -141,7 +141,12 @@ class Tracer(StepTracer):
         )
 
     def take_step(
-        self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
+        self,
+        rows: int,
+        length: int,
+        choice: Choice | None = None,
+        micro_batches: int | None = None,
+        as_written: bool = False,
     ) -> RecordedStep:
         """The step at a size.
 
@@ -150,28 +155,19 @@ class Tracer(StepTracer):
             length: the tokens in each row.
             choice: other values of knobs that are switches, for this step.
             micro_batches: their number; None is as configured, but no more than two.
+            as_written: whether nothing is compiled, so that its operations can be noted.
         """
-        return self._take(rows, length, choice, micro_batches, noting=self.regions is None)
-
-    def step_as_written(
-        self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
-    ) -> RecordedStep:
-        """The same if nothing is compiled, with its operations."""
-        with self.uncompiled():
-            return self._take(rows, length, choice, micro_batches, noting=True)
-
-    def _take(
-        self, rows: int, length: int, choice: Choice | None, count: int | None, noting: bool
-    ) -> RecordedStep:
         whole = self._own | (choice or {})
-        with self.tracing():  # torchtune asks the device for streams when offloading begins
-            self.step.switch(whole)
-        self._each_is_seen = whole[knobs.CHECKPOINT] == "operations"
-        return self.trace(
-            lambda: self._batch(rows, length),
-            count or self._accumulation,
-            (lambda: self._layer_running) if noting else None,
-        )
+        noting = as_written or self.regions is None
+        with self.uncompiled() if as_written else nullcontext():
+            with self.tracing():  # torchtune asks the device for streams when offloading begins
+                self.step.switch(whole)
+            self._each_is_seen = whole[knobs.CHECKPOINT] == "operations"
+            return self.trace(
+                lambda: self._batch(rows, length),
+                micro_batches or self._accumulation,
+                (lambda: self._layer_running) if noting else None,
+            )
 
     def take_phase(
         self, name: str, rows: int, length: int, as_written: bool = False
