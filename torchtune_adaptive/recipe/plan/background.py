@@ -32,10 +32,7 @@ PATIENCE = 120.0
 class BackgroundPlanner:
     """Another process that predicts for a run: only until it fails or is late for the first time.
 
-    Args:
-        answers: the class that answers there, made with what is asked, the ranks and ``about``.
-        asked: what the run was asked for.
-        ranks: the number of ranks.
+    An object of the class ``answers`` answers there, made with the other arguments.
 
     Raises:
         OSError: the process cannot be started.
@@ -50,12 +47,7 @@ class BackgroundPlanner:
     @classmethod
     def begin(cls, asked: Asked, ranks: int, device: str) -> BackgroundPlanner | None:
         """Start the one that the run needs; None, and the reason in the log, if that is not possible.
-
-        Args:
-            asked: what the run was asked for.
-            ranks: the number of ranks.
-            device: the device's name for itself.
-        """
+        ``device`` is the device's name for itself."""
         planner = RankPlanner if asked.settings.use_fastest_configuration else PeakPlanner
         try:
             return planner(asked, ranks, device)

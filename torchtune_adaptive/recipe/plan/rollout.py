@@ -62,12 +62,7 @@ class RolloutPrediction:
 
 
 class RolloutPlanner:
-    """Predicts rollouts from traces.
-
-    Args:
-        query: the question about a config whose rows are generated.
-        traces: those of the config.
-    """
+    """Predicts rollouts of a config from its traces."""
 
     def __init__(self, query: Query, traces: Traces) -> None:
         self.query, self.traces = query, traces

@@ -21,13 +21,8 @@ log = logging.getLogger(__name__)
 def find_micro_batch(
     prober: Prober, rows: RowsToTry, known: int | None = None, planner: PeakPlanner | None = None
 ) -> SearchReport:
-    """Search on the run itself, which is afterwards as it was before.
-
-    Args:
-        prober: the maker of trials of the run's step with its ``rows``.
-        known: the size that an earlier part of this run has found; it is confirmed by one trial.
-        planner: the planner on rank 0, which predicts the size that should be found.
-    """
+    """Search on the run itself, which is afterwards as it was before. One trial confirms the size that is
+    ``known`` from an earlier part of this run; on rank 0, a planner predicts the size."""
     started, settings, configured = time.perf_counter(), prober.settings, rows.configured
     sample = rows.data.rows.sample
     limit = limit_of(

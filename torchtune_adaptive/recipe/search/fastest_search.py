@@ -36,13 +36,9 @@ def find_fastest(
     known: Mapping[str, Any] | None = None,
     rank: Callable[[int, int], Ranked | None] | None = None,
 ) -> FastestReport:
-    """Choose on the run itself, which afterwards is as it was before, except for its knobs.
-
-    Args:
-        prober: the maker of trials of the run's step with its ``rows``.
-        known: the choice of an earlier part of this run; it is confirmed by one trial.
-        rank: the prediction on rank 0, for the length of rows and the capacity of a rank.
-    """
+    """Choose on the run itself, which afterwards is as it was before, except for its knobs. One trial
+    confirms the choice that is ``known`` from an earlier part of this run. On rank 0, ``rank`` predicts for
+    the length of rows and the capacity of a rank."""
     started, settings = time.perf_counter(), prober.settings
     allowed = possible_choices(prober)
     own = allowed[0]

@@ -151,12 +151,8 @@ def find_budget(
 
     The longest rows come first: a search finds how many of them fit. At each shorter length the same number
     of tokens is known to fit and needs no trial (see ``Budget``). What fits beyond that is estimated from
-    what was measured, and the estimate is tried once: if it fails, the known size stays.
-
-    Args:
-        trial_at: a function that tries them.
-        lengths: the lengths to measure at, descending.
-        most_rows: the most rows that a micro-batch may have.
+    what was measured, and the estimate is tried once: if it fails, the known size stays. ``lengths`` are
+    descending.
     """
     trials: list[LengthTrial] = []
 

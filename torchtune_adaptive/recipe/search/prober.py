@@ -130,11 +130,7 @@ class Prober:
         )
 
     def probe(self, accumulation: Callable[[int], int]) -> Probe:
-        """A probe, which is a context.
-
-        Args:
-            accumulation: the micro-batches in a step, for a given size.
-        """
+        """A probe, which is a context; ``accumulation`` gives the micro-batches in a step of a size."""
         if self.compiled and self.step.device.type == "cpu":
             log.info(
                 "The simulated device sees single operations, so compiled regions run eager in trials."
@@ -176,7 +172,7 @@ class Prober:
         are longer, or if ``batch_size_val`` asks for more. The loss does not depend on the size.
 
         Args:
-            probe: the probe that tries it; inside its context, so that the optimizer's state is in memory.
+            probe: a probe in its context, so that the optimizer's state is in memory.
             rows: the rows of the run.
             default: the size to start with where the config gives none, for rows of so many tokens.
         """

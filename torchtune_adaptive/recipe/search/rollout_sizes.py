@@ -47,13 +47,8 @@ log = logging.getLogger(__name__)
 def decide_sizes(
     prober: Prober, phases: Phases, start: Split, saved: TrainingState | None
 ) -> DecidedBatch:
-    """Find the sizes of all parts, or take those that the config says; phases have theirs afterward.
-
-    Args:
-        prober: the maker of trials.
-        phases: generation and scoring.
-        start: the batch that the config asks for.
-        saved: the training state of the checkpoint that is resumed, whose sizes are confirmed.
+    """Find the sizes of all parts, or take those that the config says; phases have theirs afterward. In a
+    resumed run, the sizes of the ``saved`` training state are confirmed.
 
     Raises:
         ConfigError: a token budget has less than the longest row.

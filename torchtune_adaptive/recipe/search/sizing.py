@@ -56,12 +56,7 @@ class ToSize(ABC, Generic[Found]):
         """What is kept of a size that was found; None if nothing is."""
 
     def find(self, ranks: Ranks, cache: bool | str) -> Found:
-        """Find the size, or confirm what was found before, and correct what is remembered.
-
-        Args:
-            ranks: the ranks of the run.
-            cache: the setting ``cache``.
-        """
+        """Find the size, or confirm what was found before, and correct what is remembered."""
         kept = self.cache(cache)
         # From rank 0, or ranks with different caches would diverge.
         earlier = self.known or ranks.from_rank_zero(kept.get(self.about))

@@ -28,13 +28,8 @@ def find_token_budget(
     row_lengths: Sequence[int],
     known: Sequence[Sequence[int]] | None = None,
 ) -> BudgetReport:
-    """Find the token budget on the run itself, which is afterwards as it was before.
-
-    Args:
-        prober: the maker of trials of the run's step with its ``rows``.
-        row_lengths: the length of every row of the data.
-        known: the rows by length that an earlier part of this run has found; one trial confirms them.
-    """
+    """Find the token budget on the run itself, which is afterwards as it was before. One trial confirms the
+    rows by length that are ``known`` from an earlier part of this run."""
     settings, longest = prober.settings, max(row_lengths)
     require_no_longer(longest, row_lengths.index(longest), settings.probe_length)
     longest = settings.probe_length or longest

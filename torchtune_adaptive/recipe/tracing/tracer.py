@@ -53,13 +53,7 @@ class _Offloading(Offloading):
 
 
 class Tracer(StepTracer):
-    """One rank of a run of a recipe, which can take steps of any size.
-
-    Args:
-        asked: what is asked of any of the recipes.
-        ranks: the number of ranks.
-        rank: the number of this one.
-    """
+    """One rank of a run of any of the recipes, which can take steps of any size."""
 
     def __init__(self, asked: Asked, ranks: int, rank: int = 0) -> None:
         super().__init__(asked["device"] == "cpu", rank, ranks, asked.holders)

@@ -34,11 +34,7 @@ _VERSIONED = ("torch.", "torchtune.", "torchao.", "torchtune_adaptive.")
 
 
 class PassedCheck:
-    """The result of the self-check with the installed versions, if it passed. It needs no torch.
-
-    Args:
-        cache: the run's setting of the folder where it is kept.
-    """
+    """The result of the self-check with the installed versions, if it passed. It needs no torch."""
 
     def __init__(self, cache: bool | str) -> None:
         self._kept: Cache[bool] = Cache(
@@ -58,14 +54,8 @@ class NotRemembered(NoPrediction):
 
 
 class Traces:
-    """The steps of one config on one rank, each traced once.
-
-    Args:
-        asked: what is asked of any of the recipes.
-        ranks: the number of ranks.
-        rank: the number of the one that is traced.
-        may_trace: whether to trace what is not remembered; if not, it raises ``NotRemembered``.
-    """
+    """The steps of one config on one rank, each traced once. Where it may not trace, what is not remembered
+    raises ``NotRemembered``."""
 
     def __init__(self, asked: Asked, ranks: int, rank: int, may_trace: bool = True) -> None:
         self._run = (asked, ranks, rank)
