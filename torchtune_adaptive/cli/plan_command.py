@@ -208,7 +208,7 @@ def _ask_for_candidates(
         plan,
         *(replace(plan, asked=other) for other in other_builds(plan.asked, plan.ranks, allowed)),
     ]
-    asked = [ask(rank_candidates, one.query(), allowed, None, True) for one in builds]
+    asked = [ask(rank_candidates, one.query(), allowed, True) for one in builds]
 
     def ranked(prediction: Prediction) -> Fastest:
         found = [one.result() for one in asked]

@@ -44,9 +44,9 @@ class Prediction:
     seconds: float
     tool_bytes: int
     """Peak memory of the process that made the prediction."""
-    speed: Speed | None
+    speed: Speed | None = None
     """Speed at the configured batch size."""
-    as_written: str
+    as_written: str = ""
     """The reason why something that is compiled was predicted as it is written; empty if nothing was."""
     rollout: RolloutPrediction | None = None
     """All phases, if rows are generated; the rest is about training, and the speed that of rollouts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchtune_adaptive.core import Rounding
 from torchtune_adaptive.planner import DeviceLimits, Pace, Question
@@ -44,15 +44,8 @@ class Query:
     @property
     def question(self) -> Question:
         """What is asked of the config's steps."""
-        pace = self.pace and replace(self.pace, ranks=self.ranks)
-        return Question(
-            self.device,
-            self.rows,
-            self.length,
-            self.asked.accumulation,
-            pace,
-            confirmed=self.confirmed,
-        )
+        step = (self.rows, self.length, self.asked.accumulation)
+        return Question(self.device, *step, self.pace, confirmed=self.confirmed)
 
     @property
     def rows_per_step(self) -> int:

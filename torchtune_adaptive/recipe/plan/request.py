@@ -65,13 +65,14 @@ class PlanRequest:
         return replace(query, **changes)
 
     def _pace(self) -> Pace | None:
-        """The pace of this config, which may be another than the one that was asked for."""
+        """The pace of this config on these ranks, which may be others than those that were asked for."""
         if self.pace is None:
             return None
         compiled, quantized = bool(self.asked["compile"]), self.asked.quantized
         measured = self.pace.correction if compiled == self.pace.compiled else None
         return replace(
             self.pace,
+            ranks=self.ranks,
             compiled=compiled,
             quantized=quantized,
             correction=measured,
