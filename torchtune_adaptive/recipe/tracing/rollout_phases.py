@@ -16,7 +16,7 @@ from torch import nn
 from torchtune_adaptive.core import TrainStep
 from torchtune_adaptive.recipe.kinds.generating import Generating
 from torchtune_adaptive.recipe.rollout import generate, score
-from torchtune_adaptive.recipe.rollout.phases import Phases, build_phases, rollout_sizes
+from torchtune_adaptive.recipe.rollout.phases import build_phases, rollout_sizes
 from torchtune_adaptive.recipe.rollout.rows import Row, longest_rows
 from torchtune_adaptive.recipe.settings.phase_names import GATHERING, SCORING, SHARDED_GENERATION
 
@@ -30,7 +30,6 @@ _NextPart = Callable[[], None]
 def work_of_phase(
     kind: Generating,
     step: TrainStep,
-    model: nn.Module,
     name: str,
     size: tuple[int, int],
     making_caches: Callable[[], None],
@@ -40,13 +39,16 @@ def work_of_phase(
     Args:
         kind: the kind of recipe.
         step: its step, whose tensors are fake.
-        model: the model that is trained.
         name: the phase.
         size: the rows in a micro-batch, and the tokens of the longest prompt with the longest response.
         making_caches: called before the caches of keys and values are allocated.
     """
     rows, length = size
-    phases = _phases(kind, step, model, length)
+    asked, sizes = kind.asked, rollout_sizes(kind.asked)
+    scorers = kind.scorers(step.model, step.objective.frozen, sizes)
+    policy, longest = kind.policy(step.model), length - sizes.max_new
+    run = (asked, kind.environment, step)
+    phases = build_phases(*run, policy, scorers, _TOKENIZER, sizes, longest)
     made = longest_rows(rows, phases.longest, phases.sizes.max_new, phases.values)
     if name == SCORING:
         return lambda _: phases.scoring.attempt(made)
@@ -64,13 +66,6 @@ def work_of_phase(
         lambda: replace(generation, gathers=gathers, tried=tried).attempt(made),
         next_token,
     )
-
-
-def _phases(kind: Generating, step: TrainStep, model: nn.Module, length: int) -> Phases:
-    asked, sizes = kind.asked, rollout_sizes(kind.asked)
-    scorers = kind.scorers(model, step.objective.frozen, sizes)
-    policy, longest = kind.policy(model), length - sizes.max_new
-    return build_phases(asked, kind.environment, step, policy, scorers, _TOKENIZER, sizes, longest)
 
 
 def _gather(step: TrainStep, policy: nn.Module | None) -> None:

@@ -182,9 +182,8 @@ class Tracer(StepTracer):
 
         eager = as_written or name != SCORING
         with copying_no_values(), self.uncompiled() if eager else nullcontext():
-            work = work_of_phase(
-                self._kind, self.step, self.step.model, name, (rows, length), making_caches
-            )
+            size = (rows, length)
+            work = work_of_phase(self._kind, self.step, name, size, making_caches)
             return self.trace_forward(work)
 
     def _batch(self, rows: int, length: int) -> Batch:
