@@ -16,7 +16,7 @@ from torchtune_adaptive.planner import DeviceLimits, Machine, Pace, gpus
 from torchtune_adaptive.recipe.data.row_lengths import longest_known
 from torchtune_adaptive.recipe.plan.device import device_for, pace_for
 from torchtune_adaptive.recipe.plan.query import Query, planned_rank
-from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
 from torchtune_adaptive.recipe.settings.keys import CONTEXT, TENSORS
@@ -48,10 +48,6 @@ class PlanRequest:
     @property
     def cfg(self) -> DictConfig:
         return self.asked.cfg
-
-    @property
-    def settings(self) -> AdaptiveSettings:
-        return self.asked.settings
 
     def query(self, **changes: Any) -> Query:
         query = Query(
