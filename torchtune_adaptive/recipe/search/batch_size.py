@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from torchtune_adaptive.common import ConfigError, counted
@@ -12,7 +11,7 @@ from torchtune_adaptive.core import Rounding, SizeTrial, Split, candidates
 from torchtune_adaptive.recipe.plan.background import PeakPlanner
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.size_report import FEW_STEPS, SearchReport
-from torchtune_adaptive.recipe.search.sizing import FoundRows, InRows
+from torchtune_adaptive.recipe.search.sizing import InRows
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 
 log = logging.getLogger(__name__)
@@ -45,11 +44,23 @@ def find_micro_batch(
         most = 2 if settings.grow_past_memory else 1
         return max(split_for(settings, configured, size).accumulation, most)
 
+    def learn_from(trial: SizeTrial) -> None:
+        if planner is not None:
+            planner.learn_from(trial.size, trial.usage, accumulation(trial.size))
+
     with prober.primed(accumulation, worst.batch, worst.nothing_fits) as (probe, first):
         if planner is not None and worst.size.images > 1:
             log.info("No prediction: it would be for rows with one image. Searching without it.")
             planner = None
-        predictions = _Predictions(prober, planner, worst.length, prober.capacity(), accumulation)
+        capacity = prober.capacity()
+
+        def predicted(after: SizeTrial | None) -> int:
+            prober.enter("predicting the batch size")
+            if after is not None:
+                learn_from(after)
+            size = planner.largest(worst.length, capacity) if planner is not None else None
+            return prober.ranks.from_rank_zero(size) or 0
+
         found = InRows(
             trial=lambda size: probe.trial(size, worst.batch),
             sizes=sizes,
@@ -62,14 +73,15 @@ def find_micro_batch(
             ),
             known=known,
             first=first,
-            predicted=predictions.largest,
+            predicted=predicted,
         ).find(prober.ranks, settings.cache)
         assert found.size is not None, "it raises where nothing fits"
         largest = found.size
         validation = prober.fit_validation(probe, rows, lambda _: largest)
     if settings.search == "predict":
         prober.enter("learning how good the prediction was")
-    predictions.learn_from(found)
+    if found.status.is_proof:
+        learn_from(next(trial for trial in found.trials if trial.size == largest))
     after = split_for(settings, configured, largest)
     return SearchReport(
         result=found,
@@ -167,33 +179,3 @@ def split_for(settings: AdaptiveSettings, configured: Split, size: int) -> Split
     if settings.keep_global_batch:
         accumulation = configured.rows // size
     return Split(size, accumulation, configured.ranks)
-
-
-@dataclass(frozen=True)
-class _Predictions:
-    """What the planner predicts for a search, the same on all ranks; nothing where there is no planner."""
-
-    prober: Prober
-    planner: PeakPlanner | None
-    row_length: int
-    capacity: int
-    accumulation: Callable[[int], int]
-
-    def largest(self, after: SizeTrial | None) -> int:
-        """The largest size that should fit, corrected by a trial; 0 if there is no prediction."""
-        self.prober.enter("predicting the batch size")
-        rows = None
-        if self.planner is not None:
-            if after is not None:
-                self._correct_by(after)
-            rows = self.planner.largest(self.row_length, self.capacity)
-        return self.prober.ranks.from_rank_zero(rows) or 0
-
-    def learn_from(self, found: FoundRows) -> None:
-        """Remember how good predictions were, once a search has tried its size."""
-        if self.planner is not None and found.status.is_proof:
-            self._correct_by(next(trial for trial in found.trials if trial.size == found.size))
-
-    def _correct_by(self, trial: SizeTrial) -> None:
-        assert self.planner is not None
-        self.planner.learn_from(trial.size, trial.usage, self.accumulation(trial.size))
