@@ -132,19 +132,18 @@ class _Part:
         """The size that the config says; None where it is to be searched."""
         if not self.in_tokens:
             return self.rows
-        return None if self.tokens is True else self._budget(self.tokens)
-
-    def _budget(self, tokens: int) -> Budget:
+        if self.tokens is True:
+            return None
         phases, longest = self.phases, self.phases.longest_row
-        if tokens < longest:
+        if self.tokens < longest:
             raise ConfigError(
                 IN_TOKENS[self.name],
-                tokens,
+                self.tokens,
                 f"is less than the longest row may have: {phases.longest} tokens of a prompt and "
                 f"{phases.sizes.max_new} of the response",
                 f"Set it to {longest} or more, or lower max_generated_tokens",
             )
-        return Budget.of_tokens(tokens, longest)
+        return Budget.of_tokens(self.tokens, longest)
 
     @property
     def _known(self) -> Any:
