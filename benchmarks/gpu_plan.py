@@ -34,8 +34,9 @@ from torchtune_adaptive.planner.trace.step_tracer import FakeRanks
 from torchtune_adaptive.planner.trace.weights import fill
 from torchtune_adaptive.planner.workers import processes
 from torchtune_adaptive.recipe.kinds.by_name import recipe_kind
-from torchtune_adaptive.recipe.plan.pace import pace_for
-from torchtune_adaptive.recipe.plan.predict import Query, predict
+from torchtune_adaptive.recipe.plan.device import pace_for
+from torchtune_adaptive.recipe.plan.predict import predict
+from torchtune_adaptive.recipe.plan.query import Query
 from torchtune_adaptive.recipe.plan.request import PlanRequest, plan_request
 from torchtune_adaptive.recipe.registry import find_config
 from torchtune_adaptive.recipe.settings.asked import Asked

@@ -44,6 +44,6 @@ def report(**changes: Any) -> SearchReport:
         "seconds": 12.34,
         "rows_per_rank": 640,
         "lr": 2e-5,
-        "ceiling": "the data has 640 rows per rank, and an epoch needs a step",
+        "limit": None,
     }
     return SearchReport(**{**values, **changes})

@@ -41,6 +41,7 @@ OVERRIDES = (
     f"gradient_accumulation_steps={ACCUMULATION}",
     f"tokenizer.max_seq_len={LENGTH}",
     "loss._component_=torch.nn.CrossEntropyLoss",
+    "adaptive_batching.cache=False",
 )
 AS_RECIPES = NextTokenPrediction(nn.CrossEntropyLoss())
 
@@ -116,7 +117,7 @@ def test_every_way_to_spread_a_model_has_a_speed(shape: str, ranks: int) -> None
 def test_the_numbers_are_those_of_the_recipes_plan(ranks: int) -> None:
     request = plan_request(with_overrides(load_config("tiny/full"), OVERRIDES), ranks, GPU)
     with processes("torchtune_adaptive.recipe.plan.preload") as run:
-        answer = run(predict, request.query(cache=False))
+        answer = run(predict, request.query())
         found = planned(partial(build, ranks), ranks)
         recipes = answer.result(timeout=300)
     assert found.speed == recipes.speed is not None

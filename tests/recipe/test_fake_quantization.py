@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from torchtune_adaptive.recipe.tracing.fake_quantization import dequantizing_by, quantizing_once
+from torchtune_adaptive.recipe.tracing.helped_parts import dequantizing_by, quantizing_once
 from torchtune_adaptive.recipe.upstream import NF4Tensor, to_nf4
 
 

@@ -18,7 +18,8 @@ from torchtune_adaptive.cli.candidates_report import Fastest, fastest_as_dict, f
 from torchtune_adaptive.common.document import as_text
 from torchtune_adaptive.core.step.knobs import CHECKPOINT, CHUNKED, LOSS, MICRO_BATCH, OFFLOADING
 from torchtune_adaptive.planner.workers import processes
-from torchtune_adaptive.recipe.plan.predict import Query, predict
+from torchtune_adaptive.recipe.plan.predict import predict
+from torchtune_adaptive.recipe.plan.query import Query
 from torchtune_adaptive.recipe.plan.ranking import (
     Candidate,
     chosen,
@@ -210,7 +211,7 @@ def with_margin_at(share: float, query: Query) -> tuple[int, list[Any], list[Any
     assert fastest.reserved is not None
     limit = int(fastest.reserved / share)
     query = replace(query, device=replace(query.device, usable_bytes=limit, band=0.03))
-    return limit, *(rank_candidates(query, (CHECKPOINT,), None, margin) for margin in (False, True))
+    return limit, *(rank_candidates(query, (CHECKPOINT,), margin) for margin in (False, True))
 
 
 def test_the_fastest_that_fits_with_the_margin_is_traced() -> None:
@@ -246,8 +247,7 @@ def test_other_models_are_built_where_it_is_allowed() -> None:
 
 
 def ranked(query: Query) -> Any:
-    traces = query.traces()
-    return predict(query, traces), rank_candidates(query, "exact", traces)
+    return predict(query), rank_candidates(query, "exact")
 
 
 def test_the_report_says_what_changes_and_what_to_paste() -> None:

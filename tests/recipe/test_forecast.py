@@ -20,7 +20,8 @@ from torchtune_adaptive.planner.memory.recorded_step import (
     RecordedStep,
 )
 from torchtune_adaptive.recipe.plan.limits import largest_adapter_rank, length_limits
-from torchtune_adaptive.recipe.plan.predict import Prediction, Query, predict
+from torchtune_adaptive.recipe.plan.predict import Prediction, predict
+from torchtune_adaptive.recipe.plan.query import Query
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.tracing.traces import NotRemembered
 
@@ -139,7 +140,11 @@ def ask(
 
 
 def query(
-    tracer: FakeTracer, monkeypatch: pytest.MonkeyPatch, cache: bool | str = False, **config: Any
+    tracer: FakeTracer,
+    monkeypatch: pytest.MonkeyPatch,
+    cache: bool | str = False,
+    settings: dict[str, Any] | None = None,
+    **config: Any,
 ) -> Query:
     from torchtune_adaptive.recipe.tracing import tracer as tracer_module
 
@@ -150,17 +155,11 @@ def query(
         "gradient_accumulation_steps": 1,
         "device": "cpu",
         "loss": loss,
+        "adaptive_batching": {"cache": cache, **(settings or {})},
         **config,
     }
-    return Query(
-        Asked.of(OmegaConf.create(cfg), "full"),
-        1,
-        SIMULATED,
-        rows=4,
-        length=10,
-        cache=cache,
-        confirmed=True,
-    )
+    asked = Asked.of(OmegaConf.create(cfg), "full")
+    return Query(asked, 1, SIMULATED, length=10, confirmed=True)
 
 
 def test_two_traces_and_one_that_confirms_are_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +270,6 @@ def test_the_size_that_a_search_picks(
     rounding: Any, ceiling: int | None, picked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracer = FakeTracer(lambda rows, length: (100, rows * length))
-    asked = replace(query(tracer, monkeypatch), rounding=rounding, ceiling=ceiling)
-    found = predict(asked).picked
+    settings = {"rounding": rounding, "ceiling": ceiling}
+    found = predict(query(tracer, monkeypatch, settings=settings)).picked
     assert found is not None and found.rows == picked

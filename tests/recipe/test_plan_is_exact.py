@@ -23,7 +23,7 @@ from torchtune_adaptive.planner.memory.recorded_step import Bilinear, MemoryEven
 from torchtune_adaptive.planner.speed.operations import COLLECTIVE, Operation
 from torchtune_adaptive.planner.trace import compiled_regions
 from torchtune_adaptive.recipe.data.packed import collate_packed
-from torchtune_adaptive.recipe.plan.predict import planned_rank
+from torchtune_adaptive.recipe.plan.query import planned_rank
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.tracing.self_check import SMALL_RUN, measured_peaks, traced_peaks
 from torchtune_adaptive.recipe.tracing.tracer import Tracer
@@ -345,7 +345,7 @@ def second_steps(
     for cfg in configs:
         tracer = Tracer(Asked.of(cfg), ranks=1)
         tracer.take_step(2, 64)
-        taken, written = (take(2, 64) for take in (tracer.take_step, tracer.step_as_written))
+        taken, written = (tracer.take_step(2, 64, as_written=how) for how in (False, True))
         events = (taken.renumbered().events, written.renumbered().events)
         found.append((*events, tracer.as_written))
     return found

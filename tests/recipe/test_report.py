@@ -66,14 +66,14 @@ def test_a_global_batch_that_stays_is_reported_as_unchanged() -> None:
 
 
 def test_the_reason_is_the_searchs_own() -> None:
-    def reason(status: Status, at_ceiling: bool) -> str:
+    def reason(status: Status, limit: str | None) -> str:
         result = SearchResult(2, status, TRIALS[:2])
-        return report(result=result, at_ceiling=at_ceiling).reason()
+        return report(result=result, limit=limit).reason()
 
     limit = "the data has 640 rows per rank, and an epoch needs a step"
-    assert reason(Status.REMEMBERED, False) == Status.REMEMBERED.value
-    assert reason(Status.REMEMBERED, True) == f"{Status.REMEMBERED.value}: {limit}"
-    assert reason(Status.CEILING, True) == f"it is the largest size allowed: {limit}"
+    assert reason(Status.REMEMBERED, None) == Status.REMEMBERED.value
+    assert reason(Status.REMEMBERED, limit) == f"{Status.REMEMBERED.value}: {limit}"
+    assert reason(Status.CEILING, limit) == f"it is the largest size allowed: {limit}"
 
 
 def test_overrides_can_be_pasted() -> None:

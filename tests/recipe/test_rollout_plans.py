@@ -43,10 +43,8 @@ def planner_of(
     cfg: DictConfig, ranks: int, memory: int | None, prompt: int, rank: int = 0
 ) -> RolloutPlanner:
     install()  # what the variables of configs need
-    query = plan_request(cfg, ranks, memory=memory, length=prompt).query(rank=rank)
-    assert query.rollout is not None
-    about = (query.length, query.device, query.rounding, query.pace, True)
-    return RolloutPlanner(query.rollout, query.traces(), *about)
+    query = plan_request(cfg, ranks, memory=memory, length=prompt).query(confirmed=True, rank=rank)
+    return RolloutPlanner(query, query.traces())
 
 
 def predicted(
@@ -96,11 +94,11 @@ def test_each_phase_takes_what_is_predicted(
 def predicted_of_gpus(cfg: DictConfig) -> tuple[list[bool], list[list[int]]]:
     """Whether each phase's sizes were traced one by one; the collectives of each part, of two ways."""
     planner = planner_of(cfg, 2, None, 40)
-    run = TracedRun(PartTraces(planner.traces, SHARDED_GENERATION), planner.length)
+    run = TracedRun(PartTraces(planner.traces, SHARDED_GENERATION), planner.query.length)
     phases = [phase.run(4) for phase in planner.phases()]
     collectives = [
         [sum(one.kind == COLLECTIVE for one in part) for part in each.micro_batches]
-        for each in (way.operations(4, planner.length) for way in (phases[0], run))
+        for each in (way.operations(4, planner.query.length) for way in (phases[0], run))
     ]
     return [phase.direct for phase in phases], collectives
 

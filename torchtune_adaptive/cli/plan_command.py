@@ -113,7 +113,7 @@ def _predict(plan: PlanRequest, arguments: argparse.Namespace) -> PlanReport:
     asked_job = _job(plan, arguments, devices)
     lora = plan.asked.kind.adapters
     expected = 2 - (fastest or rollouts) + len(alternatives) + (lora and bool(alternatives))
-    with TraceProgress(expected) as progress, Answers(plan.settings.cache) as answers:
+    with TraceProgress(expected) as progress, Answers(plan.asked.settings.cache) as answers:
 
         def ask(work: Callable[..., Any], query: Query, *others: Any) -> Future[Any]:
             if work is rank_candidates:
@@ -197,7 +197,7 @@ def _ask_for_candidates(
     plan: PlanRequest, may_change: str | None, ask: Callable[..., Future[Any]]
 ) -> Callable[[Prediction], Fastest]:
     """Start ranking the candidates, one process for each model that has to be built."""
-    allowed: Any = may_change or plan.settings.may_change
+    allowed: Any = may_change or plan.asked.settings.may_change
     if isinstance(allowed, str) and allowed not in ("exact", "rounding"):
         allowed = tuple(key.strip() for key in allowed.split(","))
     for key in allowed if isinstance(allowed, tuple) else ():
@@ -208,7 +208,7 @@ def _ask_for_candidates(
         plan,
         *(replace(plan, asked=other) for other in other_builds(plan.asked, plan.ranks, allowed)),
     ]
-    asked = [ask(rank_candidates, one.query(), allowed, None, True) for one in builds]
+    asked = [ask(rank_candidates, one.query(), allowed, True) for one in builds]
 
     def ranked(prediction: Prediction) -> Fastest:
         found = [one.result() for one in asked]

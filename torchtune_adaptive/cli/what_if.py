@@ -53,9 +53,8 @@ def what_ifs(plan: PlanRequest) -> Iterator[WhatIf]:
     together = plan.asked.holders
     for ranks in (plan.ranks // 2, plan.ranks * 2):
         if ranks and ranks % together == 0:
-            yield WhatIf(
-                counted(ranks, "rank"), plan.query(ranks=ranks), f"--nproc_per_node {ranks}"
-            )
+            query = replace(plan, ranks=ranks).query()
+            yield WhatIf(counted(ranks, "rank"), query, f"--nproc_per_node {ranks}")
     if plan.device.caching and not plan.device.expandable:
         device = replace(plan.device, expandable=True)
         override = "PYTORCH_ALLOC_CONF=expandable_segments:True"

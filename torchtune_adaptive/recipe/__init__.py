@@ -20,7 +20,8 @@ if TYPE_CHECKING:
         confirm,
         largest_adapter_rank,
     )
-    from torchtune_adaptive.recipe.plan.predict import Prediction, Query, compare, predict
+    from torchtune_adaptive.recipe.plan.predict import Prediction, compare, predict
+    from torchtune_adaptive.recipe.plan.query import Query
     from torchtune_adaptive.recipe.plan.ranking import (
         Candidate,
         chosen,

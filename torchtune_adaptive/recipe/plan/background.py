@@ -15,15 +15,10 @@ from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, Usage
 from torchtune_adaptive.planner import Answer, Question, TracedRun, Worker
 from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations, SpeedCalibration
-from torchtune_adaptive.recipe.plan.pace import pace_for
-from torchtune_adaptive.recipe.plan.predict import planned_rank
+from torchtune_adaptive.recipe.plan.device import device_for, pace_for
+from torchtune_adaptive.recipe.plan.query import planned_rank
 from torchtune_adaptive.recipe.plan.ranking import rank_candidates
-from torchtune_adaptive.recipe.plan.request import (
-    device_for,
-    plan_request,
-    require_traceable,
-    row_length,
-)
+from torchtune_adaptive.recipe.plan.request import plan_request, require_traceable, row_length
 from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
 from torchtune_adaptive.recipe.settings.knob_table import configured_choice
 from torchtune_adaptive.recipe.tracing.traces import Traces
@@ -37,10 +32,7 @@ PATIENCE = 120.0
 class BackgroundPlanner:
     """Another process that predicts for a run: only until it fails or is late for the first time.
 
-    Args:
-        answers: the class that answers there, made with what is asked, the ranks and ``about``.
-        asked: what the run was asked for.
-        ranks: the number of ranks.
+    An object of the class ``answers`` answers there, made with the other arguments.
 
     Raises:
         OSError: the process cannot be started.
@@ -55,12 +47,7 @@ class BackgroundPlanner:
     @classmethod
     def begin(cls, asked: Asked, ranks: int, device: str) -> BackgroundPlanner | None:
         """Start the one that the run needs; None, and the reason in the log, if that is not possible.
-
-        Args:
-            asked: what the run was asked for.
-            ranks: the number of ranks.
-            device: the device's name for itself.
-        """
+        ``device`` is the device's name for itself."""
         planner = RankPlanner if asked.settings.use_fastest_configuration else PeakPlanner
         try:
             return planner(asked, ranks, device)
@@ -179,7 +166,7 @@ class PeakAnswers:
 
         require_traceable(asked)
         check_method(asked.settings.cache)
-        self._traces = Traces(asked, ranks, planned_rank(asked), asked.settings.cache)
+        self._traces = Traces(asked, ranks, planned_rank(asked))
         length, _ = row_length(asked)
         self._run = TracedRun(self._traces, length, any_length=True)
         self._traces.remember()

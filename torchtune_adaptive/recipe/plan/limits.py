@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torchtune_adaptive.planner import TracedRun, largest, peak
-from torchtune_adaptive.recipe.plan.predict import Prediction, Query, predict
+from torchtune_adaptive.recipe.plan.predict import Prediction, predict
+from torchtune_adaptive.recipe.plan.query import Query
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
 TOKENS = 64

@@ -9,75 +9,17 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtune_adaptive.core import Rounding, candidates
-from torchtune_adaptive.planner import Answer, DeviceLimits, Pace, Peak, Question, Speed, TracedRun
-from torchtune_adaptive.recipe.plan.rollout import RolloutPlanner, RolloutPrediction, RolloutQuery
-from torchtune_adaptive.recipe.settings.asked import Asked
+from torchtune_adaptive.planner import Answer, DeviceLimits, Pace, Peak, Speed, TracedRun
+from torchtune_adaptive.recipe.plan.query import Query
+from torchtune_adaptive.recipe.plan.rollout import RolloutPlanner, RolloutPrediction
 from torchtune_adaptive.recipe.tracing.traces import Traces
 
 
-def planned_rank(asked: Asked) -> int:
-    """The rank that a plan stands for: the first of FSDP, whose share is the largest, and the last of those
-    that split layers. Where their parts are uneven, it pads its part of the logits before they are gathered,
-    which takes more than a smaller part saves."""
-    return asked.holders - 1
-
-
-@dataclass(frozen=True)
-class Query:
-    """A question about one config."""
-
-    asked: Asked
-    ranks: int
-    device: DeviceLimits
-    rows: int
-    """Micro-batch that is configured."""
-    length: int
-    rank: int = 0
-    cache: bool | str = False
-    """Folder where traces are kept, as the run's setting names it."""
-    in_detail: bool = False
-    """Whether to compute the curve and the timeline, too."""
-    confirmed: bool = False
-    """Whether to trace the largest size itself, as a check of the way it was computed."""
-    may_trace: bool = True
-    """Whether to trace what is not remembered."""
-    rounding: Rounding = "power_of_two"
-    """Sizes that a search may return."""
-    ceiling: int | None = None
-    """Largest size that it may return."""
-    pace: Pace | None = None
-    """Pace that its speed follows from, if that is known."""
-    rollout: RolloutQuery | None = None
-    """The phases of a rollout, if rows are generated."""
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches in a step."""
-        return self.asked.accumulation
-
-    @property
-    def question(self) -> Question:
-        """What is asked of the config's steps."""
-        pace = self.pace and replace(self.pace, ranks=self.ranks)
-        return Question(
-            self.device, self.rows, self.length, self.accumulation, pace, confirmed=self.confirmed
-        )
-
-    @property
-    def rows_per_step(self) -> int:
-        """Rows of each rank in a step."""
-        return self.rows * self.accumulation
-
-    def traces(self) -> Traces:
-        """The config's steps: those that are remembered, and others as they are traced."""
-        return Traces(self.asked, self.ranks, self.rank, self.cache, self.may_trace)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """The prediction for one config."""
 
@@ -88,14 +30,14 @@ class Prediction:
     largest: int
     """Largest micro-batch that fits; 0 if none does."""
     configured: Peak
-    at_largest: Peak | None
+    at_largest: Peak | None = None
     rounding: Rounding
     picked: Peak | None
     """Peak at the micro-batch that a search of the same config picks, if the data has enough rows."""
-    curve: list[tuple[int, int, int]]
+    curve: list[tuple[int, int, int]] = field(default_factory=list)
     """Rows, allocated, reserved."""
-    timeline: list[tuple[str, dict[str, int]]]
-    traced_directly: bool
+    timeline: list[tuple[str, dict[str, int]]] = field(default_factory=list)
+    traced_directly: bool = False
     """Whether steps were not bilinear, so that each size was traced separately."""
     uneven: bool
     """Whether ranks hold different shares of the parameters."""
@@ -119,7 +61,8 @@ def predict(query: Query, traces: Traces | None = None) -> Prediction:
     """Trace and predict. Call it in a process that does nothing else: see ``workers``."""
     started = time.perf_counter()
     traces = traces or query.traces()
-    found = _of_rollouts(query, traces) if query.rollout else _of_steps(query, traces)
+    generates = query.asked.kind.generates
+    found = _of_rollouts(query, traces) if generates else _of_steps(query, traces)
     prediction = Prediction(
         rows=query.rows,
         length=query.length,
@@ -155,26 +98,20 @@ def _of_steps(query: Query, traces: Traces) -> dict[str, Any]:
 
 
 def _of_rollouts(query: Query, traces: Traces) -> dict[str, Any]:
-    assert query.rollout is not None
-    about = (query.length, query.device, query.rounding, query.pace, query.confirmed)
-    rollout = RolloutPlanner(query.rollout, traces, *about).predict()
+    rollout = RolloutPlanner(query, traces).predict()
     training = rollout.phases[-1]
     return {
         "largest": training.largest,
         "configured": training.configured,
-        "at_largest": None,
         "picked": training.picked,
-        "curve": [],
-        "timeline": [],
         "speed": rollout.speed,
-        "traced_directly": False,
         "rollout": rollout,
     }
 
 
 def _picked(query: Query, most: int) -> int | None:
     """The size that a search returns if ``most`` is the largest that fits."""
-    ceiling = min(most, query.ceiling or most)
+    ceiling = min(most, query.asked.settings.ceiling or most)
     return max(candidates(query.rounding, ceiling, query.rows_per_step), default=None)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from torchtune_adaptive.common import NoPrediction
 from torchtune_adaptive.core import Choice, knobs
 from torchtune_adaptive.planner import Speed, StepsByChoice, TracedStep
-from torchtune_adaptive.recipe.plan.predict import Prediction, Query
+from torchtune_adaptive.recipe.plan.predict import Prediction
+from torchtune_adaptive.recipe.plan.query import Query
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import (
     KNOBS,
@@ -61,10 +62,7 @@ class Candidate:
 
 
 def rank_candidates(
-    query: Query,
-    may_change: str | tuple[str, ...],
-    traces: Traces | None = None,
-    with_margin: bool = False,
+    query: Query, may_change: str | tuple[str, ...], with_margin: bool = False
 ) -> list[Candidate]:
     """Candidates that need no other model than the query's, from the fastest; the query's own among them.
 
@@ -73,7 +71,6 @@ def rank_candidates(
     Args:
         query: the config, with its micro-batch and its pace.
         may_change: the setting ``adaptive_batching.may_change``.
-        traces: the query's traces, if there are any yet.
         with_margin: whether to find the fastest that fits in spite of the prediction's error, too; a run
             tries its choice, and needs none.
 
@@ -83,10 +80,10 @@ def rank_candidates(
     if query.pace is None:
         unknown = "Nothing is known about the speed of this device. Name a GPU with --gpu."
         raise NoPrediction(unknown)
-    own, *others = choices(query.asked, query.ranks, may_change, switches_only=True)
-    traces = traces or query.traces()
-    steps = steps_with(query, [own, *others], traces)
-    ranked, estimated = steps.ranked([own, *others])
+    possible = choices(query.asked, query.ranks, may_change, switches_only=True)
+    traces = query.traces()
+    steps = steps_with(query, possible, traces)
+    ranked, estimated = steps.ranked(possible)
     device = query.device
     traced = traced_until_one_fits(steps, ranked, estimated, device.usable_bytes)
     if with_margin:
@@ -105,7 +102,7 @@ def steps_with(query: Query, all_choices: list[Choice], traces: Traces) -> Steps
         length=query.length,
         rows_per_step=query.rows_per_step,
         device=query.device,
-        pace=replace(query.pace, ranks=query.ranks),
+        pace=query.pace,
     )
 
 

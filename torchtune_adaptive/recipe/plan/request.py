@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from torchtune_adaptive.common import ConfigError, NoPrediction
-from torchtune_adaptive.planner import DeviceLimits, Machine, Pace, gpu_limits, gpus, planned_gpu
+from torchtune_adaptive.common import NoPrediction
+from torchtune_adaptive.planner import DeviceLimits, Machine, Pace, gpus
 from torchtune_adaptive.recipe.data.row_lengths import longest_known
-from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations
-from torchtune_adaptive.recipe.plan.pace import pace_for
-from torchtune_adaptive.recipe.plan.predict import Query, planned_rank
-from torchtune_adaptive.recipe.plan.rollout import RolloutQuery
-from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
+from torchtune_adaptive.recipe.plan.device import device_for, pace_for
+from torchtune_adaptive.recipe.plan.query import Query, planned_rank
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import check, require_torchvision
 from torchtune_adaptive.recipe.settings.keys import CONTEXT, TENSORS
@@ -39,49 +37,38 @@ class PlanRequest:
     device: DeviceLimits
     length: int
     length_source: str
-    assumptions: tuple[str, ...] = field(default=())
-    pace: Pace | None = None
+    assumptions: tuple[str, ...]
+    pace: Pace | None
     """Pace that its speed follows from; None if that is not known."""
-    machine: Machine = field(default_factory=Machine)
+    machine: Machine
     """What is told about the machine."""
-    gpu: str = ""
+    gpu: str
     """Name of its GPU, ours or torch's; of something else if only its memory is known."""
 
     @property
     def cfg(self) -> DictConfig:
         return self.asked.cfg
 
-    @property
-    def settings(self) -> AdaptiveSettings:
-        return self.asked.settings
-
     def query(self, **changes: Any) -> Query:
-        micro_batch = self.asked.batch(self.ranks).micro_batch
-        generates = self.asked.kind.generates
-        divides = self.settings.keep_global_batch and not generates  # there it is kept in any case
         query = Query(
             self.asked.resolved(),
             self.ranks,
             self.device,
-            micro_batch,
             self.length,
             rank=planned_rank(self.asked),
-            cache=self.settings.cache,
-            rounding="divisor" if divides else self.settings.rounding,
-            ceiling=self.settings.ceiling,
             pace=self._pace(),
-            rollout=RolloutQuery.of(self.asked, self.ranks) if generates else None,
         )
         return replace(query, **changes)
 
     def _pace(self) -> Pace | None:
-        """The pace of this config, which may be another than the one that was asked for."""
+        """The pace of this config on these ranks, which may be others than those that were asked for."""
         if self.pace is None:
             return None
         compiled, quantized = bool(self.asked["compile"]), self.asked.quantized
         measured = self.pace.correction if compiled == self.pace.compiled else None
         return replace(
             self.pace,
+            ranks=self.ranks,
             compiled=compiled,
             quantized=quantized,
             correction=measured,
@@ -222,49 +209,6 @@ def _max_seq_len(block: Any) -> int | None:
     lengths = [node.get("max_seq_len") if isinstance(node, DictConfig) else None for node in nodes]
     set_lengths = [int(length) for length in lengths if length]
     return max(set_lengths) if len(set_lengths) == len(nodes) > 0 else None
-
-
-def device_for(
-    asked: Asked, ranks: int, gpu_name: str | None = None, memory: int | None = None
-) -> tuple[DeviceLimits, tuple[str, ...]]:
-    """The device that a run is planned for, and the assumptions about it; ``gpu_name`` is a known GPU or
-    ``here``, ``memory`` the capacity of one process, if known."""
-    settings = asked.settings
-    memory = memory or settings.memory_limit
-    if asked["device"] == "cpu":
-        if gpu_name is not None:
-            reason = f"is a simulated device, and the plan is asked for {gpu_name!r}"
-            raise ConfigError("device", "cpu", reason, "Set device=cuda, or name no GPU")
-        return _simulated_device(settings, memory), ()
-    kind = gpus.gpu(gpus.DEFAULT if gpu_name in (None, gpus.HERE) else gpu_name)
-    if gpu_name != gpus.HERE:
-        return planned_gpu(kind, ranks, settings.headroom, memory)
-    measured = _measured_here(asked, ranks)
-    capacity = min(memory or measured.capacity, measured.capacity)
-    ratio = measured.reserved_ratio
-    about, headroom = measured.text(), settings.headroom
-    return gpu_limits(measured.device, kind, ranks, capacity, headroom, about, ratio)
-
-
-def _simulated_device(settings: AdaptiveSettings, memory: int | None) -> DeviceLimits:
-    if memory is None:
-        raise NoPrediction(
-            "device: 'cpu' has no memory of its own to plan for. Give --memory (or "
-            f"{BLOCK}.memory_limit) to plan for a simulated device, or device=cuda."
-        )
-    return DeviceLimits.simulated(memory, settings.headroom)
-
-
-def _measured_here(asked: Asked, ranks: int) -> Calibration:
-    newest = Calibrations(Calibration, asked, ranks).newest()
-    if newest is None:
-        reason = (
-            "is this machine's GPU as measured by an earlier search, and there was none for a config like "
-            "this one (compile, packed rows) on as many ranks (one, or several)"
-        )
-        remedy = f"Run one with {BLOCK}.search=predict, or name a GPU (--list-gpus)"
-        raise ConfigError("--gpu", gpus.HERE, reason, remedy)
-    return newest
 
 
 def _caveats(asked: Asked) -> Iterator[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from torchtune_adaptive.core import Rounding, candidates
-from torchtune_adaptive.planner import DeviceLimits, Pace, Peak, Question, Speed, TracedRun, peak
+from torchtune_adaptive.core import candidates
+from torchtune_adaptive.planner import Peak, Question, Speed, TracedRun, peak
+from torchtune_adaptive.recipe.plan.query import Query
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
-from torchtune_adaptive.recipe.settings.asked import ACCUMULATION, Asked
+from torchtune_adaptive.recipe.settings.asked import ACCUMULATION
 from torchtune_adaptive.recipe.settings.phase_names import (
     GATHERING,
     GENERATION,
@@ -18,55 +19,6 @@ from torchtune_adaptive.recipe.settings.phase_names import (
     TRAINING,
 )
 from torchtune_adaptive.recipe.tracing.traces import PartTraces, Traces
-
-
-@dataclass(frozen=True)
-class PhaseOfRollout:
-    """A phase, as a config has it."""
-
-    size: int
-    """The rows in a micro-batch."""
-    ceiling: int
-    """The most that a search may find."""
-    together: int
-    """The rows that are split into micro-batches: those of a rollout, or of a step."""
-    total: int
-    """The rows in a rollout, each as often as it is done."""
-    is_fixed: bool = False
-    """Whether a search leaves the size as it is."""
-
-
-@dataclass(frozen=True)
-class RolloutQuery:
-    """The phases of a config's rollouts, on each rank."""
-
-    rows: int
-    """The rows of a rollout."""
-    max_new: int
-    """Tokens of the longest response."""
-    sharded: bool
-    """Whether the policy is spread over ranks."""
-    phases: Mapping[str, PhaseOfRollout]
-
-    @classmethod
-    def of(cls, asked: Asked, ranks: int) -> RolloutQuery:
-        """The phases of a checked config."""
-        settings, samples = asked.settings, asked["grpo_samples"]
-        rows, step = asked["batch_size"] * samples, asked.batch(ranks)
-        forward = (asked["forward_batch_size"] or asked["batch_size"]) * samples
-        given = {GENERATION: settings.generation_batch_size, SCORING: settings.scoring_batch_size}
-        phases = {
-            name: PhaseOfRollout(min(size or forward, rows), rows, rows, rows, size is not None)
-            for name, size in given.items()
-        }
-        phases[TRAINING] = PhaseOfRollout(
-            step.micro_batch,
-            min(settings.ceiling or step.rows, step.rows),
-            step.rows,
-            rows * asked["ppo_epochs"],
-            bool(asked["optimizer_in_bwd"]),
-        )
-        return cls(rows, asked["max_generated_tokens"], ranks > 1, phases)
 
 
 @dataclass(frozen=True)
@@ -109,34 +61,20 @@ class RolloutPrediction:
         return max(self.phases, key=lambda phase: phase.configured.reserved)
 
 
-@dataclass(frozen=True)
 class RolloutPlanner:
-    """Predicts rollouts from traces.
+    """Predicts rollouts of a config from its traces."""
 
-    Args:
-        asked: the phases.
-        traces: those of the config.
-        length: the tokens of the longest prompt with the longest response.
-        device: the memory of the device.
-        rounding: the sizes that a search may pick.
-        pace: the pace that times follow from, if that is known.
-        confirmed: whether to trace the largest sizes themselves.
-    """
-
-    asked: RolloutQuery
-    traces: Traces
-    length: int
-    device: DeviceLimits
-    rounding: Rounding
-    pace: Pace | None
-    confirmed: bool
+    def __init__(self, query: Query, traces: Traces) -> None:
+        self.query, self.traces = query, traces
+        self.rows: int = query.asked["batch_size"] * query.asked["grpo_samples"]
+        """The rows of a rollout on each rank."""
 
     def predict(self) -> RolloutPrediction:
         phases = tuple(phase.predict() for phase in self.phases())
         picked = {each.name: each.picked.rows for each in phases if each.picked}
         return RolloutPrediction(
-            self.asked.rows,
-            self.asked.max_new,
+            self.rows,
+            self.query.asked["max_generated_tokens"],
             phases,
             self._of_all([each.speed for each in phases]),
             self._of_all([each.speed_picked for each in phases]),
@@ -145,20 +83,40 @@ class RolloutPlanner:
 
     def phases(self) -> tuple[_Phase, ...]:
         """Each phase by itself, in the order in which they follow each other."""
-        sharded = self.asked.sharded and not self._gathered_policy_fits()
-        generation = SHARDED_GENERATION if sharded else GENERATION
+        asked, rows, ranks = self.query.asked, self.rows, self.query.ranks
+        settings, step = asked.settings, asked.batch(ranks)
+        forward = (asked["forward_batch_size"] or asked["batch_size"]) * asked["grpo_samples"]
+        sharded = ranks > 1 and not self._gathered_policy_fits()
+
+        def once(name: str, part: str, given: int | None) -> _Phase:
+            """A phase that goes over the rows once, and that a search leaves as it is ``given``."""
+            traces, size = [PartTraces(self.traces, part)], min(given or forward, rows)
+            return _Phase(self, name, traces, size, rows, rows, is_fixed=given is not None)
+
+        in_backward = bool(asked["optimizer_in_bwd"])
         # With the optimizer in backward, a step is one micro-batch.
-        steps = (1,) if self.asked.phases[TRAINING].is_fixed else (1, 2)
+        numbers = (1,) if in_backward else (1, 2)
+        generation = SHARDED_GENERATION if sharded else GENERATION
         return (
-            _Phase(self, GENERATION, [PartTraces(self.traces, generation)], sharded),
-            _Phase(self, SCORING, [PartTraces(self.traces, SCORING)]),
-            _Phase(self, TRAINING, [PartTraces(self.traces, micro_batches=n) for n in steps]),
+            once(GENERATION, generation, settings.generation_batch_size),
+            once(SCORING, SCORING, settings.scoring_batch_size),
+            _Phase(
+                self,
+                TRAINING,
+                [PartTraces(self.traces, micro_batches=n) for n in numbers],
+                size=step.micro_batch,
+                ceiling=min(settings.ceiling or step.rows, step.rows),
+                together=step.rows,
+                is_fixed=in_backward,
+                steps=rows * asked["ppo_epochs"] // step.rows,
+            ),
         )
 
     def _gathered_policy_fits(self) -> bool:
-        step = self.traces.of_phase(GATHERING, 1, self.length)
-        found = peak(self.traces.start_up(self.length), step, 1, self.length, self.device)
-        return found.reserved <= self.device.usable_bytes
+        length, device = self.query.length, self.query.device
+        step = self.traces.of_phase(GATHERING, 1, length)
+        found = peak(self.traces.start_up(length), step, 1, length, device)
+        return found.reserved <= device.usable_bytes
 
     def _of_all(self, speeds: Sequence[Speed | None]) -> Speed | None:
         known = [speed for speed in speeds if speed is not None]
@@ -167,101 +125,103 @@ class RolloutPlanner:
         seconds = sum(speed.seconds for speed in known)
         return Speed(
             seconds,
-            self.asked.rows * self.length / seconds,
+            self.rows * self.query.length / seconds,
             sum(speed.mfu * speed.seconds for speed in known) / seconds,
             {name: speed.seconds / seconds for name, speed in zip(PHASES, known, strict=True)},
             0.0,
             known[-1].band,
-            self.asked.rows / seconds,
+            self.rows / seconds,
         )
 
     def _overrides(self, picked: Mapping[str, int]) -> str:
-        accumulation = -(-self.asked.phases[TRAINING].together // picked[TRAINING])
+        accumulation = -(-self.query.asked.batch(self.query.ranks).rows // picked[TRAINING])
         return (
             f"{ACCUMULATION}={accumulation} {BLOCK}.generation_batch_size={picked[GENERATION]} "
             f"{BLOCK}.scoring_batch_size={picked[SCORING]}"
         )
 
 
+@dataclass
 class _Phase:
-    """One phase: ``traces`` are those of its micro-batches, or those of a step with one and with more."""
+    """One phase, as the config has it, on each rank."""
 
-    def __init__(
-        self,
-        planner: RolloutPlanner,
-        name: str,
-        traces: Sequence[PartTraces],
-        sharded: bool = False,
-    ) -> None:
-        self.name, self._planner, self._traces, self._sharded = name, planner, traces, sharded
-        self._about = planner.asked.phases[name]
-        self._runs: dict[int, TracedRun] = {}
+    planner: RolloutPlanner
+    name: str
+    traces: Sequence[PartTraces]
+    """Those of its micro-batches, or those of a step with one and with more."""
+    size: int
+    """The rows in a micro-batch."""
+    ceiling: int
+    """The most that a search may find."""
+    together: int
+    """The rows that are split into micro-batches: those of a rollout, or of a step."""
+    is_fixed: bool
+    """Whether a search leaves the size as it is."""
+    steps: int = 1
+    """Steps in a rollout."""
+    _runs: dict[int, TracedRun] = field(default_factory=dict)
 
     def predict(self) -> PhasePrediction:
-        about, most = self._about, self._largest()
+        most = self._largest()
         picked = self._picked(most)
         return PhasePrediction(
             self.name,
-            self.peak(about.size),
+            self.peak(self.size),
             most,
             self.peak(picked) if picked else None,
-            self._speed(about.size),
+            self._speed(self.size),
             self._speed(picked) if picked else None,
-            self._sharded,
+            self.traces[0].phase == SHARDED_GENERATION,
         )
 
     def run(self, size: int) -> TracedRun:
         """The traces of a micro-batch of this size: steps with more of them hold gradients already."""
-        which = min(self._micro_batches(size), len(self._traces)) - 1
+        which = min(self._micro_batches(size), len(self.traces)) - 1
         if which not in self._runs:
-            self._runs[which] = TracedRun(self._traces[which], self._planner.length)
+            self._runs[which] = TracedRun(self.traces[which], self.planner.query.length)
         return self._runs[which]
 
     def _micro_batches(self, size: int) -> int:
-        return -(-self._about.together // size)
+        return -(-self.together // size)
 
     def peak(self, size: int) -> Peak:
         """The peak with micro-batches of a size."""
-        return self.run(size).peak(size, self._planner.length, self._planner.device)
-
-    def _fits(self, size: int) -> bool:
-        return self.peak(size).reserved <= self._planner.device.usable_bytes
+        query = self.planner.query
+        return self.run(size).peak(size, query.length, query.device)
 
     def _largest(self) -> int:
-        most, planner = self._about.ceiling, self._planner
-        if most == self._about.together:
+        most, query = self.ceiling, self.planner.query
+        if most == self.together:
             # Of training, this is a step of its own: without gradients of an earlier micro-batch.
-            if (fits := self._fits(most)) or most == 1:
+            fits = self.peak(most).reserved <= query.device.usable_bytes
+            if fits or most == 1:
                 return most if fits else 0
             most -= 1
         run = self.run(most)
-        return run.largest(planner.length, planner.device, most, planner.confirmed)
+        return run.largest(query.length, query.device, most, query.confirmed)
 
     def _picked(self, most: int) -> int:
-        if self._about.is_fixed:
-            return self._about.size if self._about.size <= most else 0
-        sizes = candidates(self._planner.rounding, most, self._about.together)
-        return max(sizes, default=0)
+        if self.is_fixed:
+            return self.size if self.size <= most else 0
+        return max(candidates(self.planner.query.rounding, most, self.together), default=0)
 
     def _speed(self, size: int) -> Speed | None:
         """The speed of whole rollouts with micro-batches of a size."""
-        planner, about = self._planner, self._about
-        parts, rounds = 1, self._micro_batches(size)
-        pace = planner.pace
+        query, rows = self.planner.query, self.planner.rows
+        parts, rounds, pace = 1, self._micro_batches(size), query.pace
         if self.name == GENERATION:
-            parts = planner.asked.max_new
+            parts = query.asked["max_generated_tokens"]
             pace = pace and replace(pace, compiled=False)
         elif self.name == TRAINING:
-            parts, rounds = rounds, about.total // about.together
-        question = Question(planner.device, size, planner.length, parts, pace)
+            parts, rounds = rounds, self.steps
+        question = Question(query.device, size, query.length, parts, pace)
         one = self.run(size).speed(question, size)
         if one is None:
             return None
         seconds = one.seconds * rounds
-        rows = planner.asked.rows
         return replace(
             one,
             seconds=seconds,
-            tokens_per_second_per_gpu=rows * planner.length / seconds,
+            tokens_per_second_per_gpu=rows * query.length / seconds,
             rows_per_second_per_gpu=rows / seconds,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from torchtune_adaptive.common import ConfigError, counted
@@ -12,8 +11,7 @@ from torchtune_adaptive.core import Rounding, SizeTrial, Split, candidates
 from torchtune_adaptive.recipe.plan.background import PeakPlanner
 from torchtune_adaptive.recipe.search.prober import Prober, RowsToTry
 from torchtune_adaptive.recipe.search.size_report import FEW_STEPS, SearchReport
-from torchtune_adaptive.recipe.search.sizing import FoundRows, InRows
-from torchtune_adaptive.recipe.search.worst_case import WorstCase
+from torchtune_adaptive.recipe.search.sizing import InRows
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK, AdaptiveSettings
 
 log = logging.getLogger(__name__)
@@ -22,30 +20,69 @@ log = logging.getLogger(__name__)
 def find_micro_batch(
     prober: Prober, rows: RowsToTry, known: int | None = None, planner: PeakPlanner | None = None
 ) -> SearchReport:
-    """Search on the run itself, which is afterwards as it was before.
-
-    Args:
-        prober: the maker of trials of the run's step with its ``rows``.
-        known: the size that an earlier part of this run has found; it is confirmed by one trial.
-        planner: the planner on rank 0, which predicts the size that should be found.
-    """
+    """Search on the run itself, which is afterwards as it was before. One trial confirms the size that is
+    ``known`` from an earlier part of this run; on rank 0, a planner predicts the size."""
     started, settings, configured = time.perf_counter(), prober.settings, rows.configured
+    sample = rows.data.rows.sample
     limit = limit_of(
         settings,
         configured,
         rows.per_rank,
-        sample=rows.data.rows.sample,
+        sample=sample,
         max_steps=prober.asked["max_steps_per_epoch"],
         known=known,
     )
+    sizes = possible_sizes(settings, configured, limit.size)
+    # Not that of fewer sizes: what fits is the same, and a cached size is confirmed in any case.
+    largest_candidate = possible_sizes(settings, configured, limit.possible or limit.size)[-1]
     worst = prober.worst_case(rows.data, rows.lengths, settings.probe_length)
-    sample = rows.data.rows.sample
     log.info(
         f"Searching for the largest micro-batch with {sample}s of {worst.size} ({worst.source})."
     )
-    found, validation = _search(prober, rows, worst, limit, known, planner)
-    assert found.size is not None, "it raises where nothing fits"
-    after = split_for(settings, configured, found.size)
+
+    def accumulation(size: int) -> int:
+        most = 2 if settings.grow_past_memory else 1
+        return max(split_for(settings, configured, size).accumulation, most)
+
+    def learn_from(trial: SizeTrial) -> None:
+        if planner is not None:
+            planner.learn_from(trial.size, trial.usage, accumulation(trial.size))
+
+    with prober.primed(accumulation, worst.batch, worst.nothing_fits) as (probe, first):
+        if planner is not None and worst.size.images > 1:
+            log.info("No prediction: it would be for rows with one image. Searching without it.")
+            planner = None
+        capacity = prober.capacity()
+
+        def predicted(after: SizeTrial | None) -> int:
+            prober.enter("predicting the batch size")
+            if after is not None:
+                learn_from(after)
+            size = planner.largest(worst.length, capacity) if planner is not None else None
+            return prober.ranks.from_rank_zero(size) or 0
+
+        found = InRows(
+            trial=lambda size: probe.trial(size, worst.batch),
+            sizes=sizes,
+            strategy=settings.search,
+            nothing_fits=worst.nothing_fits,
+            about=prober.facts(
+                row=asdict(worst.size),
+                packed=rows.data.rows.packed,
+                largest_candidate=largest_candidate,
+            ),
+            known=known,
+            first=first,
+            predicted=predicted,
+        ).find(prober.ranks, settings.cache)
+        assert found.size is not None, "it raises where nothing fits"
+        largest = found.size
+        validation = prober.fit_validation(probe, rows, lambda _: largest)
+    if settings.search == "predict":
+        prober.enter("learning how good the prediction was")
+    if found.status.is_proof:
+        learn_from(next(trial for trial in found.trials if trial.size == largest))
+    after = split_for(settings, configured, largest)
     return SearchReport(
         result=found,
         before=configured,
@@ -58,55 +95,10 @@ def find_micro_batch(
         seconds=time.perf_counter() - started,
         rows_per_rank=rows.per_rank,
         lr=prober.asked.cfg.optimizer.get("lr"),
-        ceiling=limit.reason,
-        at_ceiling=found.size == possible_sizes(settings, configured, limit.size)[-1],
+        limit=limit.reason if largest == sizes[-1] else None,
         validation=validation,
         sample=sample,
     )
-
-
-def _search(
-    prober: Prober,
-    rows: RowsToTry,
-    worst: WorstCase,
-    limit: Limit,
-    known: int | None,
-    planner: PeakPlanner | None,
-) -> tuple[FoundRows, SizeTrial | None]:
-    """The size of training, and the trial of validation."""
-    settings, configured = prober.settings, rows.configured
-
-    def accumulation(size: int) -> int:
-        most = 2 if settings.grow_past_memory else 1
-        return max(split_for(settings, configured, size).accumulation, most)
-
-    with prober.primed(accumulation, worst.batch, worst.nothing_fits) as (probe, first):
-        if planner is not None and worst.size.images > 1:
-            log.info("No prediction: it would be for rows with one image. Searching without it.")
-            planner = None
-        predictions = _Predictions(prober, planner, worst.length, prober.capacity(), accumulation)
-        found = InRows(
-            trial=lambda size: probe.trial(size, worst.batch),
-            sizes=possible_sizes(settings, configured, limit.size),
-            strategy=settings.search,
-            nothing_fits=worst.nothing_fits,
-            about=prober.facts(
-                row=asdict(worst.size),
-                packed=rows.data.rows.packed,
-                # Not that of fewer sizes: what fits is the same, and a cached size is confirmed in any case.
-                largest_candidate=possible_sizes(
-                    settings, configured, limit.possible or limit.size
-                )[-1],
-            ),
-            known=known,
-            first=first,
-            predicted=predictions.largest,
-        ).find(prober.ranks, settings.cache)
-        validation = prober.fit_validation(probe, rows, lambda _: found.size or 1)
-    if settings.search == "predict":
-        prober.enter("learning how good the prediction was")
-    predictions.learn_from(found)
-    return found, validation
 
 
 @dataclass(frozen=True)
@@ -187,33 +179,3 @@ def split_for(settings: AdaptiveSettings, configured: Split, size: int) -> Split
     if settings.keep_global_batch:
         accumulation = configured.rows // size
     return Split(size, accumulation, configured.ranks)
-
-
-@dataclass(frozen=True)
-class _Predictions:
-    """What the planner predicts for a search, the same on all ranks; nothing where there is no planner."""
-
-    prober: Prober
-    planner: PeakPlanner | None
-    row_length: int
-    capacity: int
-    accumulation: Callable[[int], int]
-
-    def largest(self, after: SizeTrial | None) -> int:
-        """The largest size that should fit, corrected by a trial; 0 if there is no prediction."""
-        self.prober.enter("predicting the batch size")
-        rows = None
-        if self.planner is not None:
-            if after is not None:
-                self._correct_by(after)
-            rows = self.planner.largest(self.row_length, self.capacity)
-        return self.prober.ranks.from_rank_zero(rows) or 0
-
-    def learn_from(self, found: FoundRows) -> None:
-        """Remember how good predictions were, once a search has tried its size."""
-        if self.planner is not None and found.status.is_proof:
-            self._correct_by(next(trial for trial in found.trials if trial.size == found.size))
-
-    def _correct_by(self, trial: SizeTrial) -> None:
-        assert self.planner is not None
-        self.planner.learn_from(trial.size, trial.usage, self.accumulation(trial.size))

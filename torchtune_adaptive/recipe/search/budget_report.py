@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -60,7 +60,7 @@ class BudgetReport(Report):
         if after is not None:
             was = f"{before:,.0f}" if before else "(does not fit)"
             lines.append(f"Tokens per second on each rank, in one step: {was} -> {after:,.0f}.")
-        configured, longest = counted(self.split.micro_batch, "row"), self.budget.longest
+        longest = self.budget.longest
         if not self.used:
             lines.append(
                 f"The token budget is not used, because it is slower: micro-batches stay at {configured}. "
@@ -166,19 +166,12 @@ def padding_shares(by_tokens: ByTokens, split: Split) -> tuple[float, float]:
             for rank in range(split.ranks)
             for portion in micro_batches.portions(step, size, rank, split.ranks)
         )
-        return padding(
-            (lengths[sample] for sample in portion.sample_ids)
-            for portion in portions
-            if not portion.weightless
-        )
+        tokens = computed = 0
+        for portion in portions:
+            if not portion.weightless:
+                mine = [lengths[sample] for sample in portion.sample_ids]
+                tokens += sum(mine)
+                computed += len(mine) * max(mine)
+        return 1 - tokens / computed if computed else 0.0
 
     return share(ByRows("none")), share(by_tokens)
-
-
-def padding(micro_batches: Iterable[Iterable[int]]) -> float:
-    """The fraction of computed tokens that is padding, given the row lengths of each micro-batch."""
-    tokens = computed = 0
-    for lengths in map(list, micro_batches):
-        tokens += sum(lengths)
-        computed += len(lengths) * max(lengths)
-    return 1 - tokens / computed if computed else 0.0

@@ -46,13 +46,8 @@ class DecidedBatch:
 def decide_batch(
     prober: Prober, rows: RowsToTry, saved: TrainingState | None, planner: BackgroundPlanner | None
 ) -> DecidedBatch:
-    """Search where a search is asked for, and settle what training starts with.
-
-    Args:
-        prober: the maker of trials of the run's step with its ``rows``.
-        saved: the training state of the checkpoint that is resumed.
-        planner: the planner on rank 0, which predicts what should be found.
-    """
+    """Search where a search is asked for, and settle what training starts with. ``saved`` is the training
+    state of the checkpoint that is resumed; on rank 0, a planner predicts what should be found."""
     settings, configured = prober.settings, rows.configured
     # A resumed run is bound by what it decided before; one that decided nothing is not.
     growth = saved.growth if saved and settings.adapts else None

@@ -78,16 +78,20 @@ class FastestReport(Report):
             self._verdict(each),
         )
 
+    @property
+    def _best(self) -> Timing[Choice]:
+        """The timing of what was chosen."""
+        return next(each for each in self.timed if each.way == self.chosen)
+
     def _verdict(self, each: Timing[Choice]) -> str:
         """Why a configuration was not chosen, beside the one that was and in the same steps."""
         if each.way == self.chosen:
             return "chosen"
         if each.failed:
             return "ran out of memory when it was timed"
-        steps = len(each.steps)
-        best = next((one for one in self.timed if one.way == self.chosen), None)
-        mine, its = each.measured, best.in_the_first(steps) if best else None
-        if best is None or mine is None or its is None:
+        steps, best = len(each.steps), self._best
+        mine, its = each.measured, best.in_the_first(steps)
+        if mine is None or its is None:
             return ""
         why = ""
         if mine < its:
@@ -139,10 +143,9 @@ class FastestReport(Report):
         }
 
     def numbers(self) -> dict[str, float]:
-        trial = self.tried[self.chosen]
-        result = self.split, self.row_length, trial, len(self.tried), self.seconds
-        timed = next((each for each in self.timed if each.way == self.chosen), None)
-        return numbers_of(*result, self._speed(timed.measured) if timed else None)
+        trial, speed = self.tried[self.chosen], self._speed(self._best.measured)
+        found = numbers_of(self.split, self.row_length, trial, len(self.tried), self.seconds)
+        return found if speed is None else {**found, "tokens_per_second_per_gpu": round(speed, 1)}
 
     def details(self) -> list[Block]:
         header = ("configuration", "tokens/s per rank", "steps", "predicted", "peak", "verdict")

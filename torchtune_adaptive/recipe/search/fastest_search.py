@@ -36,13 +36,9 @@ def find_fastest(
     known: Mapping[str, Any] | None = None,
     rank: Callable[[int, int], Ranked | None] | None = None,
 ) -> FastestReport:
-    """Choose on the run itself, which afterwards is as it was before, except for its knobs.
-
-    Args:
-        prober: the maker of trials of the run's step with its ``rows``.
-        known: the choice of an earlier part of this run; it is confirmed by one trial.
-        rank: the prediction on rank 0, for the length of rows and the capacity of a rank.
-    """
+    """Choose on the run itself, which afterwards is as it was before, except for its knobs. One trial
+    confirms the choice that is ``known`` from an earlier part of this run. On rank 0, ``rank`` predicts for
+    the length of rows and the capacity of a rank."""
     started, settings = time.perf_counter(), prober.settings
     allowed = possible_choices(prober)
     own = allowed[0]
@@ -68,7 +64,7 @@ def find_fastest(
         ranks=prober.ranks.size,
         own=own,
         chosen=chosen,
-        split=_split_of(rows.configured, chosen),
+        split=trials.split(chosen),
         timed=timed,
         tried=trials.tried,
         tokens=trials.tokens,
@@ -151,11 +147,6 @@ def _nothing_fits(trials: _Trials) -> Exception:
     )
 
 
-def _split_of(configured: Split, choice: Choice) -> Split:
-    size = choice.get(knobs.MICRO_BATCH, configured.micro_batch)
-    return Split(size, configured.rows // size, configured.ranks)
-
-
 @dataclass
 class _Trials:
     """Tries choices on the run: whether the longest rows fit, and how long typical steps take.
@@ -180,7 +171,7 @@ class _Trials:
             # Also of the first steps, which have one row: so these need no more than what they stand for.
             self._probe: Probe = stack.enter_context(
                 self.prober.probe(
-                    lambda size: self._split(step.options.switches.choice).accumulation
+                    lambda size: self.split(step.options.switches.choice).accumulation
                 )
             )
             for choice in self.first:
@@ -194,8 +185,11 @@ class _Trials:
     def __exit__(self, *error: Any) -> None:
         self._open.close()
 
-    def _split(self, choice: Choice) -> Split:
-        return _split_of(self.rows.configured, choice)
+    def split(self, choice: Choice) -> Split:
+        """The batch with this choice."""
+        configured = self.rows.configured
+        size = choice.get(knobs.MICRO_BATCH, configured.micro_batch)
+        return Split(size, configured.rows // size, configured.ranks)
 
     @property
     def last(self) -> SizeTrial:
@@ -205,7 +199,7 @@ class _Trials:
         """Whether a micro-batch of the longest rows fits; each choice is tried once."""
         if choice not in self.tried:
             self.prober.step.switch(choice)
-            size = self._split(choice).micro_batch
+            size = self.split(choice).micro_batch
             self.tried[choice] = self._probe.trial(size, self.worst.batch)
             log.info(f"{name_of(choice, self.own)}: {self.tried[choice].line()}")
         return self.tried[choice].fits
@@ -213,7 +207,7 @@ class _Trials:
     def time(self, choice: Choice, steps: int) -> Sequence[float] | None:
         """Seconds of some steps of the run's first samples."""
         self.prober.step.switch(choice)
-        size, ranks, data = self._split(choice).micro_batch, self.prober.ranks, self.rows.data
+        size, ranks, data = self.split(choice).micro_batch, self.prober.ranks, self.rows.data
         if not self.tokens:
             samples = self.rows.first_samples[ranks.rank :: ranks.size]
             mine = sum(data.rows.length(data.dataset[sample]) for sample in samples)

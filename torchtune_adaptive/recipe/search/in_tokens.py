@@ -53,13 +53,11 @@ def budget_of(measured: Sequence[Sequence[int]]) -> Budget:
 
 
 def _is_budget(value: Any) -> bool:
-    """Whether it has rows for ascending lengths."""
     try:
-        lengths, rows = zip(*value, strict=True)
+        budget = budget_of(value)
     except (TypeError, ValueError):
         return False
-    numbers = all(type(one) is int and one >= 1 for one in (*lengths, *rows))
-    return numbers and sorted({*lengths}) == [*lengths]
+    return all(type(number) is int for pair in budget.measured for number in pair)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +81,12 @@ class InTokens(ToSize[FoundBudget]):
             raise self.nothing_fits(trials[-1].trial)
         return FoundBudget(budget, trials)
 
-    def _as_given(self, size: int) -> FoundBudget:
+    def as_given(self, size: int) -> FoundBudget:
+        """The budget that the user gives, by one trial.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
         longest = self.lengths[0]
         if size < longest:
             raise ConfigError(
@@ -148,12 +151,8 @@ def find_budget(
 
     The longest rows come first: a search finds how many of them fit. At each shorter length the same number
     of tokens is known to fit and needs no trial (see ``Budget``). What fits beyond that is estimated from
-    what was measured, and the estimate is tried once: if it fails, the known size stays.
-
-    Args:
-        trial_at: a function that tries them.
-        lengths: the lengths to measure at, descending.
-        most_rows: the most rows that a micro-batch may have.
+    what was measured, and the estimate is tried once: if it fails, the known size stays. ``lengths`` are
+    descending.
     """
     trials: list[LengthTrial] = []
 

@@ -26,7 +26,6 @@ from torchtune_adaptive.core import (
 )
 from torchtune_adaptive.recipe.data.dataset import Data
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
-from torchtune_adaptive.recipe.search.sizing import InRows
 from torchtune_adaptive.recipe.search.worst_case import WorstCase, worst_case
 from torchtune_adaptive.recipe.settings.adaptive import AdaptiveSettings
 from torchtune_adaptive.recipe.settings.asked import Asked
@@ -131,11 +130,7 @@ class Prober:
         )
 
     def probe(self, accumulation: Callable[[int], int]) -> Probe:
-        """A probe, which is a context.
-
-        Args:
-            accumulation: the micro-batches in a step, for a given size.
-        """
+        """A probe, which is a context; ``accumulation`` gives the micro-batches in a step of a size."""
         if self.compiled and self.step.device.type == "cpu":
             log.info(
                 "The simulated device sees single operations, so compiled regions run eager in trials."
@@ -175,7 +170,7 @@ class Prober:
         are longer, or if ``batch_size_val`` asks for more. The loss does not depend on the size.
 
         Args:
-            probe: the probe that tries it; inside its context, so that the optimizer's state is in memory.
+            probe: a probe in its context, so that the optimizer's state is in memory.
             rows: the rows of the run.
             default: the size to start with where the config gives none, for rows of so many tokens.
         """
@@ -186,14 +181,14 @@ class Prober:
         size = validation.size or default(worst.length)
         size = max(1, min(size, -(-len(validation.data.dataset) // rows.configured.ranks)))
         phase = Phase("validation", self.step, self.step.sums)
-        found = InRows(
-            trial=lambda size: probe.trial_of(phase, size, worst.batch(size)),
-            sizes=[size >> halvings for halvings in reversed(range(size.bit_length()))],
-            strategy="halve",
-            nothing_fits=worst.nothing_fits,
-            prefix=f"Validation, {worst.length} tokens a row: ",
-        ).find(self.ranks)
-        return found.trials[-1]
+        while True:
+            trial = probe.trial_of(phase, size, worst.batch(size))
+            log.info(f"Validation, {worst.length} tokens a row: {trial.line()}")
+            if trial.fits:
+                return trial
+            if size == 1:
+                raise worst.nothing_fits(trial)
+            size //= 2
 
     def worst_case(self, data: Data, lengths: RowLengths, length: int | None = None) -> WorstCase:
         """The row that trials are made of, of a given length or of the longest that the data can produce;

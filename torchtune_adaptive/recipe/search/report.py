@@ -120,16 +120,10 @@ def batch_numbers(split: Split) -> dict[str, int]:
 
 
 def numbers_of(
-    split: Split,
-    row_length: int,
-    trial: SizeTrial,
-    trials: int,
-    seconds: float,
-    speed: float | None = None,
+    split: Split, row_length: int, trial: SizeTrial, trials: int, seconds: float
 ) -> dict[str, float]:
-    """What a search came to: the batch, the trial of what was chosen and, if that was timed, its tokens per
-    second and rank."""
-    found: dict[str, float] = {
+    """What a search came to: the batch, and the trial of what was chosen."""
+    return {
         **batch_numbers(split),
         "row_length": row_length,
         "trials": trials,
@@ -137,4 +131,3 @@ def numbers_of(
         "peak_memory_gib": round(trial.deciding.peak_bytes / _GIB, 4),
         "usable_memory_gib": round(trial.deciding.usable_bytes / _GIB, 4),
     }
-    return found if speed is None else {**found, "tokens_per_second_per_gpu": round(speed, 1)}

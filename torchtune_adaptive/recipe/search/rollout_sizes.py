@@ -47,13 +47,8 @@ log = logging.getLogger(__name__)
 def decide_sizes(
     prober: Prober, phases: Phases, start: Split, saved: TrainingState | None
 ) -> DecidedBatch:
-    """Find the sizes of all parts, or take those that the config says; phases have theirs afterward.
-
-    Args:
-        prober: the maker of trials.
-        phases: generation and scoring.
-        start: the batch that the config asks for.
-        saved: the training state of the checkpoint that is resumed, whose sizes are confirmed.
+    """Find the sizes of all parts, or take those that the config says; phases have theirs afterward. In a
+    resumed run, the sizes of the ``saved`` training state are confirmed.
 
     Raises:
         ConfigError: a token budget has less than the longest row.
@@ -137,19 +132,18 @@ class _Part:
         """The size that the config says; None where it is to be searched."""
         if not self.in_tokens:
             return self.rows
-        return None if self.tokens is True else self._budget(self.tokens)
-
-    def _budget(self, tokens: int) -> Budget:
+        if self.tokens is True:
+            return None
         phases, longest = self.phases, self.phases.longest_row
-        if tokens < longest:
+        if self.tokens < longest:
             raise ConfigError(
                 IN_TOKENS[self.name],
-                tokens,
+                self.tokens,
                 f"is less than the longest row may have: {phases.longest} tokens of a prompt and "
                 f"{phases.sizes.max_new} of the response",
                 f"Set it to {longest} or more, or lower max_generated_tokens",
             )
-        return Budget.of_tokens(tokens, longest)
+        return Budget.of_tokens(self.tokens, longest)
 
     @property
     def _known(self) -> Any:
@@ -184,42 +178,39 @@ class _Part:
         """The size, after the first steps of training."""
         prober, settings, phases = self.prober, self.prober.settings, self.phases
         trial, longest = partial(self._trial, probe), phases.longest_row
-        tried: dict[int, SizeTrial] = {}
         step, most = phases.sizes.rows, phases.sizes.rows
         if self.runner is None:
             step = phases.sizes.step_rows
             most = min(step, settings.ceiling or step)
-        elif not self.in_tokens:
-            tried[1] = first = trial(1, longest)
-            if not first.fits:
-                raise self.nothing_fits(first)
-        to_size: InRows | InTokens
         facts = partial(prober.facts, phase=self.name, prompt=phases.longest)
         if self.in_tokens:
             log.info(f"Searching for the token budget of {self.name}.")
             lengths = lengths_to_measure([phases.longest], longest)
-            to_size = InTokens(
+            return InTokens(
                 trial=trial,
                 lengths=lengths,
                 most_rows=most,
                 nothing_fits=self.nothing_fits,
                 about=facts(lengths=lengths, most_rows=most),
                 known=self._known,
-            )
-        else:
-            log.info(f"Searching for the micro-batch of {self.name}.")
-            possible = candidates(settings.rounding, most, step)
-            to_size = InRows(
-                trial=lambda size: trial(size, longest),
-                sizes=possible,
-                strategy=settings.search,
-                nothing_fits=self.nothing_fits,
-                about=facts(largest_candidate=possible[-1]),
-                known=self._known,
-                first=first,
-                tried=tried,
-            )
-        return to_size.find(prober.ranks, settings.cache)
+            ).find(prober.ranks, settings.cache)
+        tried: dict[int, SizeTrial] = {}
+        if self.runner is not None:
+            tried[1] = first = trial(1, longest)
+            if not first.fits:
+                raise self.nothing_fits(first)
+        log.info(f"Searching for the micro-batch of {self.name}.")
+        possible = candidates(settings.rounding, most, step)
+        return InRows(
+            trial=lambda size: trial(size, longest),
+            sizes=possible,
+            strategy=settings.search,
+            nothing_fits=self.nothing_fits,
+            about=facts(largest_candidate=possible[-1]),
+            known=self._known,
+            first=first,
+            tried=tried,
+        ).find(prober.ranks, settings.cache)
 
     def nothing_fits(self, trial: SizeTrial) -> NothingFits:
         return trial.nothing_fits(

@@ -42,10 +42,9 @@ class SearchReport(Report):
     """Rows that each rank has in an epoch."""
     lr: float | None
     """The learning rate of the config, which no search changes."""
-    ceiling: str
-    """The limit of the candidates: the data, the steps in an epoch, a setting, or the rows in a step."""
-    at_ceiling: bool = False
-    """Whether what was found is the largest candidate."""
+    limit: str | None
+    """The limit of the candidates, where the largest of them was found: the data, the steps in an epoch, a
+    setting, or the rows in a step."""
     resumed: bool = False
     """Whether the run has trained with ``split`` before, and only makes sure that it fits."""
 
@@ -62,7 +61,7 @@ class SearchReport(Report):
 
     def reason(self) -> str:
         """Why this size and not the next."""
-        return reason(self.result, self.sample, self.ceiling if self.at_ceiling else None)
+        return reason(self.result, self.sample, self.limit)
 
     def steps_per_epoch(self, split: Split) -> int:
         return self.rows_per_rank // split.rows

@@ -32,10 +32,8 @@ class ToSize(ABC, Generic[Found]):
 
     nothing_fits: Callable[[SizeTrial], Exception]
     """A function that makes the error where not even one row fits."""
-    about: Mapping[str, Any] | None = None
-    """Everything that the size depends on; None where it is not remembered from run to run."""
-    given: int | None = None
-    """The size that the user gives, who is told if it does not fit."""
+    about: Mapping[str, Any]
+    """Everything that the size depends on."""
     known: Any = None
     """The size that an earlier part of this run has found, as a checkpoint has it: a number of rows, or pairs
     of a length and the rows that fit. The run keeps to it if it can."""
@@ -53,25 +51,12 @@ class ToSize(ABC, Generic[Found]):
     def _searched(self) -> Found:
         """The size by as many trials as it takes; raises if not even one row fits."""
 
-    def _as_given(self, size: int) -> Found:
-        """The size that the user gives, by one trial; raises if it does not fit."""
-        raise NotImplementedError
-
     @abstractmethod
     def _to_keep(self, found: Found) -> Any:
         """What is kept of a size that was found; None if nothing is."""
 
-    def find(self, ranks: Ranks, cache: bool | str = False) -> Found:
-        """Find the size, or confirm what was found before, and correct what is remembered.
-
-        Args:
-            ranks: the ranks of the run.
-            cache: the setting ``cache``.
-        """
-        if self.given is not None:
-            return self._as_given(self.given)
-        if self.about is None:
-            return self._searched()
+    def find(self, ranks: Ranks, cache: bool | str) -> Found:
+        """Find the size, or confirm what was found before, and correct what is remembered."""
         kept = self.cache(cache)
         # From rank 0, or ranks with different caches would diverge.
         earlier = self.known or ranks.from_rank_zero(kept.get(self.about))
@@ -94,13 +79,11 @@ class InRows(ToSize[FoundRows]):
     sizes: Sequence[int]
     """The sizes that may be found, ascending."""
     strategy: strategies.Strategy | Literal["predict"]
-    first: SizeTrial | None = None
-    """The trial of one row that came before; needed where a size may be known or remembered."""
+    first: SizeTrial
+    """The trial of one row that came before."""
     predicted: Callable[[SizeTrial | None], int] = lambda after: 0
     """The largest size that should fit, corrected by a trial; 0 where there is no prediction."""
     tried: dict[int, SizeTrial] = field(default_factory=dict)
-    prefix: str = ""
-    """Words before a trial in the log."""
 
     def _to_keep(self, found: FoundRows) -> int | None:
         return found.size if found.status.is_proof else None
@@ -108,7 +91,7 @@ class InRows(ToSize[FoundRows]):
     def _try(self, size: int) -> SizeTrial:
         if size not in self.tried:
             self.tried[size] = self.trial(size)
-            log.info(f"{self.prefix}{self.tried[size].line()}")
+            log.info(self.tried[size].line())
         return self.tried[size]
 
     def _result(self, size: int, status: strategies.Status) -> FoundRows:
@@ -140,7 +123,6 @@ class InRows(ToSize[FoundRows]):
 
     def _has_room_for(self, size: int, trial: SizeTrial) -> bool:
         """Whether the line through the peaks of one row and of a trial leaves room for a larger size."""
-        assert self.first is not None
         peak, one = trial.deciding.peak_bytes, self.first.deciding.peak_bytes
         each_row = (peak - one) / (trial.size - 1) if trial.size > 1 else peak
         return peak + each_row * (size - trial.size) <= trial.deciding.usable_bytes

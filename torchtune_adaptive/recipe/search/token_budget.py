@@ -28,13 +28,8 @@ def find_token_budget(
     row_lengths: Sequence[int],
     known: Sequence[Sequence[int]] | None = None,
 ) -> BudgetReport:
-    """Find the token budget on the run itself, which is afterwards as it was before.
-
-    Args:
-        prober: the maker of trials of the run's step with its ``rows``.
-        row_lengths: the length of every row of the data.
-        known: the rows by length that an earlier part of this run has found; one trial confirms them.
-    """
+    """Find the token budget on the run itself, which is afterwards as it was before. One trial confirms the
+    rows by length that are ``known`` from an earlier part of this run."""
     settings, longest = prober.settings, max(row_lengths)
     require_no_longer(longest, row_lengths.index(longest), settings.probe_length)
     longest = settings.probe_length or longest
@@ -45,15 +40,18 @@ def find_token_budget(
     largest = worst.of_length(longest).batch
     # A step has as many micro-batches as it takes.
     with prober.primed(lambda size: 2, largest, worst.nothing_fits) as (probe, _):
-        found = InTokens(
+        to_size = InTokens(
             trial=lambda size, length: probe.trial(size, worst.of_length(length).batch),
             lengths=lengths,
             most_rows=most_rows,
             nothing_fits=worst.nothing_fits,
             about=prober.facts(lengths=lengths, most_rows=most_rows),
-            given=None if settings.token_budget is True else settings.token_budget,
             known=known,
-        ).find(prober.ranks, settings.cache)
+        )
+        if settings.token_budget is True:
+            found = to_size.find(prober.ranks, settings.cache)
+        else:
+            found = to_size.as_given(settings.token_budget)
         budget = found.size
         buckets = length_buckets(longest, min(row_lengths)) if prober.compiled else ()
         ignored = prober.step.objective.ignored
@@ -91,15 +89,15 @@ def best_throughputs(
 
     Both functions measure the throughput of a step, and give None if it does not fit.
     """
-    best: tuple[float | None, float | None] = (0.0, 0.0)
+    best_without = best_with = 0.0
     for number in range(1, _ROUNDS + 1):
-        measured = without(), with_budget()
-        if None in measured:
-            return measured  # there is nothing to compare
-        best = max(best[0] or 0.0, measured[0] or 0.0), max(best[1] or 0.0, measured[1] or 0.0)
-        if number >= _FIRST_ROUNDS and not is_slower(*best):
+        one, other = without(), with_budget()
+        if one is None or other is None:
+            return one, other  # there is nothing to compare
+        best_without, best_with = max(best_without, one), max(best_with, other)
+        if number >= _FIRST_ROUNDS and not is_slower(best_without, best_with):
             break
-    return best
+    return best_without, best_with
 
 
 def _speeds(

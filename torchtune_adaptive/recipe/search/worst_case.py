@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -191,7 +192,8 @@ def _scan(
     scanned = sum(s[3] for s in seen)
     found = _Found(size, -at, -tiled_at, scanned, len(dataset), data.rows.sample)
     if found.complete and not size.images:
-        lengths.keep(_by_index(order, ranks.gather([size.tokens for size in sizes])))
+        seen_by_rank = ranks.gather([(i, s.tokens) for i, s in zip(mine, sizes, strict=True)])
+        lengths.keep([tokens for _, tokens in sorted(chain.from_iterable(seen_by_rank))])
     return found
 
 
@@ -206,15 +208,6 @@ def _in_time(indices: list[int], bounded: bool) -> Iterator[int]:
         if bounded and taken > _SECONDS_TO_JUDGE and would_take > MOST_SECONDS_SCANNED:
             return
         yield index
-
-
-def _by_index(order: list[int], found: list[list[int]]) -> list[int]:
-    """Lengths in the order of the rows, from those that ranks found in an order that they shared."""
-    lengths = [0] * len(order)
-    for rank, some in enumerate(found):
-        for index, length in zip(order[rank :: len(found)], some, strict=True):
-            lengths[index] = length
-    return lengths
 
 
 def require_no_longer(length: int, row: int, probe_length: int | None) -> None:

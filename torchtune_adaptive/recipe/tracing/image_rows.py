@@ -68,20 +68,18 @@ class Images:
         for embedding in tiled:
             embedding.forward = _with(embedding.forward, (height, self.tiles // height))
         selected: list[int] = []
+
+        def select(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+            rows, length = inputs[0].shape
+            selected.extend((rows * (length - PER_ROW), rows * PER_ROW))  # text, then images
+
         for module in model.modules():
             if isinstance(module, FusionEmbedding):
-                module.register_forward_pre_hook(
-                    lambda _, inputs: selected.extend(_text_then_images(*inputs[0].shape))
-                )
+                module.register_forward_pre_hook(select)
         replaced[_aten.masked_select.default] = lambda values, _: values.new_empty(selected.pop(0))
         replaced[_aten.masked_scatter_backward.default] = lambda values, _, shape: values.new_empty(
             shape
         )
-
-
-def _text_then_images(rows: int, length: int) -> tuple[int, int]:
-    """The numbers of tokens of a batch that are text and that are images."""
-    return rows * (length - PER_ROW), rows * PER_ROW
 
 
 def _with(forward: Callable[..., Any], tiling: tuple[int, int]) -> Callable[..., Any]:

@@ -8,20 +8,15 @@ projection after it, and the rest. What one hands to another is kept as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torchtune.modules import MultiHeadAttention, TransformerSelfAttentionLayer
 
 from torchtune_adaptive.recipe.private import attending_with
 
-
-class Compile(Protocol):
-    """Makes a region of a function that uses a module."""
-
-    def __call__(
-        self, function: Callable[..., Any], module: Any, name: str
-    ) -> Callable[..., Any]: ...
+Compile = Callable[[Callable[..., Any], Any, str], Callable[..., Any]]
+"""Makes a region of a function, the module that it uses, and a name for what it does in every layer."""
 
 
 def is_split(layer: object) -> bool:

@@ -30,7 +30,6 @@ _NextPart = Callable[[], None]
 def work_of_phase(
     kind: Generating,
     step: TrainStep,
-    model: nn.Module,
     name: str,
     size: tuple[int, int],
     making_caches: Callable[[], None],
@@ -40,14 +39,13 @@ def work_of_phase(
     Args:
         kind: the kind of recipe.
         step: its step, whose tensors are fake.
-        model: the model that is trained.
         name: the phase.
         size: the rows in a micro-batch, and the tokens of the longest prompt with the longest response.
         making_caches: called before the caches of keys and values are allocated.
     """
     rows, length = size
     sizes = rollout_sizes(kind.asked)
-    phases = kind.phases(model, step, _TOKENIZER, sizes, longest=length - sizes.max_new)
+    phases = kind.phases(step.model, step, _TOKENIZER, sizes, longest=length - sizes.max_new)
     made = longest_rows(rows, phases.longest, sizes.max_new, phases.values)
     if name == SCORING:
         return lambda _: phases.scoring.attempt(made)

@@ -58,10 +58,8 @@ SMALL_RUN = {
 
 
 def check_method(cache: bool | str) -> None:
-    """Check that tracing works here. Call it in a process that does nothing else: see ``fake_device``.
-
-    Args:
-        cache: the run's setting of the folder where a passed check is kept.
+    """Check that tracing works here, unless the cache of that setting remembers it. Call it in a process that
+    does nothing else: see ``fake_device``.
 
     Raises:
         NoPrediction: it does not work.

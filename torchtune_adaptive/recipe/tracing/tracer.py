@@ -26,9 +26,13 @@ from torchtune_adaptive.recipe.setup.model import (
     parameters_by_name,
 )
 from torchtune_adaptive.recipe.setup.model_switches import build_switches
+from torchtune_adaptive.recipe.setup.offloading import Offloading
 from torchtune_adaptive.recipe.setup.optimizer import build_optimizers
-from torchtune_adaptive.recipe.tracing.fake_offloading import for_offloading
-from torchtune_adaptive.recipe.tracing.fake_quantization import dequantizing_by, quantizing_once
+from torchtune_adaptive.recipe.tracing.helped_parts import (
+    dequantizing_by,
+    offloading_from_fake_device,
+    quantizing_once,
+)
 from torchtune_adaptive.recipe.tracing.image_rows import Images
 from torchtune_adaptive.recipe.tracing.packed_layer import in_four_regions, is_split
 from torchtune_adaptive.recipe.tracing.rollout_phases import copying_no_values, work_of_phase
@@ -37,30 +41,19 @@ CACHES = "caches of keys and values"
 """Category of what generation allocates for each row in advance."""
 
 
-class _Offloading:
-    """A context for forward passes; the one that offloads is made when it is first needed."""
-
-    def __init__(self, model: nn.Module, enabled: bool) -> None:
-        self.enabled = enabled
-        self._model = model
-        self._made: AbstractContextManager[Any] | None = None
+class _Offloading(Offloading):
+    """The same context in each forward pass: none of them fails and leaves something in it."""
 
     def __call__(self) -> AbstractContextManager[Any]:
         if not self.enabled:
             return nullcontext()
-        if self._made is None:
-            self._made = training.get_act_offloading_ctx_manager(self._model, True)
-        return self._made
+        if self._first is None:  # made when it is needed: it asks the device for streams
+            self._first = training.get_act_offloading_ctx_manager(self._model, True)
+        return self._first
 
 
 class Tracer(StepTracer):
-    """One rank of a run of a recipe, which can take steps of any size.
-
-    Args:
-        asked: what is asked of any of the recipes.
-        ranks: the number of ranks.
-        rank: the number of this one.
-    """
+    """One rank of a run of any of the recipes, which can take steps of any size."""
 
     def __init__(self, asked: Asked, ranks: int, rank: int = 0) -> None:
         super().__init__(asked["device"] == "cpu", rank, ranks, asked.holders)
@@ -103,7 +96,7 @@ class Tracer(StepTracer):
 
     @contextmanager
     def _with_parts_of_torchtune(self) -> Iterator[None]:
-        offloading = nullcontext() if self.recorder.simulated else for_offloading()
+        offloading = nullcontext() if self.recorder.simulated else offloading_from_fake_device()
         each = self._each_is_seen or self.regions is not None
         dequantizing = nullcontext() if each else dequantizing_by(self._known_events.call)
         with offloading, dequantizing:
@@ -143,7 +136,12 @@ class Tracer(StepTracer):
         )
 
     def take_step(
-        self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
+        self,
+        rows: int,
+        length: int,
+        choice: Choice | None = None,
+        micro_batches: int | None = None,
+        as_written: bool = False,
     ) -> RecordedStep:
         """The step at a size.
 
@@ -152,28 +150,19 @@ class Tracer(StepTracer):
             length: the tokens in each row.
             choice: other values of knobs that are switches, for this step.
             micro_batches: their number; None is as configured, but no more than two.
+            as_written: whether nothing is compiled, so that its operations can be noted.
         """
-        return self._take(rows, length, choice, micro_batches, noting=self.regions is None)
-
-    def step_as_written(
-        self, rows: int, length: int, choice: Choice | None = None, micro_batches: int | None = None
-    ) -> RecordedStep:
-        """The same if nothing is compiled, with its operations."""
-        with self.uncompiled():
-            return self._take(rows, length, choice, micro_batches, noting=True)
-
-    def _take(
-        self, rows: int, length: int, choice: Choice | None, count: int | None, noting: bool
-    ) -> RecordedStep:
         whole = self._own | (choice or {})
-        with self.tracing():  # torchtune asks the device for streams when offloading begins
-            self.step.switch(whole)
-        self._each_is_seen = whole[knobs.CHECKPOINT] == "operations"
-        return self.trace(
-            lambda: self._batch(rows, length),
-            count or self._accumulation,
-            (lambda: self._layer_running) if noting else None,
-        )
+        noting = as_written or self.regions is None
+        with self.uncompiled() if as_written else nullcontext():
+            with self.tracing():  # torchtune asks the device for streams when offloading begins
+                self.step.switch(whole)
+            self._each_is_seen = whole[knobs.CHECKPOINT] == "operations"
+            return self.trace(
+                lambda: self._batch(rows, length),
+                micro_batches or self._accumulation,
+                (lambda: self._layer_running) if noting else None,
+            )
 
     def take_phase(
         self, name: str, rows: int, length: int, as_written: bool = False
@@ -194,9 +183,8 @@ class Tracer(StepTracer):
 
         eager = as_written or name != SCORING
         with copying_no_values(), self.uncompiled() if eager else nullcontext():
-            work = work_of_phase(
-                self._kind, self.step, self.step.model, name, (rows, length), making_caches
-            )
+            size = (rows, length)
+            work = work_of_phase(self._kind, self.step, name, size, making_caches)
             if name == SCORING and self._scores_first:
                 # When FSDP first uses a model, it replaces the parts of parameters that it has to pad. Those
                 # that are only scored with have not been used by a step, and this happens once in a run.

@@ -34,11 +34,7 @@ _VERSIONED = ("torch.", "torchtune.", "torchao.", "torchtune_adaptive.")
 
 
 class PassedCheck:
-    """The result of the self-check with the installed versions, if it passed. It needs no torch.
-
-    Args:
-        cache: the run's setting of the folder where it is kept.
-    """
+    """The result of the self-check with the installed versions, if it passed. It needs no torch."""
 
     def __init__(self, cache: bool | str) -> None:
         self._kept: Cache[bool] = Cache(
@@ -58,25 +54,17 @@ class NotRemembered(NoPrediction):
 
 
 class Traces:
-    """The steps of one config on one rank, each traced once.
+    """The steps of one config on one rank, each traced once. Where it may not trace, what is not remembered
+    raises ``NotRemembered``."""
 
-    Args:
-        asked: what is asked of any of the recipes.
-        ranks: the number of ranks.
-        rank: the number of the one that is traced.
-        cache: the run's setting of the folder where traces are kept.
-        may_trace: whether to trace what is not remembered; if not, it raises ``NotRemembered``.
-    """
-
-    def __init__(
-        self, asked: Asked, ranks: int, rank: int, cache: bool | str, may_trace: bool = True
-    ) -> None:
+    def __init__(self, asked: Asked, ranks: int, rank: int, may_trace: bool = True) -> None:
         self._run = (asked, ranks, rank)
         self._may_trace = may_trace
         self._own = configured_choice(asked, ranks)
         components = (OmegaConf.select(asked.cfg, f"{part}._component_") for part in _PARTS)
-        if not all(str(name or "torch.").startswith(_VERSIONED) for name in components):
-            cache = False  # no version says when the user's own code changes
+        versioned = all(str(name or "torch.").startswith(_VERSIONED) for name in components)
+        # No version says when the user's own code changes.
+        cache = asked.settings.cache if versioned else False
         self._kept: Cache[dict[str, Any]] = Cache(
             cache_folder(cache, "traces"), "traces", _are_traces, most=_MOST_KEPT
         )
@@ -145,8 +133,8 @@ class Traces:
             name += f" x {micro_batches}"
         if name not in self._steps:
             self._ready(length)
-            take = self._tracer.step_as_written if how else self._tracer.take_step
-            self._note(name, take(rows, length, choice, micro_batches))
+            step = self._tracer.take_step(rows, length, choice, micro_batches, bool(how))
+            self._note(name, step)
         return self._steps[name]
 
     def remember(self) -> None:

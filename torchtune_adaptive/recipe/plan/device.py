@@ -1,16 +1,50 @@
-"""The pace of a run: the device's speeds, what is known of the run, and what is assumed."""
+"""The device that a config is planned for: its memory, the pace of a run on it, and what is assumed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchtune_adaptive.common import ConfigError
-from torchtune_adaptive.planner import Machine, Pace
-from torchtune_adaptive.recipe.plan.calibration import Calibrations, SpeedCalibration
+from torchtune_adaptive.common import ConfigError, NoPrediction
+from torchtune_adaptive.planner import DeviceLimits, Machine, Pace, gpu_limits, gpus, planned_gpu
+from torchtune_adaptive.recipe.plan.calibration import Calibration, Calibrations, SpeedCalibration
+from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.asked import Asked
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _USUAL = Machine()
+
+
+def device_for(
+    asked: Asked, ranks: int, gpu_name: str | None = None, memory: int | None = None
+) -> tuple[DeviceLimits, tuple[str, ...]]:
+    """The device that a run is planned for, and the assumptions about it; ``gpu_name`` is a known GPU or
+    ``here``, ``memory`` the capacity of one process, if known."""
+    headroom = asked.settings.headroom
+    memory = memory or asked.settings.memory_limit
+    if asked["device"] == "cpu":
+        if gpu_name is not None:
+            reason = f"is a simulated device, and the plan is asked for {gpu_name!r}"
+            raise ConfigError("device", "cpu", reason, "Set device=cuda, or name no GPU")
+        if memory is None:
+            raise NoPrediction(
+                "device: 'cpu' has no memory of its own to plan for. Give --memory (or "
+                f"{BLOCK}.memory_limit) to plan for a simulated device, or device=cuda."
+            )
+        return DeviceLimits.simulated(memory, headroom), ()
+    kind = gpus.gpu(gpus.DEFAULT if gpu_name in (None, gpus.HERE) else gpu_name)
+    if gpu_name != gpus.HERE:
+        return planned_gpu(kind, ranks, headroom, memory)
+    measured = Calibrations(Calibration, asked, ranks).newest()
+    if measured is None:
+        reason = (
+            "is this machine's GPU as measured by an earlier search, and there was none for a config like "
+            "this one (compile, packed rows) on as many ranks (one, or several)"
+        )
+        remedy = f"Run one with {BLOCK}.search=predict, or name a GPU (--list-gpus)"
+        raise ConfigError("--gpu", gpus.HERE, reason, remedy)
+    capacity = min(memory or measured.capacity, measured.capacity)
+    about, ratio = measured.text(), measured.reserved_ratio
+    return gpu_limits(measured.device, kind, ranks, capacity, headroom, about, ratio)
 
 
 def pace_for(

@@ -1,0 +1,64 @@
+"""What a plan asks about a config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtune_adaptive.core import Rounding
+from torchtune_adaptive.planner import DeviceLimits, Pace, Question
+from torchtune_adaptive.recipe.settings.asked import Asked
+from torchtune_adaptive.recipe.tracing.traces import Traces
+
+
+@dataclass(frozen=True)
+class Query:
+    """A question about one config."""
+
+    asked: Asked
+    ranks: int
+    device: DeviceLimits
+    length: int
+    rank: int = 0
+    in_detail: bool = False
+    """Whether to compute the curve and the timeline, too."""
+    confirmed: bool = False
+    """Whether to trace the largest size itself, as a check of the way it was computed."""
+    may_trace: bool = True
+    """Whether to trace what is not remembered."""
+    pace: Pace | None = None
+    """Pace that its speed follows from, if that is known."""
+
+    @property
+    def rows(self) -> int:
+        """Micro-batch that is configured."""
+        return self.asked.batch(self.ranks).micro_batch
+
+    @property
+    def rounding(self) -> Rounding:
+        """Sizes that a search may return."""
+        settings = self.asked.settings
+        # Rollouts keep the global batch in any case.
+        divides = settings.keep_global_batch and not self.asked.kind.generates
+        return "divisor" if divides else settings.rounding
+
+    @property
+    def question(self) -> Question:
+        """What is asked of the config's steps."""
+        step = (self.rows, self.length, self.asked.accumulation)
+        return Question(self.device, *step, self.pace, confirmed=self.confirmed)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of each rank in a step."""
+        return self.rows * self.asked.accumulation
+
+    def traces(self) -> Traces:
+        """The config's steps: those that are remembered, and others as they are traced."""
+        return Traces(self.asked, self.ranks, self.rank, self.may_trace)
+
+
+def planned_rank(asked: Asked) -> int:
+    """The rank that a plan stands for: the first of FSDP, whose share is the largest, and the last of those
+    that split layers. Where their parts are uneven, it pads its part of the logits before they are gathered,
+    which takes more than a smaller part saves."""
+    return asked.holders - 1
