@@ -161,7 +161,7 @@ def test_a_documented_command_runs(command: str, tmp_path: Path) -> None:
     if "--machine" in words:
         (tmp_path / words[words.index("--machine") + 1]).write_text(documented_machine())
     done = subprocess.run(
-        [BIN / words[0], *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=400
+        [BIN / words[0], *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=1200
     )
     # A plan also ends with 1: the configured batch does not fit.
     assert done.returncode in ((0, 1) if words[1] == "plan" else (0,)), done.stdout + done.stderr
@@ -180,6 +180,6 @@ def test_a_demo_runs(target: str, tmp_path: Path) -> None:
     )
     script = printed.stdout.replace("demo_output", str(tmp_path / "output"))
     done = subprocess.run(
-        ["sh", "-euc", script], cwd=ROOT, capture_output=True, text=True, timeout=300
+        ["sh", "-euc", script], cwd=ROOT, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout + done.stderr

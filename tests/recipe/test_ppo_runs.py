@@ -88,7 +88,8 @@ def test_a_step_depends_on_no_size(tmp_path: Path) -> None:
     )
     assert len(losses(whole)) == 4
     for each in split:
-        assert losses(each) == pytest.approx(losses(whole), rel=1e-5)
+        # Sums in another order, which each step's weights pass on to the next.
+        assert losses(each) == pytest.approx(losses(whole), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.exhaustive
