@@ -84,7 +84,7 @@ def run_plan(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     script = folder / "asking.py"  # a file: processes are made by importing it again
     script.write_text(PROGRAM)
     command = [sys.executable, str(script), "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def state_of_this_process() -> tuple[Any, ...]:
@@ -787,6 +787,6 @@ def test_a_process_that_is_killed_has_status_2(tmp_path: Path) -> None:
         "    main()\n"
     )
     command = [sys.executable, str(script), "plan", "--config", "tiny/full", "--no-what-ifs"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert "a process that traced was killed by SIGKILL, perhaps because" in done.stderr

@@ -38,7 +38,7 @@ def test_an_example_recovers_and_learns_the_same(name: str) -> None:
         env={**os.environ, "PYTHONPATH": f"{EXAMPLES.parent}", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(OUT_OF_MEMORY, done.stderr)

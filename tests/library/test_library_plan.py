@@ -177,7 +177,7 @@ def test_the_library_needs_neither_torchtune_nor_torchao(tmp_path: Path) -> None
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=300,
     )
     assert done.stderr.strip().endswith("torchtune is blocked"), done.stderr
 

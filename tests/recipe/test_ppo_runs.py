@@ -81,15 +81,15 @@ def test_a_step_depends_on_no_size(tmp_path: Path) -> None:
     }
     in_tokens = {"token_budget": 130, "scoring_token_budget": 200}
     budgets = {f"adaptive_batching.{key}": tokens for key, tokens in in_tokens.items()}
-    changes = {**SHORT, "num_steps": 8, "stop_token_ids": [*range(60)]}
+    # In fp32, gradients that are summed in another order change later losses, which are near zero, by more.
+    changes = {**SHORT, "num_steps": 8, "stop_token_ids": [*range(60)], "dtype": "fp64"}
     whole, *split = (
         train("ppo", tmp_path / name, **changes, **each)
         for name, each in (("whole", {}), ("rows", sizes), ("tokens", budgets))
     )
     assert len(losses(whole)) == 4
     for each in split:
-        # Sums in another order, which each step's weights pass on to the next.
-        assert losses(each) == pytest.approx(losses(whole), rel=1e-4, abs=1e-5)
+        assert losses(each) == pytest.approx(losses(whole), rel=1e-5)
 
 
 @pytest.mark.exhaustive
