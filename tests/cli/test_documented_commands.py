@@ -160,8 +160,8 @@ def test_a_documented_command_runs(command: str, tmp_path: Path) -> None:
         written(folder, PUBLISHED[folder.name][0])
     if "--machine" in words:
         (tmp_path / words[words.index("--machine") + 1]).write_text(documented_machine())
-    # The largest plan takes half a minute on an idle machine, and took more than 400 s beside other tests on a
-    # slow one.
+    # The largest plan takes half a minute on an idle machine. Beside other tests, on a slow one, 400 s were
+    # not enough.
     done = subprocess.run(
         [BIN / words[0], *words[1:]], cwd=tmp_path, capture_output=True, text=True, timeout=1200
     )

@@ -1,4 +1,4 @@
-"""The same blocks in every format; how text is wrapped and tables are narrowed is in test_planning."""
+"""The same blocks in every format; how text is wrapped and tables are narrowed is in test_plan_report."""
 
 from __future__ import annotations
 
