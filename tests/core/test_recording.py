@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tests.helpers.library import gather_with_gradient
 from torchtune_adaptive.core.private import launches_of, unfinished_works
@@ -120,6 +123,59 @@ def test_what_no_rank_could_make_alone_is_refused_by_name(
         pytest.skip(f"torch {torch.__version__} has no {namespace}.{name}")
     launch = recording._seen(packet.default, (torch.ones(1),), {})
     assert name in launch.refused and why in launch.refused
+
+
+class Recorded(NamedTuple):
+    """A compiled function, of which some calls are recorded, as the passes of a step are."""
+
+    function: Callable[..., torch.Tensor]
+    graphs: list[torch.fx.GraphModule]
+
+    @classmethod
+    def of(cls, function: Callable[..., torch.Tensor]) -> Recorded:
+        graphs: list[torch.fx.GraphModule] = []
+
+        def kept(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+            graphs.append(graph)
+            return graph
+
+        torch.compiler.reset()
+        return cls(torch.compile(function, backend=kept), graphs)
+
+
+@pytest.mark.parametrize("recorded", [{0, 1}, {2, 3}], ids=["first", "later"])
+def test_what_is_compiled_stays_compiled_while_it_is_recorded(recorded: set[int]) -> None:
+    squares = Recorded.of(lambda tensor: (tensor * tensor).sum())
+    for step in range(5):
+        values = torch.ones(3, requires_grad=True)
+        with LaunchRecorder(lambda launch: None) if step in recorded else nullcontext():
+            squares.function(values).backward()
+        assert values.grad is not None and values.grad.tolist() == [2.0] * 3
+    assert len(squares.graphs) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_flex_attention_runs_while_it_is_recorded(compiled: bool) -> None:
+    attend, graphs = Recorded.of(flex_attention) if compiled else Recorded(flex_attention, [])
+    mask = create_block_mask(lambda b, h, query, key: query >= key, 1, None, 8, 8, device="cpu")
+    query, key, value = torch.randn(3, 1, 2, 8, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        with LaunchRecorder(lambda launch: None):
+            found = attend(query, key, value, block_mask=mask)
+        expected = flex_attention(query, key, value, block_mask=mask)
+    torch.testing.assert_close(found, expected)
+    assert len(graphs) == compiled
+
+
+def test_an_operator_runs_on_its_device_although_offsets_are_on_the_host() -> None:
+    with torch.library._scoped_library("tests", "FRAGMENT") as library:
+        library.define("attend(Tensor offsets, Tensor rows) -> Tensor")
+        library.impl("attend", lambda offsets, rows: rows.clone(), "Meta")
+        seen = seen_in(
+            lambda: torch.ops.tests.attend(torch.zeros(2), torch.ones(3, device="meta"))
+        )
+    assert seen == []
 
 
 def test_a_failure_between_launch_and_wait_leaves_nothing_behind() -> None:

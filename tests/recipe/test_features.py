@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from tests.helpers.packed import flex_attention
 from tests.helpers.ranks import run_ranks, watch_ranks
 from tests.helpers.recipes import run_ours, tiny_config
 from tests.helpers.runs import (
@@ -21,6 +22,7 @@ from tests.helpers.runs import (
     losses,
     named_checkpoint,
     refused,
+    run_with,
     train,
     undisturbed,
 )
@@ -93,6 +95,20 @@ TENSOR_PARALLEL = {
     "optimizer.foreach": False,
     "shuffle": False,
 }
+
+
+def in_flex_attention(kind: str, cfg: DictConfig) -> Records:
+    with flex_attention():
+        return run_ours(kind, cfg)
+
+
+def test_packed_rows_with_tensor_parallelism_run_in_flex_attention(tmp_path: Path) -> None:
+    """As they do on a GPU, while the collectives of its layers are recorded."""
+    packed = {"dataset.packed": True, "tokenizer.max_seq_len": 128, "batch_size": 2}
+    changes = {**TENSOR_PARALLEL, **packed, "max_steps_per_epoch": 2}
+    dense = train("full", tmp_path / "dense", 2, **changes)
+    cfg = tiny_config("full", tmp_path / "flex", **changes)
+    assert losses(run_with(in_flex_attention, "full", cfg, 2)) == losses(dense)
 
 
 @pytest.mark.exhaustive

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import HigherOrderOperator
 
 # Dispatch modes see each operation; trees are how torch itself walks through arguments and results.
 from torch._subclasses.fake_tensor import FakeTensor
@@ -71,12 +72,15 @@ def groups_here() -> set[dist.ProcessGroup]:
 def call_inside(operator: Any, positional: Any, named: Any) -> Any:
     """Call an operator's kernel for the device of its tensors, so that dispatch modes see what it calls.
 
-    A mode that calls the operator itself sees nothing of that (checked on torch 2.13).
+    A mode that calls the operator itself sees nothing of that (checked on torch 2.13). As torch does, it takes
+    the device's kernel although offsets or seeds are on the host.
     """
-    tensors = (leaf for leaf in tree_leaves((positional, named)) if torch.is_tensor(leaf))
-    if (tensor := next(tensors, None)) is None:
+    leaves = tree_leaves((positional, named))
+    types = {leaf.device.type: None for leaf in leaves if torch.is_tensor(leaf)}
+    if not types:
         return operator(*positional, **named)
-    key = torch._C._dispatch_key_parse(torch._C._dispatch_key_for_device(tensor.device.type))
+    device = next((each for each in types if each != "cpu"), "cpu")
+    key = torch._C._dispatch_key_parse(torch._C._dispatch_key_for_device(device))
     return operator.redispatch(torch._C.DispatchKeySet(key), *positional, **named)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from torchtune_adaptive.core.private import (
     FakeTensor,
+    HigherOrderOperator,
     TorchDispatchMode,
     call_inside,
     group_in,
@@ -126,7 +127,17 @@ class LaunchRecorder(TorchDispatchMode):
     """Shows each launch to ``before``, before it is made; also those inside of custom operators.
 
     ``refuse`` gives the reason why these tensors must not be reduced in place, if there is one.
+
+    It takes nothing from compiled code: what a pass compiles while it is recorded stays compiled, and what it
+    launches is known from the counts of its groups.
     """
+
+    supports_higher_order_operators = True  # flex attention is one
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether code is compiled where this mode is on; without it, such code would never be compiled."""
+        return True
 
     def __init__(
         self,
@@ -139,6 +150,8 @@ class LaunchRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)  # if it launches anything, the counts of its group tell
         if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)  # a sharded tensor's shape is being worked out
         if not all(kind in (torch.Tensor, torch.nn.Parameter) for kind in types):
