@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from tests.helpers.accelerator import OUT_OF_MEMORY, SOMETHING_ELSE, Card
 from tests.helpers.decoder import adamw, batch, local_values, same_bits, tiny_decoder, train_step
 from tests.helpers.ranks import Alone
-from torchtune_adaptive.common.errors import TrainingOutOfMemory
+from torchtune_adaptive.common.errors import TrainingOutOfMemory, UsageError
 from torchtune_adaptive.core.device.accelerator import AcceleratorMemory, device_memory
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.sizes.recovery import Recovery
@@ -49,6 +51,17 @@ class TestMemory:
         memory = device_memory(torch.device("cuda"), 50 * MIB)  # the card refuses to be without one
         assert isinstance(memory, AcceleratorMemory)
         assert memory.name == "Fake 1000"
+
+    @pytest.mark.parametrize("has_fp64", [True, False])
+    def test_a_device_without_float64_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, has_fp64: bool
+    ) -> None:
+        card = self.card(monkeypatch)
+        properties = lambda device: SimpleNamespace(has_fp64=has_fp64)  # noqa: E731
+        monkeypatch.setattr(card, "get_device_properties", properties, raising=False)
+        refused = nullcontext() if has_fp64 else pytest.raises(UsageError, match="Fake 1000 has no")
+        with refused:
+            device_memory(torch.device("xpu"))
 
     def test_capacity_is_what_this_process_can_get(self, monkeypatch: pytest.MonkeyPatch) -> None:
         card = self.card(monkeypatch, neighbour=30 * MIB)

@@ -172,9 +172,7 @@ def test_an_operator_runs_on_its_device_although_offsets_are_on_the_host() -> No
     with torch.library._scoped_library("tests", "FRAGMENT") as library:
         library.define("attend(Tensor offsets, Tensor rows) -> Tensor")
         library.impl("attend", lambda offsets, rows: rows.clone(), "Meta")
-        seen = seen_in(
-            lambda: torch.ops.tests.attend(torch.zeros(2), torch.ones(3, device="meta"))
-        )
+        seen = seen_in(lambda: torch.ops.tests.attend(torch.zeros(2), torch.ones(3, device="meta")))
     assert seen == []
 
 

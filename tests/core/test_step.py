@@ -42,6 +42,41 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(lengths: list[int]) ->
         torch.testing.assert_close(seen, gradient)
 
 
+class InOnePlace(torch.autograd.Function):
+    """A loss that is returned in the same memory each time, as by a CUDA graph that is replayed."""
+
+    place = torch.zeros(())
+
+    @staticmethod
+    def forward(context: Any, loss: torch.Tensor) -> torch.Tensor:
+        return InOnePlace.place.copy_(loss)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+def test_a_loss_in_memory_that_is_written_again_is_summed_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches = [batch(length=length, seed=length) for length in (8, 5, 9, 4)]
+
+    def mean_loss() -> float:
+        model = tiny_decoder(sharded=False)
+        step = step_of(model, adamw(model))
+        for one in batches:
+            step.forward_backward(one)
+        outcome = step.apply()
+        assert not outcome.lost
+        return outcome.loss
+
+    expected, plain = mean_loss(), NextTokenPrediction.summed_loss
+    monkeypatch.setattr(
+        NextTokenPrediction, "summed_loss", lambda *given: InOnePlace.apply(plain(*given))
+    )
+    assert mean_loss() == expected
+
+
 @pytest.mark.parametrize("clip", [0.01, 1e6, float("inf")])
 def test_clipping_is_torchs(clip: float) -> None:
     model = tiny_decoder(sharded=False)

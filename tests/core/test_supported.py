@@ -48,6 +48,54 @@ def step_of(model: nn.Module, *frozen: nn.Module) -> TrainStep:
     )
 
 
+def compiled_by(how: str, **options: Any) -> nn.Module:
+    model = sharded()
+    if how == "whole":
+        return torch.compile(model, **options)  # type: ignore[return-value]
+    if how == "layer":
+        model[0].compile(**options)
+    else:
+        model[0].forward = torch.compile(model[0].forward, **options)
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["whole", "layer", "forward"])
+@pytest.mark.parametrize(
+    ("options", "graphs"),
+    [
+        ({"mode": "reduce-overhead"}, True),
+        ({"mode": "max-autotune"}, True),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({"mode": "max-autotune-no-cudagraphs"}, False),
+        ({}, False),
+        ({"backend": "eager"}, False),
+    ],
+)
+def test_cuda_graphs_are_refused(how: str, options: dict[str, Any], graphs: bool) -> None:
+    model = compiled_by(how, **options)
+    if not graphs:
+        step_of(model)
+        return
+    with pytest.raises(
+        UsageError, match=r"model: torch\.compile replays it as CUDA graphs"
+    ) as error:
+        step_of(model)
+    assert "max-autotune-no-cudagraphs" in str(error.value)
+
+
+def test_graphed_callables_are_refused() -> None:
+    """On a GPU, ``make_graphed_callables`` leaves such a function in the place of forward."""
+
+    def graphed(*arguments: Any) -> Any:
+        raise NotImplementedError
+
+    graphed.__module__ = torch.cuda.make_graphed_callables.__module__
+    model = sharded()
+    model[0].forward = graphed
+    with pytest.raises(UsageError, match="model: make_graphed_callables replays it"):
+        step_of(model)
+
+
 class Custom:
     """Communication of the user's own."""
 

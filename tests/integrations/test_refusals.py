@@ -38,6 +38,8 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "auto_find_batch_size: True is not": {"auto_find_batch_size": True},
     "fp16: True is not": {"fp16": True},
     "mixed_precision: the trainer's gradient scaler": {"scaler": object()},
+    "torch_compile_mode: 'reduce-overhead'": {"torch_compile_mode": "reduce-overhead"},
+    "torch_compile_mode: 'max-autotune'": {"torch_compile_mode": "max-autotune"},
     "deepspeed: {} is not": {"deepspeed": {"stage": 3}},
     "parallelism_config: ": {"parallelism_config": object()},
     "ddp_broadcast_buffers: True": {"ddp_broadcast_buffers": True},

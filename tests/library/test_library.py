@@ -109,6 +109,12 @@ class TestMisuse:
         with pytest.raises(UsageError, match="measure_noise"):
             self.step(tiny_model("alone"), measure_noise=True, scaler=scaler)
 
+    def test_cuda_graphs(self) -> None:
+        model = tiny_model("alone")
+        compiled = torch.compile(lambda batch: (model(batch[0]).sum(), 4), mode="reduce-overhead")
+        with pytest.raises(UsageError, match=r"forward: torch\.compile replays it as CUDA graphs"):
+            AdaptiveStep(model, torch.optim.SGD(model.parameters()), compiled)
+
     @pytest.mark.parametrize(
         ("returned", "why"),
         [

@@ -84,6 +84,18 @@ def test_a_step_is_retried_by_default_wherever_it_can_be(
     assert settings.survives is (retried or settings.adapts)
 
 
+@pytest.mark.parametrize("name", ["TORCH_COMPILE_BACKEND=cudagraphs", "TORCHINDUCTOR_CUDAGRAPHS=1"])
+def test_cuda_graphs_are_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variable, _, value = name.partition("=")
+    monkeypatch.setenv(variable, value)
+    compiled = ["compile=True", "use_maximum_batch_size=False"]
+    for overrides in ([], [*compiled, "adaptive_batching.on_out_of_memory=raise"]):
+        check(config("tiny/full", *overrides), KINDS["full"])
+    with pytest.raises(ConfigError, match=f"{name} in the environment captures") as error:
+        check(config("tiny/full", *compiled), KINDS["full"])
+    assert f"Unset {variable}" in str(error.value)
+
+
 def test_a_key_that_a_kind_does_not_know_turns_no_retry_off() -> None:
     ignored = {"tensor_parallel_dim": 2, "compile": True}
     assert check(config("tiny/lora", **ignored), KINDS["lora"]).settings.shrinks

@@ -19,7 +19,7 @@ from torchtune_adaptive.core.ranks.signs import LONGEST_SILENCE
 from torchtune_adaptive.recipe.settings import checks
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup import environment
-from torchtune_adaptive.recipe.setup.environment import gloo_interface, start_environment
+from torchtune_adaptive.recipe.setup.environment import start_environment
 
 
 @pytest.fixture(autouse=True)
@@ -33,25 +33,6 @@ def the_logger_as_it_was() -> Iterator[None]:
 
 
 INTERFACES = ["lo", "docker0", "eth0", "eth1", "ib0"]
-
-
-@pytest.mark.parametrize(
-    ("nccl", "gloo"),
-    [
-        ("eth", "eth0"),
-        ("eth1", "eth1"),
-        ("ib,eth", "eth0"),
-        ("=eth1", "eth1"),
-        ("=eth", None),
-        ("^docker", "eth0"),
-        ("^docker,eth", "ib0"),
-        ("^=docker0,eth0", "eth1"),
-        ("wlan", None),
-        ("lo", "lo"),
-    ],
-)
-def test_gloo_takes_the_first_interface_that_nccl_may_use(nccl: str, gloo: str | None) -> None:
-    assert gloo_interface(nccl, INTERFACES) == gloo
 
 
 class TestStart:

@@ -64,16 +64,17 @@ def launches_of(group: dist.ProcessGroup) -> int | None:
         return None
 
 
-def groups_here() -> set[dist.ProcessGroup]:
-    """The process groups that this process belongs to; there is no public list (checked on torch 2.13)."""
-    return {*dist.distributed_c10d._world.pg_map}
+def groups_here() -> list[dist.ProcessGroup]:
+    """The process groups that this process belongs to, in the order in which they were made; there is no
+    public list (checked on torch 2.13)."""
+    return [*dist.distributed_c10d._world.pg_map]
 
 
 def call_inside(operator: Any, positional: Any, named: Any) -> Any:
     """Call an operator's kernel for the device of its tensors, so that dispatch modes see what it calls.
 
-    A mode that calls the operator itself sees nothing of that (checked on torch 2.13). As torch does, it takes
-    the device's kernel although offsets or seeds are on the host.
+    A mode that calls the operator itself sees nothing of that (checked on torch 2.13). As torch does, it
+    takes the device's kernel although offsets or seeds are on the host.
     """
     leaves = tree_leaves((positional, named))
     types = {leaf.device.type: None for leaf in leaves if torch.is_tensor(leaf)}
@@ -101,6 +102,24 @@ def group_named(name: str) -> dist.ProcessGroup:
 def unfinished_works() -> int:
     """The number of functional collectives that nobody has waited for (checked on torch 2.13)."""
     return int(torch._C._distributed_c10d._get_work_registry_size())
+
+
+def graphed_by(function: Any) -> str:
+    """What replays a function, or a module, as CUDA graphs, if anything does.
+
+    What ``torch.compile`` makes gives its settings in public, as inductor sees them: with those of a mode,
+    and with TORCHINDUCTOR_CUDAGRAPHS. Where a module keeps it is not public (torch 2.13).
+    """
+    places = [function]
+    if isinstance(function, torch.nn.Module):
+        places += [function._compiled_call_impl, vars(function).get("forward")]
+    for place in places:
+        settings: Any = getattr(place, "get_compiler_config", dict)() or {}
+        if settings.get("triton.cudagraphs"):
+            return "torch.compile"
+        if getattr(place, "__module__", None) == "torch.cuda.graphs":
+            return "make_graphed_callables"
+    return ""
 
 
 def drop_masks() -> None:

@@ -36,6 +36,11 @@ _MEAN_ENTROPY = (
 REFUSED: dict[str, tuple[Setting, str]] = {
     "auto_find_batch_size": (bool, "the size is found without it. Leave it off"),
     "fp16": (bool, "the trainer's gradient scaler is not supported. Use bf16"),
+    "torch_compile_mode": (
+        {"reduce-overhead", "max-autotune"}.__contains__,
+        "it captures CUDA graphs, which have one size of micro-batch and cannot be left in the middle. Use "
+        "default or max-autotune-no-cudagraphs",
+    ),
     "deepspeed": (bool, "DeepSpeed takes the step itself. Use fsdp with version 2"),
     "parallelism_config": (bool, "only data parallelism is supported. Leave it out"),
     "ddp_broadcast_buffers": (

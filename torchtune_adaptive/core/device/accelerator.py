@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from torchtune_adaptive.common import UsageError
 from torchtune_adaptive.core import private
 from torchtune_adaptive.core.device.memory import DeviceMemory, Usage
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
@@ -18,6 +19,9 @@ class AcceleratorMemory(DeviceMemory):
     Args:
         device: the device; without an index, the current one of its type.
         limit: bytes that this process may use, or None for what the user's own memory fraction allows.
+
+    Raises:
+        UsageError: the device has no float64.
     """
 
     def __init__(self, device: torch.device, limit: int | None) -> None:
@@ -29,6 +33,12 @@ class AcceleratorMemory(DeviceMemory):
         self.name = (
             module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
         )
+        properties = getattr(module, "get_device_properties", lambda device: None)(device)
+        if not getattr(properties, "has_fp64", True):  # XPU's name for it
+            raise UsageError(
+                f"device: {self.name} has no float64, in which the losses and norms of a step are summed. "
+                "Use a device that has."
+            )
         self._total = torch.accelerator.get_memory_info(device)[1]
         # A real cap, not arithmetic: the allocator itself refuses to pass it, and frees its cache first.
         self._set_fraction = getattr(module, "set_per_process_memory_fraction", None)

@@ -160,7 +160,7 @@ class Collectives:
     survive: bool = True
     """Whether a pass may fail; if not, nothing is recorded, and ``launched`` is not called."""
     compiled: bool = False
-    """Whether models run compiled code, which a dispatch mode would turn off."""
+    """Whether models run compiled code, whose launches a dispatch mode does not see."""
 
     def __post_init__(self) -> None:
         self._refuse = partial(reason_not_to_reduce, self.models)

@@ -45,8 +45,10 @@ def other_groups(groups: set[dist.ProcessGroup]) -> set[dist.ProcessGroup]:
     """All other groups that count, but not our own. Their launches may be the model's."""
     return {
         group
-        for group in groups_here() - groups
-        if group.group_desc != launcher.OWN_GROUP and launches_of(group) is not None
+        for group in groups_here()
+        if group not in groups
+        and group.group_desc != launcher.OWN_GROUP
+        and launches_of(group) is not None
     }
 
 

@@ -1,8 +1,9 @@
-"""The ways of spreading a model over ranks with which a step can survive running out of memory."""
+"""The models with which a step can survive running out of memory: compiled, and spread over ranks, how."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,26 @@ from torchtune_adaptive.core.ranks.agreement import Ranks, SomeRanks
 def wrapped_in(model: nn.Module) -> DistributedDataParallel | None:
     """The wrapper in a model, which may be wrapped again, as by Lightning Fabric or ``torch.compile``."""
     return next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+
+
+def require_no_graphs(name: str, function: Any) -> None:
+    """Check that a function, or no module of a model, is replayed as CUDA graphs.
+
+    Raises:
+        UsageError: one is; the message says what to use instead.
+    """
+    modules = function.modules() if isinstance(function, nn.Module) else [function]
+    for graphed in filter(None, map(private.graphed_by, modules)):
+        cure = "Do not call it"
+        if graphed == "torch.compile":
+            cure = (
+                "Compile with mode='default' or 'max-autotune-no-cudagraphs', without "
+                "options={'triton.cudagraphs': True} or TORCHINDUCTOR_CUDAGRAPHS"
+            )
+        raise UsageError(
+            f"{name}: {graphed} replays it as CUDA graphs. A graph has one size of micro-batch, its memory "
+            f"is not given back, and it cannot be left in the middle when memory runs out. {cure}."
+        )
 
 
 def require_watchable(models: Sequence[nn.Module]) -> None:

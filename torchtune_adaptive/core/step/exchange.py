@@ -123,6 +123,11 @@ class Exchange:
         self._retries_before = self.memory.retries()
         self.begin()
 
+    @property
+    def number(self) -> torch.Tensor:
+        """A number on the device, for anything between two steps: it takes no memory."""
+        return self._totals[0]
+
     def begin(self) -> None:
         """Begin a step, of which there is nothing to tell yet."""
         self.loss: torch.Tensor | None = None  # summed over terms, and over micro-batches
@@ -136,7 +141,8 @@ class Exchange:
             self._metrics = sums if self._metrics is None else self._metrics + sums
         self._weight += weight
         loss = whole(summed.loss.detach())
-        self.loss = loss if self.loss is None else self.loss + loss
+        # Copied, as the next micro-batch may write where this one's was returned.
+        self.loss = loss.clone() if self.loss is None else self.loss + loss
 
     def run(self, failed: bool, squared_norm: torch.Tensor | None) -> StepDone | None:
         """Tell the others, in the one moment of a step when the host waits for the device; None if a rank has

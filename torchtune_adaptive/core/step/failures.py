@@ -47,6 +47,7 @@ from torchtune_adaptive.core.private import (
     without_modes,
 )
 from torchtune_adaptive.core.ranks.collectives import AnotherRankFailed, Collectives
+from torchtune_adaptive.core.ranks.communicators import of_communicator
 
 
 def _within(context: AbstractContextManager[object], work: Callable[..., Any], *given: Any) -> Any:
@@ -141,6 +142,8 @@ class Failures:
             self._heard(other)
         except Exception as error:
             if not self.is_survived(error):
+                if shortage := of_communicator(error):  # of a group that only the model knows
+                    raise shortage from error
                 raise
             settle(error)
             self.here = stage

@@ -29,12 +29,16 @@ from torchtune_adaptive.core.private import drop_masks
 from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.collectives import Collectives
+from torchtune_adaptive.core.ranks.communicators import connect
+from torchtune_adaptive.core.ranks.counts import groups_of
 from torchtune_adaptive.core.ranks.reduction import reduction_of
 from torchtune_adaptive.core.ranks.supported import (
     holders_of,
+    require_no_graphs,
     require_supported,
     require_watchable,
     sharers_of,
+    wrapped_in,
 )
 from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import Exchange, ForwardDone, StepLost, StepOutcome
@@ -110,6 +114,8 @@ class TrainStep:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._activations = options.activations()
         if options.survive:
+            for each in self._models:
+                require_no_graphs("model", each)
             require_watchable(self._models)
             require_supported(model, ranks)
         self._holders = holders_of(model, ranks)
@@ -150,10 +156,21 @@ class TrainStep:
             scaling=self._scaling,
             stop_requested=options.stop_requested,
         )
+        self._connect()
         for each in self._models:
             memory.adopt([*each.parameters(), *each.buffers()])
         memory.adopt(tensors_in([[*optimizer.state.values()] for optimizer in self.optimizers]))
         self._begin()
+
+    def _connect(self) -> None:
+        """Make the communicators of all groups now, while the device has memory for them."""
+        if self.ranks.size > 1 and self.ranks.communicate:
+            groups = groups_of(self._models)
+            if self.options.context_group is not None:
+                groups.add(self.options.context_group)
+            if wrapped := wrapped_in(self.model):
+                groups.add(wrapped.process_group)
+            connect(groups, self._exchange.number)
 
     def _require_no_obstacle(self) -> None:
         """Check the options of a step in which several ranks hold the same rows, or parts of them."""

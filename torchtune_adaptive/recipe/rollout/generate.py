@@ -102,6 +102,9 @@ class Generation:
         return Response(tokens[: int(ends.int().argmax()) + 1], True)  # the first of them
 
 
+_ONE = 2.0**52  # a probability of 1 as a whole number, to the last bit of a float64
+
+
 def _mask(valid: torch.Tensor, here: slice) -> torch.Tensor:
     """What the places ``here`` of each row attend to: those before them without padding, and themselves."""
     places = torch.arange(valid.shape[1], device=valid.device)
@@ -121,14 +124,16 @@ def sampled(
         temperature: the number that logits are divided by; 0 means the likeliest token.
         top_k: how many of the likeliest tokens may be drawn; None for all.
     """
-    # As in torchtune. In float64: in float32, sums close to 1 would skip unlikely tokens.
+    # As in torchtune. In float64: in float32, unlikely tokens would be rounded away.
     logits = logits.double() / max(temperature, 1e-5)
     if top_k is not None:
         kept = logits.topk(min(top_k, logits.shape[-1])).values
         logits = logits.masked_fill(logits < kept[:, -1:], -torch.inf)
-    cumulative = logits.softmax(-1).cumsum(-1)
-    # A number is at most 1 - 2**-53, so that its product is less than the last sum, rounded or not.
-    goal = numbers[:, None] * cumulative[:, -1:]
+    # Whole numbers, whose sums have no order: on a GPU that of floats depends on how many rows there are, and
+    # torch refuses it in deterministic mode.
+    cumulative = logits.softmax(-1).mul_(_ONE).long().cumsum(-1)
+    total = cumulative[:, -1:]
+    goal = torch.minimum((numbers[:, None] * total).long(), total - 1)
     drawn = torch.searchsorted(cumulative, goal, right=True)[:, 0]
     # Where logits are NaN, any token will do, but it must exist: a GPU does not survive looking up another.
     return drawn.clamp_max(logits.shape[-1] - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from torchtune_adaptive.recipe.settings.keys import CONTEXT, COPIES, TENSORS
 from torchtune_adaptive.recipe.settings.kind_table import Kind
 from torchtune_adaptive.recipe.settings.knob_table import configured_checkpoint
 
+_CUDA_GRAPHS = {"TORCH_COMPILE_BACKEND": "cudagraphs", "TORCHINDUCTOR_CUDAGRAPHS": "1"}
 Conflict = tuple[object, str, str, str]
 """Whether there is one, the key that it is reported for, the reason and the remedy."""
 
@@ -260,6 +262,14 @@ def _conflicts_with_config(asked: Asked) -> Iterator[Conflict]:
         "Set compile=False, or use_maximum_batch_size=False, batch_increase_function=null, "
         f"{BLOCK}.on_out_of_memory=raise, and choose batch_size yourself",
     )
+    for name, value in _CUDA_GRAPHS.items():
+        yield (
+            settings.survives and asked["compile"] and os.environ.get(name) == value,
+            "compile",
+            f"is True, and {name}={value} in the environment captures CUDA graphs, which have one size of "
+            "micro-batch and cannot be left in the middle when memory runs out",
+            f"Unset {name}",
+        )
     yield (
         settings.survives and in_tensors and asked["optimizer_in_bwd"],
         "optimizer_in_bwd",

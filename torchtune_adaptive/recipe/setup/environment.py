@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -16,6 +13,7 @@ from torchtune import training, utils
 
 from torchtune_adaptive.common import ConfigError, launcher
 from torchtune_adaptive.core import Ranks, Watchdog
+from torchtune_adaptive.core.ranks.network import let_gloo_use_the_interface_of_nccl
 from torchtune_adaptive.recipe.data.split_rows import RowParts
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import require_torchvision
@@ -57,7 +55,7 @@ def start_environment(asked: Asked, patience: float, watched: bool = True) -> En
     """
     require_torchvision(asked.cfg)
     _log_on_rank_zero()
-    _let_gloo_use_the_interface_of_nccl()
+    let_gloo_use_the_interface_of_nccl()
     device = _device(asked["device"])
     dtype = training.get_dtype(asked["dtype"], device)
     on_cpu_too = asked["fsdp_cpu_offload"] or asked["enable_async_checkpointing"]
@@ -101,34 +99,6 @@ def _device(name: str) -> torch.device:
             "Set device=cpu, or run on a machine that has it, with a torch that is built for it",
         )
     return device
-
-
-def gloo_interface(nccl: str, interfaces: Iterable[str]) -> str | None:
-    """The first of ``interfaces`` that ``nccl``, a value of ``NCCL_SOCKET_IFNAME``, allows.
-
-    NCCL takes a list of prefixes, of names after ``=``, or of what to leave out after ``^`` or ``^=``; gloo
-    takes names only.
-    """
-    leave_out = nccl.startswith("^")
-    names = nccl.removeprefix("^")
-    exact = names.startswith("=")
-    wanted = [name for name in names.removeprefix("=").split(",") if name]
-
-    def allowed(interface: str) -> bool:
-        listed = any(interface == name if exact else interface.startswith(name) for name in wanted)
-        return not listed and interface != "lo" if leave_out else listed
-
-    return next((interface for interface in interfaces if allowed(interface)), None)
-
-
-def _let_gloo_use_the_interface_of_nccl() -> None:
-    """Tell gloo where only NCCL has been told which network to use: a host's name may resolve to loopback."""
-    nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    if not nccl or os.environ.get("GLOO_SOCKET_IFNAME"):
-        return
-    interface = gloo_interface(nccl, [name for _, name in socket.if_nameindex()])
-    if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def _log_on_rank_zero() -> None:
