@@ -67,7 +67,7 @@ def launches_of_a_new_step(way: str, shape: tuple[int, int, int]) -> list[int]:
         ("tensor", (1, 4, 1), 1),
         ("tensor", (2, 2, 1), 3),
         ("tensor", (1, 2, 2), 3),
-        ("ring", (1, 2, 2), 3),
+        ("ring", (1, 2, 2), 2),
     ],
     ids=["sharded", "HSDP", "tensor parallel", "context parallel"],
 )
