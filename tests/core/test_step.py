@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.helpers.decoder import (
 from tests.helpers.faults import FailingMemory
 from tests.helpers.steps import Kept, plain_gradients, step_of
 from torchtune_adaptive.common.errors import TrainingOutOfMemory
+from torchtune_adaptive.core import private
 from torchtune_adaptive.core.step import gradients
 from torchtune_adaptive.core.step.exchange import StepLost
 from torchtune_adaptive.core.step.failures import StepHalfApplied
@@ -104,12 +107,35 @@ def test_gradients_on_the_host_are_scaled_by_the_factor_itself() -> None:
     assert torch.equal(gradient, expected)
 
 
-def test_gradients_on_an_accelerator_are_scaled_by_one_kernel() -> None:
-    pieces = [torch.ones(2, device="meta"), torch.ones(2), torch.ones(3, device="meta")]
+def test_gradients_of_one_dtype_are_scaled_by_one_kernel() -> None:
+    pieces = [
+        *(torch.ones(size, device="meta") for size in (2, 3)),
+        *(torch.ones(size, device="meta", dtype=torch.bfloat16) for size in (2, 3, 4)),
+        *(torch.ones(size) for size in (2, 3)),
+    ]
     kernels: list[Any] = []
-    gradients.scale(pieces, 0.5, run=lambda kernel, *arguments: kernels.append(arguments))
-    assert [len(arguments[0]) for arguments in kernels if len(arguments) == 2] == [2]
-    assert len(kernels) == 2
+    gradients.scale(pieces[::-1], 0.5, run=lambda kernel, *given: kernels.append((kernel, given)))
+    assert all(kernel is private.foreach_mul_ for kernel, _ in kernels)
+    assert [len(given[0]) for _, given in kernels] == [2, 3, 2]
+
+
+def test_a_norm_of_gradients_of_two_dtypes_is_that_of_all() -> None:
+    of = torch.Generator().manual_seed(0)
+    pieces = [torch.randn(9, generator=of) for _ in range(4)]
+    pieces[1::2] = [piece.bfloat16() for piece in pieces[1::2]]
+    expected = sum(float(piece.double().square().sum()) for piece in pieces)
+    found = gradients.squared_norm(pieces, ranks=1, device=torch.device("cpu"))
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
+def test_numbers_are_divided_as_float32_divides() -> None:
+    chance = random.Random(0)
+    for _ in range(2000):
+        tokens = chance.randint(0, 1 << chance.randint(1, 40))
+        number = chance.uniform(-1, 1) * 2.0 ** chance.randint(-160, 140)
+        expected = torch.tensor(max(tokens, 1), dtype=torch.float32).reciprocal() * number
+        assert gradients.divide(number, tokens) == float(expected)
+    assert math.isnan(gradients.divide(math.nan, 4)) and gradients.divide(math.inf, 4) == math.inf
 
 
 def test_a_batch_with_nothing_to_learn_spoils_nothing() -> None:

@@ -144,6 +144,12 @@ def reset(model: nn.Module) -> None:
         parameter.requires_grad_(trained[name])
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass without gradients has gathered and FSDP keeps for its backward."""
+    for module in _sharded(model):
+        module.reshard()
+
+
 @contextmanager
 def kept_gathered(model: nn.Module) -> Iterator[Callable[[], None]]:
     """A context in which parameters stay gathered after a forward pass; gives what gathers them first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from ctypes import c_float
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -52,28 +53,43 @@ def squared_norm(
         # Where several ranks hold the same piece, each of them counts for less than 1.
         by_share.setdefault(parts(gradient) / ranks, []).append(local(gradient))
     norms = [
-        torch.stack(foreach_norm(group, 2.0, dtype=torch.float32)).double().square().sum() * share
+        torch.stack(_norms(group)).double().square().sum() * share
         for share, group in by_share.items()
     ]
     return torch.stack(norms).sum() if norms else torch.zeros((), device=device)
 
 
+def _norms(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [n for group in _alike(tensors) for n in foreach_norm(group, 2.0, dtype=torch.float32)]
+
+
+def _alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Groups of tensors of one dtype on one device, which one kernel takes; others would get one each."""
+    groups: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device.type, tensor.dtype), []).append(tensor)
+    return groups.values()
+
+
 @torch.no_grad()
 def scale(gradients: Iterable[torch.Tensor], factor: float, run: Callable[..., Any]) -> None:
     """Multiply gradients in place; ``run`` is given each kernel with its arguments, to call it."""
-    together = []
-    for piece in map(local, gradients):
-        if piece.device.type == "cpu":  # where foreach would round the factor to the piece's dtype
-            run(piece.mul_, factor)
+    for group in _alike(map(local, gradients)):
+        if group[0].device.type == "cpu" and group[0].dtype in (torch.bfloat16, torch.float16):
+            for piece in group:  # foreach would round the factor to their dtype there
+                run(piece.mul_, factor)
         else:
-            together.append(piece)
-    if together:
-        run(foreach_mul_, together, factor)
+            run(foreach_mul_, group, factor)
 
 
 def divide(number: float, tokens: float) -> float:
     """``number / tokens`` as torchtune's recipes round it: in float32, through the reciprocal."""
-    return float(torch.tensor(max(tokens, 1), dtype=torch.float32).reciprocal() * number)
+    # A float64 has more than twice the digits: what is rounded from it is what float32 computes.
+    return _single(_single(1 / _single(max(tokens, 1))) * _single(number))
+
+
+def _single(number: float) -> float:
+    return c_float(number).value
 
 
 class LossScale:

@@ -275,6 +275,8 @@ class TrainStep:
         """A micro-batch on the device."""
 
         def copied(value: Any) -> Any:  # tensors, and the masks of packed rows, which it makes
+            if isinstance(value, torch.Tensor):  # the host waits for a copy of what is not pinned
+                return value.to(self.device, non_blocking=self.device.type != "cpu" and value.is_pinned())
             return value.to(self.device) if hasattr(value, "to") else value
 
         moved = mapped(copied, batch)
@@ -302,28 +304,29 @@ class TrainStep:
         kind: str,
         work: Callable[[], T],
         shape: Callable[[], Hashable] = lambda: None,
-        reset: bool = True,
+        reshard: bool = True,
     ) -> ForwardDone[T] | StepLost:
         """Do something in evaluation mode, without gradients; on all ranks or, if memory runs out, on none.
 
-        Only between steps: FSDP is reset, which drops gradients.
+        Only between steps: the next one resets FSDP, which drops gradients.
 
         Args:
             kind: the name of what is done, on all ranks; each kind launches the same collectives each time.
             work: the function that does it.
             shape: that of its rows; where layers are split, it decides what is launched.
-            reset: whether parameters that were gathered are freed.
+            reshard: whether parameters that were gathered are freed.
         """
         made: list[T] = []
 
         def attempt() -> None:
             with self._reduction.apart():
                 made.append(work())
-            if reset:
-                # FSDP remembers a forward pass until its backward: without this, the next step would gather
-                # a layer once more than before. And some parameters would stay gathered between the two.
+            if reshard:
+                # So the next one gathers as much again. FSDP remembers it until a backward: the next step
+                # resets that, once for all of them, as it makes the host wait.
+                self.collectives.disturbed = True
                 for model in self._models:
-                    fsdp.reset(model)
+                    fsdp.reshard(model)
 
         try:
             self.collectives.begin_pass(kind, shape)
@@ -365,7 +368,7 @@ class TrainStep:
         """
         try:
             with fsdp.kept_gathered(model) as gather:
-                yield self.forward_only(f"gathering {type(model).__name__}", gather, reset=False)
+                yield self.forward_only(f"gathering {type(model).__name__}", gather, reshard=False)
         finally:
             self.forget()
 
