@@ -91,6 +91,7 @@ class Card(SimulatedMemory):
         self.error = error
         self.fractions: list[float] = []  # each that was set
         self.pinned = 0  # bytes of the cache of pinned host memory
+        self.readings = 0  # of the allocator's statistics
         self.waits_with_lock = 0  # emptied the cache of a device that was still busy
         self._lateness, self._scale = lateness, scale
         self._allocator = LimitedAllocator(total)
@@ -149,27 +150,33 @@ class Card(SimulatedMemory):
     def get_memory_info(self, device: Any = None) -> tuple[int, int]:
         return self.total - self.neighbour - self._allocator.reserved, self.total
 
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        return {
-            "num_alloc_retries": self._retries + self._allocator.retries,
-            "active_bytes.all.peak": self._allocator.peak_allocated,
+    def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, Any]:
+        self.readings += 1
+        peaks = {
+            "reserved_bytes": self._allocator.peak_reserved,
+            "allocated_bytes": self._allocator.peak_allocated,
+            "active_bytes": self._allocator.peak_allocated,
         }
+        nested: dict[str, Any] = {kind: {"all": {"peak": peak}} for kind, peak in peaks.items()}
+        return {**nested, "num_alloc_retries": self._retries + self._allocator.retries}
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        nested = Card.memory_stats_as_nested_dict(self)
+        retries = nested.pop("num_alloc_retries")
+        flat = {f"{kind}.all.peak": of["all"]["peak"] for kind, of in nested.items()}
+        return {**flat, "num_alloc_retries": retries}
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         self._retries += self._allocator.retries
         self._allocator.watch()
 
     def memory_reserved(self, device: Any = None) -> int:
+        self.readings += 1
         return self._allocator.reserved
 
     def memory_allocated(self, device: Any = None) -> int:
+        self.readings += 1
         return self._allocator.allocated
-
-    def max_memory_reserved(self, device: Any = None) -> int:
-        return self._allocator.peak_reserved
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        return self._allocator.peak_allocated
 
     def is_available(self) -> bool:
         return False  # a torch that is built for CUDA asks, and would use the card's own functions
@@ -196,8 +203,6 @@ class Card(SimulatedMemory):
             "empty_cache",
             "empty_host_cache",
             "get_memory_info",
-            "max_memory_allocated",
-            "max_memory_reserved",
             "memory_allocated",
             "memory_reserved",
             "memory_stats",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchtune_adaptive.core.device.memory import Usage
 from torchtune_adaptive.core.device.simulated import SimulatedMemory, _follow_resizing
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.recording import _is_launch
@@ -97,8 +99,8 @@ class FailingMemory(SimulatedMemory):
         self.fault: OutOfMemoryAt | None = None
         self.retried = 0
 
-    def retries(self) -> int:
-        return self.retried
+    def statistics(self) -> Usage:
+        return replace(super().statistics(), retries=self.retried)
 
     def arm(self, operation: int | None) -> OutOfMemoryAt:
         """Fail at an operation from now on; 0: only count them; None: do not even look."""

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
-from torchtune.training import memory as torchtune_memory
 
 from tests.helpers.accelerator import Card
 from tests.helpers.decoder import adamw, batch
 from tests.helpers.models import tiny_llama, train_step
 from tests.helpers.ranks import Alone
+from torchtune_adaptive.core import MicroBatch, Split
 from torchtune_adaptive.recipe.private import offloading_module as torchtune_offloading
 from torchtune_adaptive.recipe.setup import offloading as offloading_module
 from torchtune_adaptive.recipe.setup.environment import Environment
@@ -36,25 +36,34 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_the_peak_is_logged_and_then_measured_anew(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_of_each_step_is_logged(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(16 * GIB)
     card.install(monkeypatch)
     model = tiny_llama(sharded=False)
     step = train_step(model, [adamw(model)], memory=card.memory(), ranks=Alone())
-    monkeypatch.setattr(torchtune_memory, "get_torch_device_namespace", lambda: card)
     here = Environment(torch.device("cuda", 0), torch.float32, Alone())
-    for watch_memory in (True, False):
-        metrics = Metrics(Logging(None, 1, True), here, step.memory, watch_memory)
-        step.memory.watch()
-        step.forward_backward(batch(rows=32))
-        step.apply()
+    records: list[dict[str, float]] = []
+    logger = SimpleNamespace(log_dict=lambda record, step: records.append(record))
+    metrics = Metrics(Logging(logger, 1, True), here, step.memory, watch_memory=True)
+    metrics.begin()
+    capacity = step.memory.capacity()
+    for number, rows in enumerate((8, 8, 32, 8), start=1):
         step.memory.release()
-        peak = card.max_memory_reserved()
-        assert peak > 2 * card.memory_reserved()
-        assert metrics._memory_used()["peak_memory_reserved"] == peak / GIB
-        assert card.max_memory_reserved() == card.memory_reserved()
+        before = card.readings
+        step.forward_backward(batch(rows))
+        outcome = step.apply()
+        assert not outcome.lost
+        metrics.record(number, 8, Split(rows, 1, 1), outcome, 0.1, [MicroBatch((0, 1), rows)], {})
+        assert card.readings - before == 1
+    peaks = [record["peak_memory_reserved"] for record in records]
+    assert peaks[2] > 2 * peaks[1]
+    of_tensors = [record["peak_memory_alloc"] for record in records]
+    assert of_tensors[2] > 2 * of_tensors[3] > 0, "each is that of its step"
+    assert [record["memory_unused_share"] for record in records] == [
+        1 - peak * GIB / capacity for peak in peaks
+    ]
+    summary = metrics.summary()
+    assert summary is not None and summary.peak_bytes == max(peaks) * GIB
 
 
 @pytest.mark.parametrize("enabled", [{}, {"enabled": False}])

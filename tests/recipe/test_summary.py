@@ -21,16 +21,15 @@ def metrics_of(losses: list[float], seconds: float, monkeypatch: pytest.MonkeyPa
     """Of steps that take so long, on two ranks, with 100 predicted tokens each."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    memory = SimpleNamespace(
-        measured=True, capacity=lambda: 80 * GIB, watch=lambda: None, usage=lambda: usage
-    )
+    usage = Usage(22 * GIB, 0, 0)
+    memory = SimpleNamespace(measured=True, capacity=lambda: 80 * GIB, usage=lambda: usage)
     logged: list[dict[str, float]] = []
     logger = SimpleNamespace(log_dict=lambda record, step: logged.append(record))
     environment = SimpleNamespace(ranks=Alone(2))
     metrics = Metrics(Logging(logger, 1, False), environment, memory, watch_memory=False)  # type: ignore[arg-type]
     for number, loss in enumerate(losses, start=1):
         now[0] += seconds
-        usage = Usage((20 + number % 3) * GIB, 0, 0)
+        memory.last_step = Usage((20 + number % 3) * GIB, 0, 0)
         outcome = SimpleNamespace(loss=loss, weight=100, gradient_norm=None, metrics={})
         loaded = [MicroBatch((0, 1), 60)]
         split = Split(2, 1, 2)

@@ -12,6 +12,8 @@ from torchtune_adaptive.core import private
 from torchtune_adaptive.core.device.memory import DeviceMemory, Usage
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 
+_PEAKS = ("reserved_bytes", "allocated_bytes", "active_bytes")
+
 
 class AcceleratorMemory(DeviceMemory):
     """Memory behind a caching allocator: CUDA, and others as far as ``torch.accelerator`` goes.
@@ -28,7 +30,6 @@ class AcceleratorMemory(DeviceMemory):
         if device.index is None:  # the allocator's functions want an index
             device = torch.device(device.type, torch.accelerator.current_device_index())
         self._device = device
-        self._retries_before = 0
         module = torch.get_device_module(device)
         self.name = (
             module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
@@ -45,6 +46,8 @@ class AcceleratorMemory(DeviceMemory):
         get_fraction = getattr(module, "get_per_process_memory_fraction", None)
         # Set by the user in PYTORCH_ALLOC_CONF, or in code: never exceeded, and put back after a cap.
         self._own_fraction = float(get_fraction(device)) if get_fraction is not None else 1.0
+        # As the allocator gives them. ``torch.accelerator`` would sort their hundred names for each number.
+        self._nested_statistics = getattr(module, "memory_stats_as_nested_dict", None)
         self._limit = limit
         if limit is not None:
             self._cap(limit)
@@ -68,19 +71,20 @@ class AcceleratorMemory(DeviceMemory):
             share = 1.0 if limit is None else limit / self._total
             self._set_fraction(min(share, self._own_fraction), self._device)
 
-    def watch(self) -> None:
+    def statistics(self) -> Usage:
+        if self._nested_statistics is not None:
+            nested = self._nested_statistics(self._device)
+            peaks = [nested.get(kind, {}).get("all", {}).get("peak", 0) for kind in _PEAKS]
+            retries = nested.get("num_alloc_retries", 0)
+        else:
+            flat = torch.accelerator.memory_stats(self._device)
+            peaks = [flat.get(f"{kind}.all.peak", 0) for kind in _PEAKS]
+            retries = flat.get("num_alloc_retries", 0)
+        reserved, allocated, active = peaks
+        return Usage(reserved, allocated, retries, active)
+
+    def restart_peaks(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self._device)
-        self._retries_before = self.retries()
-
-    def usage(self) -> Usage:
-        return Usage(
-            peak_bytes=torch.accelerator.max_memory_reserved(self._device),
-            peak_allocated_bytes=torch.accelerator.max_memory_allocated(self._device),
-            retries=self.retries() - self._retries_before,
-        )
-
-    def retries(self) -> int:
-        return torch.accelerator.memory_stats(self._device).get("num_alloc_retries", 0)
 
     def in_use(self) -> int:
         return torch.accelerator.memory_allocated(self._device)

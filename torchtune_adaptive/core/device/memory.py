@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,7 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Usage:
-    """Use of memory since ``DeviceMemory.watch``."""
+    """Use of memory in some time, such as since ``DeviceMemory.watch``."""
 
     peak_bytes: int
     """The most that was held at once, in the unit that runs out: reserved memory on an accelerator."""
@@ -94,6 +94,20 @@ class Usage:
     """The most that tensors held at once."""
     retries: int
     """The number of times that the allocator had to give memory back before it could go on."""
+    peak_active_bytes: int = 0
+    """The most that tensors held or streams still used, where the allocator tells them apart."""
+
+    def __or__(self, other: Usage) -> Usage:
+        """The use in two times together."""
+        return Usage(
+            peak_bytes=max(self.peak_bytes, other.peak_bytes),
+            peak_allocated_bytes=max(self.peak_allocated_bytes, other.peak_allocated_bytes),
+            retries=self.retries + other.retries,
+            peak_active_bytes=max(self.peak_active_bytes, other.peak_active_bytes),
+        )
+
+
+_NOTHING = Usage(0, 0, 0)
 
 
 class DeviceMemory(ABC):
@@ -103,6 +117,12 @@ class DeviceMemory(ABC):
     plain_tensors = staticmethod(plain_tensors)
 
     name: str
+    peaks_of_steps = False
+    """Whether the peaks of each step are measured anew; they are the process's, so only its owner sets it."""
+    last_step = _NOTHING
+    """What ``end_step`` has given last."""
+    _earlier = _NOTHING  # since ``watch``, until the last reading
+    _retries = 0  # of the process, at the last reading
 
     @abstractmethod
     def capacity(self) -> int:
@@ -113,16 +133,38 @@ class DeviceMemory(ABC):
         """A context in which the device has no more than ``limit`` bytes for this process."""
 
     @abstractmethod
+    def statistics(self) -> Usage:
+        """The peaks since ``restart_peaks``, and the retries since the process began; in one reading."""
+
+    @abstractmethod
+    def restart_peaks(self) -> None:
+        """Measure peaks anew from now on."""
+
     def watch(self) -> None:
         """Start a new period of measurement."""
+        self.restart_peaks()
+        self._earlier, self._retries = _NOTHING, self.statistics().retries
 
-    @abstractmethod
     def usage(self) -> Usage:
         """The use of memory since ``watch``."""
+        return self._earlier | self._since_reading(self.statistics())
 
-    @abstractmethod
-    def retries(self) -> int:
-        """The number of times, since the process began, that the allocator had to give memory back."""
+    def end_step(self) -> Usage:
+        """Look at the use of memory, once in each step: an allocator's statistics take long to read.
+
+        Gives what has been used since the last call or, where ``peaks_of_steps`` is not set, the peaks since
+        ``watch`` and the retries since the last call.
+        """
+        now = self.statistics()
+        self.last_step = self._since_reading(now)
+        self._earlier |= self.last_step
+        self._retries = now.retries
+        if self.peaks_of_steps:
+            self.restart_peaks()
+        return self.last_step
+
+    def _since_reading(self, now: Usage) -> Usage:
+        return replace(now, retries=now.retries - self._retries)
 
     @property
     def measured(self) -> bool:

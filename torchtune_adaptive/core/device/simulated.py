@@ -76,14 +76,11 @@ class SimulatedMemory(DeviceMemory):
         ):
             yield
 
-    def watch(self) -> None:
+    def statistics(self) -> Usage:
+        return Usage(self._peak, self._peak, retries=0)  # there is no cache to give back
+
+    def restart_peaks(self) -> None:
         self._peak = self._in_use
-
-    def usage(self) -> Usage:
-        return Usage(self._peak, self._peak, self.retries())
-
-    def retries(self) -> int:
-        return 0  # there is no cache to give back
 
     @property
     def measured(self) -> bool:

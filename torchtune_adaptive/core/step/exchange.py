@@ -120,7 +120,7 @@ class Exchange:
     def __post_init__(self) -> None:
         slots = Total.METRICS + len(self.metrics)
         self._totals = torch.zeros(slots, dtype=torch.float64, device=self.device)
-        self._retries_before = self.memory.retries()
+        self.memory.end_step()  # what was before is of no step
         self.begin()
 
     @property
@@ -152,7 +152,8 @@ class Exchange:
             totals[Total.FAILED].fill_(1.0)
         else:
             self._pack(totals, squared_norm)
-        totals[Total.RETRIES].fill_(float(self.new_retries()))
+        if retries := self.memory.end_step().retries:
+            totals[Total.RETRIES].fill_(float(retries))
         if self.stop_requested():
             totals[Total.STOP].fill_(1.0)
         if self.ranks.size > 1:
@@ -186,8 +187,3 @@ class Exchange:
             noise=self.noise.over_ranks(summed[Total.NOISE : Total.STOP], weight, squared),
             metrics=dict(zip(self.metrics, means, strict=True)),
         )
-
-    def new_retries(self) -> int:
-        """Allocation retries since the last call."""
-        before, self._retries_before = self._retries_before, self.memory.retries()
-        return self._retries_before - before

@@ -276,7 +276,9 @@ class TrainStep:
 
         def copied(value: Any) -> Any:  # tensors, and the masks of packed rows, which it makes
             if isinstance(value, torch.Tensor):  # the host waits for a copy of what is not pinned
-                return value.to(self.device, non_blocking=self.device.type != "cpu" and value.is_pinned())
+                return value.to(
+                    self.device, non_blocking=self.device.type != "cpu" and value.is_pinned()
+                )
             return value.to(self.device) if hasattr(value, "to") else value
 
         moved = mapped(copied, batch)
@@ -467,7 +469,7 @@ class TrainStep:
         """Nothing, as all ranks know, and where each has failed."""
         failures = self.ranks.gather(self._failures.here)
         self.forget()
-        self._exchange.new_retries()  # those of a lost step say nothing about the size that follows
+        self.memory.end_step()  # the retries of a lost step say nothing about the size that follows
         return StepLost(tuple(failures))
 
     def _gradients(self) -> list[torch.Tensor]:

@@ -53,14 +53,11 @@ class FakeMemory(DeviceMemory):
     def capped(self, limit: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def watch(self) -> None:
+    def statistics(self) -> Usage:
+        return Usage(self._recorder.peak, self._recorder.peak, retries=0)
+
+    def restart_peaks(self) -> None:
         self._recorder.peak = self._recorder.in_use
-
-    def usage(self) -> Usage:
-        return Usage(self._recorder.peak, self._recorder.peak, 0)
-
-    def retries(self) -> int:
-        return 0
 
     def in_use(self) -> int:
         return self._recorder.in_use

@@ -103,9 +103,7 @@ class TrainingLoop:
         if self.global_step:
             self.metrics.resume(self.global_step, self.progress.history)
         self._validate()  # where a stop came before it
-        memory = self.runner.step.memory
-        memory.release()
-        memory.watch()
+        self.runner.step.memory.release()
         self.profiling.start()
         self.metrics.begin()
         with self.stop.while_training():

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtune import training
-
 from torchtune_adaptive.common import bytes_of, counted
-from torchtune_adaptive.core import DeviceMemory, MicroBatch, Split, StepDone
+from torchtune_adaptive.core import DeviceMemory, MicroBatch, Split, StepDone, Usage
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
 from torchtune_adaptive.recipe.train.history import Course, History, Point
 
 log = logging.getLogger(__name__)
+
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,18 @@ class Metrics:
         self.tokens = 0
         self.seconds = 0.0
         """Seconds of the steps, without what is between them."""
-        self.peak_bytes = 0
-        """The most that this rank has used in training."""
         self.tokens_per_second = 0.0
         """Speed of the last step, over all ranks."""
-        self.begin()
+        self._used = Usage(0, 0, 0)  # since the last record
+        self._capacity = 0
+        self._started = self._step_started = time.perf_counter()
 
     def begin(self) -> None:
-        """Start the clock of the run."""
+        """Start the clock of the run, and measure its memory from now on."""
+        self._memory.watch()
+        self._memory.peaks_of_steps = True
+        if self._watch_memory:  # once: the driver takes longer to answer than the allocator
+            self._capacity = self._memory.capacity()
         self._started = time.perf_counter()
         self.start_step()
 
@@ -193,8 +197,11 @@ class Metrics:
         self.tokens += int(tokens)
         self._course.add(outcome.loss)
         micro_batch = max(each.rows for each in micro_batches)
-        peak = self._memory.usage().peak_bytes if self._memory.measured else None
-        self.peak_bytes = max(self.peak_bytes, peak or 0)
+        used = (
+            self._memory.last_step
+        )  # until the ranks have told each other about it: one reading a step
+        self._used |= used
+        peak = used.peak_bytes if self._memory.measured else None
         point = Point(samples, split.global_batch, micro_batch, lr, outcome.loss, peak)
         self.history.add(point)
         if self._environment.ranks.is_zero and number % self._logging.every_n_steps == 0:
@@ -231,23 +238,23 @@ class Metrics:
 
     def _memory_used(self) -> dict[str, float]:
         """This rank's memory since the last record."""
+        used, self._used = self._used, Usage(0, 0, 0)
         found: dict[str, float] = {}
         if self._watch_memory:
-            found["memory_unused_share"] = (
-                1 - self._memory.usage().peak_bytes / self._memory.capacity()
-            )
-        if self._logging.memory:  # resets the peaks, so it comes after they are read
-            found.update(training.get_memory_stats(device=self._environment.device))
-        if self._watch_memory:
-            self._memory.watch()
+            found["memory_unused_share"] = 1 - used.peak_bytes / self._capacity
+        if self._logging.memory:  # as torchtune names it
+            found["peak_memory_active"] = used.peak_active_bytes / _GIB
+            found["peak_memory_alloc"] = used.peak_allocated_bytes / _GIB
+            found["peak_memory_reserved"] = used.peak_bytes / _GIB
         return found
 
     def summary(self, next_time: str = "") -> Summary | None:
         """What the steps came to, the same on all ranks; None if there were none."""
         if not self.has_steps:
             return None
-        peak, capacity = max(self._environment.ranks.gather(self.peak_bytes)), None
+        peak, capacity = 0, None
         if self._memory.measured:
+            peak = max(self._environment.ranks.gather(self._memory.usage().peak_bytes))
             capacity = self._memory.capacity()
             peak = min(peak, capacity)  # the simulated device counts what did not fit
         return Summary(
