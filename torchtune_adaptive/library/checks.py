@@ -93,7 +93,7 @@ def differentiable(loss: object) -> torch.Tensor:
             else "Do not take a step inside torch.no_grad() or torch.inference_mode()"
         )
         raise UsageError(f"forward: the loss requires no gradient. {reason}.")
-    return loss.reshape(())
+    return loss.reshape(()) if loss.ndim else loss
 
 
 def require_sum(loss: torch.Tensor, weight: int) -> None:

@@ -108,6 +108,7 @@ class Usage:
 
 
 _NOTHING = Usage(0, 0, 0)
+_NO_CONTEXT = nullcontext()
 
 
 class DeviceMemory(ABC):
@@ -120,9 +121,9 @@ class DeviceMemory(ABC):
     peaks_of_steps = False
     """Whether the peaks of each step are measured anew; they are the process's, so only its owner sets it."""
     last_step = _NOTHING
-    """What ``end_step`` has given last."""
-    _earlier = _NOTHING  # since ``watch``, until the last reading
-    _retries = 0  # of the process, at the last reading
+    """The use of memory in the step that ended last, or an attempt of it, where peaks are those of steps."""
+    _earlier = _NOTHING  # since ``watch`` and until peaks were measured anew
+    _retries = 0  # of the process, at the last end of a step
 
     @abstractmethod
     def capacity(self) -> int:
@@ -143,28 +144,24 @@ class DeviceMemory(ABC):
     def watch(self) -> None:
         """Start a new period of measurement."""
         self.restart_peaks()
-        self._earlier, self._retries = _NOTHING, self.statistics().retries
+        self._earlier = replace(_NOTHING, retries=-self.statistics().retries)
 
     def usage(self) -> Usage:
         """The use of memory since ``watch``."""
-        return self._earlier | self._since_reading(self.statistics())
+        return self._earlier | self.statistics()
 
-    def end_step(self) -> Usage:
+    def end_step(self) -> int:
         """Look at the use of memory, once in each step: an allocator's statistics take long to read.
 
-        Gives what has been used since the last call or, where ``peaks_of_steps`` is not set, the peaks since
-        ``watch`` and the retries since the last call.
+        Gives the number of times, since the last call, that the allocator had to give memory back.
         """
         now = self.statistics()
-        self.last_step = self._since_reading(now)
-        self._earlier |= self.last_step
-        self._retries = now.retries
+        before, self._retries = self._retries, now.retries
         if self.peaks_of_steps:
+            self.last_step = replace(now, retries=now.retries - before)
+            self._earlier |= replace(now, retries=0)
             self.restart_peaks()
-        return self.last_step
-
-    def _since_reading(self, now: Usage) -> Usage:
-        return replace(now, retries=now.retries - self._retries)
+        return now.retries - before
 
     @property
     def measured(self) -> bool:
@@ -177,7 +174,7 @@ class DeviceMemory(ABC):
 
     def running(self) -> AbstractContextManager[object]:
         """The context of everything that runs on the device; a simulated device needs it to see anything."""
-        return nullcontext()
+        return _NO_CONTEXT
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 - a device knows its own
         """Count tensors that exist already as memory in use."""

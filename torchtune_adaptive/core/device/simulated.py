@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import psutil
@@ -63,11 +63,11 @@ class SimulatedMemory(DeviceMemory):
         finally:
             self.limit = before
 
+    def running(self) -> AbstractContextManager[object]:
+        return super().running() if self.limit is None else self._counting()
+
     @contextmanager
-    def running(self) -> Iterator[None]:
-        if self.limit is None:
-            yield
-            return
+    def _counting(self) -> Iterator[None]:
         # Compiled regions run eager: within one, single operations could not be seen.
         with (
             torch.compiler.set_stance("force_eager"),

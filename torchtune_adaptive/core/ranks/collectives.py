@@ -54,7 +54,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from functools import partial
@@ -163,6 +163,7 @@ class Collectives:
     """Whether models run compiled code, whose launches a dispatch mode does not see."""
 
     def __post_init__(self) -> None:
+        self._nobody_waits = not self.survive or self.ranks.size == 1 or not self.ranks.communicate
         self._refuse = partial(reason_not_to_reduce, self.models)
         self._sees_all = self.holders.size > 1 or knows_one_sided_experts()
         self._groups = groups_of(self.models) if self.survive else set()
@@ -226,6 +227,8 @@ class Collectives:
     ) -> None:
         """Begin a pass, on all ranks; ``shape`` gives that of its micro-batch."""
         self._in_step = True
+        if self._nobody_waits:
+            return
         key: Hashable = (self.variant, kind)
         self._kind = key
         self._wide = self._wide_sequences.setdefault(key, _Sequence())
@@ -241,8 +244,6 @@ class Collectives:
         self._refusal, self._asking = "", 0.0
 
     def _who_is_asked(self) -> _Asked:
-        if not self.survive or self.ranks.size == 1 or not self.ranks.communicate:
-            return _Asked.NOBODY
         if self._kind in self._follow_shape:
             new = self.ranks.any(not self._sequence.certain)
         else:
@@ -251,13 +252,15 @@ class Collectives:
             return _Asked.EVERYONE
         return _Asked.NOBODY if self._sequence.certain else _Asked.HOLDERS
 
-    def begin_stage(self, stage: str) -> AbstractContextManager[object]:
-        """Begin a stage; gives the context in which it runs."""
+    def begin_stage(self, stage: str) -> LaunchRecorder | None:
+        """Begin a stage; gives the recorder in whose context it runs, if any."""
+        if self._nobody_waits:
+            return None
         self._stage, self._votes = stage, 0
         self._begin_segment()
         self._mode = self.recording and self._sees_all
         self._mode_was_on |= self._mode
-        return LaunchRecorder(self._note_one, self._refuse) if self._mode else nullcontext()
+        return LaunchRecorder(self._note_one, self._refuse) if self._mode else None
 
     def _begin_segment(self) -> None:
         segment = self._segment = _segment_of(self._stage, self._votes)
@@ -270,6 +273,8 @@ class Collectives:
 
     def end_stage(self) -> None:
         """End a stage without failure on this rank."""
+        if self._nobody_waits:
+            return
         launched = self._counts.launched_in(self._segment)
         if self.recording:
             self._compare(launched, Counter(each.group for each in self._pass[self._segment]))
@@ -386,7 +391,7 @@ class Collectives:
         Raises:
             AnotherRankFailed: the next one must not be made.
         """
-        if not self.survive or not self._in_step or self.ranks.size == 1 or self._unrecorded:
+        if self._nobody_waits or not self._in_step or self._unrecorded:
             return launch()
         self._unrecorded = True  # the votes, and what is launched
         try:
@@ -494,6 +499,8 @@ class Collectives:
         The data is worthless, and every rank discards it. By now the memory of the failed step has been
         freed, which is more than the scratch buffer takes. See Note [Who is asked].
         """
+        if self._nobody_waits:
+            return False
         votes = self._votes if stage == self._stage else 0
         segment = _segment_of(stage, votes)
         agreed = self._pass.get(segment, [])

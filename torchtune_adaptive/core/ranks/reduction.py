@@ -16,6 +16,8 @@ from torchtune_adaptive.core.ranks import fsdp
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.ranks.supported import is_split, wrapped_in
 
+_NO_CONTEXT = nullcontext()
+
 
 class Reduction:
     """FSDP reduces the gradients of each micro-batch in its backward, to their mean over the ranks.
@@ -36,7 +38,7 @@ class Reduction:
 
     def apart(self) -> AbstractContextManager[None]:
         """The context in which forward and backward run."""
-        return nullcontext()
+        return _NO_CONTEXT
 
     def place(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give each gradient the placement of its parameter. This launches collectives."""

@@ -19,6 +19,8 @@ from torchtune_adaptive.core.step.objective import Summed
 from torchtune_adaptive.core.step.small_batches import SmallBatches
 
 T = TypeVar("T")
+_Told = dict[int, torch.Tensor | float]
+"""What a rank tells the others: each number by its place."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +122,14 @@ class Exchange:
     def __post_init__(self) -> None:
         slots = Total.METRICS + len(self.metrics)
         self._totals = torch.zeros(slots, dtype=torch.float64, device=self.device)
+        self._places = self._totals.unbind()
         self.memory.end_step()  # what was before is of no step
         self.begin()
 
     @property
     def number(self) -> torch.Tensor:
         """A number on the device, for anything between two steps: it takes no memory."""
-        return self._totals[0]
+        return self._places[0]
 
     def begin(self) -> None:
         """Begin a step, of which there is nothing to tell yet."""
@@ -147,32 +150,42 @@ class Exchange:
     def run(self, failed: bool, squared_norm: torch.Tensor | None) -> StepDone | None:
         """Tell the others, in the one moment of a step when the host waits for the device; None if a rank has
         failed. ``squared_norm`` is this rank's part of that of the gradient, where it is wanted."""
-        totals = self._totals.zero_()
-        if failed:
-            totals[Total.FAILED].fill_(1.0)
-        else:
-            self._pack(totals, squared_norm)
-        if retries := self.memory.end_step().retries:
-            totals[Total.RETRIES].fill_(float(retries))
+        told: _Told = {Total.FAILED: 1.0} if failed else self._healthy(squared_norm)
+        if retries := self.memory.end_step():
+            told[Total.RETRIES] = retries
         if self.stop_requested():
-            totals[Total.STOP].fill_(1.0)
-        if self.ranks.size > 1:
-            dist.all_reduce(totals)
-        summed = totals.tolist()
+            told[Total.STOP] = 1.0
+        summed = self._over_ranks(told) if self.ranks.size > 1 else self._here(told)
         return None if summed[Total.FAILED] > 0 else self._unpacked(summed)
 
-    def _pack(self, totals: torch.Tensor, squared_norm: torch.Tensor | None) -> None:
+    def _healthy(self, squared_norm: torch.Tensor | None) -> _Told:
         if self.loss is None:
             raise RuntimeError("a step needs at least one micro-batch before it can be applied")
+        told: _Told = dict(enumerate(self.noise.sums(), Total.NOISE))
         if self.counts_rows:
-            totals[Total.WEIGHT].fill_(float(self._weight))
-            totals[Total.LOSS].copy_(self.loss)
+            told[Total.WEIGHT], told[Total.LOSS] = self._weight, self.loss
             if self._metrics is not None:
-                totals[Total.METRICS :].copy_(self._metrics)
+                told.update(enumerate(self._metrics, Total.METRICS))
         if squared_norm is not None:
-            totals[Total.SQUARED_GRADIENT_NORM].copy_(squared_norm)
-        for at, value in enumerate(self.noise.sums(), Total.NOISE):
-            totals[at].fill_(value)
+            told[Total.SQUARED_GRADIENT_NORM] = squared_norm
+        return told
+
+    def _over_ranks(self, told: _Told) -> list[float]:
+        self._totals.zero_()
+        for at, value in told.items():
+            if isinstance(value, torch.Tensor):
+                self._places[at].copy_(value)
+            else:
+                self._places[at].fill_(value)
+        dist.all_reduce(self._totals)
+        return self._totals.tolist()
+
+    def _here(self, told: _Told) -> list[float]:
+        # Nothing is launched, and only the first tensor is waited for.
+        summed = [0.0] * len(self._places)
+        for at, value in told.items():
+            summed[at] = float(value)
+        return summed
 
     def _unpacked(self, summed: list[float]) -> StepDone:
         weight, squared = summed[Total.WEIGHT], summed[Total.SQUARED_GRADIENT_NORM]

@@ -99,14 +99,15 @@ class Failures:
 
     def do(self, stage: str, work: Callable[..., None], *arguments: Any) -> None:
         """Do one stage of a pass or, on a rank that ran out of memory, launch its collectives only."""
-        if self.known:
-            return
         if self.none:
-            seeing = self.collectives.begin_stage(stage)
-            self.attempt(stage, _within, seeing, work, *arguments)
-        if self.none:
-            self.collectives.end_stage()
-        if not self.none and not self.known:
+            if (recorder := self.collectives.begin_stage(stage)) is None:
+                self._attempt(stage, work, *arguments)
+            else:
+                self._attempt(stage, _within, recorder, work, *arguments)
+            if self.none:
+                self.collectives.end_stage()
+                return
+        if not self.known:
             self.known = self._finish(stage)
 
     def end_pass(self) -> None:
@@ -131,8 +132,9 @@ class Failures:
 
     def attempt(self, stage: str, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do something that can still be discarded; None if it failed, or something before it did."""
-        if not self.none:
-            return None
+        return self._attempt(stage, work, *arguments) if self.none else None
+
+    def _attempt(self, stage: str, work: Callable[..., Any], *arguments: Any) -> Any:
         self.stage = stage
         try:
             with self.memory.running():

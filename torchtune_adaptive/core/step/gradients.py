@@ -21,6 +21,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _all_local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    # Without a call for each that is plain: a step does nothing else as often.
+    return [each if type(each) is torch.Tensor else local(each) for each in tensors]
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor, on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -59,23 +64,25 @@ def squared_norm(
     return torch.stack(norms).sum() if norms else torch.zeros((), device=device)
 
 
-def _norms(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [n for group in _alike(tensors) for n in foreach_norm(group, 2.0, dtype=torch.float32)]
 
 
-def _alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Groups of tensors of one dtype on one device, which one kernel takes; others would get one each."""
-    groups: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
+def _alike(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Groups of tensors of one dtype, which one kernel takes; others would get one each."""
+    if len({tensor.dtype for tensor in tensors}) == 1 == len({tensor.is_cpu for tensor in tensors}):
+        return [tensors]  # as nearly always
+    groups: dict[tuple[bool, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault((tensor.device.type, tensor.dtype), []).append(tensor)
+        groups.setdefault((tensor.is_cpu, tensor.dtype), []).append(tensor)
     return groups.values()
 
 
 @torch.no_grad()
 def scale(gradients: Iterable[torch.Tensor], factor: float, run: Callable[..., Any]) -> None:
     """Multiply gradients in place; ``run`` is given each kernel with its arguments, to call it."""
-    for group in _alike(map(local, gradients)):
-        if group[0].device.type == "cpu" and group[0].dtype in (torch.bfloat16, torch.float16):
+    for group in _alike(_all_local(gradients)):
+        if group[0].is_cpu and group[0].dtype in (torch.bfloat16, torch.float16):
             for piece in group:  # foreach would round the factor to their dtype there
                 run(piece.mul_, factor)
         else:
@@ -85,11 +92,8 @@ def scale(gradients: Iterable[torch.Tensor], factor: float, run: Callable[..., A
 def divide(number: float, tokens: float) -> float:
     """``number / tokens`` as torchtune's recipes round it: in float32, through the reciprocal."""
     # A float64 has more than twice the digits: what is rounded from it is what float32 computes.
-    return _single(_single(1 / _single(max(tokens, 1))) * _single(number))
-
-
-def _single(number: float) -> float:
-    return c_float(number).value
+    reciprocal = c_float(1 / c_float(max(tokens, 1)).value).value
+    return c_float(reciprocal * c_float(number).value).value
 
 
 class LossScale:

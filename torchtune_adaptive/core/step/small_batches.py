@@ -23,7 +23,7 @@ class SmallBatches:
     """
 
     def __init__(self, device: torch.device, reduction: Reduction, on: bool) -> None:
-        self._on = on
+        self.on = on
         self._averaged_over = reduction.averaged_over
         self.of_rank = on and reduction.after_backward
         """Whether all micro-batches of a rank are one small batch."""
@@ -40,7 +40,7 @@ class SmallBatches:
 
     def before_forward(self, squared_norm: Callable[[], torch.Tensor]) -> None:
         """Look at the gradient accumulated so far, of which ``squared_norm`` is the squared norm."""
-        if self._on and len(self._weights) == 1 and not self._reduces and not self.of_rank:
+        if self.on and len(self._weights) == 1 and not self._reduces and not self.of_rank:
             self._first = squared_norm()
 
     def after_forward(self, weight: int, rows: int) -> None:
@@ -50,7 +50,7 @@ class SmallBatches:
     @property
     def observer(self) -> Reducing | None:
         """Function that FSDP calls with gradients of some parameters, where noise is measured."""
-        return self._reducing if self._on else None
+        return self._reducing if self.on else None
 
     def _reducing(self, gradient: torch.Tensor) -> None:
         """Add its squared norm to the sum; must not make the host wait."""

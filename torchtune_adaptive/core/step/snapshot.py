@@ -170,7 +170,7 @@ class _Numpy:
         self._last: tuple[bytes, dict[str, Any]] | None = None
 
     def state(self) -> dict[str, Any]:
-        generator = np.random.get_bit_generator()
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if not isinstance(generator, np.random.MT19937):  # set by the user
             return np.random.get_state(legacy=False)
         words = ctypes.string_at(generator.ctypes.state_address, self._BYTES)

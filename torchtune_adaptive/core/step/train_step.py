@@ -264,11 +264,11 @@ class TrainStep:
 
     def _forward(self, batch: Batch) -> None:
         self._noise.before_forward(self._squared_gradient_norm)
-        rows = self.objective.rows(batch)
         with self._reduction.apart():
             summed, weight = self._summed_loss(batch)
         self._exchange.add(summed, weight)
-        self._noise.after_forward(weight, rows)
+        if self._noise.on:
+            self._noise.after_forward(weight, self.objective.rows(batch))
         self._graph = summed.loss
 
     def to_device(self, batch: Batch) -> Batch:
@@ -282,7 +282,8 @@ class TrainStep:
             return value.to(self.device) if hasattr(value, "to") else value
 
         moved = mapped(copied, batch)
-        self.memory.adopt(tensors_in(moved))
+        if self.memory.measured:
+            self.memory.adopt(tensors_in(moved))
         return moved
 
     def _run_model(self, *arguments: Any, **named: Any) -> Any:
@@ -473,7 +474,7 @@ class TrainStep:
         return StepLost(tuple(failures))
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._parameters if p.grad is not None]
+        return [grad for p in self._parameters if (grad := p.grad) is not None]
 
     def _squared_gradient_norm(self) -> torch.Tensor:
         """This rank's part, before gradients are scaled."""

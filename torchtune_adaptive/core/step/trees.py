@@ -16,6 +16,10 @@ from torchtune_adaptive.core.private import tree_leaves, tree_map
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     """The tree with the result of the function in the place of each leaf."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if type(tree) is dict:  # as most batches are, and torch takes long for them
+        return {key: mapped(function, item) for key, item in tree.items()}
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, MutableMapping):
@@ -30,6 +34,9 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """The tensors among the leaves of a tree."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+        return
     for value in tree_leaves(tree):
         if isinstance(value, torch.Tensor):
             yield value
