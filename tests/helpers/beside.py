@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 OTHERS = ("transformers", "peft", "trl", "lightning", "pillow")
 TORCHTITAN = ("torchtitan==0.3.0", "triton", "torchao>=0.18")
 """torchtitan needs an older datasets than TRL; and it does not say that it needs the other two."""
+TRITON = (".", "triton==3.7.1")
+"""The recipes, and the Triton that the torch of ``constraints.txt`` requires where it is built for CUDA."""
 
 
 def needed_by_recipes() -> list[Requirement]:
@@ -26,11 +28,11 @@ def needed_by_recipes() -> list[Requirement]:
 
 
 def make_environment(folder: Path, others: Sequence[str] = OTHERS, *, pinned: bool = True) -> Path:
-    """Install the library alone, as documented, beside the trainers of others; gives its Python.
+    """Install the library, as documented, beside packages of others; gives its Python.
 
     Args:
         folder: where to make the environment.
-        others: the packages of the others.
+        others: the packages of the others; the recipes, which are not installed otherwise, are ``.``.
         pinned: whether all packages have the versions of ``constraints.txt``; otherwise, only torch has.
     """
     python = folder / "bin" / "python"

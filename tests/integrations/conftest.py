@@ -5,15 +5,18 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-OF_TORCHTITAN = [path.name for path in Path(__file__).parent.glob("real/test_torchtitan*.py")]
-OF_OTHERS = [
-    path.name
-    for path in Path(__file__).parent.glob("real/test_*.py")
-    if path.name not in OF_TORCHTITAN
-]
+NAMES = {path.name for path in Path(__file__).parent.glob("real/test_*.py")}
+OF_TORCHTITAN = {name for name in NAMES if name.startswith("test_torchtitan")}
+OF_TRITON = {"test_triton.py"}
+OF_OTHERS = NAMES - OF_TORCHTITAN - OF_TRITON
+NEEDED = (
+    (OF_TORCHTITAN, ("torchtitan",)),
+    (OF_TRITON, ("triton", "torchtune")),
+    (OF_OTHERS, ("trl",)),
+)
 collect_ignore = [
     f"real/{name}"
-    for library, names in (("torchtitan", OF_TORCHTITAN), ("trl", OF_OTHERS))
-    if not find_spec(library)
+    for names, libraries in NEEDED
+    if not all(map(find_spec, libraries))
     for name in names
 ]
