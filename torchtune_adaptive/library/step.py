@@ -30,8 +30,8 @@ from torchtune_adaptive.core import (
     candidates,
     device_memory,
     knobs,
+    require_no_graphs,
 )
-from torchtune_adaptive.core.ranks.supported import require_no_graphs
 from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.division import Division, by_rows, by_tokens
 from torchtune_adaptive.library.forward_only import ForwardOnly
@@ -220,11 +220,12 @@ class AdaptiveStep:
 
         After any other exception nothing is left of the step, so another can be taken, on all ranks.
         """
-        size, divide = self._agreed(rows, collate, size, lengths, groups)
+        # What others were called with is waited for only before the first collective.
+        size, divide = self._asked(rows, collate, size, lengths, groups)
         unit = "row" if lengths is None else "token"
         if (size, unit) != (self._size, self._runner.unit):
+            self.train_step.collectives.settle()  # a size that is refused leaves recovery as it is
             self._begin(size, unit)
-        self.steps += 1
         sizes: list[int] = []  # one for each attempt
         if not self.train_step.options.optimizer_steps:
             self.train_step.drop_gradients()  # of the step before, which were the caller's
@@ -237,7 +238,8 @@ class AdaptiveStep:
                 self.objective.begins = number == 0
                 yield collate([rows[position] for position in part])
 
-        outcome = self._runner.run(micro_batches, self.steps, self._adjusted)
+        outcome = self._runner.run(micro_batches, self.steps + 1, self._adjusted)
+        self.steps += 1
         return Outcome(
             loss=outcome.loss,
             weight=outcome.weight,
@@ -296,6 +298,19 @@ class AdaptiveStep:
         groups: Sequence[int] | None,
     ) -> tuple[int, Division]:
         """The size, and how rows are divided, once all ranks have told each other what they have."""
+        agreed = self._asked(rows, collate, size, lengths, groups)
+        self.train_step.collectives.settle()
+        return agreed
+
+    def _asked(
+        self,
+        rows: Sequence[Any],
+        collate: Callable[..., Any],
+        size: int,
+        lengths: Sequence[int] | None,
+        groups: Sequence[int] | None,
+    ) -> tuple[int, Division]:
+        """The size, and how rows are divided; whether all ranks have the same is known when it is due."""
         wrong, asked = None, checks.StepRequest()
         try:
             arguments.function("collate", collate)
@@ -307,14 +322,26 @@ class AdaptiveStep:
             asked = checks.StepRequest(count, size, lengths is not None, tuple(groups))
         except UsageError as error:
             wrong = error
-        # One number in one exchange. What differs is asked for where something does.
-        least, most = self.ranks.spread(-1 if wrong else asked.digest())
+        if self.ranks.size > 1:
+            # One number in one exchange. What differs is asked for where something does.
+            heard = self.ranks.begin_spread(-1 if wrong else asked.digest())
+
+            def require_same() -> None:
+                least, most = heard()
+                if wrong is not None:
+                    raise wrong
+                if least < 0:
+                    raise UsageError(
+                        "step: another rank was called with arguments that are refused there."
+                    )
+                if least != most:
+                    raise checks.differing(self.ranks.gather(asked))
+
+            self.train_step.collectives.due = require_same
+            if wrong is not None or lengths is not None:
+                self.train_step.collectives.settle()
         if wrong is not None:
             raise wrong
-        if least < 0:
-            raise UsageError("step: another rank was called with arguments that are refused there.")
-        if least != most:
-            raise checks.differing(self.ranks.gather(asked))
         return size, by_rows(asked.groups) if lengths is None else by_tokens(lengths, self.ranks)
 
     def _begin(self, size: int, unit: str = "row") -> None:

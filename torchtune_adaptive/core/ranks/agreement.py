@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,12 @@ from torchtune_adaptive.common import RankLost, launcher
 from torchtune_adaptive.core.ranks.network import let_gloo_use_the_interface_of_nccl
 
 T = TypeVar("T")
+_ONE_COLLECTIVE = 7
+"""Ranks up to which all exchange numbers in one all-reduce.
+
+gloo's is a ring, of 2 (N - 1) messages one after the other. With more ranks, rank 0 collects the numbers and
+broadcasts the answer, along a tree: about log N messages, but two operations.
+"""
 _SETTLING = 0.1  # seconds; what it waits for takes microseconds on a machine that is not loaded
 _COMPILING = timedelta(hours=1)  # a rank may have cached what another one compiles
 
@@ -58,9 +65,13 @@ class Ranks:
         self.members = frozenset(members)
         """These ranks, by their numbers in the run."""
         self._parts: list[Ranks] = []
+        self._due: Callable[[], tuple[int, int]] | None = None  # an exchange that has begun
         if len(members) > 1:
             self._ends = torch.zeros(2, dtype=torch.int64)
             self._ends_value = self._ends.numpy()  # the same memory
+            self._number = torch.zeros(1, dtype=torch.int64)
+            everyones = torch.zeros(len(members), dtype=torch.int64)
+            self._numbers, self._numbers_value = [*everyones.view(-1, 1)], everyones.numpy()
 
     def alike(self, value: Hashable) -> Ranks:
         """The ranks that pass the same value as this one; they agree in a group of their own."""
@@ -90,11 +101,54 @@ class Ranks:
         Nothing here can run out of memory: a failure after the all-reduce would have to be announced by a
         second one, which the others would take for the answer to another question.
         """
+        return self.begin_spread(number)()
+
+    def begin_spread(self, number: int) -> Callable[[], tuple[int, int]]:
+        """Begin ``spread``; gives the function that waits for what it gives.
+
+        Meanwhile this rank may do anything else, its other exchanges included: those end this one first.
+        """
         if self._group is None:
-            return number, number
+            return lambda: (number, number)
+        self._end_what_is_due()
+        begin = self._begin_ring if self.size <= _ONE_COLLECTIVE else self._begin_tree
+        wait = self._translated(begin, number)
+        ends: list[int] = []
+
+        def end() -> tuple[int, int]:
+            if not ends:
+                self._due = None
+                self._translated(wait)
+                ends.extend(self._ends_value.tolist())
+            return -ends[0], ends[1]
+
+        self._due = end
+        return end
+
+    def _begin_ring(self, number: int) -> Callable[[], Any]:
         self._ends_value[:] = -number, number
-        self._exchange(dist.all_reduce, self._ends, op=dist.ReduceOp.MAX)
-        return -int(self._ends_value[0]), int(self._ends_value[1])
+        options = {"op": dist.ReduceOp.MAX, "group": self._group}
+        return dist.all_reduce(self._ends, async_op=True, **options).wait
+
+    def _begin_tree(self, number: int) -> Callable[[], Any]:
+        self._number.fill_(number)
+        collect = partial(dist.gather, self._number, group=self._group, group_dst=0, async_op=True)
+        tell = partial(dist.broadcast, self._ends, group=self._group, group_src=0, async_op=True)
+        if self.rank > 0:
+            works = collect(), tell()
+            return lambda: [work.wait() for work in works]
+        collected = collect(self._numbers)
+
+        def answer() -> None:
+            collected.wait()
+            self._ends_value[:] = -self._numbers_value.min(), self._numbers_value.max()
+            tell().wait()
+
+        return answer
+
+    def _end_what_is_due(self) -> None:
+        if self._due is not None:
+            self._due()
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
@@ -113,8 +167,13 @@ class Ranks:
         return values[0]
 
     def _exchange(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        self._end_what_is_due()
+        self._translated(partial(collective, *arguments, group=self._group, **options))
+
+    def _translated(self, exchange: Callable[..., T], *arguments: Any) -> T:
+        """Exchange something; raises ``RankLost`` where another rank does not answer."""
         try:
-            collective(*arguments, group=self._group, **options)
+            return exchange(*arguments)
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
