@@ -1,4 +1,4 @@
-"""How long ranks wait for each other, and what is said about one that does not answer."""
+"""How ranks agree, how long they wait for each other, and what is said about one that does not answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.helpers.library import Trained, collate, rows_of
 from tests.helpers.ranks import run_ranks
-from torchtune_adaptive import RankLost
+from torchtune_adaptive import RankLost, UsageError
 from torchtune_adaptive.core.ranks import agreement
 
 
@@ -53,3 +53,77 @@ def test_a_rank_that_comes_too_late_is_named_as_the_reason() -> None:
     assert patience >= timedelta(minutes=10)  # torch's own
     assert waiting.startswith("timeout: another rank has not answered for 3 s.")
     assert "this one came later than its timeout" in late
+
+
+def numbers_of_ranks(one_collective: int) -> list[object]:
+    """What the ranks hear of each other's numbers, in whatever order they wait for it."""
+    agreement._ONE_COLLECTIVE = one_collective
+    ranks = agreement.Ranks()
+    own = 10 * ranks.rank - 7
+    heard: list[object] = [ranks.spread(own), ranks.any(ranks.rank == 2), ranks.any(False)]
+    end = ranks.begin_spread(own)
+    heard += [end(), end()]
+    end = ranks.begin_spread(-own)
+    heard += [ranks.gather(own), end()]  # which is not what was asked first
+    ranks.begin_spread(1000)  # nobody wants to know it
+    heard += [ranks.from_rank_zero(own), ranks.spread(own)]
+    part = ranks.alike(ranks.rank > 0)
+    heard += [part.spread(own)]
+    ranks.close()
+    return heard
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("one_collective", [7, 1], ids=["one collective", "a tree"])
+def test_ranks_hear_of_the_ends_in_one_collective_or_along_a_tree(one_collective: int) -> None:
+    said = run_ranks(numbers_of_ranks, 3, one_collective)
+    everyones = [(-7, 13), True, False, (-7, 13), (-7, 13), [-7, 3, 13], (-13, 7), -7, (-7, 13)]
+    assert said == [[*everyones, part] for part in ((-7, -7), (3, 13), (3, 13))]
+
+
+def takes_a_step_after_another_has_begun_one(way: str) -> list[str]:
+    """The order of what happens on a rank that begins its step only after the other has collated rows."""
+    events: list[str] = []
+    run = Trained(way)
+    for _ in range(3):  # the first ones are recorded
+        run.step(rows_of(2), collate, 2)
+    store = dist.PrefixStore("of the test", dist.distributed_c10d._get_default_store())
+    store.set_timeout(timedelta(seconds=60))
+
+    def telling(rows: list[object]) -> object:
+        if dist.get_rank() == 0:
+            store.set("collated", "yes")
+        events.append("collated")
+        return collate(rows)
+
+    if dist.get_rank() == 1:
+        store.get("collated")
+    with pytest.raises(UsageError, match=r"rows: one rank has 2 and another 3"):
+        run.step(rows_of(2 + dist.get_rank()), telling, 2)
+    loss = run.step(rows_of(2), telling, 2).loss  # nothing is left of the other
+    return [*events, f"{loss:.6f}"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+def test_rows_are_collated_while_the_ranks_agree(way: str) -> None:
+    first, second = run_ranks(takes_a_step_after_another_has_begun_one, 2, way)
+    assert first[-1] == second[-1] and set(first[:-1]) == {"collated"}
+
+
+def refuses_a_size() -> tuple[int, int]:
+    """The size that recovery works with, before and after a size that only this rank was called with."""
+    run = Trained("fsdp")
+    for _ in range(3):
+        run.step(rows_of(4), collate, 4)
+    recovery = run.step._runner.recovery
+    assert recovery is not None and recovery.shrink()
+    before = run.step._runner.size
+    with pytest.raises(UsageError, match="size: 2 on one rank and 4 on another"):
+        run.step(rows_of(4), collate, 2 if dist.get_rank() else 4)
+    return before, run.step._runner.size
+
+
+@pytest.mark.ranks
+def test_a_size_that_is_refused_leaves_recovery_as_it_is() -> None:
+    assert run_ranks(refuses_a_size, 2) == [(2, 2), (2, 2)]
