@@ -185,6 +185,43 @@ def test_the_state_of_numpy_is_the_one_that_numpy_gives(first: str, second: str)
         generators.restore()
 
 
+PYTHONS: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "a number": random.random,
+    "a normal number, of which a second is kept": lambda: random.gauss(0, 1),
+    "more than the generator makes at once": lambda: [random.random() for _ in range(700)],
+    "a seed": lambda: random.seed(7),
+    "the state that it has": lambda: random.setstate(random.getstate()),
+}
+
+
+@pytest.mark.parametrize("second", PYTHONS)
+@pytest.mark.parametrize("first", PYTHONS)
+def test_the_state_of_python_is_the_one_that_python_gives(first: str, second: str) -> None:
+    random.seed(0)
+    for draw in (PYTHONS["nothing"], PYTHONS[first], PYTHONS[second], PYTHONS["nothing"]):
+        draw()
+        generators = Generators(torch.device("cpu"))
+        version, words, kept = random.getstate()
+        assert generators.state_dict()["python"] == [version, list(words), kept]
+        drawn = [random.gauss(0, 1) for _ in range(3)]
+        generators.restore()
+        assert [random.gauss(0, 1) for _ in range(3)] == drawn
+        generators.restore()
+
+
+def test_python_is_asked_only_after_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    Generators(torch.device("cpu"))
+    asked = []
+    getstate = random.getstate
+    monkeypatch.setattr(random, "getstate", lambda: asked.append(1) or getstate())
+    Generators(torch.device("cpu"))
+    assert not asked
+    random.random()
+    Generators(torch.device("cpu"))
+    assert asked == [1]
+
+
 def test_numpy_is_asked_only_after_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     get_state = np.random.get_state

@@ -18,8 +18,11 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     """The tree with the result of the function in the place of each leaf."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
-    if type(tree) is dict:  # as most batches are, and torch takes long for them
+    # Torch takes long for what most batches are.
+    if type(tree) is dict:
         return {key: mapped(function, item) for key, item in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)([mapped(function, item) for item in tree])
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, MutableMapping):
