@@ -1,12 +1,13 @@
 """What recovery costs in a steady step on a mesh: beside the same step without it, and beside plain torch.
 
-    python benchmarks/mesh_overhead.py [--way tensor] [--rounds 40] [--steps 10] [--ranks 2]
+    python benchmarks/mesh_overhead.py [--way tensor] [--rounds 40] [--steps 10] [--ranks 2 4 8 16]
 
 Three loops train the same tiny decoder on the same rows: plain torch, `TrainStep` without recovery, and
 `TrainStep` with recovery ready, whose collectives have been recorded. They take turns in one set of
 processes, some steps at a time, and a ratio compares blocks of one round. So a machine that does other work
 slows all three. Besides the time of a step, that of the processor is shown, which leaves out waiting, and
-the number of calls of Python's functions, which nothing else changes.
+the number of calls of Python's functions, which nothing else changes. Then what an agreement of the ranks on
+the host takes: waited for at once, or begun before other work and waited for after it.
 
 Runs on the CPU. A layer has a width of 16, so a step is almost nothing but work on the host.
 """
@@ -20,7 +21,7 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from tests.helpers import context_parallel
 from tests.helpers.decoder import batch
 from tests.helpers.mesh import OnMesh, context_of, objective_of, spread
 from tests.helpers.ranks import run_ranks
+from torchtune_adaptive.core import Ranks
 
 WAYS = ("fsdp", "tensor", "sequence", "loss", *context_parallel.WAYS)
 LOOPS = ("plain torch", "without recovery", "recovery ready")
@@ -107,19 +109,24 @@ def main() -> None:
     arguments.add_argument("--way", choices=WAYS, action="append")
     arguments.add_argument("--rounds", type=int, default=40)
     arguments.add_argument("--steps", type=int, default=10, help="of a loop in a round")
-    arguments.add_argument("--ranks", type=int, default=2, choices=[2, 4])
+    arguments.add_argument("--ranks", type=int, nargs="+", default=[2])
     asked = arguments.parse_args()
+    for ranks in asked.ranks:
+        compare(asked.way or WAYS, ranks, asked.rounds, asked.steps)
+    print("\nAbove 1: faster.")
+
+
+def compare(ways: Sequence[str], ranks: int, rounds: int, steps: int) -> None:
+    """Print what the loops take on so many ranks, and an agreement."""
     print(
         f"\ntorch {torch.__version__}, {platform.machine()}, {platform.system()}; tiny decoder, "
-        f"{asked.ranks} ranks, {ROWS} rows of 32 tokens each; {asked.rounds} rounds of "
-        f"{asked.steps} steps of each loop\n"
+        f"{ranks} ranks, {ROWS} rows of 32 tokens each; {rounds} rounds of {steps} steps of each loop\n"
     )
     print(f"{'':16}{'':18}{'ms/step':>9}{'plain torch / this':>26}{'without recovery / this':>27}")
     print(f"{'':16}{'':18}{'median':>9}" + 2 * f"{'median':>12}{'quartiles':>14}")
-    for way in asked.way or WAYS:
-        shape = shape_of(way, asked.ranks)
-        ranks = run_ranks(measure, asked.ranks, way, shape, asked.rounds, asked.steps, timeout=560)
-        seconds, calls = ranks[0]
+    for way in ways:
+        shape = shape_of(way, ranks)
+        seconds, calls = run_ranks(measure, ranks, way, shape, rounds, steps, timeout=560)[0]
         for what, at in (("time", 0), ("processor", 1)):
             of = {name: [each[at] for each in seconds[name]] for name in LOOPS}
             for name in LOOPS:
@@ -127,7 +134,32 @@ def main() -> None:
                 label = f"{way}, {what}" if name == LOOPS[0] else ""
                 print(f"{label:28}{name:18}{1000 * statistics.median(of[name]):>9.2f}{ratios}")
         print(f"{way}, calls in a step: " + ", ".join(f"{each} {calls[each]}" for each in LOOPS))
-    print("\nAbove 1: faster.")
+    at_once, after_work, work = run_ranks(agree, ranks, 20 * rounds, timeout=560)[0]
+    print(
+        f"an agreement of {ranks} ranks, in ms: {at_once:.2f} if waited for at once, {after_work:.2f} if "
+        f"{work:.2f} of other work lies between"
+    )
+
+
+def agree(rounds: int) -> tuple[float, float, float]:
+    """Milliseconds that a rank waits for an agreement: at once, after other work, and what that takes."""
+    ranks, product = Ranks(), torch.ones(256, 256)
+    times: tuple[list[float], ...] = ([], [], [])
+    for number in range(rounds):
+        dist.barrier()
+        started = time.perf_counter()
+        end = ranks.begin_spread(number)
+        if number % 2:
+            begun = time.perf_counter()
+            while time.perf_counter() - begun < 0.001 * ranks.size:
+                torch.mm(product, product)
+            worked = time.perf_counter() - begun
+            times[2].append(worked)
+            started += worked
+        end()
+        times[number % 2].append(time.perf_counter() - started)
+    ranks.close()
+    return tuple(1000 * statistics.median(each) for each in times)  # type: ignore[return-value]
 
 
 def _compared(others: list[float], these: list[float]) -> str:

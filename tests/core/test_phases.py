@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torchtune_adaptive.core.private import launches_of
 from torchtune_adaptive.core.ranks.agreement import Ranks
 from torchtune_adaptive.core.search.probe import Probe
 from torchtune_adaptive.core.sizes.packing import Budget
+from torchtune_adaptive.core.step import train_step as train_step_module
 from torchtune_adaptive.core.step.phase import Phase
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
@@ -125,6 +127,27 @@ def launches_while_gathered() -> tuple[list[int], bool]:
         launched.append((launches_of(group) or 0) - (before or 0))
     sharded = run.phase(gathers=False).of_rows(run.rows)
     return launched, all(each == pytest.approx(sharded, rel=1e-6) for each in found)
+
+
+def resets_around_a_phase() -> list[int]:
+    """How often FSDP is reset in a phase of many micro-batches, in the step after it, and in another step."""
+    run, resets = Run(), []
+    run.train(0)
+    with patch.object(train_step_module.fsdp, "reset", side_effect=resets.append):
+        found = []
+        for work in (
+            lambda: run.phase(gathers=False, size=1).of_rows(run.rows),
+            lambda: run.train(1),
+            lambda: run.train(2),
+        ):
+            work()
+            found.append(len(resets))
+            resets.clear()
+    return found
+
+
+def test_fsdp_is_reset_once_after_a_phase() -> None:
+    assert run_ranks(resets_around_a_phase, 2) == [[0, 1, 0]] * 2
 
 
 def stay_sharded_with_other_sizes() -> tuple[int, bool]:

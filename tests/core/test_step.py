@@ -80,6 +80,23 @@ def test_a_loss_in_memory_that_is_written_again_is_summed_before(
     assert mean_loss() == expected
 
 
+def test_the_host_waits_for_no_copy_of_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_decoder(sharded=False)
+    step = step_of(model, adamw(model))
+    step.device = torch.device("cuda")
+    waited = {}
+
+    def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        assert device == step.device
+        waited[len(tensor)] = not non_blocking
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: len(tensor) == 2)
+    step.to_device({"pinned": torch.zeros(2), "pageable": torch.zeros(3)})
+    assert waited == {2: False, 3: True}
+
+
 @pytest.mark.parametrize("clip", [0.01, 1e6, float("inf")])
 def test_clipping_is_torchs(clip: float) -> None:
     model = tiny_decoder(sharded=False)
