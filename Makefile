@@ -96,6 +96,7 @@ check: $(READY)
 bench: $(READY)
 	$(RUN) $(BIN)/python benchmarks/search_cost.py
 	$(RUN) $(BIN)/python benchmarks/step_overhead.py
+	$(RUN) $(BIN)/python benchmarks/host_overhead.py
 	$(RUN) $(BIN)/python benchmarks/mesh_overhead.py
 	$(RUN) $(BIN)/python benchmarks/token_budget.py
 	$(RUN) $(BIN)/python benchmarks/rollout_budget.py
