@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.helpers.accelerator import Card
-from tests.helpers.decoder import adamw, batch
+from tests.helpers.decoder import adamw, batch, tiny_decoder, train_step
 from tests.helpers.library import Trained, collate, rows_of
-from tests.helpers.models import tiny_llama, train_step
 from tests.helpers.ranks import Alone, run_ranks
 from tests.helpers.step_costs import Costs, costs_of, plain_loop
 from torchtune_adaptive.core import Recovery
@@ -57,7 +56,7 @@ def test_two_ranks_agree_once_and_exchange_once() -> None:
 def test_a_step_reads_the_statistics_of_the_allocator_once(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(16 << 30)
     card.install(monkeypatch)
-    model = tiny_llama(sharded=False)
+    model = tiny_decoder(sharded=False)
     step = train_step(model, [adamw(model)], memory=card.memory(), ranks=Alone(), survive=True)
     runner = StepRunner(step, advice=lambda: "")
     runner.begin(4, Recovery(4, [1, 2, 4], None, 0))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
-    from torchtune_adaptive.common import arguments, durable, ending, launcher, plots
+    from torchtune_adaptive.common import arguments, durable, ending, launcher, network, plots
     from torchtune_adaptive.common.cache import (
         Cache,
         cache_folder,

@@ -30,7 +30,6 @@ from torchtune_adaptive.core import (
     candidates,
     device_memory,
     knobs,
-    require_no_graphs,
 )
 from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.division import Division, by_rows, by_tokens
@@ -136,7 +135,7 @@ class AdaptiveStep:
         optimizer = checks.plain_optimizer(optimizer)
         checks.require_trainable(model, optimizer)
         arguments.function("forward", forward)
-        require_no_graphs("forward", forward)
+        TrainStep.require_no_graphs("forward", forward)
         arguments.norm("max_grad_norm", max_grad_norm)
         arguments.seconds("wait_for_memory", wait_for_memory)
         if grow_back_after is not None:

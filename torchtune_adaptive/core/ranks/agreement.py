@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.common import RankLost, launcher
-from torchtune_adaptive.core.ranks.network import let_gloo_use_the_interface_of_nccl
+from torchtune_adaptive.common import RankLost, launcher, network
 
 T = TypeVar("T")
 _ONE_COLLECTIVE = 7
@@ -56,7 +55,7 @@ class Ranks:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group, self._patience = None, timedelta()
         if self.size > 1:
-            let_gloo_use_the_interface_of_nccl()
+            network.let_gloo_use_the_interface_of_nccl()
             self._patience = _patience(compiled) if timeout is None else timedelta(seconds=timeout)
             self._group = _new_group(self._patience)
         self._begin([*range(self.size)])

@@ -107,6 +107,8 @@ class TrainStep:
     ranks: Ranks
     options: StepOptions = field(default_factory=StepOptions)
 
+    require_no_graphs = staticmethod(require_no_graphs)
+
     def __post_init__(self) -> None:
         model, ranks, device, memory = self.model, self.ranks, self.device, self.memory
         options, objective = self.options, self.objective

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torchtune import training, utils
 
-from torchtune_adaptive.common import ConfigError, launcher
+from torchtune_adaptive.common import ConfigError, launcher, network
 from torchtune_adaptive.core import Ranks, Watchdog
-from torchtune_adaptive.core.ranks.network import let_gloo_use_the_interface_of_nccl
 from torchtune_adaptive.recipe.data.split_rows import RowParts
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.checks import require_torchvision
@@ -55,7 +54,7 @@ def start_environment(asked: Asked, patience: float, watched: bool = True) -> En
     """
     require_torchvision(asked.cfg)
     _log_on_rank_zero()
-    let_gloo_use_the_interface_of_nccl()
+    network.let_gloo_use_the_interface_of_nccl()
     device = _device(asked["device"])
     dtype = training.get_dtype(asked["dtype"], device)
     on_cpu_too = asked["fsdp_cpu_offload"] or asked["enable_async_checkpointing"]

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from tests.helpers.ranks import run_ranks
+from torchtune_adaptive.common.network import gloo_interface
 from torchtune_adaptive.core.ranks.agreement import Ranks
-from torchtune_adaptive.core.ranks.network import gloo_interface
 
 INTERFACES = ["lo", "docker0", "eth0", "eth1", "ib0"]
 
