@@ -32,9 +32,7 @@ def connect(groups: Collection[dist.ProcessGroup], number: torch.Tensor) -> None
     Raises:
         TrainingOutOfMemory: there is no memory for one.
     """
-    for (
-        group
-    ) in groups_here():  # in the order in which all ranks have made them, so that none waits
+    for group in groups_here():  # in this order on all ranks, so that none waits
         if group in groups:
             try:
                 dist.all_reduce(number.zero_(), group=group)

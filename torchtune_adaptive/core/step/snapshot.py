@@ -190,8 +190,8 @@ class _Numpy:
 class _Python:
     """Python's generator of random numbers, of which the same holds: its state is a tuple of 625 numbers.
 
-    CPython (read in 3.11 to 3.14) has the words in the object itself, so they are compared without knowing
-    where in it. Other implementations are asked each time.
+    CPython has the words in the object itself (checked on 3.11), so they are compared without knowing where
+    in it. Other implementations are asked each time.
     """
 
     def __init__(self) -> None:

@@ -199,7 +199,7 @@ class Metrics:
         micro_batch = max(each.rows for each in micro_batches)
         used = (
             self._memory.last_step
-        )  # until the ranks have told each other about it: one reading a step
+        )  # as it was read when the ranks told each other about the step
         self._used |= used
         peak = used.peak_bytes if self._memory.measured else None
         point = Point(samples, split.global_batch, micro_batch, lr, outcome.loss, peak)
