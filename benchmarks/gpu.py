@@ -8,9 +8,10 @@
 
 A machine with a GPU may be lent for minutes. So each piece has a limit, none is begun that might not end in
 time, and after each its result is on disk, and in the report. The pieces are in the order of what we most
-want to know; all of them fit into four calls of nine minutes. A piece that failed is run again when all have
-been run. What was measured on another device, torch or version of the sources is not mixed in: then all
-pieces are run again.
+want to know; all of them fit into four calls of nine minutes. A piece that failed, or was stopped by its
+limit, is run again when all have been run; what it had found until then is kept. Each call ends with a table
+of what is known, to be pasted into an issue. What was measured on another device, torch or version of the
+sources is not mixed in: then all pieces are run again.
 
 It needs a Python with torch, torchtune and pytest; docs/gpu.md has a way for a machine without network.
 """
@@ -27,11 +28,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from pathlib import Path
 
 from gpu_cases import FASTEST, FIRST, OTHERS
+from gpu_facts import ASKED, told, without_facts
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("torchtune_adaptive", "benchmarks", "configs", "tests/gpu", "tests/helpers")
@@ -56,6 +58,8 @@ class Result:
     """None if it ran out of time."""
     seconds: float
     output: str
+    facts: dict[str, str] = field(default_factory=dict)
+    """What it has found, and what an earlier run has that this one did not reach."""
 
     @property
     def ended(self) -> str:
@@ -72,7 +76,9 @@ def all_pieces(device: str) -> list[Piece]:
     slower = 1 if device == "cuda" else 3  # each step is counted on the simulated device
 
     def tests(file: str, name: str, limit: float) -> Piece:
-        return Piece(f"Tests: {name}", f"-m pytest -m gpu -q tests/gpu/{file}.py", limit)
+        # Plugins that are installed there are not loaded (see ``main``), and no warning is an error.
+        options = "-m gpu -v --no-header -W default"
+        return Piece(f"Tests: {name}", f"-m pytest {options} tests/gpu/{file}.py", limit)
 
     def benchmark(file: str, of: str, name: str, limit: float, rest: str = "") -> Piece:
         command = f"benchmarks/gpu_{file}.py {shlex.quote(of)} --device {device}{rest}"
@@ -88,14 +94,15 @@ def all_pieces(device: str) -> list[Piece]:
         tests("test_two_ranks", "out of memory on one of two ranks", 120),
         tests("test_nccl", "what NCCL counts", 40),
         tests("test_context_parallel", "attention over parts of rows", 35),
+        Piece("A step", f"benchmarks/gpu_step.py --device {device}", 90 * slower),
         *(benchmark("plan", case.name, "Prediction", 90) for case in FIRST),
         *(benchmark("search", model, "Sizes found", 90) for model in ("1B", "3B", "8B")),
-        *(benchmark("fastest", model, "Fastest configuration", 165) for model in FASTEST),
+        *(benchmark("fastest", model, "Fastest configuration", 150) for model in FASTEST),
         Piece(
             "Token budget", f"benchmarks/token_budget.py --device {device} {budget}", 150 * slower
         ),
         # As on a smaller GPU, so that steps at the largest size take less time.
-        *(benchmark("plan", case.name, "Prediction", 60, " --memory 64GiB") for case in OTHERS),
+        *(benchmark("plan", case.name, "Prediction", 45, " --memory 64GiB") for case in OTHERS),
     ]
 
 
@@ -128,6 +135,9 @@ class Progress:
         return sorted(left, key=lambda piece: self.result(piece) is not None)
 
     def add(self, piece: Piece, result: Result) -> None:
+        before = self.result(piece)
+        if before is not None and result.exit_code != 0:
+            result = replace(result, facts=before.facts | result.facts)
         self.results[piece.name] = result
         results = {name: asdict(result) for name, result in self.results.items()}
         write(self._path, json.dumps({"machine": self.machine, "results": results}, indent=1))
@@ -166,7 +176,21 @@ def run(piece: Piece) -> Result:
     code: int | None = process.wait()
     if code in (124, 137):  # coreutils' timeout stopped it
         code = None
-    return Result(piece.command, code, round(time.monotonic() - started, 1), "".join(lines))
+    output = "".join(lines)
+    seconds = round(time.monotonic() - started, 1)
+    return Result(piece.command, code, seconds, without_facts(output), told(output))
+
+
+def table(pieces: Sequence[Piece], progress: Progress) -> str:
+    """What is known, in one table of Markdown."""
+    rows = [f"| {progress.machine} | | |", "|---|---|---|"]
+    for piece in pieces:
+        result = progress.result(piece)
+        ended = "not measured" if result is None else result.ended
+        rows.append(f"| {piece.name} | | {ended} |")
+        for what, found in (result.facts if result else {}).items():
+            rows.append(f"| | {what} | {found} |")
+    return "\n".join(rows)
 
 
 def report(pieces: Sequence[Piece], progress: Progress) -> str:
@@ -177,6 +201,7 @@ def report(pieces: Sequence[Piece], progress: Progress) -> str:
     text = [
         f"# Tests and benchmarks for a GPU\n\n{progress.machine}. Made by `benchmarks/gpu.py`.\n"
     ]
+    text.append(f"\n{table(pieces, progress)}\n")
     for what, names in (("Not reached", not_run), ("Failed", failed)):
         if names:
             text.append(f"\n{what}: {'; '.join(names)}.\n")
@@ -263,13 +288,13 @@ def main() -> int:
     if not any(is_asked(piece, asked.only) for piece in pieces):
         arguments.error(f"--only {' '.join(asked.only)}: no such piece; --list names them")
     where = machine(asked.device)
-    if where is None:
+    if where is None and not asked.list:
         print("gpu.py: no CUDA device. Run it where there is one, or with --device cpu.")
         return 1
     state = asked.out / "gpu.json"
-    if asked.fresh:
+    if asked.fresh and not asked.list:
         state.unlink(missing_ok=True)
-    progress = Progress(state, where)
+    progress = Progress(state, where or "no CUDA device")
     if asked.list:
         for piece in pieces:
             done = "done" if progress.is_done(piece) else ""
@@ -279,7 +304,9 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.environ["PYTHONUNBUFFERED"] = "1"  # what a piece said is there even if it is stopped
     ends = started + asked.seconds
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = os.environ[ASKED] = "1"
     done = run_all(pieces, progress, asked.out / "gpu.md", ends, asked.only)
+    print(f"\n{table(pieces, progress)}")
     return 0 if done else 1
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from fastest import LIMITS, name_of, predictions, report
 from gpu_cases import FASTEST, Case
+from gpu_facts import tell
 from gpu_plan import GIB, SHORTER, build_step, config_of, random_batch
 from omegaconf import DictConfig
 
@@ -83,6 +84,10 @@ def measure(cfg: DictConfig, length: int, capacity: int, seconds: float) -> list
                 take(step, size, length)
                 one["seconds"][number % 2].append(memory.clock() - started)
         print(f"round {number + 1}, {time.perf_counter() - began:.0f} s", flush=True)
+        if number:
+            best = min(found, key=seconds_of)
+            said = f"{seconds_of(best):.3f} s a step, {name_of(best['choice'])}"
+            tell(f"fastest of {len(found)} after {number + 1} rounds", said)
     return found
 
 

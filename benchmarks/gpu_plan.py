@@ -5,8 +5,9 @@
 
 The prediction is made on the CPU, in a process of its own. Meanwhile torchtune's model is built in its real
 shape, with random weights, sharded and stepped as in a recipe; as one rank of several, the others do not
-exist. Seen are the peaks of a small micro-batch and of the largest that is predicted to fit, whether one row
-more fits under the same limit, and, on a GPU, the tokens/s of the small one.
+exist. First it is seen whether the largest micro-batch that is predicted to fit does, and one row more does
+not; then the peaks of it and of a small one, and, on a GPU, the tokens/s of both. As one rank of several,
+links are infinitely fast: neither the predicted speed nor the measured one has communication in it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_cases import PREDICTED, Case
+from gpu_facts import tell
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -197,33 +199,41 @@ def compare(case: Case, device: str, capacity: int, device_name: str) -> Iterato
         asked = run(predict, query_of(case, plan, device_name))
         measuring = Measuring(case, device, capacity)
         prediction = asked.result()
-    speed = prediction.speed if device == "cuda" else None  # simulated devices are slow
     largest = prediction.largest
-    found = f"{largest + 3} or more"
-    peaks = {SMALL: prediction.configured, largest: prediction.at_largest}
+    usages: dict[int, Usage | None] = {}
     with measuring.memory.capped(plan.device.usable_bytes):
-        for rows in sorted({SMALL, *range(max(largest, 1), largest + 4)}):
-            usage = measuring.usage(rows)
-            if usage is None:
+        for rows in range(max(largest, 1), largest + 4):
+            usages[rows] = measuring.usage(rows)
+            if usages[rows] is None:
                 found = "fewer" if rows <= largest else str(rows - 1)
                 break
-            if (peak := peaks.pop(rows, None)) is not None:
-                line = f"| {case.name} | {rows} "
-                for predicted, measured in (
-                    (peak.allocated, usage.peak_allocated_bytes),
-                    (peak.reserved, usage.peak_bytes),
-                ):
-                    line += f"| {predicted / GIB:.3f}, {measured / GIB:.3f} GiB "
-                    line += f"| {predicted / measured - 1:+.2%} "
-                yield f"{line}|"
-            if rows == SMALL and speed is not None:
-                predicted = speed.tokens_per_second_per_gpu
-                measured = SMALL * case.length / measuring.seconds(SMALL)
-                yield (
-                    f"| {case.name} | {SMALL} | tokens/s: {predicted:,.0f}, {measured:,.0f} "
-                    f"| {predicted / measured - 1:+.1%} |"
+        else:
+            found = f"{largest + 3} or more"
+        tell("largest micro-batch", f"predicted {largest}, found {found}")
+        yield f"| {case.name} | largest: predicted {largest}, found {found} |"
+        for rows, peak in {largest: prediction.at_largest, SMALL: prediction.configured}.items():
+            usage = usages[rows] if rows in usages else measuring.usage(rows)
+            if usage is None or peak is None:
+                continue
+            line = f"| {case.name} | {rows} "
+            for kind, predicted, measured in (
+                ("allocated", peak.allocated, usage.peak_allocated_bytes),
+                ("reserved", peak.reserved, usage.peak_bytes),
+            ):
+                both, error = (
+                    f"{predicted / GIB:.3f}, {measured / GIB:.3f} GiB",
+                    predicted / measured,
                 )
-    yield f"| {case.name} | largest: predicted {largest}, found {found} |"
+                line += f"| {both} | {error - 1:+.2%} "
+                tell(f"{kind}, {rows} rows", f"predicted, measured: {both}")
+            yield f"{line}|"
+            if device == "cuda":  # simulated devices are slow
+                per_second = rows * case.length / measuring.seconds(rows)
+                said = f"{per_second:,.0f}"
+                if rows == SMALL and prediction.speed is not None:
+                    said += f", predicted {prediction.speed.tokens_per_second_per_gpu:,.0f}"
+                tell(f"tokens/s, {rows} rows", said)
+                yield f"| {case.name} | {rows} | tokens/s: {said} |"
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_facts import tell
 from omegaconf import OmegaConf
 from torch import nn
 from torchtune import modules, training
@@ -119,11 +120,9 @@ def measure(name: str, asked: argparse.Namespace) -> None:
                 return outcome
 
             result = find_largest(strategy, sizes, trial)
-        print(
-            f"{strategy}: {result.size} rows in {len(result.trials)} trials, "
-            f"{time.perf_counter() - started:.1f} s",
-            flush=True,
-        )
+        said = f"{result.size} rows in {len(result.trials)} trials, {time.perf_counter() - started:.1f} s"
+        tell(f"found by {strategy}", said)
+        print(f"{strategy}: {said}", flush=True)
     confirm(
         step, batch, result.size, next((s for s in sizes if s > (result.size or 0)), None), asked
     )
@@ -150,8 +149,11 @@ def confirm(
             torch.accelerator.synchronize()  # a step's numbers are read before its optimizer is done
         usage = memory.usage()
         tokens = found * asked.length * TRAINING_STEPS / (time.perf_counter() - started)
+        tell("trained as found", f"{TRAINING_STEPS} steps of {found} rows, {usage.retries} retries")
+        tell("tokens/s at that size", f"{tokens:,.0f}")
         print(
-            f"{TRAINING_STEPS} steps of {found} rows: peak {usage.peak_bytes / 2**30:.2f} GiB reserved, "
+            f"found = trained: {TRAINING_STEPS} steps of {found} rows: peak "
+            f"{usage.peak_bytes / 2**30:.2f} GiB reserved, "
             f"{usage.peak_allocated_bytes / 2**30:.2f} GiB allocated, {usage.retries} retries, "
             f"{tokens:,.0f} tokens/s",
             flush=True,
@@ -161,6 +163,7 @@ def confirm(
             step.forward_backward(batch(following))
             lost, retries = step.apply().lost, memory.usage().retries
             verdict = "out of memory" if lost else f"{retries} retries" if retries else "FITS"
+            tell("the next size", f"{following} rows: {verdict}")
             print(f"1 step of {following} rows: {verdict}", flush=True)
 
 

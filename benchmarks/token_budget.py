@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_facts import tell
 from torchtune import training
 from torchtune.data import padded_collate_packed, padded_collate_sft
 from torchtune.datasets import PackedDataset
@@ -287,10 +288,12 @@ def compare(bench: Bench, ways: dict[str, Batches], asked: argparse.Namespace, s
     print(f"{'':8}{'median':>14}{'':>9}{'':>20}{'median (low to high)':>24}")
     for way, speed in speeds.items():
         ratios = [mine / theirs for mine, theirs in zip(speed, speeds[first], strict=True)]
+        said = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        tell(f"real tokens/s, {way} / {first}", said)
         print(
             f"{way:8}{statistics.median(speed):>14,.0f}{statistics.mean(shares[way]):>9.0%}"
             f"{statistics.mean(counts[way]) / asked.steps:>20.1f}"
-            f"{statistics.median(ratios):>10.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            f"{said:>24}"
         )
 
 

@@ -4,6 +4,7 @@ soon as it has ended. What a machine without network needs for them is small."""
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 import time
@@ -115,6 +116,50 @@ class TestPieces:
         assert result.exit_code is None and result.seconds < 300
         assert result.output == "begun\n" and "stopped after" in result.ended
 
+    def test_what_a_stopped_piece_had_found_is_kept(
+        self, gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also where the next attempt fails before it comes as far."""
+        flag = tmp_path / "second"
+        said = "import os, sys, time; from gpu_facts import tell; tell('small', '1 GiB'); "
+        said += f"second = os.path.exists('{flag}'); open('{flag}', 'w'); second and sys.exit(3); "
+        said += "tell('large', '2 GiB'); time.sleep(600)"
+        piece = gpu.Piece("slow", f'-c "{said}"', 10)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT / "benchmarks"))
+        monkeypatch.setenv(gpu.ASKED, "1")
+        progress = gpu.Progress(tmp_path / "state.json", "a GPU")
+        for ended in ("stopped after", "exit 3"):
+            assert not gpu.run_all([piece], progress, tmp_path / "gpu.md", inf, ())
+            progress = gpu.Progress(tmp_path / "state.json", "a GPU")
+            result = progress.result(piece)
+            assert ended in result.ended and "FACT" not in result.output
+            assert result.facts == {"small": "1 GiB", "large": "2 GiB"}
+        report = (tmp_path / "gpu.md").read_text()
+        assert "| | large | 2 GiB |" in report
+
+    def test_the_table_says_what_was_not_measured(
+        self, gpu: Any, pieces: list[Any], tmp_path: Path
+    ) -> None:
+        self.call(gpu, pieces, tmp_path, only=("good",))
+        progress = gpu.Progress(tmp_path / "build" / "state.json", "a GPU")
+        table = gpu.table(pieces, progress).splitlines()
+        assert table[0] == "| a GPU | | |" and table[-1] == "| last | | not measured |"
+        assert table[2].startswith("| good | | passed, ")
+        assert "\n".join(table) in (tmp_path / "docs" / "gpu.md").read_text()
+
+    def test_tests_are_counted_as_they_end(self, gpu: Any, tmp_path: Path) -> None:
+        """Without the plugins that are installed, and although one of them is stopped."""
+        (tmp_path / "test_some.py").write_text(
+            "import time, warnings\n"
+            "def test_good(): warnings.warn('of torch')\n"
+            "def test_bad(): assert False\n"
+            "def test_slow(): time.sleep(600)\n"
+        )
+        options = gpu.all_pieces("cuda")[0].command.split("-m gpu ")[1].rpartition(" ")[0]
+        command = f"-m pytest -c {ROOT / 'pyproject.toml'} {options} {tmp_path / 'test_some.py'}"
+        result = gpu.run(gpu.Piece("tests", command, 30))
+        assert result.facts == {"tests": "1 failed, 1 passed", "test_bad": "failed"}, result.output
+
     def test_a_piece_that_would_not_end_in_time_is_not_begun(
         self, gpu: Any, pieces: list[Any], tmp_path: Path
     ) -> None:
@@ -156,12 +201,46 @@ def test_all_pieces_fit_into_four_calls_and_name_what_exists(gpu: Any) -> None:
 
 def test_pieces_come_in_the_order_of_what_we_most_want_to_know(gpu: Any) -> None:
     names = [piece.name for piece in gpu.all_pieces("cuda")]
-    kinds = ["Tests", "Prediction", "Sizes found", "Fastest", "Token budget", "Prediction"]
+    kinds = [
+        "Tests",
+        "A step",
+        "Prediction",
+        "Sizes found",
+        "Fastest",
+        "Token budget",
+        "Prediction",
+    ]
     for kind in kinds:
         assert names and names[0].startswith(kind)
         while names and names[0].startswith(kind):
             del names[0]
     assert not names
+
+
+def test_pieces_are_listed_where_there_is_no_gpu(gpu: Any, tmp_path: Path) -> None:
+    program = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--out", tmp_path]
+    listed = subprocess.run(
+        [*program, "--list"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert len(listed.stdout.splitlines()) == len(gpu.all_pieces("cuda"))
+
+
+@pytest.mark.exhaustive
+def test_a_step_is_measured_on_a_cpu(gpu: Any) -> None:
+    [piece] = [piece for piece in gpu.all_pieces("cpu") if piece.name == "A step"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(gpu.ASKED, "1")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        result = gpu.run(piece)
+    assert result.exit_code == 0, result.output
+    assert result.facts["bits of a step that was done again"] == "equal to the bit"
+    compared = [what for what in result.facts if what.endswith("ms a step")]
+    assert len(compared) == 5, "three loops beside plain, and two failures"
 
 
 def test_a_call_needs_no_more_than_torch(gpu: Any, tmp_path: Path) -> None:
