@@ -94,6 +94,7 @@ def all_pieces(device: str) -> list[Piece]:
         tests("test_two_ranks", "out of memory on one of two ranks", 120),
         tests("test_nccl", "what NCCL counts", 40),
         tests("test_context_parallel", "attention over parts of rows", 35),
+        tests("test_recipe", "recipes from end to end", 150),
         Piece("A step", f"benchmarks/gpu_step.py --device {device}", 90 * slower),
         *(benchmark("plan", case.name, "Prediction", 90) for case in FIRST),
         *(benchmark("search", model, "Sizes found", 90) for model in ("1B", "3B", "8B")),
