@@ -77,7 +77,7 @@ def all_pieces(device: str) -> list[Piece]:
 
     def tests(file: str, name: str, limit: float) -> Piece:
         # Plugins that are installed there are not loaded (see ``main``), and no warning is an error.
-        options = "-m gpu -v --no-header -W default"
+        options = "-m gpu --exhaustive -v --no-header -W default"
         return Piece(f"Tests: {name}", f"-m pytest {options} tests/gpu/{file}.py", limit)
 
     def benchmark(file: str, of: str, name: str, limit: float, rest: str = "") -> Piece:

@@ -13,6 +13,7 @@ import argparse
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,12 +70,19 @@ def download(packages: Sequence[str], folder: Path, python: str) -> None:
         )
 
 
-def write_wheel(folder: Path, name: str, version: str, modules: Sequence[str] = ()) -> None:
-    """A wheel of modules that can only be imported; it may have none."""
+def write_wheel(
+    folder: Path,
+    name: str,
+    version: str,
+    modules: Sequence[str] = (),
+    needed: Sequence[str] = (),
+) -> None:
+    """A wheel of modules that can only be imported; it may have none. ``needed`` are its requirements."""
     about = f"{name}-{version}.dist-info"
     files = {f"{module.replace('.', '/')}/__init__.py": STAND_IN for module in modules}
     files |= {
-        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        + "".join(f"Requires-Dist: {each}\n" for each in needed),
         f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = f"{about}/RECORD"
@@ -91,6 +99,14 @@ def our_version() -> str:
     return found[1]
 
 
+def needed() -> list[str]:
+    """What the library and the recipes need."""
+    root = Path(__file__).parents[1]
+    library = tomllib.loads((root / "library" / "pyproject.toml").read_text())
+    recipes = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]
+    return [*library["project"]["dependencies"], *recipes["hooks"]["custom"]["dependencies"]]
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("folder", type=Path)
@@ -103,8 +119,8 @@ def main() -> None:
         old.unlink()
     download(PACKAGES, asked.folder, asked.python)
     write_wheel(asked.folder, "stand_ins", "0", STAND_INS)
-    # This package's own sources are carried as they are. They ask for their version.
-    write_wheel(asked.folder, "torchtune_adaptive", our_version())
+    # This package's own sources are carried as they are. They ask for their version, and for their ranges.
+    write_wheel(asked.folder, "torchtune_adaptive", our_version(), needed=needed())
     size = sum(wheel.stat().st_size for wheel in asked.folder.glob("*.whl"))
     print(f"{asked.folder}: {size / 2**20:.1f} MiB for Python {asked.python}")
 

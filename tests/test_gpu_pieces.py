@@ -9,19 +9,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from packaging.requirements import Requirement
 
 from torchtune_adaptive import __version__
 from torchtune_adaptive.core.device.simulated import SimulatedMemory
 from torchtune_adaptive.core.step.knobs import MICRO_BATCH, OFFLOADING
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.settings.knob_table import choices
+from torchtune_adaptive.recipe.versions import REASONS
 
 ROOT = Path(__file__).parents[1]
 CALLS, SECONDS, START = 4, 540.0, 15.0
@@ -316,3 +318,15 @@ def test_stand_ins_have_any_name_and_metadata(
     assert importlib.import_module("no_data.distributed").split_by_node is not None
     assert version("stand_ins") == "0"
     assert wheels.our_version() == __version__
+
+
+def test_the_stand_in_of_this_package_has_its_requirements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or recipes could not tell which versions they support."""
+    wheels = benchmark("wheels", monkeypatch)
+    needed = wheels.needed()
+    wheels.write_wheel(tmp_path, "needy", "0", needed=needed)
+    monkeypatch.syspath_prepend(str(next(tmp_path.glob("*.whl"))))
+    assert requires("needy") == needed
+    assert {Requirement(each).name for each in needed} >= REASONS.keys()
