@@ -172,7 +172,7 @@ def run(piece: Piece) -> Result:
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            print(line, end="", flush=True)
+            print(without_facts(line), end="", flush=True)
             lines.append(line)
     code: int | None = process.wait()
     if code in (124, 137):  # coreutils' timeout stopped it

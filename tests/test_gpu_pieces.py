@@ -157,7 +157,7 @@ class TestPieces:
             "def test_bad(): assert False\n"
             "def test_slow(): time.sleep(600)\n"
         )
-        options = gpu.all_pieces("cuda")[0].command.split("-m gpu ")[1].rpartition(" ")[0]
+        options = gpu.all_pieces("cuda")[0].command.split("--exhaustive ")[1].rpartition(" ")[0]
         command = f"-m pytest -c {ROOT / 'pyproject.toml'} {options} {tmp_path / 'test_some.py'}"
         result = gpu.run(gpu.Piece("tests", command, 30))
         assert result.facts == {"tests": "1 failed, 1 passed", "test_bad": "failed"}, result.output
