@@ -289,7 +289,8 @@ def compare(bench: Bench, ways: dict[str, Batches], asked: argparse.Namespace, s
     for way, speed in speeds.items():
         ratios = [mine / theirs for mine, theirs in zip(speed, speeds[first], strict=True)]
         said = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        tell(f"real tokens/s, {way} / {first}", said)
+        if way != first:
+            tell(f"real tokens/s, {way} / {first}", said)
         print(
             f"{way:8}{statistics.median(speed):>14,.0f}{statistics.mean(shares[way]):>9.0%}"
             f"{statistics.mean(counts[way]) / asked.steps:>20.1f}"
