@@ -166,14 +166,20 @@ class Measuring:
         """The peaks of one step; None if it does not fit."""
         self.memory.release()
         self.memory.watch()
+        if not self._fits(rows):
+            self.step.abandon()  # or the next peak has what is left of it: gradients, gathered parameters
+            return None
+        usage = self.memory.usage()
+        return None if usage.retries else usage
+
+    def _fits(self, rows: int) -> bool:
         try:
             self._take(rows, self.length)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return None
-        usage = self.memory.usage()
-        return None if usage.retries else usage
+            return False
+        return True
 
     def seconds(self, rows: int) -> float:
         """Seconds of a step, after one that is not counted."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import requires, version
 from math import inf
 from pathlib import Path
@@ -292,6 +293,26 @@ def test_every_choice_on_a_gpu_is_a_switch(monkeypatch: pytest.MonkeyPatch) -> N
         assert all(parameter.float().std() > 0.01 for parameter in step.model.parameters())
         tokens = fastest.random_batch(step, 2, 64)["tokens"]
         assert len(tokens.unique()) > 32
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["1B full, 1 of 8", "8B LoRA, checkpointed"])
+def test_a_peak_is_the_same_after_a_size_that_does_not_fit(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a backward pass has left that ran out of memory is no part of the next one."""
+    plan = benchmark("gpu_plan", monkeypatch)
+    case = replace(plan.PREDICTED[name], length=128)
+    measuring = plan.Measuring(case, "cpu", 128 << 20)
+    try:
+        expected, larger = measuring.usage(2), measuring.usage(8)
+        begun = measuring.memory.in_use()
+        for share in (0.9999, 0.9, 0.7):  # in backward, and before it
+            limit = begun + int((larger.peak_bytes - begun) * share)
+            with measuring.memory.capped(limit):
+                assert measuring.usage(8) is None
+                assert measuring.usage(2) == expected
     finally:
         dist.destroy_process_group()
 
