@@ -133,7 +133,7 @@ class RowStep(ABC):
 
     def _micro_batch(self, rows: Sequence[Any]) -> dict[str, Any]:
         # Rows are told apart from inputs: the tensors of some collate functions have no row for each.
-        return {"inputs": OnHost(self._collated(rows)), "rows": torch.empty(len(rows), 0)}
+        return {"inputs": OnHost(self._collated(rows)), "rows": torch.empty(len(rows))}
 
     def batch_of(self, rows: Sequence[Any], numbers: Sequence[int]) -> dict[str, Any]:
         """A micro-batch of some of the rows of a step."""
