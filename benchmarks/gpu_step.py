@@ -262,9 +262,13 @@ def lost(seconds: float, device: torch.device, rows: int) -> None:
         tell(f"out of memory in {stage}, {undisturbed:.1f} ms a step", said)
 
 
-def bits(seconds: float, device: torch.device, rows: int) -> None:
-    """Compare the weights after a step that was done again with those of a plain loop."""
-    rows = max(4, rows)
+def bits(seconds: float, device: torch.device) -> None:
+    """Compare the weights after a step that was done again with those of a plain loop.
+
+    It is done again in single rows: with 1,025 to 3,072 tokens in a micro-batch, torch's gradient of an
+    embedding is not the same each time, not even with deterministic algorithms.
+    """
+    rows = 4
     data, model = rows_of(seconds, device, rows), model_of(seconds, device)
     expected, retried = copy.deepcopy(model), copy.deepcopy(model)
     torch.use_deterministic_algorithms(True)
@@ -294,7 +298,7 @@ def main() -> None:
         rows = rows_for(seconds, device)
         healthy(seconds, device, rows)
         lost(seconds, device, rows)
-    bits(TARGETS[device.type][-1], device, rows)
+    bits(TARGETS[device.type][-1], device)
 
 
 if __name__ == "__main__":

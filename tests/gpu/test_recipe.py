@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -14,8 +15,9 @@ from omegaconf import DictConfig
 from torch.nn.attention.flex_attention import flex_attention
 
 from tests.helpers import in_memory
+from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours
-from tests.helpers.runs import ALL_KEPT, RESUME, Records, run_with
+from tests.helpers.runs import ALL_KEPT, RESUME, Records
 from torchtune_adaptive.core.ranks.recording import LaunchRecorder
 from torchtune_adaptive.core.step.train_step import TrainStep
 
@@ -28,9 +30,25 @@ CLOSE = 1e-3 if ON_GPU else 1e-5
 
 def trained(kind: str, folder: Path, run: Any = run_ours, **changes: Any) -> Records:
     """What a run has logged, whose losses are numbers."""
-    records = run_with(run, kind, in_memory.config(kind, folder, DEVICE, **changes), 1)
+    cfg = in_memory.config(kind, folder, DEVICE, **changes)
+    records: Records
+    [records] = run_ranks(run, 1, kind, cfg, join=False, forked=not ON_GPU)
     assert records and all(math.isfinite(record["loss"]) for record in records)
     return records
+
+
+def says_how_it_was_started(kind: str, cfg: DictConfig) -> Records:
+    spawned = type(multiprocessing.current_process()).__name__ == "SpawnProcess"
+    return [{"loss": 0.0, "spawned": float(spawned)}]
+
+
+def test_a_run_that_uses_cuda_is_not_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch refuses CUDA in a fork of a process that has it, as any that has imported torchtune."""
+    monkeypatch.setitem(globals(), "ON_GPU", True)
+    [record] = trained("full", tmp_path, says_how_it_was_started)
+    assert record["spawned"]
 
 
 def test_a_search_and_training(tmp_path: Path) -> None:
@@ -105,7 +123,7 @@ def test_a_step_that_fails_in_backward_with_offloading(tmp_path: Path) -> None:
 
 
 def test_rollouts_in_deterministic_mode(tmp_path: Path) -> None:
-    records = trained("grpo", tmp_path, cudnn_deterministic_mode=2, max_steps_per_epoch=2)
+    records = trained("grpo", tmp_path, cudnn_deterministic_mode=2, num_steps=2)
     assert len(records) == 2 and all(record["response_lengths"] > 0 for record in records)
 
 
