@@ -6,18 +6,22 @@ import math
 import multiprocessing
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig
 from torch.nn.attention.flex_attention import flex_attention
 
-from tests.helpers import in_memory
+from tests.helpers.in_memory import config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recipes import run_ours
-from tests.helpers.runs import ALL_KEPT, RESUME, Records
+from tests.helpers.runs import ALL_KEPT, RESUME, Records, assert_same_weights
+from torchtune_adaptive.core.ranks.collectives import Collectives
 from torchtune_adaptive.core.ranks.recording import LaunchRecorder
 from torchtune_adaptive.core.step.train_step import TrainStep
 
@@ -28,13 +32,33 @@ CLOSE = 1e-3 if ON_GPU else 1e-5
 """Relative difference of losses whose micro-batches differ."""
 
 
-def trained(kind: str, folder: Path, run: Any = run_ours, **changes: Any) -> Records:
-    """What a run has logged, whose losses are numbers."""
-    cfg = in_memory.config(kind, folder, DEVICE, **changes)
-    records: Records
-    [records] = run_ranks(run, 1, kind, cfg, join=False, forked=not ON_GPU)
-    assert records and all(math.isfinite(record["loss"]) for record in records)
-    return records
+class Run(NamedTuple):
+    """A config, and what runs the recipe of its kind in a rank."""
+
+    cfg: DictConfig
+    function: Callable[[str, DictConfig], Records] = run_ours
+
+
+def trained(kind: str, *runs: Run) -> list[Records]:
+    """What runs have logged, one after the other; their losses are numbers."""
+    [found] = run_ranks(one_after_the_other, 1, kind, runs, join=False, forked=not ON_GPU)
+    for records in found:
+        assert records and all(math.isfinite(record["loss"]) for record in records)
+    return found  # type: ignore[no-any-return]
+
+
+def one_after_the_other(kind: str, runs: Sequence[Run]) -> list[Records]:
+    """In one process, because starting one takes longer than such a run."""
+    found = []
+    for run in runs:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        found.append(run.function(kind, run.cfg))
+    return found
+
+
+def losses_of(records: Records) -> list[float]:
+    return [record["loss"] for record in records]
 
 
 def says_how_it_was_started(kind: str, cfg: DictConfig) -> Records:
@@ -47,24 +71,41 @@ def test_a_run_that_uses_cuda_is_not_forked(
 ) -> None:
     """torch refuses CUDA in a fork of a process that has it, as any that has imported torchtune."""
     monkeypatch.setitem(globals(), "ON_GPU", True)
-    [record] = trained("full", tmp_path, says_how_it_was_started)
+    [[record]] = trained("full", Run(config("full", tmp_path, DEVICE), says_how_it_was_started))
     assert record["spawned"]
 
 
 def test_a_search_and_training(tmp_path: Path) -> None:
-    limit = None if ON_GPU else "40MiB"
-    records = trained(
-        "full",
-        tmp_path,
-        use_maximum_batch_size=True,
-        **{"adaptive_batching.memory_limit": limit, "adaptive_batching.ceiling": 16},
-    )
+    changes: dict[str, Any] = {
+        "use_maximum_batch_size": True,
+        "adaptive_batching.memory_limit": None if ON_GPU else "40MiB",
+        "adaptive_batching.ceiling": 16,
+    }
+    [records] = trained("full", Run(config("full", tmp_path, DEVICE, **changes)))
     assert records[0]["batch_size"] == 16
 
 
-def test_packed_rows(tmp_path: Path) -> None:
+def recorded(kind: str, cfg: DictConfig) -> Records:
+    """Run a recipe while launches are recorded, as they are where layers are split over ranks."""
+    stages, begin_stage = set(), Collectives.begin_stage
+
+    def begin(self: Collectives, stage: str) -> LaunchRecorder:
+        begin_stage(self, stage)
+        stages.add(stage)
+        return LaunchRecorder(lambda launch: None)
+
+    with patch.object(Collectives, "begin_stage", begin):
+        records = run_ours(kind, cfg)
+    assert stages >= {"forward", "backward"}
+    return records
+
+
+def test_packed_rows_also_while_launches_are_recorded(tmp_path: Path) -> None:
     """On a GPU their attention is flex attention, which is compiled."""
-    trained("full", tmp_path, **{"dataset.packed": True})
+    packed = {"dataset.packed": True}
+    plain, other = (config("full", tmp_path / name, DEVICE, **packed) for name in "ab")
+    expected, found = trained("full", Run(plain), Run(other, recorded))
+    assert losses_of(found) == pytest.approx(losses_of(expected), rel=CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")  # on a CPU
@@ -84,7 +125,7 @@ def compiled_elsewhere(kind: str, cfg: DictConfig) -> Records:
 
 
 def test_compiled_code(tmp_path: Path) -> None:
-    trained("full", tmp_path, compiled_elsewhere, compile=True)
+    trained("full", Run(config("full", tmp_path, DEVICE, compile=True), compiled_elsewhere))
 
 
 def fails_once_in_backward(kind: str, cfg: DictConfig) -> Records:
@@ -105,8 +146,8 @@ def fails_once_in_backward(kind: str, cfg: DictConfig) -> Records:
         finally:
             hook.remove()
 
-    TrainStep._backward = backward  # type: ignore[method-assign]  # of this process, which ends with it
-    return run_ours(kind, cfg)
+    with patch.object(TrainStep, "_backward", backward):
+        return run_ours(kind, cfg)
 
 
 def test_a_step_that_fails_in_backward_with_offloading(tmp_path: Path) -> None:
@@ -115,22 +156,34 @@ def test_a_step_that_fails_in_backward_with_offloading(tmp_path: Path) -> None:
         "enable_activation_checkpointing": ON_GPU,
         "enable_activation_offloading": ON_GPU,
     }
-    undisturbed = trained("full", tmp_path / "undisturbed", **offloading)
-    disturbed = trained("full", tmp_path / "disturbed", fails_once_in_backward, **offloading)
+    configs = (config("full", tmp_path / name, DEVICE, **offloading) for name in "ab")
+    undisturbed, disturbed = trained(
+        "full", Run(next(configs)), Run(next(configs), fails_once_in_backward)
+    )
     assert [undisturbed[-1]["retried_steps"], disturbed[-1]["retried_steps"]] == [0, 1]
-    losses = [record["loss"] for record in disturbed]
-    assert losses == pytest.approx([record["loss"] for record in undisturbed], rel=CLOSE)
+    assert losses_of(disturbed) == pytest.approx(losses_of(undisturbed), rel=CLOSE)
 
 
 def test_rollouts_in_deterministic_mode(tmp_path: Path) -> None:
-    records = trained("grpo", tmp_path, cudnn_deterministic_mode=2, num_steps=2)
+    changes = {"cudnn_deterministic_mode": 2, "num_steps": 2}
+    [records] = trained("grpo", Run(config("grpo", tmp_path, DEVICE, **changes)))
     assert len(records) == 2 and all(record["response_lengths"] > 0 for record in records)
 
 
-def test_a_resumed_run_continues_with_the_same_losses(tmp_path: Path) -> None:
+def resumed_in_its_middle(kind: str, cfg: DictConfig) -> Records:
+    """Go on from the first epoch of a run that is done; what it has saved since then is put aside."""
+    output = Path(cfg.output_dir)
+    shutil.move(output / "epoch_1", output.parent / "whole" / "epoch_1")
+    return run_ours(kind, cfg)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     changes = {"epochs": 2, "max_steps_per_epoch": 2, "cudnn_deterministic_mode": 2, **ALL_KEPT}
-    whole = trained("full", tmp_path, **changes)
-    shutil.rmtree(tmp_path / "output" / "epoch_1")
-    rest = trained("full", tmp_path, **changes, **RESUME)
+    whole, rest = trained(
+        "full",
+        Run(config("full", tmp_path, DEVICE, **changes)),
+        Run(config("full", tmp_path, DEVICE, **changes, **RESUME), resumed_in_its_middle),
+    )
     assert [record["step"] for record in rest] == [3, 4]
-    assert [record["loss"] for record in rest] == [record["loss"] for record in whole[2:]]
+    assert losses_of(rest) == losses_of(whole[2:])
+    assert_same_weights(tmp_path / "whole" / "epoch_1", tmp_path / "output" / "epoch_1")
