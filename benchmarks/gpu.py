@@ -27,13 +27,14 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 
 from gpu_cases import FASTEST, FIRST, OTHERS
-from gpu_facts import ASKED, told, without_facts
+from gpu_facts import ASKED, is_fact, shown, told
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("torchtune_adaptive", "benchmarks", "configs", "tests/gpu", "tests/helpers")
@@ -59,7 +60,9 @@ class Result:
     seconds: float
     output: str
     facts: dict[str, str] = field(default_factory=dict)
-    """What it has found, and what an earlier run has that this one did not reach."""
+    """What it has found."""
+    earlier: dict[str, str] = field(default_factory=dict)
+    """What runs before it have found that it did not reach."""
 
     @property
     def ended(self) -> str:
@@ -136,9 +139,12 @@ class Progress:
         return sorted(left, key=lambda piece: self.result(piece) is not None)
 
     def add(self, piece: Piece, result: Result) -> None:
+        """Record the result of a piece, also while it runs: as that of a piece that was stopped there."""
         before = self.result(piece)
         if before is not None and result.exit_code != 0:
-            result = replace(result, facts=before.facts | result.facts)
+            known = before.earlier | before.facts
+            earlier = {what: known[what] for what in known if what not in result.facts}
+            result = replace(result, earlier=earlier)
         self.results[piece.name] = result
         results = {name: asdict(result) for name, result in self.results.items()}
         write(self._path, json.dumps({"machine": self.machine, "results": results}, indent=1))
@@ -152,10 +158,16 @@ def write(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def run(piece: Piece) -> Result:
-    """Run a piece, with its output on the screen as it comes."""
+def run(piece: Piece, so_far: Callable[[Result], None] = lambda result: None) -> Result:
+    """Run a piece, with its output on the screen as it comes; ``so_far`` is told with each fact."""
     started = time.monotonic()
     lines: list[str] = []
+    facts: dict[str, str] = {}
+
+    def result(code: int | None) -> Result:
+        seconds = round(time.monotonic() - started, 1)
+        return Result(piece.command, code, seconds, "".join(lines), {**facts})
+
     with subprocess.Popen(
         [
             "timeout",
@@ -172,14 +184,16 @@ def run(piece: Piece) -> Result:
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            print(without_facts(line), end="", flush=True)
-            lines.append(line)
+            if not is_fact(line):
+                print(line, end="", flush=True)
+                lines.append(line)
+            if found := told(line):
+                facts |= found
+                so_far(result(None))  # this call may be ended as well
     code: int | None = process.wait()
     if code in (124, 137):  # coreutils' timeout stopped it
         code = None
-    output = "".join(lines)
-    seconds = round(time.monotonic() - started, 1)
-    return Result(piece.command, code, seconds, without_facts(output), told(output))
+    return result(code)
 
 
 def table(pieces: Sequence[Piece], progress: Progress) -> str:
@@ -189,8 +203,10 @@ def table(pieces: Sequence[Piece], progress: Progress) -> str:
         result = progress.result(piece)
         ended = "not measured" if result is None else result.ended
         rows.append(f"| {piece.name} | | {ended} |")
-        for what, found in (result.facts if result else {}).items():
-            rows.append(f"| | {what} | {found} |")
+        if result is not None:
+            rows += [f"| | {what} | {found} |" for what, found in shown(result.facts).items()]
+            before = shown(result.earlier).items()
+            rows += [f"| | {what} | {found} (in an earlier run) |" for what, found in before]
     return "\n".join(rows)
 
 
@@ -198,12 +214,13 @@ def report(pieces: Sequence[Piece], progress: Progress) -> str:
     """The report, as far as it can be written."""
     results = {piece.name: progress.result(piece) for piece in pieces}
     not_run = [name for name, result in results.items() if result is None]
-    failed = [name for name, result in results.items() if result and result.exit_code != 0]
+    stopped = [name for name, result in results.items() if result and result.exit_code is None]
+    failed = [name for name, result in results.items() if result and result.exit_code]
     text = [
         f"# Tests and benchmarks for a GPU\n\n{progress.machine}. Made by `benchmarks/gpu.py`.\n"
     ]
     text.append(f"\n{table(pieces, progress)}\n")
-    for what, names in (("Not reached", not_run), ("Failed", failed)):
+    for what, names in (("Not reached", not_run), ("Stopped", stopped), ("Failed", failed)):
         if names:
             text.append(f"\n{what}: {'; '.join(names)}.\n")
     for piece in pieces:
@@ -234,7 +251,7 @@ def run_all(
             print(f"== {piece.name}: left, as it may take {piece.limit:g} s", flush=True)
             continue
         print(f"\n== {piece.name}: python {piece.command}", flush=True)
-        result = run(piece)
+        result = run(piece, partial(progress.add, piece))
         progress.add(piece, result)
         write(report_path, report(pieces, progress))
         print(f"== {piece.name}: {result.ended}", flush=True)

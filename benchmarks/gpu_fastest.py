@@ -86,8 +86,10 @@ def measure(cfg: DictConfig, length: int, capacity: int, seconds: float) -> list
         print(f"round {number + 1}, {time.perf_counter() - began:.0f} s", flush=True)
         if number:
             best = min(found, key=seconds_of)
-            said = f"{seconds_of(best):.3f} s a step, {name_of(best['choice'])}"
-            tell(f"fastest of {len(found)} after {number + 1} rounds", said)
+            tell(
+                f"fastest of {len(found)}",
+                f"{seconds_of(best):.3f} s a step in {number + 1} rounds, {name_of(best['choice'])}",
+            )
     return found
 
 

@@ -16,6 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 from packaging.requirements import Requirement
@@ -137,9 +138,33 @@ class TestPieces:
             progress = gpu.Progress(tmp_path / "state.json", "a GPU")
             result = progress.result(piece)
             assert ended in result.ended and "FACT" not in result.output
-            assert result.facts == {"small": "1 GiB", "large": "2 GiB"}
+            assert result.earlier | result.facts == {"small": "1 GiB", "large": "2 GiB"}
         report = (tmp_path / "gpu.md").read_text()
-        assert "| | large | 2 GiB |" in report
+        assert (
+            "| | small | 1 GiB |" in report and "| | large | 2 GiB (in an earlier run) |" in report
+        )
+
+    def test_what_a_piece_has_found_is_kept_where_the_call_is_ended(
+        self, gpu: Any, tmp_path: Path
+    ) -> None:
+        said = "from gpu_facts import tell; import time; tell('small', '1 GiB'); time.sleep(600)"
+        path, command = tmp_path / "state.json", f'-c "{said}"'
+        call = (
+            f"import gpu; from pathlib import Path; piece = gpu.Piece('slow', {command!r}, 500); "
+            f"progress = gpu.Progress(Path({str(path)!r}), 'a GPU'); "
+            f"gpu.run_all([piece], progress, Path({str(tmp_path / 'gpu.md')!r}), 1e12, ())"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks"), gpu.ASKED: "1"}
+        with subprocess.Popen([sys.executable, "-c", call], env=environment) as calling:
+            ends = time.monotonic() + 60
+            while not path.exists() and time.monotonic() < ends:
+                time.sleep(0.1)
+            pieces = psutil.Process(calling.pid).children(recursive=True)
+            calling.kill()
+            for process in pieces:  # which would go on until their limit
+                process.kill()
+        result = gpu.Progress(path, "a GPU").result(gpu.Piece("slow", command, 500))
+        assert result.facts == {"small": "1 GiB"} and result.exit_code is None
 
     def test_the_table_says_what_was_not_measured(
         self, gpu: Any, pieces: list[Any], tmp_path: Path
@@ -162,7 +187,29 @@ class TestPieces:
         options = gpu.all_pieces("cuda")[0].command.split("--exhaustive ")[1].rpartition(" ")[0]
         command = f"-m pytest -c {ROOT / 'pyproject.toml'} {options} {tmp_path / 'test_some.py'}"
         result = gpu.run(gpu.Piece("tests", command, 30))
-        assert result.facts == {"tests": "1 failed, 1 passed", "test_bad": "failed"}, result.output
+        facts = gpu.shown(result.facts)
+        assert facts == {"tests": "1 failed, 1 passed", "test_bad": "failed"}, result.output
+
+    def test_a_test_that_passes_at_last_has_not_failed(self, gpu: Any, tmp_path: Path) -> None:
+        progress = gpu.Progress(tmp_path / "state.json", "a GPU")
+        piece = gpu.Piece("tests", "-m pytest", 30)
+        for first, second in (("failed", "passed"), ("passed", "failed")):
+            facts = {"test_a.py::test_a": first, "test_a.py::test_b": second}
+            progress.add(piece, gpu.Result("-m pytest", 1, 1.0, "", facts))
+        table = gpu.table([piece], progress)
+        assert "1 failed, 1 passed" in table
+        assert "test_b | failed" in table and "test_a" not in table
+
+    @pytest.mark.parametrize(
+        "line",
+        ['FACT ["small", "1 GiB"]UserWarning: x', 'UserWarning: FACT ["small", "1 GiB"]'],
+    )
+    def test_a_line_that_others_have_printed_into_is_read_and_shown(
+        self, gpu: Any, line: str
+    ) -> None:
+        assert gpu.told(line) == {"small": "1 GiB"} and not gpu.is_fact(line)
+        assert gpu.told('FACT ["smUserWarning: xall", "1') == {}
+        assert gpu.is_fact('FACT ["small", "1 GiB"]\n')
 
     def test_a_piece_that_would_not_end_in_time_is_not_begun(
         self, gpu: Any, pieces: list[Any], tmp_path: Path

@@ -35,7 +35,7 @@ def ours_and_plain(way: str, micro_batches: int) -> tuple[Costs, Costs]:
 def test_one_rank_makes_few_calls_and_waits_once(micro_batches: int) -> None:
     ours, plain = ours_and_plain("alone", micro_batches)
     added = ours - plain
-    print(added, plain)
+    # A plain step makes 1,100 calls with one micro-batch, and 1,900 with four.
     assert added.calls <= 100 + 75 * micro_batches
     assert added.waits <= 0  # the optimizer's own are in both
     assert (ours.of_store, ours.agreements, ours.collectives) == (0, 0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -220,10 +221,10 @@ class AdaptiveStep:
         After any other exception nothing is left of the step, so another can be taken, on all ranks.
         """
         # What others were called with is waited for only before the first collective.
-        size, divide = self._asked(rows, collate, size, lengths, groups)
+        size, divide = self._agreed(rows, collate, size, lengths, groups, at_once=False)
         unit = "row" if lengths is None else "token"
         if (size, unit) != (self._size, self._runner.unit):
-            self.train_step.collectives.settle()  # a size that is refused leaves recovery as it is
+            self.train_step.collectives.wait_for_pending()  # a size that is refused leaves recovery as it is
             self._begin(size, unit)
         sizes: list[int] = []  # one for each attempt
         if not self.train_step.options.optimizer_steps:
@@ -295,21 +296,13 @@ class AdaptiveStep:
         size: int,
         lengths: Sequence[int] | None,
         groups: Sequence[int] | None,
+        at_once: bool = True,
     ) -> tuple[int, Division]:
-        """The size, and how rows are divided, once all ranks have told each other what they have."""
-        agreed = self._asked(rows, collate, size, lengths, groups)
-        self.train_step.collectives.settle()
-        return agreed
+        """The size, and how rows are divided.
 
-    def _asked(
-        self,
-        rows: Sequence[Any],
-        collate: Callable[..., Any],
-        size: int,
-        lengths: Sequence[int] | None,
-        groups: Sequence[int] | None,
-    ) -> tuple[int, Division]:
-        """The size, and how rows are divided; whether all ranks have the same is known when it is due."""
+        The ranks tell each other what they have. They wait for it before the first collective, or here with
+        ``at_once``.
+        """
         wrong, asked = None, checks.StepRequest()
         try:
             arguments.function("collate", collate)
@@ -324,24 +317,23 @@ class AdaptiveStep:
         if self.ranks.size > 1:
             # One number in one exchange. What differs is asked for where something does.
             heard = self.ranks.begin_spread(-1 if wrong else asked.digest())
-
-            def require_same() -> None:
-                least, most = heard()
-                if wrong is not None:
-                    raise wrong
-                if least < 0:
-                    raise UsageError(
-                        "step: another rank was called with arguments that are refused there."
-                    )
-                if least != most:
-                    raise checks.differing(self.ranks.gather(asked))
-
-            self.train_step.collectives.due = require_same
-            if wrong is not None or lengths is not None:
-                self.train_step.collectives.settle()
+            collectives = self.train_step.collectives
+            collectives.pending = heard if wrong else partial(self._require_same, asked, heard)
+            if at_once or wrong is not None or lengths is not None:
+                collectives.wait_for_pending()
         if wrong is not None:
             raise wrong
         return size, by_rows(asked.groups) if lengths is None else by_tokens(lengths, self.ranks)
+
+    def _require_same(
+        self, asked: checks.StepRequest, heard: Callable[[], tuple[int, int]]
+    ) -> None:
+        """Wait for what the ranks were asked for, and check that it is the same."""
+        least, most = heard()
+        if least < 0:
+            raise UsageError("step: another rank was called with arguments that are refused there.")
+        if least != most:
+            raise checks.differing(self.ranks.gather(asked))
 
     def _begin(self, size: int, unit: str = "row") -> None:
         """Use micro-batches of this size from the next step on."""

@@ -64,7 +64,7 @@ class Ranks:
         self.members = frozenset(members)
         """These ranks, by their numbers in the run."""
         self._parts: list[Ranks] = []
-        self._due: Callable[[], tuple[int, int]] | None = None  # an exchange that has begun
+        self._pending: Callable[[], object] | None = None  # waits for an exchange that has begun
         if len(members) > 1:
             self._ends = torch.zeros(2, dtype=torch.int64)
             self._ends_value = self._ends.numpy()  # the same memory
@@ -109,19 +109,19 @@ class Ranks:
         """
         if self._group is None:
             return lambda: (number, number)
-        self._end_what_is_due()
+        self._wait_for_pending()
         begin = self._begin_ring if self.size <= _ONE_COLLECTIVE else self._begin_tree
-        wait = self._translated(begin, number)
+        wait = self._call(begin, number)
         ends: list[int] = []
 
         def end() -> tuple[int, int]:
             if not ends:
-                self._due = None
-                self._translated(wait)
+                self._pending = None
+                self._call(wait)
                 ends.extend(self._ends_value.tolist())
             return -ends[0], ends[1]
 
-        self._due = end
+        self._pending = end
         return end
 
     def _begin_ring(self, number: int) -> Callable[[], Any]:
@@ -145,9 +145,9 @@ class Ranks:
 
         return answer
 
-    def _end_what_is_due(self) -> None:
-        if self._due is not None:
-            self._due()
+    def _wait_for_pending(self) -> None:
+        if self._pending is not None:
+            self._pending()
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
@@ -166,11 +166,11 @@ class Ranks:
         return values[0]
 
     def _exchange(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        self._end_what_is_due()
-        self._translated(partial(collective, *arguments, group=self._group, **options))
+        self._wait_for_pending()
+        self._call(partial(collective, *arguments, group=self._group, **options))
 
-    def _translated(self, exchange: Callable[..., T], *arguments: Any) -> T:
-        """Exchange something; raises ``RankLost`` where another rank does not answer."""
+    def _call(self, exchange: Callable[..., T], *arguments: Any) -> T:
+        """Call what exchanges something; raises ``RankLost`` where another rank does not answer."""
         try:
             return exchange(*arguments)
         except RuntimeError as error:

@@ -196,8 +196,8 @@ class Collectives:
         """What decides it for layers' own: those that are computed again launch them again."""
         self.was_recorded = False
         """Whether a dispatch mode was on in the last step: it takes memory, as backward copies gradients."""
-        self.due: Callable[[], object] | None = None
-        """Function to be called before the next step's first launch: it waits for what the ranks agree on."""
+        self.pending: Callable[[], object] | None = None
+        """Function called before the next launch in a step: it waits for an exchange of the ranks."""
         self.disturbed = False
         """Whether the models have run between steps since the last reset; see ``step.train_step``."""
         if self.survive or self.reducing is not None:
@@ -223,13 +223,13 @@ class Collectives:
         self.was_recorded, self._mode_was_on = self._mode_was_on, False
         self._in_step = self._holders_know = False
         self._passes = 0
-        self.due = None
+        self.pending = None
 
-    def settle(self) -> None:
-        """Wait for what is due, if anything is."""
-        if self.due is not None:
-            due, self.due = self.due, None
-            due()
+    def wait_for_pending(self) -> None:
+        """Wait for the exchange that is pending, if one is."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending()
 
     def begin_pass(
         self, kind: str = "training", shape: Callable[[], Hashable] = lambda: None
@@ -242,7 +242,7 @@ class Collectives:
         self._kind = key
         self._wide = self._wide_sequences.setdefault(key, _Sequence())
         if self._sees_all or key in self._follow_shape or not self._wide.certain:
-            self.settle()  # the ranks may ask each other at once, and not each launch can be seen
+            self.wait_for_pending()  # the ranks may ask each other at once, and not each launch can be seen
         if self.holders.size > 1 or key in self._follow_shape:
             # Gradients that exist are placed; others are added to them in other ways than to none.
             key = (key, self.choice, shape(), self._passes > 0)
@@ -383,7 +383,7 @@ class Collectives:
         if not self.survive or not self._in_step:
             self.disturbed = self.survive
             return launch()
-        self.settle()
+        self.wait_for_pending()
         if not self.recording:
             self.launched()
         elif not self._mode:
@@ -405,7 +405,7 @@ class Collectives:
         """
         if self._nobody_waits or not self._in_step or self._unrecorded:
             return launch()
-        self.settle()
+        self.wait_for_pending()
         self._unrecorded = True  # the votes, and what is launched
         try:
             with LaunchRecorder(self._vote_on):
@@ -514,7 +514,7 @@ class Collectives:
         """
         if self._nobody_waits:
             return False
-        self.settle()
+        self.wait_for_pending()
         votes = self._votes if stage == self._stage else 0
         segment = _segment_of(stage, votes)
         agreed = self._pass.get(segment, [])

@@ -447,7 +447,7 @@ class TrainStep:
     def _reduced(self) -> torch.Tensor | None:
         """Reduce what is not reduced yet; gives the squared norm of the gradients, where it is wanted."""
         failures = self._failures
-        self.collectives.settle()
+        self.collectives.wait_for_pending()
         if self._noise.of_rank:
             failures.attempt("gradient noise", self._noise.before_reduction, self._gradients())
         if self._reduction.places:
