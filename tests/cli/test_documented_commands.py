@@ -20,6 +20,7 @@ from torchtune._recipe_registry import get_all_recipes
 from tests.helpers.hugging_face import PUBLISHED, written
 from tests.helpers.launched import QUICK
 from tests.helpers.runs import BIN
+from tests.helpers.torchvision import use_torchvision
 from torchtune_adaptive.cli import plan_options
 from torchtune_adaptive.recipe.registry import RECIPES, load_config
 from torchtune_adaptive.recipe.settings.checks import check
@@ -102,6 +103,8 @@ def test_the_head_of_a_tiny_config_is_true(page: Path) -> None:
 
 @pytest.mark.parametrize("command", [*COMMANDS, *IN_CONFIGS])
 def test_a_documented_command_is_understood(command: str) -> None:
+    if "vision" in command:
+        use_torchvision()
     words = words_of(command)
     match words[:2]:
         case ["make", *_]:

@@ -194,7 +194,7 @@ def _purpose(cfg: DictConfig) -> tuple[str, str]:
             "model._component_",
             None,
             "is missing, and no other block has a _component_: this is not a torchtune config",
-            "Start from one: `tune-adaptive ls` lists them, and docs/coming-from.md has the equivalents of "
+            "Start from one: `tune-adaptive ls` lists them, and docs/compared.md has the equivalents of "
             "other tools' keys",
         )
     model = cfg.get("model")
