@@ -87,15 +87,16 @@ class Failures:
     """Whether another rank that holds the same rows did, and only those know."""
     known: bool = field(init=False, default=False)
     """Whether a rank ran out of memory and every rank knows."""
+    none: bool = field(init=False, default=True)  # kept, as it is asked for six times in each micro-batch
+    """Whether this rank knows of no failure."""
 
     def begin(self) -> None:
         """Begin a step."""
-        self.here, self.beside, self.known = None, False, False
+        self.here, self.beside, self.known, self.none = None, False, False, True
 
-    @property
-    def none(self) -> bool:
-        """Whether this rank knows of no failure."""
-        return self.here is None and not self.beside and not self.known
+    def all_know(self) -> None:
+        """Note a failure that every rank knows of."""
+        self.known, self.none = True, False
 
     def do(self, stage: str, work: Callable[..., None], *arguments: Any) -> None:
         """Do one stage of a pass or, on a rank that ran out of memory, launch its collectives only."""
@@ -128,7 +129,7 @@ class Failures:
                 self.forget()
 
     def _heard(self, other: AnotherRankFailed) -> None:
-        self.known, self.beside = other.everywhere, not other.everywhere
+        self.known, self.beside, self.none = other.everywhere, not other.everywhere, False
 
     def attempt(self, stage: str, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do something that can still be discarded; None if it failed, or something before it did."""
@@ -148,7 +149,7 @@ class Failures:
                     raise shortage from error
                 raise
             settle(error)
-            self.here = stage
+            self.here, self.none = stage, False
         # Only now is the exception gone, and with it the frames that held the step's tensors.
         self.forget()
         return None

@@ -256,18 +256,18 @@ class TrainStep:
             # FSDP would take a forward pass that had no backward for a part of this step, and gather more.
             self._reset_models()
         self.collectives.begin_pass("training", partial(_shape_of, batch))
-        self._failures.do("forward", self._forward, batch)
-        if self.options.optimizer_in_backward:
-            # Backward is the optimizer step: gradients are scaled in it, and there is no way back.
-            self._failures.look_elsewhere()
-            self._agreed = self._agree()
-        self._failures.do("backward", self._backward)
+        with self._reduction.apart():
+            self._failures.do("forward", self._forward, batch)
+            if self.options.optimizer_in_backward:
+                # Backward is the optimizer step: gradients are scaled in it, and there is no way back.
+                self._failures.look_elsewhere()
+                self._agreed = self._agree()
+            self._failures.do("backward", self._backward)
         self._failures.end_pass()
 
     def _forward(self, batch: Batch) -> None:
         self._noise.before_forward(self._squared_gradient_norm)
-        with self._reduction.apart():
-            summed, weight = self._summed_loss(batch)
+        summed, weight = self._summed_loss(batch)
         self._exchange.add(summed, weight)
         if self._noise.on:
             self._noise.after_forward(weight, self.objective.rows(batch))
@@ -299,8 +299,7 @@ class TrainStep:
             loss = loss * self._scaling.to_mean(self._agreed.weight)
         if self._scaling.loss_scale is not None:
             loss = loss * self._scaling.loss_scale.factor
-        with self._reduction.apart():
-            loss.backward()
+        loss.backward()
 
     # --- between steps, without gradients -----------------------------------------------------------
 
@@ -455,7 +454,7 @@ class TrainStep:
             failures.do("reduction", self._reduction.place, self._parameters)
             failures.end_pass()
         if not self._reduction.finish(self._parameters, failed=not failures.none):
-            failures.known = True
+            failures.all_know()
         if not (self._scaling.needs_norm or self._noise.measured):
             return None
         return failures.attempt("gradient norm", self._squared_gradient_norm)
@@ -466,7 +465,7 @@ class TrainStep:
             done = self._exchange.run(not self._failures.none, squared_norm)
             if done is not None:
                 return done
-            self._failures.known = True
+            self._failures.all_know()
         return self._lost()
 
     def _lost(self) -> StepLost:
