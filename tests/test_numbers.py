@@ -1,0 +1,290 @@
+"""Measured numbers in the README and the docs are those of docs/results, or of the constants they speak of.
+
+A sentence with such a number is a `Claim`: a pattern with a group for each number, and where the numbers come
+from. What looks measured and is in no claim fails, so a new sentence needs its source here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from torchtune_adaptive.planner.memory.planned import ERROR_BAND, FRAGMENTATION
+from torchtune_adaptive.planner.speed.speed import COMPILED_BAND, EAGER_BAND, QUANTIZED_BAND, Speed
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), RESULTS / "README.md"]
+MEASURED = re.compile(r"\d[\d.,]*(?: ?%| times(?! `))")
+
+# What looks like a measurement and is none, as it stands in the pages.
+NOT_MEASURED = (
+    r"32 times that\.",  # a multiple that rows are padded to
+    r"less 5 %\. What would take more",  # what the program leaves free
+    r"5 % of the capacity is kept free",
+    r"more than 5 % in the best of four measurements",
+    r"125 % 62 = 1",  # a remainder
+    r"`max_generated_tokens` - 1 times the token",
+    r"train\[95%:\]",
+    # Of other people's papers, with their numbers beside them.
+    r"43 % fewer steps",
+    r"6\.25\S faster on 4 P100, accuracy within 1 %",
+    r"18 % less training time",
+    r"36 % less time",
+    r"33 % of the steps if capped at 4\S, 36 % at 8\S \(derived\)",
+)
+
+
+def text_of(page: Path) -> str:
+    """The words of a page on one line, without its blocks."""
+    return " ".join(re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.M).split())
+
+
+def blocks(page: str, begin: str) -> list[str]:
+    """The fenced blocks of a page of results whose text has ``begin``."""
+    found = re.findall(r"^```\n(.*?)^```", (RESULTS / page).read_text(), re.DOTALL | re.M)
+    return [block for block in found if begin in block]
+
+
+def column(block: str, row: str, place: int) -> str:
+    """A number in the row of a block that begins so; the first after the name has place 0."""
+    line = next(line for line in block.splitlines() if line.startswith(row))
+    return line.removeprefix(row).split()[place]
+
+
+def trials(way: str) -> str:
+    return column(blocks("search_cost.md", "power_of_two")[0], way, 1)
+
+
+def failed(way: str) -> str:
+    return column(blocks("search_cost.md", "power_of_two")[0], way, 2)
+
+
+def throughput() -> list[float]:
+    """Medians of torchtune's recipes / ours, of all runs of recipes with recovery on."""
+    runs = blocks("step_overhead.md", "ours, recovery ready")
+    return [float(column(run, "ours, recovery ready", 1)) for run in runs]
+
+
+def gain(lengths: str, way: str) -> float:
+    return float(column(blocks("token_budget.md", f"; {lengths},")[0], way, 3))
+
+
+def table(page: str, row: str) -> list[str]:
+    """The cells of the row of a table that begins so."""
+    line = next(
+        line for line in (RESULTS / page).read_text().splitlines() if line.startswith(f"| {row} |")
+    )
+    return [cell.strip() for cell in line.strip("|").split("|")[1:]]
+
+
+def said(page: str, pattern: str) -> tuple[str, ...]:
+    """What a page of results says in words."""
+    found = re.search(pattern, text_of(RESULTS / page))
+    assert found, pattern
+    return found.groups()
+
+
+def percent(share: float) -> str:
+    return f"{100 * abs(share):.0f}"
+
+
+def update_after_beta2(step: int) -> str:
+    """Adam's next update where beta2 becomes beta2^4 after so many steps, as a multiple of what it should be, with
+    a constant gradient."""
+    before, after = 0.999, 0.999**4
+    average = after * (1 - before**step) + (1 - after)
+    return f"{((1 - after ** (step + 1)) / average) ** 0.5:.2f}"
+
+
+def in_words(number: str) -> str:
+    return {"one": "1", "five": "5"}.get(number, number)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence of a page, and the numbers that must stand in it."""
+
+    page: str
+    sentence: str
+    numbers: Callable[[], Iterable[str]]
+
+    def found(self) -> re.Match[str] | None:
+        return re.search(self.sentence, text_of(ROOT / self.page))
+
+
+SEEN_BY_NOBODY = (
+    r"of (\d+) published throughputs that nobody had seen, all were predicted too fast, by (\d+) %"
+)
+
+CLAIMS = [
+    Claim(
+        "README.md",
+        r"A search finds 8 rows in (\d+) trials, (\w+) of which runs out of memory\. Doubling until it fails "
+        r"takes (\d+), halving by hand from 512 takes (\d+)",
+        lambda: (
+            trials("extrapolate"),
+            failed("extrapolate"),
+            trials("bisect"),
+            trials("halving from 512"),
+        ),
+    ),
+    Claim(
+        "README.md",
+        r"has ([\d.]+) to ([\d.]+) times torchtune's throughput \(medians of (\w+) runs",
+        lambda: (f"{min(throughput()):.2f}", f"{max(throughput()):.2f}", str(len(throughput()))),
+    ),
+    Claim(
+        "README.md",
+        r"trains ([\d.]+) times as many real tokens .* with lengths like Alpaca's, and ([\d.]+) times with",
+        lambda: (f"{gain('alpaca', 'budget'):.1f}", f"{gain('openhermes', 'budget'):.1f}"),
+    ),
+    Claim("README.md", SEEN_BY_NOBODY, lambda: said("speed_anchors.md", SEEN_BY_NOBODY)),
+    Claim(
+        "README.md",
+        r"Peaks of (\d+) unseen runs of transformers' `Trainer` on one GPU were within ([\d.]+) %",
+        lambda: said("planner.md", r"one A100-80, (\d+) rows .*?: within ([\d.]+) %"),
+    ),
+    Claim(
+        "docs/planning.md",
+        r"of \[(\d+) published throughputs\]\S+ that nobody had seen, all were predicted too fast, "
+        r"by (\d+) %",
+        lambda: said("speed_anchors.md", SEEN_BY_NOBODY),
+    ),
+    Claim(
+        "docs/planning.md",
+        r"taken to be (\d+) % below to (\d+) % above the predicted one \(compiled: -(\d+) to \+(\d+) %, "
+        r"quantized: -(\d+) to \+(\d+) %\)",
+        lambda: map(percent, (*EAGER_BAND, *COMPILED_BAND, *QUANTIZED_BAND)),
+    ),
+    Claim(
+        "docs/planning.md",
+        r"off by different amounts: by up to (\d+) % in nine of ten pairs",
+        lambda: [percent(Speed.CLOSE)],
+    ),
+    Claim(
+        "docs/planning.md",
+        r"is (\d+) % of the peak, and on several ranks up to (\d+) % more than predicted",
+        lambda: (percent(ERROR_BAND), percent(FRAGMENTATION)),
+    ),
+    Claim(
+        "docs/planning.md",
+        r"the plan is within ([\d.]+) % of what the real trainers take",
+        lambda: [f"{100 * tolerance_of_trainers():g}"],
+    ),
+    Claim(
+        "docs/growing-the-batch.md",
+        r"is then ([\d.]+) times what it should be if beta2 changes after 10 steps, "
+        r"([\d.]+) times after 100, and ([\d.]+) times after 1000",
+        lambda: map(update_after_beta2, (10, 100, 1000)),
+    ),
+    Claim(
+        "docs/reinforcement.md",
+        r"scoring and training together were ([\d.]+) times as fast",
+        lambda: [f"{rollout_gain():.1f}"],
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"\| (\d+), (\w+) of which runs out of memory; doubling until it fails takes (\d+), "
+        r"RFC #2199 takes (\d+)",
+        lambda: (
+            trials("extrapolate"),
+            failed("extrapolate"),
+            trials("bisect"),
+            trials("RFC 2199, 0..100000"),
+        ),
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"([\d.]+) to ([\d.]+) times torchtune's throughput",
+        lambda: (f"{min(throughput()):.2f}", f"{max(throughput()):.2f}"),
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"(\d+) calls of Python's functions",
+        lambda: [str(calls_added())],
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"([\d.]+) times the tokens/s with lengths like Alpaca's",
+        lambda: [f"{gain('alpaca', 'budget'):.1f}"],
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"([\d.]+) times, scoring and training together",
+        lambda: [f"{rollout_gain():.1f}"],
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"([\d.]+) % of the best speed is given away in the mean, ([\d.]+) % at worst",
+        lambda: (
+            each.removesuffix(" %") for each in table("fastest.md", "ours, 3 timed trials")[1:]
+        ),
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"; ([\d.]+) % on (\d+) unseen runs",
+        lambda: reversed(said("planner.md", r"one A100-80, (\d+) rows .*?: within ([\d.]+) %")),
+    ),
+    Claim(
+        "docs/results/README.md",
+        r"(\d+) % too fast in the median of (\d+) unseen runs",
+        lambda: reversed(said("speed_anchors.md", SEEN_BY_NOBODY)),
+    ),
+]
+
+
+def rollout_gain() -> float:
+    block = blocks("rollout_budget.md", "both ")[0].partition("\nboth")[2]
+    return float(column(block, "  budget", 1))
+
+
+def tolerance_of_trainers() -> float:
+    """How far apart plans and the steps of real trainers may be, as their test has it."""
+    test = (ROOT / "tests" / "library" / "test_real_trainers.py").read_text()
+    [tolerance] = re.findall(r"approx\(measured, rel=([\d.]+)\)", test)
+    return float(tolerance)
+
+
+def calls_added() -> int:
+    """Calls that our step makes beyond a plain one, with one rank and one micro-batch: the newest."""
+    plain, ours = re.findall(
+        r"1 rank, 1 micro-batch +(\d+) / (\d+)", (RESULTS / "host_overhead.md").read_text()
+    )[0]
+    return int(ours) - int(plain)
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.page}: {claim.sentence[:40]}")
+def test_a_number_is_that_of_a_result(claim: Claim) -> None:
+    found = claim.found()
+    assert found, f"{claim.page} does not say {claim.sentence!r} anymore: change the claim with it"
+    assert [*map(in_words, found.groups())] == [*claim.numbers()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_what_looks_measured_has_a_source(page: Path) -> None:
+    text = text_of(page)
+    spans = [
+        match.span() for claim in CLAIMS if ROOT / claim.page == page and (match := claim.found())
+    ]
+    spans += [match.span() for pattern in NOT_MEASURED for match in re.finditer(pattern, text)]
+    without = [
+        text[max(0, number.start() - 60) : number.end() + 30]
+        for number in MEASURED.finditer(text)
+        if not any(begin <= number.start() < end for begin, end in spans)
+    ]
+    assert not without
+
+
+def test_the_median_of_all_unseen_rows_follows_from_its_groups() -> None:
+    """25 % lies between the medians of the rows of 2023 and of those of late 2024."""
+    _, overall = said("speed_anchors.md", SEEN_BY_NOBODY)
+    old, new = (
+        float(table("speed_anchors.md", row)[1].strip("+ %"))
+        for row in ("software of 2023", "software of late 2024, A100")
+    )
+    assert new < float(overall) < old
