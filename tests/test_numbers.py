@@ -94,7 +94,7 @@ def percent(share: float) -> str:
 
 
 def update_after_beta2(step: int) -> str:
-    """Adam's next update where beta2 becomes beta2^4 after so many steps, as a multiple of what it should be, with
+    """Adam's update where beta2 becomes beta2^4 after so many steps, as a multiple of what it should be, with
     a constant gradient."""
     before, after = 0.999, 0.999**4
     average = after * (1 - before**step) + (1 - after)
