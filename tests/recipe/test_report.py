@@ -126,6 +126,25 @@ def test_without_matplotlib_there_is_no_plot_and_no_error(
     assert [path.suffix for path in write(report(), tmp_path)] == [".json"]
 
 
+@pytest.mark.parametrize(
+    ("steps", "doubtful"), [([1.0, 1.0, 1.01, 1.0], False), ([0.8, 1.0, 1.2, 1.3], True)]
+)
+def test_a_timing_that_varies_more_than_it_decides_says_so(
+    steps: list[float], doubtful: bool
+) -> None:
+    cfg = OmegaConf.load(find_config("tiny/full"))
+    assert isinstance(cfg, DictConfig)
+    asked = Asked.of(cfg)
+    own, other, *_ = choices(asked, 2, "exact", switches_only=True)
+    timed = [Timing(own, 1.0, [1.1] * 4), Timing(other, 0.9, steps)]
+    found = FastestReport(
+        *(asked, 2, own, other, timed, {}, 100, 103),
+        *("the longest row", "H100", 0.05, 12.34),
+        split=Split(2, 1, 2),
+    )
+    assert ("does not tell them apart" in found.text()) is doubtful
+
+
 def test_pairs_are_called_pairs() -> None:
     said = report(sample="pair").text()
     assert "Searched with pairs of 2048 tokens" in said
@@ -170,6 +189,10 @@ def test_the_fastest_that_looks_slower_is_explained() -> None:
     )
     assert said[2].startswith("* ") and "in 8 steps, predicted 1.25 x; chosen" in said[2]
     assert "global batch unchanged: 4 rows (micro-batch 2 x accumulation 1 x 2 ranks)" in said
+    # The chosen one's steps take 1 s or 4 s; beside it, in 4 steps, another took half as long.
+    assert said[-2].startswith(
+        "Steps of one configuration vary by 120% (quartiles), and the closest two "
+    )
     # Put behind the command of a config that searches, too.
     cfg.use_maximum_batch_size = True
     again = with_overrides(cfg, found.overrides().split())

@@ -87,7 +87,9 @@ class Failures:
     """Whether another rank that holds the same rows did, and only those know."""
     known: bool = field(init=False, default=False)
     """Whether a rank ran out of memory and every rank knows."""
-    none: bool = field(init=False, default=True)  # kept, as it is asked for six times in each micro-batch
+    none: bool = field(
+        init=False, default=True
+    )  # kept, as it is asked for six times in each micro-batch
     """Whether this rank knows of no failure."""
 
     def begin(self) -> None:

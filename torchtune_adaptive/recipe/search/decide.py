@@ -129,12 +129,15 @@ def _in_tokens(prober: Prober, rows: RowsToTry, saved: TrainingState | None) -> 
 
 
 def announce(asked: Asked, ranks: Ranks, report: Report) -> None:
-    """Log what was found, and write it to files; on rank 0."""
+    """Log what was found, and write it to files; on rank 0.
+
+    What becomes of the batch, the steps and the learning rate comes last: it is what training begins with.
+    """
     if not ranks.is_zero:
         return
-    log.info(report.text())
     with not_essential("The report of the search"):
         files = write(report, Path(asked["output_dir"]))
         log.info(f"Details: {', '.join(map(str, files))}")
     if overrides := report.overrides():
         log.info(f"{report.use_of_overrides}: {overrides}")
+    log.info(report.text())

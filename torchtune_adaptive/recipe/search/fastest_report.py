@@ -102,6 +102,22 @@ class FastestReport(Report):
         beside = f"out after {steps} steps, in which the chosen one had {self._speed(its):,.0f}"
         return f"{beside}: as fast within noise, {why}" if why else beside
 
+    def _doubt(self) -> list[str]:
+        """A line where steps of one configuration vary more than the closest two configurations differ."""
+        best, leads = self._best, []
+        for each in self.timed:
+            if each.way == self.chosen or each.failed or not each.measured:
+                continue
+            if its := best.in_the_first(len(each.steps)):
+                leads.append(each.measured / its - 1)
+        spread = max(each.spread for each in self.timed)
+        if not leads or spread <= abs(lead := min(leads, key=abs)):
+            return []
+        return [
+            f"Steps of one configuration vary by {spread:.0%} (quartiles), and the closest two differ by "
+            f"{abs(lead):.0%}: this timing alone does not tell them apart."
+        ]
+
     def text(self) -> str:
         lines = [
             f"Timed steps of the data's first rows on {self.device}; {self.row_length} tokens a row fit "
@@ -116,7 +132,7 @@ class FastestReport(Report):
             lines.append(f"{mark} {name}: {', '.join(parts)}; {verdict}".removesuffix("; "))
         changed = [str(change) for change in changes(self.own, self.chosen)]
         lines += changed or ["The config's own values stay."]
-        return "\n".join([*lines, self.batch_unchanged()])
+        return "\n".join([*lines, *self._doubt(), self.batch_unchanged()])
 
     def as_dict(self) -> dict[str, Any]:
         return {

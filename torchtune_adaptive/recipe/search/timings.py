@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import mean, median
+from statistics import mean, median, quantiles
 from typing import Generic, TypeVar
 
 Way = TypeVar("Way")
@@ -63,6 +63,14 @@ class Timing(Generic[Way]):
     def measured(self) -> float | None:
         """Seconds of one step; None if none was timed."""
         return self.in_the_first(len(self.steps))
+
+    @property
+    def spread(self) -> float:
+        """How much steps vary: the distance of their quartiles, as a share of the median."""
+        if len(self.steps) < 2:
+            return 0.0
+        low, middle, high = quantiles(self.steps, n=4, method="inclusive")
+        return (high - low) / middle
 
     def in_the_first(self, steps: int) -> float | None:
         """Seconds of one step, of so many that were timed."""
