@@ -10,7 +10,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results" / "speed_anchors.md"
 
 def once_blind() -> dict[tuple[str, str], list[float]]:
     """By GPU and row: what was published, predicted, and predicted with the attention of then."""
-    text = RESULTS.read_text().partition("## Rows that were blind once")[2].partition("\n## ")[0]
+    text = RESULTS.read_text().partition("## Formerly blind rows")[2].partition("\n## ")[0]
     row = r"\| (\S+-80gb) \| ([^|]+) \| ([\d,]+) \| ([\d,]+) \| \S+ \| ([\d,]+) \|"
     found = re.findall(row, text)
     return {
