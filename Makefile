@@ -9,6 +9,7 @@
 #   make test-torchtune-main PYTHON=...  what is special on torchtune's main branch, which that Python has
 #   make check     lint and types only
 #   make bench     the benchmarks that run on a CPU
+#   make dist      both distributions in dist/, checked, and tried in an environment of their own
 #   make gpu       tests and benchmarks on a GPU, continuing where they stopped; writes docs/results/gpu.md
 #   make clean     remove what these made
 
@@ -16,7 +17,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo demo-oom test test-unit test-ranks test-runs test-all test-rest test-one test-torchtune-main check bench gpu clean
+.PHONY: demo demo-oom test test-unit test-ranks test-runs test-all test-rest test-one test-torchtune-main check bench dist gpu clean
 .DEFAULT_GOAL := test
 
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -100,6 +101,23 @@ bench: $(READY)
 	$(RUN) $(BIN)/python benchmarks/mesh_overhead.py
 	$(RUN) $(BIN)/python benchmarks/token_budget.py
 	$(RUN) $(BIN)/python benchmarks/rollout_budget.py
+
+# What a release uploads: the library first, which the recipes need.
+TRIED := build/tried/bin
+dist: $(READY)
+	rm -rf dist build/tried
+	$(BIN)/python -m build --no-isolation --outdir dist library
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(PYTHON) -m venv build/tried
+	$(TRIED)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(TRIED)/pip install --quiet --disable-pip-version-check --constraint constraints.txt twine \
+		dist/torchtune_adaptive_library-*.whl
+	$(TRIED)/twine check --strict dist/*
+	cd build && tried/bin/python -c "from torchtune_adaptive import AdaptiveStep"
+	$(TRIED)/pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/torchtune_adaptive-*.whl
+	cd build && $(DEMO) tried/bin/tune run --nproc_per_node 2 adaptive_full_finetune_distributed \
+		--config tiny/full output_dir=tried/demo_output
+	@echo "Built and tried: $$(ls dist | tr '\n' ' ')"
 
 gpu: $(READY)
 	$(RUN) $(BIN)/python benchmarks/gpu.py --out docs/results

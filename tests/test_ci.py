@@ -26,7 +26,17 @@ def steps() -> list[dict[str, Any]]:
     return [step for job in jobs.values() for step in job["steps"]]
 
 
-@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "Makefile", ".ci/run", WORKFLOW])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "Makefile",
+        ".ci/run",
+        WORKFLOW,
+        WORKFLOW.with_name("release.yml"),
+    ],
+)
 def test_every_make_target_that_is_named_exists(path: str | Path) -> None:
     commands = r"^(?:exec |# +| +(?:- run: )?)?make +([a-z-]+)"
     named = re.findall(commands, (ROOT / path).read_text(), flags=re.MULTILINE)
@@ -75,8 +85,11 @@ def test_every_test_that_is_named_exists(path: str) -> None:
 def test_a_workflow_may_only_read_and_its_actions_cannot_change(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {}
-    for job in workflow["jobs"].values():
-        assert job["permissions"] == {"contents": "read"}
+    for name, job in workflow["jobs"].items():
+        # What asks for a token of the trusted publisher runs nothing of this repository.
+        publishes = (path.stem, name) == ("release", "publish")
+        assert job["permissions"] == ({"id-token": "write"} if publishes else {"contents": "read"})
+        assert not publishes or all("make" not in step.get("run", "") for step in job["steps"])
     every = [step for job in workflow["jobs"].values() for step in job["steps"]]
     actions = [step["uses"] for step in every if "uses" in step]
     assert actions and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in actions)

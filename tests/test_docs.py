@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 
 import torchtune_adaptive
 
@@ -59,3 +60,5 @@ def test_the_changelog_has_the_current_version_and_a_place_for_the_next() -> Non
     headlines = re.findall(r"^## \[([^]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headlines[:2] == ["Unreleased", torchtune_adaptive.__version__]
     assert version("torchtune-adaptive") == torchtune_adaptive.__version__
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == torchtune_adaptive.__version__
