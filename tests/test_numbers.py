@@ -102,7 +102,7 @@ def update_after_beta2(step: int) -> str:
 
 
 def in_words(number: str) -> str:
-    return {"one": "1", "five": "5"}.get(number, number)
+    return {"one": "1", "three": "3", "five": "5"}.get(number, number)
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,11 @@ CLAIMS = [
         r"is then ([\d.]+) times what it should be if beta2 changes after 10 steps, "
         r"([\d.]+) times after 100, and ([\d.]+) times after 1000",
         lambda: map(update_after_beta2, (10, 100, 1000)),
+    ),
+    Claim(
+        "docs/fastest.md",
+        r"with (\w+) small models and (\d+) memory limits",
+        lambda: ("3", table("fastest.md", "ours, 3 timed trials")[0]),
     ),
     Claim(
         "docs/reinforcement.md",
