@@ -167,7 +167,7 @@ CLAIMS = [
         lambda: [percent(Speed.CLOSE)],
     ),
     Claim(
-        "docs/planning.md",
+        "docs/how-plans-work.md",
         r"is (\d+) % of the peak, and on several ranks up to (\d+) % more than predicted",
         lambda: (percent(ERROR_BAND), percent(FRAGMENTATION)),
     ),
