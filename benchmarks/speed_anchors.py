@@ -32,7 +32,7 @@ from torchtune_adaptive.recipe.settings.asked import Asked
 WHOLE_LOSS = {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}
 CHUNKED = {"loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}}
 CHECKPOINTED = {"enable_activation_checkpointing": True}
-EVERY_SECOND = {"adaptive_batching": {"checkpoint": "every_2"}}
+EVERY_SECOND = {"adaptive_batching": {"activation_checkpointing": "every_2"}}
 OFFLOADED = {"enable_activation_offloading": True}
 IN_BACKWARD = {"optimizer_in_bwd": True, "clip_grad_norm": None}
 CLIPPED = {"clip_grad_norm": 1.0}

@@ -35,12 +35,12 @@ def before(run: dict[int, dict[str, float]], step: int) -> float:
 def checkpointed(folder: Path, last_step: int) -> list[tuple[int, int]]:
     """The first and last steps of each time in which the run checkpointed all layers."""
     lines = (folder / "batch_size_events.jsonl").read_text().splitlines()
-    changes = [event for event in map(json.loads, lines) if "checkpoint" in event]
+    changes = [event for event in map(json.loads, lines) if "activation_checkpointing" in event]
     ends = [event["step"] - 1 for event in changes[1:]] + [last_step]
     return [
         (event["step"], end)
         for event, end in zip(changes, ends, strict=True)
-        if event["checkpoint"][1] == "all"
+        if event["activation_checkpointing"][1] == "all"
     ]
 
 

@@ -15,8 +15,8 @@ from torchtune_adaptive.recipe import AdaptiveRecipe, launch
 class AdaptiveKDRecipeDistributed(AdaptiveRecipe):
     """Distillation of a teacher into adapters of a student with FSDP2, on one rank or many.
 
-    It accepts every key of torchtune's ``knowledge_distillation_distributed``. ``docs/torchtune.md`` says what
-    differs. It adds what ``adaptive_full_finetune_distributed`` adds.
+    It accepts every key of torchtune's ``knowledge_distillation_distributed``. ``docs/torchtune.md`` says
+    what differs. It adds what ``adaptive_full_finetune_distributed`` adds.
     """
 
     kind = "kd"

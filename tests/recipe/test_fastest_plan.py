@@ -260,15 +260,15 @@ def test_the_report_says_what_changes_and_what_to_paste() -> None:
     assert fastest.choice is not None and fastest.choice.seconds < fastest.own.seconds
     lines = as_text(fastest_blocks(fastest)).splitlines()
     assert lines[0].startswith("Fastest that fits: ")
-    assert "  adaptive_batching.checkpoint: all -> none (exact)" in lines
-    assert "  adaptive_batching.checkpoint=none" in lines
+    assert "  adaptive_batching.activation_checkpointing: all -> none (exact)" in lines
+    assert "  adaptive_batching.activation_checkpointing=none" in lines
     assert max(map(len, lines)) <= 100
     said = json.loads(json.dumps(fastest_as_dict(fastest)))
-    assert said["overrides"] == ["adaptive_batching.checkpoint=none"]
+    assert said["overrides"] == ["adaptive_batching.activation_checkpointing=none"]
     assert len(said["candidates"]) == len(candidates)
     # What is said to paste gives the choice.
     changed = with_overrides(plan.cfg, said["overrides"])
-    assert changed.adaptive_batching.checkpoint == "none"
+    assert changed.adaptive_batching.activation_checkpointing == "none"
     assert changed.batch_size == plan.cfg.batch_size
 
 

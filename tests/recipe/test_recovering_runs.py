@@ -48,7 +48,7 @@ def test_a_neighbour_moves_in_and_out_and_the_losses_stay(tmp_path: Path) -> Non
     rows = (tmp_path / "disturbed" / "batch_size_events.jsonl").read_text().splitlines()
     events = [json.loads(row) for row in rows]
     there, back = ["none", "all"], ["all", "none"]
-    assert [event["checkpoint"] for event in events] == [there, back, there, back]
+    assert [event["activation_checkpointing"] for event in events] == [there, back, there, back]
     assert events[0]["step"] > 20 and " on rank 0" in events[0]["reason"]
 
 
@@ -77,7 +77,10 @@ def test_without_a_search_a_step_is_retried_and_the_end_says_what_to_set(tmp_pat
     again = with_overrides(cfg, [*overrides.split(), f"output_dir={tmp_path / 'again'}"])
     assert again.batch_size * again.gradient_accumulation_steps == 16
     split = f"{again.batch_size} x accumulation {again.gradient_accumulation_steps} x 1 rank"
-    assert parts == f"micro-batch {split}" and "adaptive_batching.checkpoint=all" in overrides
+    assert (
+        parts == f"micro-batch {split}"
+        and "adaptive_batching.activation_checkpointing=all" in overrides
+    )
     steps, *_ = run_ranks(run_ours, 1, "full", again, join=False)
     assert [step["retried_steps"] for step in steps] == [0, 0]
 

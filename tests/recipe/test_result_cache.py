@@ -366,7 +366,7 @@ CHANGES = [
     {"adaptive_batching.gradient_noise": "observe"},
     {"adaptive_batching.token_budget": 512},
     {"adaptive_batching.on_out_of_memory": "raise"},
-    {"adaptive_batching.checkpoint": "every_2"},
+    {"adaptive_batching.activation_checkpointing": "every_2"},
     {"adaptive_batching.recompute_loss": True},
 ]
 CANNOT_MATTER = [

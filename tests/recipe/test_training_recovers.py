@@ -139,7 +139,7 @@ def test_what_is_given_up_in_which_order_and_what_is_said(failures: int, tmp_pat
     assert (
         changes
         == [
-            {"checkpoint": ["none", "all"]},
+            {"activation_checkpointing": ["none", "all"]},
             {"micro_batch": [2, 1], "accumulation": [2, 4]},
         ][:failures]
     )

@@ -17,7 +17,11 @@ def test_a_state_without_a_version_is_read_whole_and_written_with_one() -> None:
     state = TrainingState.read(UNNUMBERED)
     assert (state.global_step, state.validated, state.samples_of_epoch) == (6, 5, 64)
     assert (state.growth.start, state.growth.largest) == ([16, 1, 2], 16)
-    assert state.write() == {**UNNUMBERED, "version": VERSION}
+    knobs = {
+        "adaptive_batching.activation_checkpointing": "none",
+        "fsdp_reshard_after_forward": True,
+    }
+    assert state.write() == {**UNNUMBERED, "version": VERSION, "knobs": knobs}
     assert TrainingState.read(state.write()) == state
 
 

@@ -350,7 +350,8 @@ class AdaptiveStep:
         what = f"{reason} (step {adjustment.step})"
         name = "micro-batch" if self._runner.unit == "row" else "token budget"
         changes = [f"{name} {before} -> {after}"] if before != after else []
-        changes += [f"{knob} {old} -> {new}" for knob, (old, new) in adjustment.knobs.items()]
+        for knob, (old, new) in adjustment.knobs.items():
+            changes.append(f"{knob.replace('_', ' ')} {old} -> {new}")
         if changes:
             what = f"{', '.join(changes)} ({reason}, step {adjustment.step})"
         log.log(logging.WARNING if self.ranks.is_zero else logging.DEBUG, what)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-CHECKPOINT = "adaptive_batching.checkpoint"
+CHECKPOINT = "adaptive_batching.activation_checkpointing"
 RECOMPUTE_LOSS = "adaptive_batching.recompute_loss"
 OFFLOADING = "enable_activation_offloading"
 RESHARD = "fsdp_reshard_after_forward"

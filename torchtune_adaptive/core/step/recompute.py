@@ -119,7 +119,7 @@ class RecomputedChunks:
 
 
 def recomputed_layers(checkpointing: str, layers: int) -> list[Recomputed]:
-    """The part of each layer that is computed again, for a value of ``adaptive_batching.checkpoint``.
+    """The part of each layer that is computed again, for a value of the knob ``CHECKPOINT``.
 
     Layers are counted from 1, as torchtune does: ``every_2`` of 4 is the second and the fourth.
     """

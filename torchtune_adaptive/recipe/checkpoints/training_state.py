@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtune_adaptive.common import CheckpointError
-from torchtune_adaptive.core import Split
+from torchtune_adaptive.core import Split, knobs
 
 VERSION = 1
+_FORMER_KEYS = {"adaptive_batching.checkpoint": knobs.CHECKPOINT}
+"""Keys of memory knobs as earlier versions wrote them, and those of now."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ class TrainingState:
             if recovery := values["recovery"]:
                 given_up = [[x, 0] if isinstance(x, int) else x for x in recovery["given_up"]]
                 values["recovery"] = {"relief": 0, **recovery, "given_up": given_up}
+            if chosen := values["knobs"]:
+                values["knobs"] = {_FORMER_KEYS.get(key, key): chosen[key] for key in chosen}
             return cls(**{**values, "growth": GrowthState(**values["growth"])})
         except (KeyError, TypeError) as wrong:
             raise CheckpointError(

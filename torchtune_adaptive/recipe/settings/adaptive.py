@@ -114,7 +114,7 @@ class AdaptiveSettings:
     """Keep micro-batch x accumulation x ranks exactly as configured: the largest divisor that fits becomes
     the micro-batch, and accumulation makes up for it."""
 
-    checkpoint: Annotated[str, CHECKPOINTING] | None = _setting(None)
+    activation_checkpointing: Annotated[str, CHECKPOINTING] | None = _setting(None)
     """The activations that are computed again in backward: those of ``all`` layers, of ``none``, of each n-th
     (``every_2``), or of cheap ``operations`` only, which keeps the results of matrix products and attention.
     By default as enable_activation_checkpointing and ac_mode say. Losses and weights do not depend on it."""

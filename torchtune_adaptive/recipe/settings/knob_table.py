@@ -47,8 +47,8 @@ class Knob:
 
 def configured_checkpoint(asked: Asked) -> str:
     """Which activations a config computes again in backward, by our setting or by torchtune's."""
-    if asked.settings.checkpoint:
-        return asked.settings.checkpoint
+    if asked.settings.activation_checkpointing:
+        return asked.settings.activation_checkpointing
     every_layer, mode = asked["enable_activation_checkpointing"], asked["ac_mode"]
     if every_layer or mode is None:
         # torchtune's recipe does neither where both are set.
