@@ -73,11 +73,12 @@ def record(folder: Path) -> Record:
 
 
 def trained(steps: int = 20) -> Trained:
-    history = History()
+    history, course = History(), Course(seconds=3725.0)
     for step in range(1, steps + 1):
-        history.add(Point(32 * step, 32, 4, 1e-5 * step, 3 - step / 20, (20 + step % 5) << 30))
+        values, peak = {"loss": 3 - step / 20}, (20 + step % 5) << 30
+        history.add(Point(step, 32 * step, 32, 4, 1e-5 * step, values, {}, peak, 80 << 30))
+        course.add(values, {})
     split = Split(4, 4, 2)
-    course = Course(steps, 3725.0, [2.9] * 5, [2.1] * 5)
     summary = Summary(course, 5321.4, 21 << 30, 80 << 30, run=course)
     return Trained(split, steps, 3, may_change=True, history=history, summary=summary)
 
@@ -123,12 +124,13 @@ def test_a_browser_shows_the_whole_report(tmp_path: Path) -> None:
         *("<td>finished</td>", "<td>1 h 2 min</td>", "<td>5,321 tokens/s over 2 ranks</td>"),
         *("batch_size 2 -&gt; 4 (8 rows do not fit", "<td>out of memory in backward</td>"),
         *("Search on H100: batch_size 2 -&gt; 4", "peak memory, tightest rank (GiB)"),
-        *("Training: batch, learning rate, loss, memory", "loss (nats/token)", "batch (rows)"),
+        *("loss (nats/token)", "batch (rows)", "learning rate", "peak memory, rank 0 (GiB)"),
+        *("limit: 80 GiB", "samples trained on", ">step<"),
         *("<td>out of memory in &lt;backward&gt; on rank 1</td>", "<td>micro batch 4 -&gt; 2</td>"),
         *("batch_size: 4", "&lt;b&gt;&amp;amp;"),
     ):
         assert text in shown, text
-    assert shown.count("<svg") == 2, "the figures are in the page"
+    assert shown.count("<svg") == 5, "the figures are in the page"
     links = re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"')\s>]+)", shown)
     assert all(link.startswith(("#", "data:")) for link in links), "nothing comes from elsewhere"
     assert "<script" not in shown
@@ -195,7 +197,7 @@ def test_the_config_on_record_has_what_the_checkpoint_kept(tmp_path: Path) -> No
     written = OmegaConf.load(tmp_path / CONFIG_NAME)
     assert written.seed == 1  # type: ignore[union-attr]
     assert written.optimizer == {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-6}  # type: ignore[union-attr]
-    assert "<td>epoch_0 (step 40)</td>" in one.html()
+    assert "<td>epoch_0 at step 40</td>" in one.html()
 
 
 def test_a_run_that_does_not_begin_leaves_the_record_of_the_one_before(tmp_path: Path) -> None:

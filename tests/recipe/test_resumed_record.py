@@ -42,7 +42,7 @@ def test_the_record_of_a_resumed_run_is_true(ranks: int, tmp_path: Path) -> None
     assert (config.seed, config.shuffle, config.max_steps_per_epoch) == (1, True, 4)
     assert (config.optimizer.lr, config.optimizer.weight_decay, config.epochs) == (3e-3, 0.1, 3)
     shown = facts(tmp_path)
-    assert shown["resumed from"] == "epoch_0 (step 4)" and shown["steps"] == "12"
+    assert shown["resumed from"] == "epoch_0 at step 4" and shown["steps"] == "12"
     part = shown["since it was resumed"]
     assert part.startswith("steps 5 to 12: 8 steps in ") and "loss" in part
     first = float(shown["loss"].split(" -&gt; ")[0])

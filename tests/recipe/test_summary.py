@@ -70,7 +70,7 @@ def test_first_and_last_steps_are_different_ones(
     losses: list[float], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     summary = metrics_of(losses, 1.0, monkeypatch).summary()
-    assert isinstance(summary, Summary) and summary.part.loss_text() == text
+    assert isinstance(summary, Summary) and summary.part.text().endswith(f"; loss {text}")
 
 
 @pytest.mark.parametrize("parts", [(1, 19), (3, 4, 13), (10, 10), (2, 1, 1)])
@@ -78,26 +78,26 @@ def test_the_parts_of_a_run_come_to_the_whole(parts: tuple[int, ...]) -> None:
     losses = [float(number) for number in range(sum(parts))]
     whole, run = Course(seconds=2.0 * len(parts)), Course()
     for loss in losses:
-        whole.add(loss)
+        whole.add({"loss": loss}, {"training": 1.0})
     for steps in parts:
         part = Course(seconds=2.0)
         for _ in range(steps):
-            part.add(losses.pop(0))
+            part.add({"loss": losses.pop(0)}, {"training": 1.0})
         run = run + part
-    assert run == whole and run.loss_text() == whole.loss_text()
+    assert run == whole and run.text() == whole.text()
 
 
 def test_a_resumed_run_tells_the_whole_from_this_part(monkeypatch: pytest.MonkeyPatch) -> None:
     saved = metrics_of([6.0, 5.0], 0.5, monkeypatch).state_dict()
     assert saved is not None and saved["course"]["steps"] == 2
     metrics = metrics_of([3.0, 2.0], 0.5, monkeypatch)
-    metrics.resume(2, saved)
+    metrics.resume(2, 8, saved)
     lines = lines_of(metrics.summary(), Split(2, 1, 2))
     assert lines[:2] == [
         "Trained 2 steps in 11.0 s; loss 3 -> 2 (first and last step).",
         "The whole run: 4 steps in 22.0 s; loss 5.5 -> 2.5 (mean of the first and last 2 steps).",
     ]
-    metrics.resume(2, None)  # of a checkpoint that does not say
+    metrics.resume(2, 8, None)  # of a checkpoint that does not say
     unknown = metrics.summary()
     assert unknown is not None and unknown.run is None and metrics.state_dict() is None
     said = lines_of(unknown, Split(2, 1, 2))

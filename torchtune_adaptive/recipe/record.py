@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
     Block,
-    Drawing,
+    Gallery,
     Listing,
     Paragraph,
     Table,
@@ -34,9 +34,10 @@ from torchtune_adaptive.core import Split
 from torchtune_adaptive.recipe.search.report import Report
 from torchtune_adaptive.recipe.settings.keys import FOUND
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
+from torchtune_adaptive.recipe.train import curves
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME
-from torchtune_adaptive.recipe.train.history import PLOT_NAME
 from torchtune_adaptive.recipe.train.metrics import Trained
+from torchtune_adaptive.recipe.train.watched import shares
 
 log = logging.getLogger(__name__)
 REPORT_NAME = "report.html"
@@ -85,7 +86,7 @@ class Record:
 
     def resumed(self, source: str, step: int, kept: Mapping[str, Any]) -> None:
         """The checkpoint that a run goes on from, and the values that it has and not the config."""
-        self.resumed_from = f"{source} (step {step})"
+        self.resumed_from = f"{source} at step {step:,}"
         self.cfg = deepcopy(self.cfg)  # the run still works with its own
         for key, value in kept.items():
             block, _, name = key.rpartition(".")
@@ -131,8 +132,8 @@ class Record:
         self._log_config()
         if trained is not None and trained.may_change and trained.history is not None:
             with not_essential("The plot of the run"):
-                if figure := trained.history.figure():
-                    plots.save(figure, self.folder / PLOT_NAME)
+                if figure := curves.figure(trained.history):
+                    plots.save(figure, self.folder / curves.PLOT_NAME)
         if path := self.write():
             log.info(f"Report: {path}. Everything else: {self.folder}")
 
@@ -186,11 +187,16 @@ class Record:
             part, run, ranks = summary.part, summary.run, counted(self.ranks, "rank")
             if run is not None:
                 facts["time"] = duration(run.seconds)
-                facts["loss"] = run.loss_text()
+                averaged = run.averaged()
+                facts |= {name: f"{change} ({averaged})" for name, change in run.changes().items()}
+                if run.spent:
+                    facts["time by phase"] = shares(run.spent)
             if summary.begun_at:
                 first, last = summary.begun_at + 1, summary.begun_at + part.steps
                 facts["since it was resumed"] = f"steps {first:,} to {last:,}: {part.text()}"
-            facts["speed"] = f"{summary.tokens_per_second:,.0f} tokens/s over {ranks}"
+            since = " since it was resumed" if summary.begun_at else ""
+            speed = f"{summary.tokens_per_second:,.0f} tokens/s over {ranks}"
+            facts[f"speed{since}"] = speed
             if summary.capacity is not None:
                 facts["peak memory"] = bytes_of(summary.peak_bytes, summary.capacity)
             if summary.next_time:
@@ -201,7 +207,7 @@ class Record:
     def _training(self) -> Block:
         if self.trained is None or self.trained.history is None:
             return Paragraph(["No step has been trained."])
-        return Drawing(self.trained.history.figure())
+        return Gallery(curves.figures(self.trained.history))
 
     def _search(self) -> list[Block]:
         if self.search is None:
