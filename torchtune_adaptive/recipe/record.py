@@ -31,6 +31,8 @@ from torchtune_adaptive.common import (
     plots,
 )
 from torchtune_adaptive.core import Split
+from torchtune_adaptive.recipe.checkpoints.folder import last_saved
+from torchtune_adaptive.recipe.origin import Origin, versions
 from torchtune_adaptive.recipe.search.report import Report
 from torchtune_adaptive.recipe.settings.keys import FOUND
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
@@ -56,7 +58,11 @@ class Record:
     ranks: int
     logger: Any
     """torchtune's metric logger."""
+    origin: Origin = field(default_factory=Origin)
+    """The command that it was started with."""
     began: datetime = field(default_factory=datetime.now)
+    made_of: dict[str, str] = field(default_factory=dict)
+    """What the run is made of (device, model, data), by name, as far as it has been made."""
     resumed_from: str | None = None
     """The checkpoint of a resumed run, and its step."""
     search: Report | None = None
@@ -157,10 +163,11 @@ class Record:
         config = OmegaConf.to_yaml(self.cfg, resolve=True, sort_keys=True)
         sections: dict[str, list[Block]] = {
             "Summary": self._summary(),
+            "Command, model and data": [self._made_of()],
             "Search": self._search(),
             "Training and memory": [self._training()],
             "Events": [_events(self.folder / EVENTS_NAME)],
-            "Config": [Verbatim(config, "as trained with")],
+            "Config": [*self._differences(), Verbatim(config, "All of it, as trained with")],
         }
         return as_page(f"Run {self.folder.name} ({self.kind})", sections)
 
@@ -198,11 +205,29 @@ class Record:
             speed = f"{summary.tokens_per_second:,.0f} tokens/s over {ranks}"
             facts[f"speed{since}"] = speed
             if summary.capacity is not None:
-                facts["peak memory"] = bytes_of(summary.peak_bytes, summary.capacity)
+                facts[f"peak memory{since}"] = bytes_of(summary.peak_bytes, summary.capacity)
             if summary.next_time:
                 facts["next time, as memory ran out"] = summary.next_time
         why = [] if error is None else [Verbatim(_reason(error), failed=True)]
         return [*why, Table("", ("", ""), list(facts.items()))]
+
+    def _made_of(self) -> Block:
+        """What was run on what, and where to find what it has written."""
+        facts = {"command": self.origin.command} if self.origin.command else {}
+        facts |= {"versions": versions(), "ranks": f"{self.ranks}", **self.made_of}
+        checkpoints = OmegaConf.select(self.cfg, "checkpointer.output_dir")
+        if checkpoints is not None:
+            facts["checkpoints"] = f"{checkpoints} (newest: {last_saved(Path(checkpoints))})"
+        return Table("", ("", ""), list(facts.items()))
+
+    def _differences(self) -> list[Block]:
+        """The config as what has changed since it was written."""
+        found, name = self.origin.differences(self.cfg), self.origin.config_name
+        if found is None:
+            return []
+        if not found:
+            return [Paragraph([f"As in {name}."])]
+        return [Table(f"What is not as in {name}", ("key", "there", "in this run"), found)]
 
     def _training(self) -> Block:
         if self.trained is None or self.trained.history is None:
