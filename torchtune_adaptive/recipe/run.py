@@ -305,7 +305,7 @@ class Run:
             self.record.decided(split, step, batch.report)
 
     def _note_what_it_is_made_of(self, model: Model, data: Data) -> None:
-        if self.record is None or self.metrics is None:
+        if self.record is None:
             return
         cfg, parameters = self.asked.cfg, list(model.module.parameters())
         trained = sum(each.numel() for each in parameters if each.requires_grad)
@@ -315,7 +315,7 @@ class Run:
             "device": self.memory.name,
             "model": model_in_words(cfg, size, trained),
             "data": data_in_words(cfg, len(data.dataset), sample),
-            "metrics": self.metrics.destination,
+            "metrics": self.record.logger.destination,
         }
 
     def _note_what_is_resumed(self, epochs: Epochs) -> None:
