@@ -32,7 +32,7 @@ FOLDERS = {
     "planner": "private workers gpu_names speed memory trace traced_run steps_by_choice",
     "recipe": "private shadowing versions signals install upstream decoders tiny tiny_vision settings "
     "registry components rewards data setup rollout checkpoints kinds train tracing plan search "
-    "record training run rollout_run adaptive_recipe launch stable",
+    "origin record training run rollout_run adaptive_recipe launch stable",
 }
 """The folders and modules of a package, from the lowest: each may import those before it."""
 OWN_WHEEL = ("core", "planner", "library", "integrations", "cli")

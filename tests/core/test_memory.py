@@ -37,6 +37,14 @@ class TestSimulatedDevice:
         assert memory.in_use() == 0
         assert memory.usage() == Usage(peak_bytes=800, peak_allocated_bytes=800, retries=0)
 
+    def test_no_peak_has_what_did_not_fit(self) -> None:
+        memory = SimulatedMemory(1_000)
+        with memory.running():
+            kept = torch.zeros(200)
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.zeros(300)
+        assert memory.usage().peak_bytes == kept.nbytes == 800
+
     def test_views_and_in_place_operations_take_nothing(self) -> None:
         memory = SimulatedMemory(10_000)
         with memory.running():

@@ -34,6 +34,7 @@ from torchtune_adaptive.recipe.setup.optimizer import Optimizers
 from torchtune_adaptive.recipe.train.adaptation import Adaptation
 from torchtune_adaptive.recipe.train.events import Events
 from torchtune_adaptive.recipe.train.growth import Growth
+from torchtune_adaptive.recipe.train.history import History
 from torchtune_adaptive.recipe.train.learning_rate import LearningRate
 from torchtune_adaptive.recipe.train.loop import TrainingLoop, how_to_go_on
 from torchtune_adaptive.recipe.train.metrics import Logging, Metrics
@@ -64,6 +65,7 @@ class Trained:
     redone: int = 0
     taken: list[int] = field(default_factory=list)
     """This rank's samples, in the order in which steps used them up."""
+    history: History = field(default_factory=History)
 
 
 class Training:
@@ -163,6 +165,7 @@ class Training:
         )
         loop.run()
         trained.parameters = local_values(self.model)
+        trained.history = loop.metrics.history
         return trained
 
     def survivable(self) -> int:

@@ -31,7 +31,7 @@ ALL_KEPT = {"keep_last_n_checkpoints": 9}
 RESUME = {"resume_from_checkpoint": True}
 MACHINE = {
     *("tokens_per_second_per_gpu", "memory_unused_share"),
-    *("generation_seconds", "scoring_seconds", "reward_seconds"),
+    *("generation_seconds", "scoring_seconds", "reward_seconds", "training_seconds"),
 }
 """What is logged of the machine, and differs from run to run."""
 

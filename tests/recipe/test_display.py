@@ -35,7 +35,7 @@ def train(steps: int, seconds: float, monkeypatch: pytest.MonkeyPatch, done: int
     shown = EpochDisplay(0, 2, total=steps, done=done)
     for step in range(done + 1, steps + 1):
         now += seconds
-        shown.step(step, 100 + step, 2.34567, 5321.0)
+        shown.step(step, 100 + step, "loss 2.346, 5,321 tokens/s")
     shown.close()
 
 

@@ -60,7 +60,9 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [event.step for event in seen["loss"]] == [1, 2]
     saved = OmegaConf.load(tmp_path / "torchtune_config.yaml")
     assert saved.batch_size == saved.search_result.batch_size == found["batch_size"]
-    assert "state</th><td>finished" in (tmp_path / "report.html").read_text()
+    report = (tmp_path / "report.html").read_text()
+    assert "state</th><td>finished" in report
+    assert f"metrics</th><td>TensorBoardLogger, {tmp_path / 'logs'}<" in report
 
 
 @pytest.mark.exhaustive

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from contextlib import suppress
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import count
 from pathlib import Path
@@ -26,6 +27,7 @@ from torchtune_adaptive.core.rows.micro_batches import ByTokens
 from torchtune_adaptive.core.sizes.packing import Budget
 from torchtune_adaptive.core.sizes.split import Split
 from torchtune_adaptive.core.step.knobs import MICRO_BATCH
+from torchtune_adaptive.recipe.origin import Origin
 from torchtune_adaptive.recipe.record import CONFIG_NAME, REPORT_NAME, Record
 from torchtune_adaptive.recipe.search.budget_report import BudgetReport, Throughput
 from torchtune_adaptive.recipe.search.fastest_report import FastestReport
@@ -37,7 +39,7 @@ from torchtune_adaptive.recipe.settings.keys import FOUND
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
 from torchtune_adaptive.recipe.settings.knob_table import choices, configured_choice
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME, Events
-from torchtune_adaptive.recipe.train.history import Course, History, Point
+from torchtune_adaptive.recipe.train.history import Course, History, Point, What
 from torchtune_adaptive.recipe.train.metrics import Summary, Trained
 
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser")
@@ -69,15 +71,17 @@ def record(folder: Path) -> Record:
             "model": {"_component_": "torchtune.models.llama2.llama2", "name": "<b>&amp;"},
         }
     )
-    return Record(cfg, "full", 2, Logger())
+    origin = Origin("tune run mine --config my/full", "my/full", cfg.copy())
+    return Record(cfg, "full", 2, Logger(), origin)
 
 
 def trained(steps: int = 20) -> Trained:
-    history = History()
+    history, course = History(), Course(seconds=3725.0)
     for step in range(1, steps + 1):
-        history.add(Point(32 * step, 32, 4, 1e-5 * step, 3 - step / 20, (20 + step % 5) << 30))
+        values, peak = {"loss": 3 - step / 20}, (20 + step % 5) << 30
+        history.add(Point(step, 32 * step, 32, 4, 1e-5 * step, values, {}, peak, 80 << 30))
+        course.add(values, {})
     split = Split(4, 4, 2)
-    course = Course(steps, 3725.0, [2.9] * 5, [2.1] * 5)
     summary = Summary(course, 5321.4, 21 << 30, 80 << 30, run=course)
     return Trained(split, steps, 3, may_change=True, history=history, summary=summary)
 
@@ -112,23 +116,31 @@ def opened(path: Path) -> str:
 def test_a_browser_shows_the_whole_report(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     one = record(tmp_path)
+    one.made_of = {"device": "H100", "model": "my.llama: 8 parameters", "metrics": "log_1.txt"}
     one.decided(Split(4, 4, 2), 0, report())
     Events(tmp_path).changed(7, "out of memory in <backward> on rank 1", micro_batch=(4, 2))
     one.close(None, trained())
     shown = opened(tmp_path / REPORT_NAME)
     assert f"<title>Run {tmp_path.name} (full)</title>" in shown
     headings = re.findall(r"<h2>(.*?)</h2>", shown)
-    assert headings == ["Summary", "Search", "Training and memory", "Events", "Config"]
+    assert headings == [
+        *("Summary", "Command, model and data", "Search", "Training and memory", "Events"),
+        "Config",
+    ]
     for text in (
         *("<td>finished</td>", "<td>1 h 2 min</td>", "<td>5,321 tokens/s over 2 ranks</td>"),
         *("batch_size 2 -&gt; 4 (8 rows do not fit", "<td>out of memory in backward</td>"),
         *("Search on H100: batch_size 2 -&gt; 4", "peak memory, tightest rank (GiB)"),
-        *("Training: batch, learning rate, loss, memory", "loss (nats/token)", "batch (rows)"),
+        *("loss (nats/token)", "batch (rows)", "learning rate", "peak memory, rank 0 (GiB)"),
+        *("limit: 80 GiB", "samples trained on", ">step<"),
         *("<td>out of memory in &lt;backward&gt; on rank 1</td>", "<td>micro batch 4 -&gt; 2</td>"),
+        *("<td>tune run mine --config my/full</td>", "<td>my.llama: 8 parameters</td>"),
+        *("<td>H100</td>", "<td>log_1.txt</td>", "torchtune-adaptive ", "<th>ranks</th><td>2</td>"),
+        *("What is not as in my/full", "<th>batch_size</th><td>2</td><td>4</td>"),
         *("batch_size: 4", "&lt;b&gt;&amp;amp;"),
     ):
         assert text in shown, text
-    assert shown.count("<svg") == 2, "the figures are in the page"
+    assert shown.count("<svg") == 5, "the figures are in the page"
     links = re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?([^\"')\s>]+)", shown)
     assert all(link.startswith(("#", "data:")) for link in links), "nothing comes from elsewhere"
     assert "<script" not in shown
@@ -171,6 +183,59 @@ def test_a_run_that_ends_early_says_why(
     assert one.logger.config.batch_size == 2, "the config is logged, as it was"
 
 
+def test_the_page_is_read_on_any_screen(tmp_path: Path) -> None:
+    one = record(tmp_path)
+    one.close(None, trained())
+    html = (tmp_path / REPORT_NAME).read_text()
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
+    assert "@media (prefers-color-scheme: dark)" in html
+    style = html[html.index("<style>") : html.index("</style>")]
+    assert re.search(r"figure \{[^}]*background: #fff", style), "its text is dark"
+    assert (
+        re.search(r"figure svg \{[^}]*width: 100%", style) and ".gallery { display: grid" in style
+    )
+    assert not re.search(r"body \{[^}]*max-width", style), "all of the width is used"
+    assert html.count("<figure>") == html.count("<svg") > 0
+    parser = Balanced()
+    parser.feed(re.sub(r"<svg.*?</svg>", "", html, flags=re.DOTALL))
+    assert not parser.open
+
+
+def test_a_part_of_a_run_is_told_from_the_whole(tmp_path: Path) -> None:
+    one, whole = record(tmp_path), trained(60)
+    assert whole.summary is not None and whole.summary.run is not None and whole.history is not None
+    part = Course(20, 1800.0, [{"loss": 1.0}] * 5, [{"loss": 0.5}] * 5)
+    one.resumed("epoch_0", 40, {})
+    whole.history.mark(What.RESUMED, 40 * 32, "resumed at step 40")
+    one.trained = replace(whole, summary=replace(whole.summary, part=part, begun_at=40))
+    html = one.html()
+    for text in (
+        *("<td>epoch_0 at step 40</td>", "<th>steps</th><td>60</td>", "<td>1 h 2 min</td>"),
+        *("<td>steps 41 to 60: 20 steps in 30 min 0 s; loss 1 -&gt; 0.5", ">resumed at step 40<"),
+        *("<th>speed since it was resumed</th>", "<th>peak memory since it was resumed</th>"),
+    ):
+        assert text in html, text
+
+
+def test_rollouts_on_record(tmp_path: Path) -> None:
+    one, course, history = record(tmp_path), Course(seconds=80.0), History("sample")
+    for step in range(1, 11):
+        values = {"reward": step / 10, "response length": 16.0, "KL": 0.1, "loss": 0.01}
+        seconds = {"generation": 6.0, "scoring": 1.0, "rewards": 0.0, "training": 1.0}
+        course.add(values, seconds)
+        history.add(Point(step, 32 * step, 32, 4, 1e-5, values, seconds, None, None))
+    summary = Summary(course, 100.0, 0, None, run=course)
+    one.trained = Trained(Split(4, 4, 2), 10, 0, False, history, summary)
+    html = one.html()
+    for text in (
+        *("<th>reward</th><td>0.3 -&gt; 0.8 (mean", "<th>response length</th>", "<th>KL</th>"),
+        "<td>generation 1 min 0 s (75%), scoring 10.0 s (12%), rewards 0.0 s (0%), training 10.0 s",
+        *("reward (mean)", "response length (tokens)", "KL to the reference", "seconds by phase"),
+        *("generation of a rollout", "training of a step"),
+    ):
+        assert text in html, text
+
+
 def test_the_config_on_record_is_what_is_trained_with(tmp_path: Path) -> None:
     one = record(tmp_path)
     assert OmegaConf.load(one.save_config()).batch_size == 2
@@ -195,7 +260,7 @@ def test_the_config_on_record_has_what_the_checkpoint_kept(tmp_path: Path) -> No
     written = OmegaConf.load(tmp_path / CONFIG_NAME)
     assert written.seed == 1  # type: ignore[union-attr]
     assert written.optimizer == {"lr": 3e-3, "betas": [0.9, 0.95], "eps": 1e-6}  # type: ignore[union-attr]
-    assert "<td>epoch_0 (step 40)</td>" in one.html()
+    assert "<td>epoch_0 at step 40</td>" in one.html()
 
 
 def test_a_run_that_does_not_begin_leaves_the_record_of_the_one_before(tmp_path: Path) -> None:

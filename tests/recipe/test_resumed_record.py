@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from tests.helpers.runs import RESUME, train
+from tests.helpers.recipes import run_ours, tiny_config
+from tests.helpers.runs import RESUME, run_with, train
 
 pytestmark = pytest.mark.runs
 
@@ -30,23 +32,31 @@ def facts(folder: Path) -> dict[str, str]:
     return dict(re.findall(r"<th>([^<]*)</th><td>([^<]*)</td>", summary))
 
 
+def drawn(folder: Path, **changes: Any) -> None:
+    """Run in one process, with the curves in the report."""
+    pytest.importorskip("matplotlib")
+    run_with(partial(run_ours, draws=True), "full", tiny_config("full", folder, **changes), 1)
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_the_record_of_a_resumed_run_is_true(ranks: int, tmp_path: Path) -> None:
     train("full", tmp_path, ranks, **SEARCHED)
     assert "resumed from" not in facts(tmp_path)
     others = {"seed": 5, "optimizer.lr": 1e-4, "optimizer.weight_decay": 0.3, "shuffle": False}
-    train(
-        "full", tmp_path, 1, **{**SEARCHED, **others, "max_steps_per_epoch": 9}, **RESUME, epochs=3
-    )
+    drawn(tmp_path, **{**SEARCHED, **others, "max_steps_per_epoch": 9}, **RESUME, epochs=3)
     config: Any = OmegaConf.load(tmp_path / "torchtune_config.yaml")
     assert (config.seed, config.shuffle, config.max_steps_per_epoch) == (1, True, 4)
     assert (config.optimizer.lr, config.optimizer.weight_decay, config.epochs) == (3e-3, 0.1, 3)
     shown = facts(tmp_path)
-    assert shown["resumed from"] == "epoch_0 (step 4)" and shown["steps"] == "12"
+    assert shown["resumed from"] == "epoch_0 at step 4" and shown["steps"] == "12"
     part = shown["since it was resumed"]
     assert part.startswith("steps 5 to 12: 8 steps in ") and "loss" in part
     first = float(shown["loss"].split(" -&gt; ")[0])
     assert first > 5.8 > float(part.partition("loss ")[2].split(" -&gt; ")[0]), "of the whole run"
+    curve = (tmp_path / "report.html").read_text()
+    assert ">resumed at step 4<" in curve and "limit: 12 MiB" in curve
+    assert shown["model"].endswith("parameters") and "rows" in shown["data"]
+    assert Path(shown["metrics"]).parent == tmp_path / "logs"
     events = [*map(json.loads, (tmp_path / "batch_size_events.jsonl").read_text().splitlines())]
     (resumed,) = (each for each in events if each["reason"] == "resumed from epoch_0")
     assert resumed["step"] == 4
@@ -64,7 +74,8 @@ def test_the_record_of_a_resumed_run_is_true(ranks: int, tmp_path: Path) -> None
 def test_a_run_can_be_resumed_twice_and_knows_all_of_itself(tmp_path: Path) -> None:
     changes = {**SEARCHED, "use_maximum_batch_size": False, "max_steps_per_epoch": 2}
     for epochs in (1, 2, 3):
-        train("full", tmp_path, 1, **changes, epochs=epochs, resume_from_checkpoint=epochs > 1)
+        drawn(tmp_path, **changes, epochs=epochs, resume_from_checkpoint=epochs > 1)
     shown = facts(tmp_path)
     assert shown["steps"] == "6" and "mean of the first and last 3 steps" in shown["loss"]
     assert shown["since it was resumed"].startswith("steps 5 to 6: 2 steps in ")
+    assert ">resumed (2 times)<" in (tmp_path / "report.html").read_text()

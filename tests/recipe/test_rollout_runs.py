@@ -284,9 +284,13 @@ def test_a_resumed_run_keeps_the_sizes_that_it_found(tmp_path: Path) -> None:
 
 def test_the_last_rollout_is_saved_wherever_it_ends(tmp_path: Path) -> None:
     few = {**SHORT, "max_generated_tokens": 2, "dataset.split": "train[:4]", "epochs": 9}
-    train("grpo", tmp_path, **few, save_every_n_epochs=4)
+    records = train("grpo", tmp_path, **few, save_every_n_epochs=4)
     # Two rollouts make an epoch, so the fourth ends one that is not saved.
     assert [path.name for path in tmp_path.glob("epoch_*")] == ["epoch_2_step_4"]
+    report = (tmp_path / "report.html").read_text()
+    for name in ("reward", "response length", "KL", "time by phase"):
+        assert f"<th>{name}</th>" in report
+    assert all(record["training_seconds"] > 0 for record in records)
 
 
 def run_with_a_second_model(kind: str, cfg: DictConfig) -> Records:

@@ -290,3 +290,17 @@ def test_a_rollout_says_what_it_came_to() -> None:
     assert found["rewards"] == 1.0 and found["successes"] == 0.0 and found["batch_size"] == 4
     assert found["response_lengths"] == 2.0 and found["num_stop_tokens"] == 8
     assert all(row.advantages == 0.0 for row in rows._rows), "of a group of equal rewards"
+
+
+def test_the_time_of_a_rollout_is_that_before_its_first_step() -> None:
+    rows = rollouts(epochs=2).epoch(0, 0)
+    made(rows)
+    found = rows.metrics()
+    assert rows.spent == {
+        "generation": found["generation_seconds"],
+        "scoring": found["scoring_seconds"],
+        "rewards": found["reward_seconds"],
+    }
+    rows.advance(8)
+    made(rows)
+    assert rows.spent == {} and rows.metrics()["scoring_seconds"] == found["scoring_seconds"]

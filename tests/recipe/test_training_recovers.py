@@ -20,6 +20,7 @@ from tests.helpers.samples import Sample
 from torchtune_adaptive.common.errors import OutOfMemoryElsewhere, TrainingOutOfMemory
 from torchtune_adaptive.core.ranks.watchdog import EXIT_CODE, Watchdog
 from torchtune_adaptive.core.sizes.recovery import Recovery
+from torchtune_adaptive.recipe.train.history import What
 
 pytestmark = [pytest.mark.ranks, pytest.mark.alternating]
 
@@ -125,6 +126,7 @@ def fail_again_and_again(folder: Path, failures: int) -> dict[str, Any]:
         "events": [json.loads(line) for line in lines],
         "same": same_bits(trained.parameters, unharmed.parameters),
         "size": trained.sizes,
+        "marks": trained.history.marks,
     }
 
 
@@ -144,6 +146,15 @@ def test_what_is_given_up_in_which_order_and_what_is_said(failures: int, tmp_pat
         ][:failures]
     )
     assert (seen["same"], seen["size"]) == ((True, [2]) if failures < 2 else (False, [1]))
+    marks = seen["marks"]
+    assert marks[What.RETRIED] == [(4, "step 1 retried")] * failures and not marks[What.RESUMED]
+    assert (
+        marks[What.CHANGED]
+        == [
+            (4, "from step 1: checkpoint none -> all"),
+            (4, "from step 1: micro-batch 2 -> 1; accumulation 2 -> 4"),
+        ][:failures]
+    )
 
 
 def soak(steps: int, faults: float) -> dict[str, Any]:

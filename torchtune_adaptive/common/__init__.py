@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.common.document import (
         Block,
         Drawing,
+        Gallery,
         Listing,
         Paragraph,
         Table,

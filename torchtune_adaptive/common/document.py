@@ -22,25 +22,36 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 """Columns of a terminal that text is wrapped to."""
-# Without an icon of its own, browsers look for one.
+# Without an icon of its own, browsers look for one. Figures have dark text, so they stay on white.
 _PAGE = Template("""\
 <!doctype html>
 <html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
 <title>$title</title><style>
-body { font: 15px/1.5 system-ui, sans-serif; color: #222 }
-body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem }
-h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #ddd }
+:root { color-scheme: light dark; --ink: #222; --paper: #fff; --line: #ccc; --soft: #f4f4f4 }
+:root { --failed: #fdf3ee; --note: #666 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #ddd; --paper: #17191c; --line: #444; --soft: #23262a }
+  :root { --failed: #3a2117; --note: #999 }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper) }
+body { margin: 1.5rem 0; padding: 0 max(1rem, 3vw) }
+h1 { font-size: 1.5rem; overflow-wrap: anywhere }
+h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid var(--line) }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+table { display: block; max-width: 100%; overflow-x: auto }
 th, td { text-align: left; padding: .15rem 1.2rem .15rem 0; vertical-align: top }
-th { font-weight: 600 } thead th { border-bottom: 1px solid #bbb }
-pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: 13px }
-svg { max-width: 100%; height: auto }
-.failed { border-left: 4px solid #D55E00; padding: .4rem .8rem; background: #fdf3ee }
+td { overflow-wrap: anywhere; min-width: 3rem }
+th { font-weight: 600 } thead th { border-bottom: 1px solid var(--line) }
+pre { background: var(--soft); padding: .8rem; overflow-x: auto; font-size: 13px }
+figure { margin: 0; padding: .5rem; background: #fff; border-radius: .3rem }
+figure svg { display: block; margin: auto; width: 100%; max-width: 56rem; height: auto }
+.gallery { display: grid; gap: 1rem }
+.gallery { grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)) }
+.failed { border-left: 4px solid #D55E00; padding: .4rem .8rem; background: var(--failed) }
 .failed pre { background: none; padding: 0; white-space: pre-wrap }
-.note { color: #666 }
+.note { color: var(--note) }
 </style></head><body>
 <h1>$title</h1>
 $body
@@ -203,15 +214,39 @@ class Drawing:
     markdown = text
 
     def html(self) -> list[str]:
-        if self.figure:
-            return [as_svg(self.figure)]
-        why = "matplotlib is not installed (pip install matplotlib)"
-        if find_spec("matplotlib"):
-            why = "there are too few steps"
-        return [f'<p class="note">{escape(f"There is no plot: {why}.")}</p>']
+        return _figure(self.figure) if self.figure else _no_figure()
 
 
-Block = Paragraph | Listing | Table | Verbatim | Drawing
+@dataclass(frozen=True)
+class Gallery:
+    """Figures beside each other, as many as there is room for, which only HTML shows."""
+
+    figures: Sequence[Figure]
+
+    def text(self) -> list[str]:
+        return []
+
+    markdown = text
+
+    def html(self) -> list[str]:
+        if not self.figures:
+            return _no_figure()
+        figures = (line for figure in self.figures for line in _figure(figure))
+        return ['<div class="gallery">', *figures, "</div>"]
+
+
+def _figure(figure: Figure) -> list[str]:
+    return ["<figure>", as_svg(figure), "</figure>"]
+
+
+def _no_figure() -> list[str]:
+    why = "matplotlib is not installed (pip install matplotlib)"
+    if find_spec("matplotlib"):
+        why = "there are too few steps"
+    return [f'<p class="note">{escape(f"There is no plot: {why}.")}</p>']
+
+
+Block = Paragraph | Listing | Table | Verbatim | Drawing | Gallery
 
 
 def _wrapped(text: str, first: str = "", others: str = "  ") -> list[str]:

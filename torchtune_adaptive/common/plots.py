@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,17 +46,28 @@ def memory_unit(most: int) -> tuple[str, int]:
     return ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
 
 
-def legend_below(figure: Figure) -> None:
-    """One legend for all axes, outside of them, where it covers no data."""
+def lookup(given: Sequence[float], found: Sequence[float]) -> Callable[[Any], Any]:
+    """A function from one scale to another that stands beside it, both ascending, by interpolation."""
+    import numpy
+
+    return lambda numbers: numpy.interp(numbers, given, found)
+
+
+def legend_below(figure: Figure, columns: int = 4, lines: Sequence[Any] | None = None) -> None:
+    """One legend for all axes, or for some lines in them, outside of them, where it covers no data."""
     handles: dict[str, Any] = {}
-    for axes in figure.axes:
+    if lines is not None:
+        handles = {line.get_label(): line for line in lines}
+    for axes in figure.axes if lines is None else ():
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
+    if not handles:
+        return
     figure.legend(
         handles.values(),
         handles.keys(),
         loc="outside lower center",
-        ncols=min(4, len(handles)),
+        ncols=min(columns, len(handles)),
         frameon=False,
         fontsize="small",
     )

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.common import (
     AdaptiveBatchingError,
     Block,
-    Drawing,
+    Gallery,
     Listing,
     Paragraph,
     Table,
@@ -31,12 +31,15 @@ from torchtune_adaptive.common import (
     plots,
 )
 from torchtune_adaptive.core import Split
+from torchtune_adaptive.recipe.checkpoints.folder import last_saved
+from torchtune_adaptive.recipe.origin import Origin, versions
 from torchtune_adaptive.recipe.search.report import Report
 from torchtune_adaptive.recipe.settings.keys import FOUND
 from torchtune_adaptive.recipe.settings.kind_table import KINDS
+from torchtune_adaptive.recipe.train import curves
 from torchtune_adaptive.recipe.train.events import EVENTS_NAME
-from torchtune_adaptive.recipe.train.history import PLOT_NAME
 from torchtune_adaptive.recipe.train.metrics import Trained
+from torchtune_adaptive.recipe.train.watched import shares
 
 log = logging.getLogger(__name__)
 REPORT_NAME = "report.html"
@@ -55,7 +58,11 @@ class Record:
     ranks: int
     logger: Any
     """torchtune's metric logger."""
+    origin: Origin = field(default_factory=Origin)
+    """The command that it was started with."""
     began: datetime = field(default_factory=datetime.now)
+    made_of: dict[str, str] = field(default_factory=dict)
+    """What the run is made of (device, model, data), by name, as far as it has been made."""
     resumed_from: str | None = None
     """The checkpoint of a resumed run, and its step."""
     search: Report | None = None
@@ -85,7 +92,7 @@ class Record:
 
     def resumed(self, source: str, step: int, kept: Mapping[str, Any]) -> None:
         """The checkpoint that a run goes on from, and the values that it has and not the config."""
-        self.resumed_from = f"{source} (step {step})"
+        self.resumed_from = f"{source} at step {step:,}"
         self.cfg = deepcopy(self.cfg)  # the run still works with its own
         for key, value in kept.items():
             block, _, name = key.rpartition(".")
@@ -131,8 +138,8 @@ class Record:
         self._log_config()
         if trained is not None and trained.may_change and trained.history is not None:
             with not_essential("The plot of the run"):
-                if figure := trained.history.figure():
-                    plots.save(figure, self.folder / PLOT_NAME)
+                if figure := curves.figure(trained.history):
+                    plots.save(figure, self.folder / curves.PLOT_NAME)
         if path := self.write():
             log.info(f"Report: {path}. Everything else: {self.folder}")
 
@@ -156,10 +163,11 @@ class Record:
         config = OmegaConf.to_yaml(self.cfg, resolve=True, sort_keys=True)
         sections: dict[str, list[Block]] = {
             "Summary": self._summary(),
+            "Command, model and data": [self._made_of()],
             "Search": self._search(),
             "Training and memory": [self._training()],
             "Events": [_events(self.folder / EVENTS_NAME)],
-            "Config": [Verbatim(config, "as trained with")],
+            "Config": [*self._differences(), Verbatim(config, "All of it, as trained with")],
         }
         return as_page(f"Run {self.folder.name} ({self.kind})", sections)
 
@@ -186,22 +194,45 @@ class Record:
             part, run, ranks = summary.part, summary.run, counted(self.ranks, "rank")
             if run is not None:
                 facts["time"] = duration(run.seconds)
-                facts["loss"] = run.loss_text()
+                averaged = run.averaged()
+                facts |= {name: f"{change} ({averaged})" for name, change in run.changes().items()}
+                if run.spent:
+                    facts["time by phase"] = shares(run.spent)
             if summary.begun_at:
                 first, last = summary.begun_at + 1, summary.begun_at + part.steps
                 facts["since it was resumed"] = f"steps {first:,} to {last:,}: {part.text()}"
-            facts["speed"] = f"{summary.tokens_per_second:,.0f} tokens/s over {ranks}"
+            since = " since it was resumed" if summary.begun_at else ""
+            speed = f"{summary.tokens_per_second:,.0f} tokens/s over {ranks}"
+            facts[f"speed{since}"] = speed
             if summary.capacity is not None:
-                facts["peak memory"] = bytes_of(summary.peak_bytes, summary.capacity)
+                facts[f"peak memory{since}"] = bytes_of(summary.peak_bytes, summary.capacity)
             if summary.next_time:
                 facts["next time, as memory ran out"] = summary.next_time
         why = [] if error is None else [Verbatim(_reason(error), failed=True)]
         return [*why, Table("", ("", ""), list(facts.items()))]
 
+    def _made_of(self) -> Block:
+        """What was run on what, and where to find what it has written."""
+        facts = {"command": self.origin.command} if self.origin.command else {}
+        facts |= {"versions": versions(), "ranks": f"{self.ranks}", **self.made_of}
+        checkpoints = OmegaConf.select(self.cfg, "checkpointer.output_dir")
+        if checkpoints is not None:
+            facts["checkpoints"] = f"{checkpoints} (newest: {last_saved(Path(checkpoints))})"
+        return Table("", ("", ""), list(facts.items()))
+
+    def _differences(self) -> list[Block]:
+        """The config as what has changed since it was written."""
+        found, name = self.origin.differences(self.cfg), self.origin.config_name
+        if found is None:
+            return []
+        if not found:
+            return [Paragraph([f"As in {name}."])]
+        return [Table(f"What is not as in {name}", ("key", "there", "in this run"), found)]
+
     def _training(self) -> Block:
         if self.trained is None or self.trained.history is None:
             return Paragraph(["No step has been trained."])
-        return Drawing(self.trained.history.figure())
+        return Gallery(curves.figures(self.trained.history))
 
     def _search(self) -> list[Block]:
         if self.search is None:

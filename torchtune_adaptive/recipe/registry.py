@@ -118,6 +118,13 @@ def find_config(name: str) -> Path:
     )
 
 
+def name_of_config(path: Path) -> str | None:
+    """The name of a config of ours or of torchtune's, given its file; None for any other file."""
+    if path.is_relative_to(CONFIGS):
+        return path.relative_to(CONFIGS).with_suffix("").as_posix()
+    return next((name for name, file in torchtune_configs().items() if file == path), None)
+
+
 def is_config_name(name: str) -> bool:
     """Whether a name begins as those of configs do, although there may be no such config."""
     folders = {known.partition("/")[0] for known in (*our_configs(), *torchtune_configs())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -39,6 +40,7 @@ from torchtune_adaptive.recipe.data.dataset import (
 from torchtune_adaptive.recipe.data.row_lengths import RowLengths
 from torchtune_adaptive.recipe.install import install
 from torchtune_adaptive.recipe.kinds.by_name import recipe_kind
+from torchtune_adaptive.recipe.origin import Origin, data_in_words, model_in_words
 from torchtune_adaptive.recipe.plan.background import BackgroundPlanner
 from torchtune_adaptive.recipe.record import Record
 from torchtune_adaptive.recipe.search.decide import DecidedBatch, decide_batch
@@ -130,7 +132,8 @@ class Run:
         self._loop: TrainingLoop | None = None
         self.metrics = start_metric_logger(asked.cfg, self.ranks)  # on rank 0
         if self.metrics is not None:
-            self.record = Record(asked.cfg, asked.kind.name, self.ranks.size, self.metrics)
+            origin = Origin.of(sys.argv, asked.kind.recipe)
+            self.record = Record(asked.cfg, asked.kind.name, self.ranks.size, self.metrics, origin)
             log.info(f"Config: {self.record.save_config()}")
 
     @property
@@ -206,6 +209,7 @@ class Run:
         """
         loaded = self._loaded()
         data = data_of(self.asked, loaded.tokenizer, loaded.training, self.kind.rows(), objective)
+        self._note_what_it_is_made_of(model, data)
         order = self._order(data.dataset, model)
         step = self.train_step(model, optimizers, objective)
         rows = self.rows(loaded, data, order, model, step)
@@ -299,6 +303,20 @@ class Run:
         if self.record is not None:
             step = self.progress.training.global_step if self.progress.training else 0
             self.record.decided(split, step, batch.report)
+
+    def _note_what_it_is_made_of(self, model: Model, data: Data) -> None:
+        if self.record is None:
+            return
+        cfg, parameters = self.asked.cfg, list(model.module.parameters())
+        trained = sum(each.numel() for each in parameters if each.requires_grad)
+        size = sum(each.numel() for each in parameters)
+        sample = self.asked.kind.sample
+        self.record.made_of = {
+            "device": self.memory.name,
+            "model": model_in_words(cfg, size, trained),
+            "data": data_in_words(cfg, len(data.dataset), sample),
+            "metrics": self.record.logger.destination,
+        }
 
     def _note_what_is_resumed(self, epochs: Epochs) -> None:
         progress = self.progress

@@ -103,7 +103,8 @@ class SimulatedMemory(DeviceMemory):
             reference, counted = weakref.ref(storage, lambda _: self._forget(key)), 0
         self._live[key] = (reference, nbytes)
         self._in_use += nbytes - counted
-        self._peak = max(self._peak, self._in_use)
+        if self.limit is None or self._in_use <= self.limit:  # what does not fit is never held
+            self._peak = max(self._peak, self._in_use)
 
     def check(self, extra: int = 0) -> None:
         """Raise as a device would if more is in use, with ``extra`` bytes on top, than there is."""

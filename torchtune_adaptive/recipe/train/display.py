@@ -30,9 +30,11 @@ class EpochDisplay:
         """The last step, unless it has been shown."""
         self._shown_at = -math.inf  # the first step is shown at once
 
-    def step(self, done: int, number: int, loss: float, tokens_per_second: float) -> None:
-        """Show that step ``number`` of the run is done, and with it so many base steps of the epoch."""
-        said = f"loss {loss:.4g}, {tokens_per_second:,.0f} tokens/s"
+    def step(self, done: int, number: int, said: str) -> None:
+        """Show that step ``number`` of the run is done, and with it so many base steps of the epoch.
+
+        ``said`` has the numbers of the step that people watch.
+        """
         if self._bar is not None:
             self._bar.set_postfix_str(said, refresh=False)
             self._bar.update(done - self._bar.n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ log = logging.getLogger(__name__)
 
 
 EVENTS_NAME = "batch_size_events.jsonl"
+
+
+def changes_in_words(what: Mapping[str, tuple[Any, Any]]) -> str:
+    """Values by name, before and after, as people read them: ``micro-batch 8 -> 4``."""
+    return "; ".join(map(_in_words, what.items()))
+
+
+def _in_words(change: tuple[str, tuple[Any, Any]]) -> str:
+    name, (before, after) = change
+    return f"{name.replace('_', '-' if name == 'micro_batch' else ' ')} {before} -> {after}"
 
 
 class Events:
@@ -34,12 +45,8 @@ class Events:
 
     def changed(self, step: int, reason: str, **what: tuple[Any, Any]) -> None:
         """Values such as ``micro_batch=(8, 4)`` (before, after) change from ``step`` on."""
-        (first, change), *others = (
-            (name.replace("_", "-" if name == "micro_batch" else " "), f"{before} -> {after}")
-            for name, (before, after) in what.items()
-        )
-        line = f"{first} {change} ({reason}, step {step})"
-        line = "; ".join([line, *(f"{name} {change}" for name, change in others)])
+        first, *others = map(_in_words, what.items())
+        line = "; ".join([f"{first} ({reason}, step {step})", *others])
         self._put({"step": step, "reason": reason, **{k: list(v) for k, v in what.items()}}, line)
 
     def grown(self, before: Split, after: Split, samples: int, step: int, reason: str) -> None:

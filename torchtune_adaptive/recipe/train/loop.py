@@ -27,9 +27,11 @@ from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.settings.knob_table import ACCUMULATION
 from torchtune_adaptive.recipe.train.adaptation import Adaptation
 from torchtune_adaptive.recipe.train.display import EpochDisplay, messages_beside_the_bar
+from torchtune_adaptive.recipe.train.events import changes_in_words
+from torchtune_adaptive.recipe.train.history import What
 from torchtune_adaptive.recipe.train.instruments import Profiling
 from torchtune_adaptive.recipe.train.metrics import Metrics, Summary, Trained
-from torchtune_adaptive.recipe.train.rollouts import Rollouts
+from torchtune_adaptive.recipe.train.rollouts import RolloutRows, Rollouts
 from torchtune_adaptive.recipe.train.stop import StopSignals
 from torchtune_adaptive.recipe.train.validation import Validation
 
@@ -101,7 +103,7 @@ class TrainingLoop:
             self.validation.done = self.global_step
         used = self._resume(self.progress.training) if self.progress.training else 0
         if self.global_step:
-            self.metrics.resume(self.global_step, self.progress.history)
+            self.metrics.resume(self.global_step, self.samples, self.progress.history)
         self._validate()  # where a stop came before it
         self.runner.step.memory.release()
         self.profiling.start()
@@ -144,8 +146,7 @@ class TrainingLoop:
             self.profiling.before_step(epoch, number)
             if rows.begin_step():
                 outcome = self._step(epoch)
-                done, speed = epochs.position(0, rows.used), self.metrics.tokens_per_second
-                display.step(done, self.global_step, outcome.loss, speed)
+                display.step(epochs.position(0, rows.used), self.global_step, self.metrics.said())
                 self.profiling.after_step(epoch, number)
                 number += 1
                 stop |= outcome.stop or self._validate()
@@ -205,6 +206,7 @@ class TrainingLoop:
             adaptation.learning_rate.now,
             rows.loaded,
             more,
+            rows.spent if isinstance(rows, RolloutRows) else None,
         )
         return outcome
 
@@ -218,11 +220,16 @@ class TrainingLoop:
     def _adjusted(self, adjustment: Adjustment) -> None:
         """Put on record what is done about memory."""
         number, (before, after) = adjustment.step, adjustment.size
+        history, split = self.metrics.history, self.adaptation.split
+        samples = self.samples + (number - self.global_step) * split.global_batch
+        if number == self.global_step + 1:  # otherwise the step is done, and the next one is meant
+            history.mark(What.RETRIED, samples, f"step {number:,} retried")
         what = dict(adjustment.knobs)
         if before != after:
-            what |= self.loader.micro_batches.change(before, after, self.adaptation.split)
+            what |= self.loader.micro_batches.change(before, after, split)
         if what:
             self.adaptation.events.changed(number, adjustment.reason, **what)
+            history.mark(What.CHANGED, samples, f"from step {number:,}: {changes_in_words(what)}")
         else:
             self.adaptation.events.noticed(number, adjustment.reason)
         if adjustment.wait:

@@ -27,11 +27,19 @@ class MetricLogger:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._has_failed = False
+        self._folder: str | None = cfg.metric_logger.get("log_dir")
         # torchtune's loggers print where they write.
         said = nullcontext() if log.isEnabledFor(logging.INFO) else redirect_stdout(StringIO())
         with said:
             self._logger: Any = config.instantiate(cfg.metric_logger)
         atexit.register(self.close)  # what it holds back is written, however the run ends
+
+    @property
+    def destination(self) -> str:
+        """The file that metrics go to, or else who takes them, and the folder that it uses."""
+        if (path := getattr(self._logger, "path_to_log_file", None)) is not None:
+            return str(path())
+        return ", ".join(filter(None, [type(self._logger).__name__, self._folder]))
 
     def log_config(self, cfg: DictConfig) -> None:
         self._write(self._logger.log_config, cfg)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,11 +12,14 @@ from torchtune_adaptive.common import bytes_of, counted
 from torchtune_adaptive.core import DeviceMemory, MicroBatch, Split, StepDone, Usage
 from torchtune_adaptive.recipe.settings.asked import Asked
 from torchtune_adaptive.recipe.setup.environment import Environment
-from torchtune_adaptive.recipe.train.history import Course, History, Point
+from torchtune_adaptive.recipe.train.history import Course, History, Point, What
+from torchtune_adaptive.recipe.train.watched import PHASES, TRAINING, as_text, shares, watched
 
 log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
+_SAVED = 1
+"""The number of the form in which a checkpoint keeps the steps of a run. Another one is not read."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Trained:
         lines = [
             f"Trained {part.text()}.",
             *([f"The whole run: {run.text()}."] if run and summary.begun_at else []),
+            *([f"Time by phase: {shares(part.spent)}."] if part.spent else []),
             f"{', '.join(facts)}.",
             f"Last global batch: {counted(split.global_batch, self.sample)} ({split.text()}).",
         ]
@@ -124,6 +128,8 @@ class Metrics:
         self._counts_tokens = counts_tokens
         self._watch_memory = watch_memory and memory.measured
         self.history = History("token" if counts_tokens else "sample")
+        self.last_values: dict[str, float] = {}
+        """What is watched of the last step."""
         self._course = Course()
         self._before: Course | None = Course()
         self._begun_at = 0
@@ -140,23 +146,24 @@ class Metrics:
         """Start the clock of the run, and measure its memory from now on."""
         self._memory.watch()
         self._memory.peaks_of_steps = True
-        if self._watch_memory:  # once: the driver takes longer to answer than the allocator
+        if self._memory.measured:  # once: the driver takes longer to answer than the allocator
             self._capacity = self._memory.capacity()
         self._started = time.perf_counter()
         self.start_step()
 
-    def resume(self, step: int, saved: dict[str, Any] | None) -> None:
+    def resume(self, step: int, samples: int, saved: dict[str, Any] | None) -> None:
         """Continue after a step. What came before it is unknown where the checkpoint does not say."""
         self._begun_at, self._before = step, None
-        if saved is not None:
+        if saved is not None and saved.get("form") == _SAVED:
             self._before = Course(**saved["course"])
             self.history.load_state_dict(saved["history"])
+        self.history.mark(What.RESUMED, samples, f"resumed at step {step:,}")
 
     def state_dict(self) -> dict[str, Any] | None:
         """What a checkpoint keeps of the whole run; None where that is not known."""
         if (run := self.run) is None:
             return None
-        return {"course": vars(run), "history": self.history.state_dict()}
+        return {"form": _SAVED, "course": vars(run), "history": self.history.state_dict()}
 
     @property
     def part(self) -> Course:
@@ -185,25 +192,46 @@ class Metrics:
         lr: float,
         micro_batches: Sequence[MicroBatch],
         more: dict[str, float],
+        spent: Mapping[str, float] | None = None,
     ) -> None:
         """Record a step, as it was meant to be (``split``) and as it was on this rank (``micro_batches``).
 
-        ``lr`` is the learning rate of the next step, and ``samples`` are those that the run has used.
+        ``lr`` is the learning rate of the next step, and ``samples`` are those that the run has used. Where
+        rows are made in phases, ``spent`` has the seconds that this took before the step, by phase.
         """
         seconds = time.perf_counter() - self._step_started
         self.seconds += seconds
         tokens = self._tokens(outcome, micro_batches, split.ranks)
         self.tokens_per_second = tokens / seconds
         self.tokens += int(tokens)
-        self._course.add(outcome.loss)
         micro_batch = max(each.rows for each in micro_batches)
-        used = (
-            self._memory.last_step
-        )  # as it was read when the ranks told each other about the step
+        # As it was read when the ranks told each other about the step.
+        used = self._memory.last_step
         self._used |= used
-        peak = used.peak_bytes if self._memory.measured else None
-        point = Point(samples, split.global_batch, micro_batch, lr, outcome.loss, peak)
-        self.history.add(point)
+        # What a neighbor on the device gives back comes on top.
+        self._capacity = max(self._capacity, used.peak_bytes)
+        phases: dict[str, float] = {}
+        if spent is not None:
+            more = {**more, "training_seconds": seconds - sum(spent.values())}
+            spent = {**spent, TRAINING: more["training_seconds"]}
+            logged_as = {**PHASES, TRAINING: "training_seconds"}
+            phases = {phase: more[key] for phase, key in logged_as.items() if key in more}
+        self.last_values = watched(outcome.loss, {**outcome.metrics, **more})
+        self._course.add(self.last_values, spent or {})
+        measured = self._memory.measured
+        self.history.add(
+            Point(
+                number,
+                samples,
+                split.global_batch,
+                micro_batch,
+                lr,
+                values=self.last_values,
+                seconds=phases,
+                peak_bytes=used.peak_bytes if measured else None,
+                limit_bytes=self._capacity if measured else None,
+            )
+        )
         if self._environment.ranks.is_zero and number % self._logging.every_n_steps == 0:
             record: dict[str, Any] = {
                 "loss": outcome.loss,
@@ -222,6 +250,10 @@ class Metrics:
                 record["grad_norm"] = outcome.gradient_norm
             self._logging.logger.log_dict(record, step=number)
         self.start_step()
+
+    def said(self) -> str:
+        """The last step, for a line or a bar that shows how far training is."""
+        return f"{as_text(self.last_values)}, {self.tokens_per_second:,.0f} tokens/s"
 
     def _tokens(self, outcome: StepDone, micro_batches: Sequence[MicroBatch], ranks: int) -> float:
         """Tokens of a step, on so many ranks with rows of their own, as torchtune's recipes count them: those
@@ -256,7 +288,6 @@ class Metrics:
         if self._memory.measured:
             peak = max(self._environment.ranks.gather(self._memory.usage().peak_bytes))
             capacity = self._memory.capacity()
-            peak = min(peak, capacity)  # the simulated device counts what did not fit
         return Summary(
             part=self.part,
             tokens_per_second=self.tokens / self.seconds,

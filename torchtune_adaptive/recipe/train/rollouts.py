@@ -32,6 +32,7 @@ from torchtune_adaptive.recipe.rollout.phases import Phases, RolloutSizes
 from torchtune_adaptive.recipe.rollout.rows import Row, collate, draws, known, shuffled
 from torchtune_adaptive.recipe.settings.adaptive import BLOCK
 from torchtune_adaptive.recipe.train.events import Events
+from torchtune_adaptive.recipe.train.watched import PHASES
 
 
 @dataclass
@@ -281,6 +282,8 @@ class RolloutRows:
         """Rows trained on so far, over all ranks."""
         self.loaded: list[MicroBatch] = []
         """The micro-batches of the last step that have been made so far."""
+        self.spent: dict[str, float] = {}
+        """Seconds by phase that making the rollout took, before its first step; nothing before others."""
 
     @property
     def can_be_left(self) -> bool:
@@ -301,11 +304,13 @@ class RolloutRows:
     def begin_step(self) -> bool:
         """Make the next rollout, if it is time for it; False if a rank has been asked to stop meanwhile."""
         rollouts, number = self._rollouts, self._number
+        self.spent = {}
         if self.can_be_left:
             rows = rollouts.make(self._epoch, number)
             if rows is None:
                 return False
             self._rows = rows
+            self.spent = {phase: rollouts.metrics[key] for phase, key in PHASES.items()}
         used = self.used % rollouts.trained_rows // rollouts.ranks
         self._of_step = rollouts.mini_batch(self._rows, number, used)
         return True
