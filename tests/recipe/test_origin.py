@@ -89,8 +89,9 @@ def test_model_and_data_in_words() -> None:
     assert data_in_words(cfg, 640, "row") == (
         "my.table (source json, data_files a.json, split train); my.other: 640 rows"
     )
-    policy = OmegaConf.create({"policy_model": {"_component_": "my.policy"}})
-    assert model_in_words(policy, 1, 1) == "my.policy: 1 parameter"
+    both = {"policy_model": "my.policy", "reward_and_value_model": "my.value"}
+    ppo = OmegaConf.create({key: {"_component_": name} for key, name in both.items()})
+    assert model_in_words(ppo, 1, 1) == "my.policy and my.value: 1 parameter"
 
 
 def test_versions_are_those_that_matter() -> None:

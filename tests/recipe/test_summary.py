@@ -150,6 +150,11 @@ def test_a_limit_is_never_below_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = metrics_of([3.0, 2.0], 1.0, monkeypatch)
     assert [point.peak_bytes for point in metrics.history.points] == [21 * GIB, 22 * GIB]
     assert [point.limit_bytes for point in metrics.history.points] == [21 * GIB, 22 * GIB]
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    metrics.measure_limit()
+    rollouts_of(metrics, ("rewards", "response_lengths", "kl_loss"), now)
+    assert metrics.history.points[-1].limit_bytes == 80 * GIB
 
 
 def test_no_steps_no_summary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from torchtune_adaptive.common import ConfigError, counted, launcher, libraries
 from torchtune_adaptive.recipe.registry import load_config, name_of_config
 from torchtune_adaptive.recipe.settings.keys import FOUND
 
+_MODELS = ("model", "policy_model", "reward_and_value_model")
+"""The keys of models that are trained."""
 _DATA_KEYS = ("source", "data_files", "name", "split")
 """The keys of a dataset that say which data it is."""
 
@@ -91,11 +93,11 @@ def versions() -> str:
 
 
 def model_in_words(cfg: DictConfig, parameters: int, trained: int) -> str:
-    """The model of a config, and how large it is."""
-    block = cfg.get("model") or cfg.get("policy_model") or {}
+    """What a config trains, and how large it is."""
+    names = [cfg[key].get("_component_") for key in _MODELS if cfg.get(key)]
     size = counted(parameters, "parameter")
     part = "" if trained == parameters else f", {trained:,} of them trained"
-    return f"{block.get('_component_', 'model')}: {size}{part}"
+    return f"{' and '.join(names)}: {size}{part}"
 
 
 def data_in_words(cfg: DictConfig, samples: int, sample: str) -> str:

@@ -220,6 +220,7 @@ class TrainingLoop:
     def _adjusted(self, adjustment: Adjustment) -> None:
         """Put on record what is done about memory."""
         number, (before, after) = adjustment.step, adjustment.size
+        self.metrics.measure_limit()  # another process may be why
         history, split = self.metrics.history, self.adaptation.split
         samples = self.samples + (number - self.global_step) * split.global_batch
         if number == self.global_step + 1:  # otherwise the step is done, and the next one is meant

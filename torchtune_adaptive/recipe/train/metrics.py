@@ -146,10 +146,15 @@ class Metrics:
         """Start the clock of the run, and measure its memory from now on."""
         self._memory.watch()
         self._memory.peaks_of_steps = True
-        if self._memory.measured:  # once: the driver takes longer to answer than the allocator
-            self._capacity = self._memory.capacity()
+        self.measure_limit()
         self._started = time.perf_counter()
         self.start_step()
+
+    def measure_limit(self) -> None:
+        """Ask how much memory there is: not in each step, as a driver takes longer to answer than an
+        allocator."""
+        if self._memory.measured:
+            self._capacity = self._memory.capacity()
 
     def resume(self, step: int, samples: int, saved: dict[str, Any] | None) -> None:
         """Continue after a step. What came before it is unknown where the checkpoint does not say."""
@@ -208,7 +213,7 @@ class Metrics:
         # As it was read when the ranks told each other about the step.
         used = self._memory.last_step
         self._used |= used
-        # What a neighbor on the device gives back comes on top.
+        # It may have been asked for before another process gave some back.
         self._capacity = max(self._capacity, used.peak_bytes)
         phases: dict[str, float] = {}
         if spent is not None:
