@@ -41,12 +41,13 @@ NOT_MEASURED = (
 
 def text_of(page: Path) -> str:
     """The words of a page on one line, without its blocks."""
-    return " ".join(re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.M).split())
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return " ".join(re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE).split())
 
 
 def blocks(page: str, begin: str) -> list[str]:
     """The fenced blocks of a page of results whose text has ``begin``."""
-    found = re.findall(r"^```\n(.*?)^```", (RESULTS / page).read_text(), re.DOTALL | re.M)
+    found = re.findall(r"^```\n(.*?)^```", (RESULTS / page).read_text(), re.DOTALL | re.MULTILINE)
     return [block for block in found if begin in block]
 
 

@@ -196,7 +196,7 @@ def test_a_misspelt_setting_is_an_error_that_knows_better() -> None:
         settings(headrom=0.1)
     with pytest.raises(ConfigError, match=r"Did you mean headroom\?"):
         settings(HEADROOM=0.1)
-    with pytest.raises(ConfigError, match="Known are beta2, cache, ceiling, "):
+    with pytest.raises(ConfigError, match="Known are activation_checkpointing, beta2, cache, "):
         settings(zzz=1)
 
 
