@@ -19,4 +19,5 @@ def announce(log: logging.Logger, line: str, level: int = logging.INFO, *, rank_
     if configured or not rank_zero:
         log.log(level, line)
     else:
-        print(f"{_NAME}: {line}", file=sys.stderr, flush=True)
+        over_a_progress_bar = "\r\x1b[K" if sys.stderr.isatty() else ""
+        print(f"{over_a_progress_bar}{_NAME}: {line}", file=sys.stderr, flush=True)
