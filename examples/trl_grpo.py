@@ -27,7 +27,7 @@ parser.add_argument("--model", help="the name or folder of a model")
 name = parser.parse_args().model
 on_cpu = not torch.accelerator.is_available()
 args = GRPOConfig(
-    "output/trl_grpo",
+    "demo_output/trl_grpo",
     per_device_train_batch_size=16,  # times 2 are the completions of a step
     gradient_accumulation_steps=2,
     num_generations=8,

@@ -21,7 +21,7 @@ parser.add_argument("--model", help="the name or folder of a model")
 name = parser.parse_args().model
 on_cpu = not torch.accelerator.is_available()
 args = SFTConfig(
-    "output/trl_sft",
+    "demo_output/trl_sft",
     per_device_train_batch_size=16,  # times 2 are the rows of a step; how it is split does not count
     gradient_accumulation_steps=2,
     max_steps=4,
