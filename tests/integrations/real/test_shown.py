@@ -76,7 +76,7 @@ def of_trainers(folder: str) -> dict[str, Seen]:
     return seen
 
 
-def test_a_trainer_shows_what_it_does(tmp_path: Path) -> None:
+def test_a_trainer_shows_what_it_does_and_logs_it(tmp_path: Path) -> None:
     [seen] = on_ranks(of_trainers, 1, str(tmp_path))
     lines = {name: each for name, (each, _) in seen.items()}
     *trials, end = lines["searched"]
@@ -98,9 +98,6 @@ def test_a_trainer_shows_what_it_does(tmp_path: Path) -> None:
     assert lines["tokens"][0].startswith("8 rows a step = micro-batches of at most "), lines
     assert lines["grpo"][0].startswith("micro-batch of generation 8 -> 4 (out of memory"), lines
 
-
-def test_a_trainer_logs_its_micro_batch_and_retries(tmp_path: Path) -> None:
-    [seen] = on_ranks(of_trainers, 1, str(tmp_path))
     logged = {name: each for name, (_, each) in seen.items()}
     for name in ("searched", "resumed", "no limit", "grpo"):
         assert logged[name] == [[4, 0]] * 4, logged
