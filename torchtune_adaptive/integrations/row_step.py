@@ -22,7 +22,6 @@ from torchtune_adaptive.library import AdaptiveStep, BatchSize, Outcome, find_ba
 
 log = logging.getLogger(__name__)
 
-
 _NO_LIMIT = (
     "no search: a CPU has no memory limit of its own. Pass one, such as "
     'Adaptive(memory_limit="16GiB").'
