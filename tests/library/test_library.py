@@ -380,6 +380,31 @@ def test_what_is_done_about_memory_is_logged(
     ]
 
 
+def test_trials_and_retries_are_shown_where_nobody_configures_logging(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: False)
+    monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "level", logging.NOTSET)
+    batch = lambda rows: collate(rows_of(rows))  # noqa: E731
+    searching = Trained("alone", memory_limit="4KiB").step
+    size = find_batch_size(searching, batch, headroom=0.0)
+    assert (size.status.is_proof, size.why) == (True, f"{2 * size} rows: out of memory in backward")
+    assert find_batch_size(searching, batch, ceiling=1).why == "no larger one is allowed"
+    *trials, found, one, of_one = capsys.readouterr().err.splitlines()
+    assert len(trials) == len(size.trials) and all("peak" in line for line in [*trials, one])
+    assert found == f"torchtune_adaptive: micro-batch {size}: the next size does not fit"
+    assert of_one == "torchtune_adaptive: micro-batch 1: it is the largest size allowed"
+
+    run, memory = failing("alone")
+    with memory.fail_at(5):
+        run.step(rows_of(4), collate, 4)
+    retried = (
+        "torchtune_adaptive: micro-batch 4 -> 2 (out of memory in forward on rank 0, step 1)\n"
+    )
+    assert capsys.readouterr().err == retried
+    assert (run.step.micro_batch, run.step.retried_steps) == (2, 1)
+
+
 def test_the_reference_is_that_of_the_docstrings() -> None:
     docs = Path(__file__).parents[2] / "docs"
     page = runpy.run_path(str(docs / "make" / "api.py"))["page"]

@@ -11,6 +11,7 @@ from torchtune_adaptive.common.lazy import interface
 
 if TYPE_CHECKING:
     from torchtune_adaptive.common import arguments, durable, ending, launcher, network, plots
+    from torchtune_adaptive.common.announce import announce
     from torchtune_adaptive.common.cache import (
         Cache,
         cache_folder,

@@ -34,6 +34,11 @@ class AdaptiveMixin(_Trainer):
         # DistributedDataParallel would broadcast them in each forward pass, where a rank may be missing.
         self.accelerator.ddp_handler.broadcast_buffers = False
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs and self._adaptive_step is not None:  # of training, not of an evaluation
+            logs = logs | self._adaptive_step.metrics
+        super().log(logs, *args, **kwargs)
+
     def _begun(self) -> Any:
         """The steps of the training that runs."""
         if self._adaptive_step is None:

@@ -60,6 +60,8 @@ class ModuleStep(RowStep):
             rows = sum(each.rows for each in values)
             last = values[-1]
             log(name, _mean(values), *last.args, **last.named | {"batch_size": rows})
+        for name, number in self.metrics.items():
+            log(name, float(number), batch_size=self._rows_of_step)
         return outcome.loss
 
     def collect(self, name: str, value: Any, args: Any, named: Any) -> bool:
@@ -126,6 +128,9 @@ class ModuleStep(RowStep):
 
     def _saved(self) -> dict[str, Any] | None:
         return self._resumed
+
+    def _checkpoint(self) -> str:
+        return f"the checkpoint of step {self._trainer.global_step}"
 
     def restore(self) -> None:
         super().restore()

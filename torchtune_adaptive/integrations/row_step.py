@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -12,11 +13,19 @@ from typing import Any
 
 import torch
 
-from torchtune_adaptive.common import UsageError
+from torchtune_adaptive.common import UsageError, announce
 from torchtune_adaptive.integrations.options import Adaptive
 from torchtune_adaptive.integrations.rows import Keeping, KeptRows, longest, tokens_in
+from torchtune_adaptive.integrations.summary import summary
 from torchtune_adaptive.integrations.unused import Unused
-from torchtune_adaptive.library import AdaptiveStep, Outcome, find_batch_size
+from torchtune_adaptive.library import AdaptiveStep, BatchSize, Outcome, find_batch_size
+
+log = logging.getLogger(__name__)
+
+_NO_LIMIT = (
+    "no search: a CPU has no memory limit of its own. Pass one, such as "
+    'Adaptive(memory_limit="16GiB").'
+)
 
 
 class RowStep(ABC):
@@ -64,16 +73,23 @@ class RowStep(ABC):
     def _saved(self) -> dict[str, Any] | None:
         """What ``learned`` was in the checkpoint that the loop resumes from."""
 
+    def _checkpoint(self) -> str:
+        """What to call that checkpoint."""
+        return "a checkpoint"
+
     def _take(self, batches: Sequence[KeptRows]) -> Outcome:
         """Take a step with the rows of these batches."""
         rows = [row for batch in batches for row in batch.rows]
         self._rows_of_step = len(rows)
         self._keep()
+        begins, why = self._step is None, ""
         if self._step is None:
             self._require_repeatable(batches[0])
-            self._step = self._begin(len(rows))
+            self._step, why = self._begin(len(rows))
         self._unused.forget()
         lengths, groups = self._lengths(rows), self._groups(batches)
+        if begins:
+            self._announce_size(groups or [len(rows)], why)
         with self.around(self._step):
             outcome = self._step(
                 range(len(rows)),
@@ -105,6 +121,16 @@ class RowStep(ABC):
         if self._step is None:
             return None
         return {"size": self._size, "for": self.circumstances(), "step": self._step.state_dict()}
+
+    @property
+    def metrics(self) -> dict[str, int]:
+        """What the loop logs beside its own metrics."""
+        if self._step is None:
+            return {}
+        return {
+            "adaptive/micro_batch": self._step.micro_batch,
+            "adaptive/retried_steps": self._step.retried_steps,
+        }
 
     def circumstances(self) -> str:
         """What the size was found for; with anything else, a resumed run searches again."""
@@ -151,7 +177,8 @@ class RowStep(ABC):
 
     # --- before the first step ------------------------------------------------------------------
 
-    def _begin(self, rows: int) -> AdaptiveStep:
+    def _begin(self, rows: int) -> tuple[AdaptiveStep, str]:
+        """What takes the steps, and why micro-batches have the size that they have."""
         options, step = self._options, self.new_step()
         self._look_at_loss(step)
         most = self._most(rows)
@@ -161,15 +188,31 @@ class RowStep(ABC):
         if learned:
             self._size = learned["size"]
             step.load_state_dict(learned["step"])
-            return step
+            return step, f", from {self._checkpoint()}"
+        why = [] if options.search else ["search=False"]
         searches = options.search and step.train_step.memory.measured
+        if options.search and not searches:
+            self._announce(step, _NO_LIMIT)
         if searches or options.tokens:
             row = self._longest()
             if searches:
-                self._size = self._search(step, row, ceiling, several=rows > 1)
+                found = self._search(step, row, ceiling, several=rows > 1)
+                self._size = int(found)
+                why = [found.why] if found < rows else []
             if options.tokens:
+                why.insert(0, f"{self._size} of the longest row")
                 self._size *= tokens_in(self._collated([row]))
-        return step
+        return step, f" ({', '.join(why)})" if why else ""
+
+    def _announce_size(self, groups: Sequence[int], why: str) -> None:
+        """Say how a step is divided."""
+        assert self._step is not None
+        before, _, processes = self._configured()
+        size, tokens = self._step.micro_batch or self._size, self._options.tokens
+        self._announce(self._step, summary(groups, size, tokens, why, before, processes))
+
+    def _announce(self, step: AdaptiveStep, line: str) -> None:
+        announce(log, line, rank_zero=step.ranks.is_zero)
 
     def _look_at_loss(self, step: AdaptiveStep) -> None:  # noqa: B027  # most have nothing to find out
         """Find out what there is to know about the loss before a size is chosen."""
@@ -189,9 +232,9 @@ class RowStep(ABC):
         [row] = self._loader.collate_fn([row]).rows
         return row
 
-    def _search(self, step: AdaptiveStep, row: Any, ceiling: int, several: bool) -> int:
+    def _search(self, step: AdaptiveStep, row: Any, ceiling: int, several: bool) -> BatchSize:
         with self.around(step):
-            found = find_batch_size(
+            return find_batch_size(
                 step,
                 lambda rows: self._micro_batch([row] * rows),
                 ceiling=ceiling,
@@ -199,7 +242,6 @@ class RowStep(ABC):
                 rounding="none" if self._options.tokens else "power_of_two",
                 headroom=self._options.headroom,
             )
-        return int(found)
 
     # --- what a forward pass changes on the host ------------------------------------------------
 

@@ -70,6 +70,7 @@ class AdaptiveTrainerMixin(_Trainer):
 
     adaptive = Adaptive()
     gradient_accumulation_steps: int
+    metrics_processor: Any
 
     def __init__(self, config: Any) -> None:
         check_versions("torchtitan")
@@ -85,7 +86,20 @@ class AdaptiveTrainerMixin(_Trainer):
         def all_of_the_step() -> Iterator[Batch]:
             yield merged([next(data_iterator) for _ in range(batches)])
 
-        with mock.patch.object(self, "gradient_accumulation_steps", 1):
+        processor = self.metrics_processor
+        log = processor.log
+
+        def with_ours(
+            *args: Any, extra_metrics: dict[str, Any] | None = None, **named: Any
+        ) -> None:
+            assert self._adaptive_step is not None
+            ours = self._adaptive_step.metrics
+            log(*args, extra_metrics={**(extra_metrics or {}), **ours}, **named)
+
+        with (
+            mock.patch.object(self, "gradient_accumulation_steps", 1),
+            mock.patch.object(processor, "log", with_ours),
+        ):
             super().train_step(all_of_the_step())
 
     def forward_backward_step(

@@ -224,6 +224,9 @@ class TrainerStep(RowStep):
         learned: dict[str, Any] | None = saved.get("attributes", {}).get("learned")
         return learned
 
+    def _checkpoint(self) -> str:
+        return f"checkpoint-{self._trainer.state.global_step}"
+
 
 @cache
 def _state_class() -> type:

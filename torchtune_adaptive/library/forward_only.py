@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchtune_adaptive.common import UsageError, counted
+from torchtune_adaptive.common import UsageError, announce, counted
 from torchtune_adaptive.core import Phase, TrainStep
 from torchtune_adaptive.library.division import Division
 from torchtune_adaptive.library.private import tree_map_only
@@ -113,6 +113,6 @@ class ForwardOnly:
         return list(made)
 
     def _adjusted(self, reason: str, before: int, after: int) -> None:
-        level = logging.WARNING if self.step.ranks.is_zero else logging.DEBUG
         what = "micro-batch" if self._size[1] == "row" else "token budget"
-        log.log(level, f"{what} of {self.phase.name} {before} -> {after} ({reason})")
+        line = f"{what} of {self.phase.name} {before} -> {after} ({reason})"
+        announce(log, line, logging.WARNING, rank_zero=self.step.ranks.is_zero)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, get_args
 
-from torchtune_adaptive.common import UsageError, arguments
+from torchtune_adaptive.common import UsageError, announce, arguments, counted
 from torchtune_adaptive.core import Probe, Rounding, SizeTrial, StepDone, candidates, strategies
 from torchtune_adaptive.library import checks
 from torchtune_adaptive.library.forward_only import ForwardOnly
@@ -30,6 +30,16 @@ class BatchSize(int):
     """Why the search ended."""
     trials: tuple[SizeTrial, ...]
     """Every size that was tried, with the peak of each rank."""
+
+    @property
+    def why(self) -> str:
+        """Why it is not larger."""
+        larger = [trial for trial in self.trials if trial.size > self]
+        if not larger:
+            return "no larger one is allowed"
+        next_one = min(larger, key=lambda trial: trial.size)
+        of_many = f" on rank {next_one.deciding_rank}" if len(next_one.reports) > 1 else ""
+        return f"{counted(next_one.size, 'row')}: {next_one.deciding.trouble}{of_many}"
 
 
 def find_batch_size(
@@ -100,8 +110,8 @@ def find_batch_size(
             tried = probe.trial(size, worst)
         else:
             tried = probe.trial_of(phase.phase, size, (of_phase(size), size))
-        if step.ranks.is_zero:  # the line says which rank had the least room
-            log.info(tried.line())
+        # The line says which rank had the least room.
+        announce(log, tried.line(), rank_zero=step.ranks.is_zero)
         return tried
 
     try:
@@ -116,9 +126,8 @@ def find_batch_size(
         raise found.trials[-1].nothing_fits("row", _REMEDY)
     size = BatchSize(found.size)
     size.status, size.trials = found.status, found.trials
-    if step.ranks.is_zero:
-        of = f" of {phase.phase.name}" if phase is not None else ""
-        log.info(f"micro-batch{of} {size}: {found.status.value}")
+    of = f" of {phase.phase.name}" if phase is not None else ""
+    announce(log, f"micro-batch{of} {size}: {found.status.value}", rank_zero=step.ranks.is_zero)
     return size
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from torchtune_adaptive.common import UsageError, arguments
+from torchtune_adaptive.common import UsageError, announce, arguments
 from torchtune_adaptive.core import (
     Adjustment,
     Batch,
@@ -251,6 +251,16 @@ class AdaptiveStep:
             noise=outcome.noise,
         )
 
+    @property
+    def micro_batch(self) -> int:
+        """The size that micro-batches have now."""
+        return self._runner.size
+
+    @property
+    def retried_steps(self) -> int:
+        """How often a step was done again because memory ran out."""
+        return self._runner.retried_steps
+
     def collective(self, launch: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """Call a function that launches collectives of one's own, in ``forward`` or anywhere else.
 
@@ -354,7 +364,7 @@ class AdaptiveStep:
             changes.append(f"{knob.replace('_', ' ')} {old} -> {new}")
         if changes:
             what = f"{', '.join(changes)} ({reason}, step {adjustment.step})"
-        log.log(logging.WARNING if self.ranks.is_zero else logging.DEBUG, what)
+        announce(log, what, logging.WARNING, rank_zero=self.ranks.is_zero)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of recovery, for a checkpoint."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integrations.real.trainers import AS_CONFIGURED, make, on_ranks, tokens
+from tests.integrations.real.trainers import AS_CONFIGURED, make, on_ranks, texts, tokens
 from torchtune_adaptive.integrations.facts import FACTS
 from torchtune_adaptive.integrations.trainer_step import _checkpointing
 from torchtune_adaptive.integrations.transformers import AdaptiveTrainerMixin
@@ -53,6 +53,30 @@ def backwards(trainer: Any) -> list[str]:
     watched(trainer, "training_step", lambda *_, **__: calls.append("step"))
     trainer.train()
     return calls
+
+
+@check("own log")
+def own_log(folder: str) -> None:
+    for kind in ("trainer", "sft", "grpo"):
+        evaluated = {"eval_strategy": "steps", "eval_steps": 2}
+        evaluated["eval_dataset"] = (
+            tokens(8) if kind == "trainer" else texts(*COLUMN[kind], count=8)
+        )
+        trainer, logged = make(kind, None, folder, **evaluated), []
+        watched(trainer, "log", lambda logs, *_, to=logged: to.append(sorted(logs)))
+        trainer.train()
+        assert ["loss" in names for names in logged] == [
+            True,
+            True,
+            False,
+            True,
+            True,
+            False,
+            False,
+        ]
+
+
+COLUMN = {"sft": ("text",), "grpo": ("prompt",)}
 
 
 @check("no scaling")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,10 +110,13 @@ def limited(folder: str) -> dict[str, Any]:
     """Trainings with memory for half of the rows of a step."""
     made = {"chunks": 4, "training__global_batch_size": 16}
     plain = train(config(folder, **made))
-    searched = train(config(folder, **made), Adaptive(memory_limit="48MiB"))
+    with redirect_stderr(io.StringIO()) as said:
+        searched = train(config(folder, **made), Adaptive(memory_limit="48MiB"))
     return {
         "far": searched.far(plain),
         "sizes": searched.sizes,
+        "logged": searched.more["adaptive"],
+        "said": said.getvalue().splitlines(),
         "same": torch.equal(searched.weights, plain.weights),
     }
 
@@ -120,6 +125,8 @@ def test_the_size_that_fits_is_found_and_the_search_leaves_no_trace(tmp_path: Pa
     [seen] = on_ranks(limited, 1, tmp_path)
     assert seen["sizes"] == (4, 4), seen  # as configured, so equal to the bit
     assert seen["far"] == 0 and seen["same"], seen
+    assert seen["logged"] == [{"adaptive/micro_batch": 4, "adaptive/retried_steps": 0}] * 4, seen
+    assert "= 4 x micro-batch 4 (8 rows: out of memory in " in seen["said"][-1], seen
 
 
 def resumed(folder: str) -> dict[str, Any]:

@@ -99,6 +99,18 @@ def counted_tokens(trainer: Any) -> None:
     assert trainer.ntokens_seen > 0
 
 
+@check("own log")
+def own_log(trainer: Any) -> None:
+    processor = trainer.metrics_processor
+    own, seen = processor.log, []
+    processor.log = lambda *args, extra_metrics, **named: (
+        seen.append(extra_metrics),
+        own(*args, extra_metrics={**extra_metrics, "adaptive/micro_batch": 4}, **named),
+    )
+    a_step(trainer)
+    assert len(seen) == 1 and "n_tokens_seen" in seen[0]
+
+
 @check("owner of a config")
 def owner_of_a_config(trainer: Any) -> None:
     assert type(trainer) is Trainer and type(trainer.config)._owner is Trainer

@@ -191,6 +191,7 @@ def train(made: Any, options: Adaptive | None = None, lost: Loss | None = None) 
 
 def _trained(trainer: Any, lost: Loss | None) -> Result:
     [model], logs = trainer.model_parts, []
+    adaptive_metrics: list[dict[str, float]] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -200,7 +201,9 @@ def _trained(trainer: Any, lost: Loss | None) -> Result:
     def logged(step: int, loss: float, most: float, norm: float, extra_metrics: Any) -> None:
         tokens = {"since": processor.ntokens_since_last_log}
         losses = {"step": step, "loss": loss, "most": most, "norm": norm}
-        logs.append(losses | tokens | extra_metrics)
+        ours = {name: extra_metrics[name] for name in extra_metrics if name[:9] == "adaptive/"}
+        adaptive_metrics.append(ours)
+        logs.append(losses | tokens | {k: v for k, v in extra_metrics.items() if k not in ours})
         own(step, loss, most, norm, extra_metrics=extra_metrics)
 
     processor.log = logged
@@ -224,4 +227,5 @@ def _trained(trainer: Any, lost: Loss | None) -> Result:
     step = getattr(trainer, "_adaptive_step", None)
     sizes = (step._size, step._step._runner.size) if step else None
     whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
-    return Result(logs, torch.cat([p.detach().flatten() for p in whole]), sizes)
+    weights = torch.cat([p.detach().flatten() for p in whole])
+    return Result(logs, weights, sizes, {"adaptive": adaptive_metrics})

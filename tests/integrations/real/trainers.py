@@ -86,10 +86,14 @@ class Result:
     more: dict[str, Any] = field(default_factory=dict)
 
     def without_times(self) -> list[dict[str, float]]:
-        """All that was logged, but how long it took."""
+        """All that was logged, but how long it took, and what only ours logs."""
         times = ("runtime", "per_second", "step_time")
         return [
-            {name: value for name, value in entry.items() if not name.endswith(times)}
+            {
+                name: value
+                for name, value in entry.items()
+                if not name.endswith(times) and not name.startswith("adaptive/")
+            }
             for entry in self.logs
         ]
 
