@@ -151,7 +151,7 @@ def test_what_is_given_up_in_which_order_and_what_is_said(failures: int, tmp_pat
     assert (
         marks[What.CHANGED]
         == [
-            (4, "from step 1: checkpoint none -> all"),
+            (4, "from step 1: activation checkpointing none -> all"),
             (4, "from step 1: micro-batch 2 -> 1; accumulation 2 -> 4"),
         ][:failures]
     )

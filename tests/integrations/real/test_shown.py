@@ -90,7 +90,7 @@ def test_a_trainer_shows_what_it_does_and_logs_it(tmp_path: Path) -> None:
     begins, *retries = lines["lost"]
     assert begins == "8 rows a step = 2 x micro-batch 4 (search=False)"
     assert [line.partition(" (")[0] for line in retries] == [
-        "checkpoint none -> all",
+        "activation checkpointing none -> all",
         "micro-batch 4 -> 2",
     ]
     after = "8 rows a step = 4 x micro-batch 2, from checkpoint-2; was 2 x 4"
