@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +47,26 @@ def test_the_version_also_as_a_module() -> None:
     command = [sys.executable, "-m", "torchtune_adaptive", "--version"]
     done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
     assert done.stdout == f"tune-adaptive {__version__}\n"
+
+
+def test_who_has_read_enough_gets_no_traceback() -> None:
+    """As ``tune-adaptive ls | head -1`` does, once head has gone."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "torchtune_adaptive", "ls"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=300, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_the_help_of_plan_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _run(["tune-adaptive", "plan", "--help"])
+    _, _, examples = capsys.readouterr().out.partition("examples:\n")
+    commands = [
+        line for line in examples.splitlines() if line.startswith("    tune-adaptive plan ")
+    ]
+    assert len(commands) >= 3
 
 
 @pytest.mark.parametrize("command", ["find", "plan", "cache", "run", "cat", "cp", "validate"])

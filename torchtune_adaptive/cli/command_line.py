@@ -10,6 +10,8 @@ import argparse
 import json
 import os
 import re
+import select
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,7 +54,12 @@ _THEIRS = {"run": "Run", "cat": "Cat", "cp": "Copy", "download": "Download"}
 def main() -> None:
     """The console script."""
     try:
-        _run(sys.argv)
+        try:
+            _run(sys.argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _end_unread()
     except AdaptiveBatchingError as error:
         print(f"{PROGRAM}: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
@@ -62,6 +69,20 @@ def main() -> None:
         # Where the first rank to fail gave a reason of one line, that line says more than torchrun's report.
         print(_reason(error) or error, file=sys.stderr)
         sys.exit(1)
+
+
+def _end_unread() -> None:
+    """End in silence where what reads the output, such as ``head``, has had enough.
+
+    Raises:
+        BrokenPipeError: it was another pipe that broke.
+    """
+    stdout = select.poll()
+    stdout.register(1, 0)  # errors are told whatever is asked for
+    if not any(event & select.POLLERR for _, event in stdout.poll(0)):
+        raise
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where Python writes the rest at its end
+    sys.exit(128 + signal.SIGPIPE)
 
 
 def _reason(error: Any) -> str | None:

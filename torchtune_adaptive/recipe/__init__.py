@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.recipe.plan.rollout import RolloutPrediction
     from torchtune_adaptive.recipe.registry import (
         RECIPES,
+        configs_of_model,
         find_config,
         is_config_name,
         is_module,
