@@ -24,18 +24,24 @@ QUICK = (
     ["plan", "--help"],
     ["plan", "--list-gpus"],
     ["plan", "tiny/ful"],
+    ["validate", "tiny/ful"],
+    ["run", "adaptive_ful_finetune", "--config", "tiny/full"],
+    ["run", "--nproc_per_node", "2", "adaptive_full_finetune_distributed", "--config", "tiny/ful"],
+    ["find", "adaptive_full_finetune_distributed", "--config", "tiny/ful"],
 )
 
 
 def test_quick_commands_do_not_import_torch() -> None:
-    """Neither do plans whose traces are remembered, in this process: it only asks others."""
+    """Nor do what names no recipe or no config, and plans whose traces are remembered, in this process: it
+    only asks others."""
     program = (
         "import sys\n"
         "from torchtune_adaptive.cli.command_line import _run\n"
+        "from torchtune_adaptive.common import AdaptiveBatchingError\n"
         f"for command in {QUICK!r}:\n"
         "    try:\n"
         "        _run(['tune-adaptive', *command])\n"
-        "    except SystemExit:\n"
+        "    except (SystemExit, AdaptiveBatchingError):\n"
         "        pass\n"
         "    imported = {'torch', 'torchtune'} & sys.modules.keys()\n"
         "    assert not imported, (command, imported)\n"
